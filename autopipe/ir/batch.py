@@ -1,10 +1,9 @@
-"""Where the samples of a batch are in every value of a graph, and the graph of a smaller
-micro-batch.
+"""Batch dimensions of all values of a graph, and the graph of a smaller micro-batch.
 
-The inputs' batch axes are followed through the nodes' iteration spaces, forwards to what is
-computed from them and backwards to what meets them (a mask that an exporter expanded to the batch),
-dimensions merged by a Reshape included. Both ways of cutting a batch start here: a micro-batch cuts
-it in time, a data-parallel replica in space.
+The batch axes of the inputs are propagated through the iteration spaces of the nodes: forward to
+results, and backward to other operands, such as a mask that an exporter expanded to the batch. This
+includes dimensions that a Reshape merged. Micro-batches and data-parallel replicas both split the
+batch dimensions found here.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True, order=True)
 class Samples:
-    """Where samples are counted in one dimension, whose extent is outer · batch · inner, row-major.
-    After a Reshape of (batch, sequence) into one dimension, `outer` is 1 and `inner` the sequence's
-    extent.
+    """The batch in one dimension of a value. The size of the dimension is outer · batch · inner,
+    row-major. After a Reshape of (batch, sequence) into one dimension, `outer` is 1 and `inner` is
+    the sequence length.
     """
 
     dimension: int
@@ -40,7 +39,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class NodeSamples:
-    """An axis of a node's iteration space that counts samples: its extent is outer · batch ·
+    """The batch in one axis of a node's iteration space. The size of the axis is outer · batch ·
     inner.
     """
 
@@ -53,15 +52,15 @@ class NodeSamples:
 @dataclass(frozen=True, slots=True)
 class BatchAxes:
     batch: int
-    """Samples of one evaluation; 0 where no input carries any."""
+    """Samples of one forward pass; 0 if no input has a batch dimension."""
     nodes: tuple[tuple[NodeSamples, ...], ...]
-    """By node, in the order of the space's axes."""
+    """Batch axes of each node, in the order of the axes of its iteration space."""
     values: dict[str, tuple[Samples, ...]]
-    """By value, for those that carry samples."""
+    """Batch dimensions of each value that has some, by name."""
 
     def axis(self, node: int) -> str | None:
-        """The axis by which a node is split over replicas: the first that may be cut, with samples
-        outermost in it.
+        """Return the axis along which a node is split over replicas: the first splittable axis in
+        which the batch is outermost. None if there is none.
         """
         own = self.nodes[node]
         return next(
@@ -74,8 +73,8 @@ class BatchAxes:
         )
 
     def lost(self, graph: Graph, space: Space, node: int) -> str | None:
-        """A value of this node that carries samples where no axis of its space counts them; None
-        where all is well.
+        """Return a value of a node whose batch dimension is no axis of the node's iteration space,
+        or None if there is none.
         """
         extents = space.axis_sizes()
         samples = _samples_in(graph.nodes[node], space, self.values)
@@ -89,18 +88,15 @@ class BatchAxes:
         )
 
     def of(self, value: str) -> Samples | None:
-        """Where a value's samples are (the first place, where two dimensions count them); None
-        where nowhere.
-        """
+        """Return the first batch dimension of a value, or None if it has none."""
         found = self.values.get(value)
         return found[0] if found else None
 
 
 @remembered(GRAPHS)
 def batch_axes_of(graph: Graph) -> BatchAxes:
-    """Follow the batch axes of `graph.batch_axes` through the graph. A node whose operator has no
-    row is not looked through. A value of which the samples end up on both sides of a cut that is no
-    multiple of a sample counts as carrying none.
+    """Return the batch dimensions of all values, propagated from `graph.batch_axes`. Nodes with
+    unknown operators stop the propagation.
     """
     extents = [graph.type_of(name).shape[axis] for name, axis in graph.batch_axes]
     batch = extents[0] if extents else 0
@@ -113,7 +109,7 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
     spaces = spaces_of(graph)
     fixed = {value.name for value in graph.inputs}
     consumers = graph.consumers()
-    # Forwards in one go; only what is learnt backwards is visited again.
+    # One forward pass; only nodes whose values change by backward propagation are visited again.
     waiting = list(range(len(graph.nodes) - 1, -1, -1))
     queued = set(waiting)
     while waiting:
@@ -151,8 +147,8 @@ def _tensors(node: Node, space: Space) -> tuple[tuple[str, tuple[Dimension, ...]
 def _samples_in(
     node: Node, space: Space, values: Mapping[str, Iterable[Samples]]
 ) -> Iterator[tuple[str, Dimension, Samples]]:
-    """The operands and results of a node that carry samples, the dimension that does, and where in
-    it.
+    """Yield (value, dimension in axes, batch position) for each batch dimension of a node's
+    operands and results.
     """
     for name, tensor in _tensors(node, space):
         if tensor is not None:
@@ -162,8 +158,8 @@ def _samples_in(
 def _node_samples(
     node: Node, space: Space, values: dict[str, set[Samples]], batch: int
 ) -> tuple[NodeSamples, ...]:
-    """The axes of a node's space that count samples, given what is known of its operands and
-    results.
+    """Return the batch axes of a node's iteration space, given the known batch dimensions of its
+    operands and results.
     """
     extents = space.axis_sizes()
     tensors = _samples_in(node, space, values)
@@ -186,8 +182,8 @@ def _node_samples(
 def _axis_at(
     dimension: Dimension, place: Samples, extents: dict[str, int], batch: int
 ) -> tuple[str, int, int] | None:
-    """The axis of a dimension in which the samples lie, with outer and inner extents inside that
-    axis.
+    """Return (axis, outer, inner) of the axis of `dimension` that contains the batch, with the
+    sizes outside and inside the batch within the axis. None if no single axis contains it.
     """
     below = 1
     for name in reversed(dimension):
@@ -200,7 +196,7 @@ def _axis_at(
 
 
 def _places(node: Node, space: Space, found: tuple[NodeSamples, ...]) -> list[tuple[str, Samples]]:
-    """Where the samples of these axes are in the node's operands and results."""
+    """Return (value, batch position) in a node's operands and results for its batch axes."""
     extents = space.axis_sizes()
     places: list[tuple[str, Samples]] = []
     for samples, (name, tensor) in itertools.product(found, _tensors(node, space)):
@@ -214,17 +210,18 @@ def _places(node: Node, space: Space, found: tuple[NodeSamples, ...]) -> list[tu
 
 
 TARGETS = frozenset({"Reshape", "Expand"})
-"""Operators whose second operand is the result's shape."""
+"""Operators whose second operand is the shape of the result."""
 _EXPORT = "export with a symbolic batch dimension, or with a batch of one micro-batch"
 
 
 @remembered(GRAPHS)
 def rebatched(graph: Graph, size: int) -> Graph:
-    """The graph of one evaluation on `size` samples, made from that on a multiple of it; nodes keep
-    their indices. Every dimension that counts samples shrinks in proportion, merged ones included.
-    Raises ConfigurationError where `size` does not divide the graph's batch, ModelError where a
-    constant differs from sample to sample or a parameter counts samples: then micro-batches are not
-    alike.
+    """Return the graph with a batch of `size` samples. Nodes keep their indices. Each batch
+    dimension, including merged ones, shrinks in proportion.
+
+    Raise ConfigurationError if `size` does not divide the batch of the graph. Raise ModelError if
+    micro-batches would differ: a constant differs between samples, or a parameter has a batch
+    dimension.
     """
     axes = batch_axes_of(graph)
     if axes.batch == size:
@@ -256,7 +253,7 @@ def rebatched(graph: Graph, size: int) -> Graph:
     for name, places in axes.values.items():
         value = graph.type_of(name)
         shape = list(value.shape)
-        for place in places:  # A dimension may count samples twice.
+        for place in places:  # A dimension may contain the batch twice.
             shape[place.dimension] = shape[place.dimension] // axes.batch * size
         shrunk[name] = Value(name, value.dtype, tuple(shape))
 
@@ -279,7 +276,7 @@ def rebatched(graph: Graph, size: int) -> Graph:
 
 
 def _with_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> Node:
-    """A loop whose body is that of `size` samples."""
+    """Return a loop with its body for `size` samples."""
     assert node.body is not None
     given = {value.name for value in node.body.inputs}
     places = []
@@ -302,7 +299,7 @@ def _with_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> Node:
 
 
 def _targets(graph: Graph, shrunk: dict[str, Value]) -> tuple[list[Constant], tuple[Node, ...]]:
-    """Constants and nodes, with new constants for the shapes that nodes give their results."""
+    """Return constants and nodes with new shape operands for the nodes in `TARGETS`."""
     constants = list(graph.constants)
     nodes = []
     taken = set[str]()
@@ -325,8 +322,8 @@ def _targets(graph: Graph, shrunk: dict[str, Value]) -> tuple[list[Constant], tu
 
 
 def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
-    """A constant with the rows of the first `size` samples, which must be those of all others
-    too.
+    """Return a constant with the data of the first `size` samples. Raise ModelError if samples
+    differ.
     """
     array = constant.array
     for place in axes.values.get(constant.value.name, ()):
@@ -348,7 +345,7 @@ def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
 
 
 def _check(graph: Graph) -> None:
-    """Raise ModelError where a node does not fit the smaller shapes."""
+    """Raise ModelError if a node is invalid for the smaller shapes."""
     spaces = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
         if operator_of(node) is None:

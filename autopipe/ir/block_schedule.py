@@ -1,10 +1,10 @@
-"""Schedules of blocks: the schedule search's own problem and answer, with no model behind them.
+"""Problems and solutions of schedule search, independent of a model.
 
-A placement of one unit gives blocks; units run the same blocks independently. A block takes whole
-time on one device, or on several at once, and changes the memory in use on each of them when it
-starts (Lin et al., "Tessel" (HPCA 2024), section III). Times and memory are whole numbers in units
-of the caller's choice. `check_blocks` shares nothing with any search. `schedule.json` holds such a
-schedule; a plan's has the same form.
+A block graph has the blocks of one micro-batch, here called a unit. All units run the same blocks
+independently. A block runs for a fixed time on one device or on several at once, and changes the
+used memory of its devices when it starts (Lin et al., "Tessel", HPCA 2024, section III). Times and
+memory are integers in arbitrary units. `check_blocks` shares no code with the searches.
+`schedule.json` contains such a schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopipe.ir.words import plural
 
 SCHEDULE_FORMAT = "autopipe.schedule/1"
 _MOST = 2**53
-"""Largest whole number that is read: a larger one is not exact in every reader of JSON."""
+"""Maximum integer in a file; some JSON readers round larger ones."""
 Whole = Annotated[int, AtLeast(0), AtMost(_MOST)]
 Change = Annotated[int, AtLeast(-_MOST), AtMost(_MOST)]
 Devices = Annotated[int, AtLeast(1), AtMost(4096)]
@@ -35,12 +35,12 @@ class Block:
     devices: tuple[Index, ...]
     time: Change
     memory: Change = 0
-    """Added to the memory in use on each of its devices when it starts; negative where it frees."""
+    """Change of the used memory on each of its devices when the block starts."""
     after: tuple[Index, ...] = ()
-    """Indices of the blocks of the same unit that must have ended before it starts."""
+    """Indices of blocks of the same unit that must end before this block starts."""
     delays: Annotated[tuple[Whole, ...], OmitDefault()] = ()
-    """Time from the end of each of `after` to the earliest start (a message under way); () for
-    none.
+    """Minimum time between the end of each block of `after` and the start, such as the time of a
+    message; () for 0.
     """
 
     def delay(self, position: int) -> int:
@@ -49,17 +49,17 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """The blocks of one unit, and what the devices have room for."""
+    """The blocks of one unit, and the memory limits of the devices."""
 
     devices: Devices
     blocks: tuple[Block, ...]
     memory: tuple[Whole | None, ...]
-    """Room on each device; None for no limit."""
+    """Memory limit of each device; None for no limit."""
     micro_batches_per_unit: Annotated[int, AtLeast(1), OmitDefault()] = 1
 
     def verify(self) -> None:
-        """Raise ConfigurationError where blocks have no device, one out of range, no time, or wait
-        in a circle.
+        """Raise ConfigurationError if a block has invalid devices, times or delays, or if blocks
+        wait for each other in a cycle.
         """
         if not self.blocks:
             raise ConfigurationError("there are no blocks")
@@ -83,7 +83,7 @@ class BlockGraph:
             raise ConfigurationError(message, where=f"block {self.blocks[path[0]].name!r}")
 
     def _wrong(self, block: Block) -> tuple[str, str]:
-        """The fault of a block, and a hint; both "" where there is none."""
+        """Return (error, hint) for a block; ("", "") if the block is valid."""
         if not block.devices:
             return "it is on no device", ""
         if len(set(block.devices)) != len(block.devices):
@@ -104,9 +104,7 @@ class BlockGraph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Indices of the blocks, each after all that it waits for; without those in or behind a
-        circle.
-        """
+        """Indices of the blocks in topological order, except blocks in a cycle or after one."""
         left = [len(set(block.after)) for block in self.blocks]
         found = [index for index, count in enumerate(left) if count == 0]
         for index in found:
@@ -122,8 +120,8 @@ class BlockGraph:
 
     @cached_property
     def waits(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each block (other, time): it starts no earlier than that time after the other's
-        start.
+        """For each block, pairs (other, time): the block starts at least `time` after the start of
+        block `other`.
         """
         return tuple(
             tuple(
@@ -143,7 +141,7 @@ class BlockGraph:
 
 
 def _inverted(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """For each number below `count` the indices, ascending, of the sets that hold it."""
+    """Return, for each number below `count`, the ascending indices of the sets that contain it."""
     found: list[list[int]] = [[] for _ in range(count)]
     for index, each in enumerate(sets):
         for number in set(each):
@@ -153,9 +151,9 @@ def _inverted(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, .
 
 @dataclass(frozen=True, slots=True)
 class BlockRepetend:
-    """A steady state: block i of unit n starts at `starts[i] + period * (n - offsets[i])`. One
-    repetition holds each block once; block i stands in it for the unit `offsets[i]` further than
-    the oldest one: Tessel's micro-batch index of the block.
+    """A steady state (Tessel: repetend): block i of unit n starts at `starts[i] + period * (n -
+    offsets[i])`. A repetition has each block once. `offsets[i]` is the unit of block i relative to
+    the oldest unit of the repetition (Tessel: micro-batch index).
     """
 
     starts: tuple[Index, ...]
@@ -164,20 +162,20 @@ class BlockRepetend:
 
 @dataclass(frozen=True, slots=True)
 class BlockSchedule:
-    """When each block of each unit starts, and what is known of how good that is."""
+    """Start times of all blocks of all units, with a bound and a proof of optimality."""
 
     graph: BlockGraph
     starts: tuple[tuple[int, ...], ...]
     """`starts[n][i]`: start of block i of unit n."""
     period: int | None = None
-    """Time between units in the steady state; None where there is none."""
+    """Time between units in the steady state; None if there is no steady state."""
     lower_bound: int = 0
-    """No schedule that repeats with every unit has a shorter period; where `repetend` is None, none
-    a shorter makespan. Where memory is short and the period above the largest load, schedules that
-    repeat with several units together may still take less time a unit.
+    """Lower bound of the period of schedules that repeat with each unit, or of the makespan if
+    `repetend` is None. Schedules that repeat with several units together can take less time per
+    unit if memory is limited and the period exceeds the largest load.
     """
     optimal: bool = False
-    """True if the period (the makespan's where `repetend` is None) is proven to be the least."""
+    """True if the period, or the makespan if `repetend` is None, is proven optimal."""
     repetend: BlockRepetend | None = None
     search_time_s: float = 0.0
 
@@ -197,22 +195,18 @@ class BlockSchedule:
 
     @property
     def gap(self) -> float:
-        """Share of the period (the makespan where `repetend` is None) that lies above what is
-        proven.
-        """
+        """(value - lower bound) / value of the period, or of the makespan if `repetend` is None."""
         value = self.makespan if self.repetend is None or self.period is None else self.period
         return 0.0 if self.optimal else max(0.0, (value - self.lower_bound) / value)
 
     @property
     def steady_bubble_rate(self) -> float | None:
-        """Share of a period in which even the busiest device is idle; None where there is no steady
-        state.
-        """
+        """Fraction of a period in which the busiest device is idle; None if there is no period."""
         return 1.0 - max(self.graph.loads) / self.period if self.period else None
 
     @property
     def tasks(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """For each device its (start, unit, block), ascending by start."""
+        """For each device, its tasks (start, unit, block), sorted by start."""
         found: list[list[tuple[int, int, int]]] = [[] for _ in range(self.graph.devices)]
         for unit, starts in enumerate(self.starts):
             for index, start in enumerate(starts):
@@ -230,9 +224,7 @@ class BlockSchedule:
 
 
 def check_blocks(schedule: BlockSchedule) -> None:
-    """Raise InfeasibleError, in one line, for the first block that cannot start when the schedule
-    says.
-    """
+    """Raise InfeasibleError for the first block that cannot start at its scheduled time."""
     blocks = schedule.graph.blocks
 
     def named(unit: int, index: int) -> str:
@@ -278,8 +270,8 @@ def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object
 
 
 def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
-    """The schedule as lists, dicts and scalars; a block on several devices stands in the order of
-    each.
+    """Return the schedule as lists, dicts and scalars for JSON. A block on several devices is in
+    the task list of each of them.
     """
     graph = schedule.graph
     figures = (
@@ -311,7 +303,9 @@ def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
 
 
 def read_block_schedule(path: Path) -> BlockSchedule:
-    """The schedule in `path`, which can run. Raises ConfigurationError with file and key."""
+    """Return the schedule in the file `path`. Raise ConfigurationError, with file and key, if the
+    schedule is invalid.
+    """
     record = read_record(path, SCHEDULE_FORMAT)
     if record.has("repetends"):
         hint = "give the folder of the plan that it belongs to"
@@ -352,8 +346,8 @@ def read_block_schedule(path: Path) -> BlockSchedule:
 
 
 def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
-    """The start of each block of each unit: each stands once in the order of each of its devices,
-    at one time.
+    """Return the start of each block of each unit. Raise ConfigurationError unless each block is
+    once in the list of each of its devices, with one start time.
     """
     units = record.get("units", Count)
     orders = list(record.at("tasks").items())
@@ -373,8 +367,7 @@ def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], 
             if (unit, index, device) in found:
                 task.refuse("each block of a unit once")
             found[unit, index, device] = task.get("start", Whole)
-    # Units may be many more than the tasks there are: the first that does not run all its blocks
-    # ends this.
+    # A file can declare far more units than it has tasks; the first incomplete unit ends this loop.
     for unit in range(units):
         for index, block in enumerate(graph.blocks):
             starts = {found.get((unit, index, device)) for device in block.devices}

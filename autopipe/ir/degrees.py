@@ -1,6 +1,4 @@
-"""Degrees of parallelism of a plan: the groups of devices of its pipeline, and what the devices of
-a group share.
-"""
+"""Degrees of parallelism of a plan: its pipeline of device groups, and the degrees in a group."""
 
 from __future__ import annotations
 
@@ -31,47 +29,43 @@ class PlanDegrees:
     groups: Annotated[tuple[Count, ...], Filled]
     """Number of devices of each group, in the order of the first stages."""
     stages_per_group: Interval
-    """Stages that a group has in one pipeline."""
+    """Number of stages of a group in one pipeline."""
     data: Interval
-    """Shards of the samples of a micro-batch."""
+    """Degree of data parallelism: shards of the samples of a micro-batch."""
     tensor: Interval
-    """Shards of the weights."""
+    """Degree of tensor parallelism: shards of the weights."""
     sequence: Annotated[Interval, OmitDefault()] = (1, 1)
-    """Shards of what a sample consists of, such as its positions or pixels; each shard reads all
-    weights.
-    """
+    """Shards of the positions or pixels of a sample; each shard reads all weights."""
     copies: Annotated[Interval, OmitDefault()] = (1, 1)
-    """Devices that compute the same."""
+    """Devices with equal computations (replicated compute)."""
     pipelines: Annotated[Count, OmitDefault()] = 1
     """Pipelines that take micro-batches in turn, each with all layers."""
     depth: Annotated[Index, OmitDefault()] = 0
-    """Stages on the longest path through the stages if some run as parallel branches; else 0."""
+    """Number of stages on the longest path if there are parallel branches; otherwise 0."""
     overlapping: Annotated[bool, OmitDefault()] = False
     """True if some devices belong to several groups."""
     zero_stage: Annotated[Index, OmitDefault()] = 0
-    """1 if replicas share the optimizer's state (ZeRO-1)."""
+    """1 if the optimizer state is sharded over replicas (ZeRO-1); otherwise 0."""
     stages: Count = 1
     recomputed_stages: Annotated[Index, OmitDefault()] = 0
-    """Stages that run their forward again for their backward."""
+    """Number of stages that recompute their forward in backward."""
     settled: Annotated[tuple[str, ...], OmitDefault()] = ()
-    """Options of the strategy that were left open, such as `tensor`."""
+    """Names of open options of the strategy, such as `tensor`."""
 
     @property
     def pipeline(self) -> int:
-        """Number of groups."""
+        """Number of device groups."""
         return len(self.groups)
 
     @property
     def has_replicas(self) -> bool:
-        """True if several devices hold equal parameters."""
+        """True if several devices have equal parameters."""
         replicated = (self.data, self.sequence, self.copies)
         return self.pipelines > 1 or any(most > 1 for _, most in replicated)
 
     @property
     def options(self) -> dict[str, int]:
-        """Return the options of the strategy that were left open, with the values that give this
-        plan.
-        """
+        """Values of the strategy's open options in this plan."""
         width = max(self.groups)
         values = {
             "pipeline": self.pipeline,
@@ -82,7 +76,7 @@ class PlanDegrees:
 
     @property
     def text(self) -> str:
-        """The degrees as people write them: `pipeline 8 (2 stages per rank) × data 4 × tensor 2, ZeRO-1`."""
+        """Text such as `pipeline 8 (2 stages per rank) × data 4 × tensor 2, ZeRO-1`."""
         factors = [self._pipeline_text(), f"data {_interval_text(self.data)}"]
         factors += [f"sequence {_interval_text(self.sequence)}"] if self.sequence != (1, 1) else []
         factors.append(f"tensor {_interval_text(self.tensor)}")

@@ -1,15 +1,15 @@
-"""A model as a graph of typed, statically shaped values: what every pass reads.
+"""A model as a graph of values with element types and static shapes.
 
 Grammar::
 
-    Graph     = name, opset, inputs, parameters, constants, nodes (topologically ordered), outputs
-    Node      = operator, attributes, names of the values it reads ("" where an optional one is absent) and writes
-    Value     = name, element type, static shape
-    Parameter = value + where its numbers lie in the ONNX file (they are never held here)
-    Constant  = value + its numbers (small, known while compiling)
+Graph     = name, opset, inputs, parameters, constants, nodes (topologically ordered), outputs Node
+= operator, attributes, names of the values it reads ("" where an optional one is absent) and writes
+Value     = name, element type, static shape Parameter = value + location of its data in the ONNX
+file (the graph does not contain the data) Constant  = value + its data (small, known at planning
+time)
 
-Each value is written once. Names come from the model: they are untrusted text and serve as keys and
-in messages only.
+Each value is written once. Names come from the model. They are untrusted text and are only used as
+keys and in messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopipe.ir.memo import GRAPHS, remembered
 
 
 class DType(enum.Enum):
-    """The type of a tensor's elements; the value is the name used in files and messages."""
+    """Element type of a tensor. The value of a member is its name in files and messages."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -64,21 +64,21 @@ class DType(enum.Enum):
 
     @property
     def stored(self) -> np.dtype:
-        """Numpy's type of stored elements: little-endian; of types that it does not know, the
-        bits.
+        """Little-endian NumPy type of stored elements. For bfloat16 and float8, an unsigned integer
+        type of equal size.
         """
         bits = "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_eighth else self.held
         return np.dtype(bits).newbyteorder("<")
 
     @property
     def packed_bits(self) -> int:
-        """Bits of an element where a byte of a file has several, else 0."""
+        """Bits per element if a byte of a file stores several elements; otherwise 0."""
         return _PACKED.get(self, 0)
 
     @property
     def held(self) -> str:
-        """Torch's name of the type of elements in memory: those of less than a byte take one,
-        float4 for its code.
+        """Name of the torch type of elements in memory. A type of less than a byte uses int8 or,
+        for unsigned types and the codes of float4, uint8.
         """
         if not self.packed_bits:
             return self.value
@@ -86,7 +86,7 @@ class DType(enum.Enum):
 
     @property
     def is_eighth(self) -> bool:
-        """True if these are floating-point numbers of 8 bits, with which nothing is computed."""
+        """True for 8-bit floating-point types, which are only stored and not computed with."""
         return self.value.startswith("float8")
 
     @property
@@ -95,7 +95,7 @@ class DType(enum.Enum):
 
     @property
     def is_integer(self) -> bool:
-        """True if values are whole numbers (bool is not counted)."""
+        """True for integer types; bool is not one."""
         return self.value.startswith(("int", "uint"))
 
 
@@ -108,8 +108,8 @@ _FLOATING = frozenset(each for each, bits in _BITS.items() if "float" in each.va
 
 
 COUNTED_LABELS = "autopipe/counted_labels"
-"""The output of a graph that is the number of its labels that count, by which the step's loss is
-divided.
+"""Name of a graph output: the number of labels that are not ignored. The loss of the step is
+divided by its sum.
 """
 
 Whole = Annotated[int, AtLeast(-(2**63))]
@@ -118,7 +118,7 @@ Attribute = Whole | float | str | tuple[Whole, ...] | tuple[float, ...] | tuple[
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: unique name, element type, static shape."""
+    """A tensor: unique name, element type and static shape."""
 
     name: str
     dtype: DType
@@ -135,8 +135,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """Numbers stored little-endian and row-major at an offset of a file. `file` is relative to the
-    folder of the ONNX file; "" is the ONNX file itself.
+    """Data stored little-endian and row-major at an offset of a file. `file` is relative to the
+    folder of the ONNX file; "" is the ONNX file. `offset` and `length` are in bytes.
     """
 
     file: str
@@ -146,9 +146,7 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class VarintSlice:
-    """Numbers of 16 bits that the ONNX file itself stores one by one, as varints in `length` bytes
-    from `offset` on.
-    """
+    """16-bit data that the ONNX file stores as protobuf varints in `length` bytes from `offset`."""
 
     offset: Index
     length: Index
@@ -156,16 +154,14 @@ class VarintSlice:
 
 @dataclass(frozen=True, slots=True)
 class FoldedSlice(FileSlice):
-    """Numbers that an exporter made of a parameter, which is had back from them: of each number
-    itself, or, as `form` says, its `log` or the `log of the negative`.
-
-    `rows` says where each row of the parameter, a matrix, begins, in elements (() where it is
-    stored as it is), `step` how many elements there are from one of a row's numbers to the next.
-    """
+    """Data that an exporter computed from a parameter, from which the parameter is recovered."""
 
     rows: tuple[Index, ...] = ()
+    """Offset, in elements, of each row of the parameter, a matrix; () for the stored order."""
     step: int = 1
+    """Elements between consecutive elements of a row."""
     form: str = ""
+    """Function that recovers an element: "" for the identity, `log` or `log of the negative`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +171,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """How to draw a parameter that has no stored numbers: `normal` (mean 0, standard deviation
+    """Initialisation of a parameter without stored data: `normal` (mean 0, standard deviation
     `scale`), `uniform` (in [-scale, scale]), `zeros` or `ones`.
     """
 
@@ -200,7 +196,9 @@ def _write_storage(storage: Storage) -> dict[str, Any]:
 def _read_storage(record: Record) -> Storage:
     kind = record.get("kind", Literal["file", "varints", "fill", "draw"])
     if kind == "fill":
-        return Fill(float(record.get("value", Any)))  # It may be infinite, which `float` refuses.
+        return Fill(
+            float(record.get("value", Any))
+        )  # It may be infinite, which the codec rejects for `float`.
     folded = FoldedSlice if record.has("rows") else FileSlice
     classes = {"file": folded, "varints": VarintSlice, "draw": Initializer}
     storage: Storage = decode(record, classes[kind])
@@ -209,9 +207,7 @@ def _read_storage(record: Record) -> Storage:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A value kept from step to step: a weight (trained) or a buffer such as a running mean (not
-    trained).
-    """
+    """A value that persists between steps: a trained weight, or a buffer such as a running mean."""
 
     value: Annotated[Value, Inline()]
     storage: Annotated[Storage, Coded(_write_storage, _read_storage)]
@@ -221,7 +217,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A value known while compiling. `array` is read-only."""
+    """A value known at planning time. `array` is read-only."""
 
     value: Value
     array: np.ndarray
@@ -242,10 +238,10 @@ class Constant:
 class Node:
     """One operator applied to values.
 
-    `inputs` names values, "" where an optional operand is absent; trailing absent operands are
-    dropped. `outputs` likewise. `attributes` holds only what the file states, as (name, value)
-    pairs sorted by name; defaults are the operator's business. `domain` is "" for ONNX's own
-    operators and "com.microsoft" and the like for others.
+    `inputs` and `outputs` are names of values. "" stands for an absent optional operand; trailing
+    absent operands are removed. `attributes` are the attributes in the file as (name, value) pairs,
+    sorted by name, without defaults. `domain` is "" for the operators of ONNX, and for example
+    "com.microsoft" for others. `body` is the body of a loop.
     """
 
     name: str
@@ -307,21 +303,20 @@ def tokens_per_sample(inputs: Iterable[tuple[Value, int | None]]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A whole model, or one evaluation of it on one micro-batch. `values` types every value that a
-    node writes, in the order written. `opset` is the version of the "" domain that gives the nodes
-    their meaning. `batch_axes` says, for each input that carries samples, which of its axes counts
-    them.
-    """
+    """A model, with the shapes of one forward pass."""
 
     name: str
     opset: int
+    """Version of the operators of domain ""."""
     inputs: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
     constants: tuple[Constant, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     values: tuple[Value, ...]
+    """Types of the values that nodes write, in the order of writing."""
     batch_axes: tuple[tuple[str, int], ...] = ()
+    """Pairs (input, batch axis) of the inputs with a batch dimension."""
     _types: dict[str, Value] = field(init=False, repr=False, compare=False)
     _producers: dict[str, int] = field(init=False, repr=False, compare=False)
     _held: dict[str, Parameter | Constant] = field(init=False, repr=False, compare=False)
@@ -359,7 +354,7 @@ class Graph:
 
     @remembered(GRAPHS)
     def consumers(self) -> dict[str, tuple[int, ...]]:
-        """For each value, the indices of the nodes that read it, ascending, each once."""
+        """Return, for each value, the distinct indices of the nodes that read it, ascending."""
         found: dict[str, list[int]] = {}
         for index, node in enumerate(self.nodes):
             for name in dict.fromkeys(node.inputs):
@@ -369,8 +364,8 @@ class Graph:
 
     @remembered(GRAPHS)
     def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """For each node the values that it reads and another one writes, with that one's index,
-        each once.
+        """Return, for each node, the distinct (value, index of the node that writes it) that it
+        reads.
         """
         made = self._producers
         return tuple(
@@ -379,7 +374,7 @@ class Graph:
         )
 
     def verify(self) -> None:
-        """Raise ModelError unless values are written before they are read, once, and every output
+        """Raise ModelError unless each value is written once and before it is read, and each output
         exists.
         """
         known = {value.name for value in self.inputs} | self._held.keys()
@@ -405,9 +400,7 @@ class Graph:
                 raise ModelError(f"output {name!r} is never written", where=repr(self.name))
 
     def digest(self) -> str:
-        """SHA-256 over structure, types, constants and where parameters lie; equal for equal
-        graphs.
-        """
+        """Return the SHA-256 of structure, types, constants and locations of parameters."""
         digest = hashlib.sha256()
         for part in (
             self.opset,

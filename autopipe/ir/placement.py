@@ -1,4 +1,4 @@
-"""Which operators run where, split how: the decision a strategy makes."""
+"""Placements: the stages of a plan, their devices, and the splits of their nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One axis of a node's iteration space cut into `degree` equal parts."""
+    """A split of one axis of a node's iteration space into `degree` equal parts."""
 
     axis: str
     degree: Count
@@ -40,7 +40,7 @@ _MOST_NODES = 10_000_000
 
 
 def node_ranges(nodes: Iterable[int]) -> list[list[int]]:
-    """Ascending indices as half-open ranges: 0 1 2 5 → [0, 3] [5, 6]."""
+    """Return ascending indices as half-open ranges: 0 1 2 5 → [0, 3] [5, 6]."""
     ranges: list[list[int]] = []
     for node in nodes:
         if ranges and ranges[-1][1] == node:
@@ -61,7 +61,7 @@ def _read_nodes(record: Record) -> tuple[int, ...]:
 
 
 def _write_splits(splits: tuple[tuple[int, Splits], ...]) -> list[dict[str, object]]:
-    """Nodes that are split in the same way stand together."""
+    """Return one entry per distinct splits, with the ranges of its nodes."""
     equal: dict[Splits, list[int]] = {}
     for node, split in splits:
         equal.setdefault(split, []).append(node)
@@ -80,17 +80,7 @@ def _read_splits(record: Record) -> tuple[tuple[int, Splits], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A set of nodes that run as one task on a group of devices.
-
-    `nodes` are indices into the graph's nodes, ascending. `splits` holds, for the nodes that are
-    split, their splits, outer to inner, over `devices` in order; devices that the degrees leave
-    over replicate (they are innermost). `micro_batch_size` is the number of samples of one forward
-    of the stage. `recompute` drops what backward keeps and runs forward again. `pipeline` says
-    which of the placement's pipelines the stage belongs to. Of the values in `gathers`, which come
-    from other stages, devices that hold copies receive a slice each and gather the rest from one
-    another (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", 2021, section 4.1).
-    """
+    """A set of nodes that run as one task on a group of devices."""
 
     written: ClassVar = (
         "devices",
@@ -103,15 +93,27 @@ class Stage:
         "holds_copies",
     )
     nodes: Annotated[tuple[int, ...], Coded(node_ranges, _read_nodes)]
+    """Indices of the graph's nodes, ascending."""
     devices: Annotated[tuple[Index, ...], Filled]
     micro_batch_size: Count
+    """Samples of one forward of the stage."""
     splits: Annotated[tuple[tuple[int, Splits], ...], Coded(_write_splits, _read_splits)] = ()
+    """Pairs (node, splits) of split nodes. Splits are listed from the outermost to the innermost
+    over `devices`. If the product of the degrees is smaller than the number of devices, the
+    innermost devices are replicas.
+    """
     recompute: bool = False
+    """True if backward recomputes the forward instead of saving its values."""
     pipeline: Index = 0
+    """Index of the pipeline of the stage."""
     gathers: Annotated[tuple[str, ...], OmitDefault()] = ()
+    """Values of other stages of which each replica receives a slice and gathers the other slices
+    from the other replicas (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+    Clusters Using Megatron-LM", 2021, section 4.1).
+    """
     holds_copies: Annotated[bool, OmitDefault()] = False
-    """True if the stage recomputes and yet keeps its parameters' copies in 16 bits from micro-batch
-    to micro-batch.
+    """True if a recomputing stage keeps the 16-bit copies of its parameters between
+    micro-batches.
     """
     _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
 
@@ -119,49 +121,49 @@ class Stage:
         object.__setattr__(self, "_splits", dict(self.splits))
 
     def splits_of(self, node: int) -> tuple[Split, ...]:
-        """The splits of a node; () where every device of the stage computes it whole."""
+        """Return the splits of a node; () if each device of the stage computes the full node."""
         return self._splits.get(node, ())
 
 
 @dataclass(frozen=True, slots=True)
 class SplitProof:
-    """Quality of a search over splits, by its own count of a step's cost."""
+    """Proven quality of a search over splits, in terms of the cost function of the search."""
 
     cost: float
     lower_bound: float
-    """No other splits, of the same stages, cost less."""
+    """Lower bound of the cost of all splits of these stages."""
     optimal: bool
-    """True if none do, beyond what numbers are rounded by."""
+    """True if the cost is the minimum, except for rounding."""
     unit: str = "s"
 
     @property
     def gap(self) -> float:
-        """Share of the cost that lies above what is proven; 0 where it is optimal."""
+        """(cost - lower bound) / cost; 0 if the splits are optimal."""
         return 0.0 if self.optimal or not self.cost else 1 - self.lower_bound / self.cost
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A DAG of stages. Edges between stages follow from the graph: see `stage_edges`. Mostly there
-    is one pipeline, whose stages partition the graph's nodes. Where there are several (Chimera's
-    two directions), each holds all nodes, and micro-batch m runs on pipeline m mod `pipelines`.
+    """A directed acyclic graph of stages with their devices. `stage_edges` returns the edges.
+
+    The stages of a pipeline partition the graph's nodes. Usually there is one pipeline. With p
+    pipelines, such as the two directions of Chimera, each has all nodes, and micro-batch m runs on
+    pipeline m mod p.
     """
 
     written: ClassVar = ("stages", "notes", "options")
     stages: Annotated[tuple[Stage, ...], Filled]
     proof: SplitProof | None = field(default=None, compare=False)
     notes: Annotated[tuple[str, ...], OmitDefault()] = field(default=(), compare=False)
-    """Remarks of the strategy on the model, a line each."""
+    """Notes of the strategy for the user, one line each."""
     options: Annotated[tuple[tuple[str, int | str], ...], OmitDefault()] = field(
         default=(), compare=False
     )
-    """Options of the strategy that were left open and that no degree of parallelism tells, with the
-    values that give this placement.
-    """
+    """Values that the strategy chose for its open options, except degrees of parallelism."""
 
     @property
     def devices(self) -> int:
-        """Number of devices: one more than the largest used."""
+        """Largest used device index plus 1."""
         return 1 + max(device for stage in self.stages for device in stage.devices)
 
     @property
@@ -170,9 +172,7 @@ class Placement:
 
     @property
     def length(self) -> int:
-        """Number of stages of a pipeline; the first stage has about as many micro-batches in
-        flight.
-        """
+        """Number of stages per pipeline."""
         return len(self.stages) // self.pipelines
 
     def stage_of(self, pipeline: int = 0) -> dict[int, int]:
@@ -184,8 +184,8 @@ class Placement:
         }
 
     def verify(self, graph: Graph) -> None:
-        """Raise InfeasibleError unless each pipeline's stages partition the nodes, acyclic in stage
-        order.
+        """Raise InfeasibleError unless the stages of each pipeline partition the nodes and each
+        edge leads to a stage with a larger index.
         """
         for pipeline in range(self.pipelines):
             seen: dict[int, int] = {}
@@ -219,10 +219,12 @@ _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
 
 @remembered(GRAPHS)
 def recomputed_nodes(graph: Graph) -> frozenset[int]:
-    """Nodes that every stage which needs their values computes for itself: masks, positions,
-    constant tables. Computing them again costs less than sending: they depend on no parameter, so
-    no gradient flows through them, and on no expensive operator; the data inputs they start from
-    can be read by any rank.
+    """Return the nodes that each stage that reads their values computes locally, such as masks and
+    positions.
+
+    Recomputing these nodes is cheaper than sending their values. They depend only on cheap
+    operators and on data inputs, which each rank can read, and not on parameters, so they have no
+    gradient.
     """
     found: set[int] = set()
     for index, node in enumerate(graph.nodes):
@@ -238,8 +240,8 @@ def recomputed_nodes(graph: Graph) -> frozenset[int]:
 
 
 def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, int, int]]:
-    """Each (value, producing stage, consuming stage) with different stages, in topological order,
-    each once. One pipeline after the other; values of `recomputed_nodes` cross no edge.
+    """Yield the distinct (value, producing stage, consuming stage) with different stages, in
+    topological order per pipeline. Values of `recomputed_nodes` are excluded.
     """
     recomputed = recomputed_nodes(graph)
     for pipeline in range(placement.pipelines):
