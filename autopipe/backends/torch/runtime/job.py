@@ -56,7 +56,7 @@ def endpoint_of(text: str) -> Endpoint:
         ) from error
     address = str(found[0])
     meant = ipaddress.ip_address(address)
-    # On this machine its own hostname may resolve to the loopback address.
+    # The hostname of this machine may resolve to a loopback address.
     if meant.is_unspecified or (
         meant.is_loopback and host != "localhost" and not _is_address(host)
     ):
@@ -234,14 +234,17 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         and "KUBERNETES_SERVICE_HOST" in environment
         and "RANK" in environment
     ):
-        found = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Each rank has its own pod.
+        found = {
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }  # A PyTorchJob starts one pod per rank.
     world = {**environment, **found}
     if (
         int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1"))
         and "MASTER_ADDR" in world
     ):
-        # On many machines their own name resolves to the loopback address, on which gloo would
-        # listen. Then torch chooses an interface.
+        # A machine's hostname often resolves to the loopback address, on which gloo would listen.
+        # In this case torch chooses an interface.
         with contextlib.suppress(ConfigurationError):
             endpoint = f"{world['MASTER_ADDR']}:{world.get('MASTER_PORT', '0')}"
             found |= interface_variables(world, lambda: endpoint_of(endpoint).own)

@@ -20,13 +20,11 @@ from autopipe.backends.torch.runtime.data.sample_source import Source
 from autopipe.backends.torch.runtime.data.sources import open_source
 from autopipe.backends.torch.runtime.modes.evaluation import Evaluator, evaluation_of
 from autopipe.backends.torch.runtime.startup import connect, start_process
-from autopipe.backends.torch.runtime.state.loading import equip_stages
-from autopipe.backends.torch.runtime.state.parameters import load_parameters
+from autopipe.backends.torch.runtime.state.loading import load_stages
 from autopipe.backends.torch.runtime.state.saving import Saving
 from autopipe.backends.torch.runtime.step.capture import capture_stages, captures_by_default
 from autopipe.backends.torch.runtime.step.compiled import compile_stages
 from autopipe.backends.torch.runtime.step.ports import Port
-from autopipe.backends.torch.runtime.step.precision import LowPrecisionCopies, low_precision_type
 from autopipe.backends.torch.runtime.step.rank_context import RankContext
 from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.backends.torch.runtime.step.update import Update
@@ -84,20 +82,7 @@ class Rank(RankContext):
         manifest = self.manifest
         options = self.options
         connect(self)
-        self.parameters = load_parameters(
-            manifest,
-            self.number,
-            self.device,
-            self.seed,
-            None if self.train else low_precision_type(manifest.precision),
-            self.execution.has_values,
-        )
-        for mode in self.modes:
-            mode.on_parameters(self.parameters)
-        self.low_precision_copies = LowPrecisionCopies(self.parameters, manifest)
-        equip_stages(self)
-        for mode in self.modes:
-            mode.on_stages(self)
+        load_stages(self, self.execution.has_values)
         self.update = Update(self, self.execution.can_skip_updates)
         self.reduction = self.update.reduction
         self.loss_scaler = self.update.loss_scaler

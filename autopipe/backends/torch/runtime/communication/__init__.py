@@ -1,1 +1,1 @@
-"""Process groups, P2P sends and receives, collectives, and the store through which ranks meet."""
+"""Process groups, P2P sends and receives, collectives, and the signed rendezvous store."""

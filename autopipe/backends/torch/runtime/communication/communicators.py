@@ -185,7 +185,7 @@ def check_sum(tensor: torch.Tensor) -> None:
     """Raise LaunchError if NCCL cannot compute the sum or maximum of tensors of this type."""
     if tensor.dtype not in _NCCL_TYPES:
         raise LaunchError(
-            f"NCCL has no sum or maximum of {str(tensor.dtype).removeprefix('torch.')}",
+            f"NCCL cannot compute a sum or maximum of {str(tensor.dtype).removeprefix('torch.')}",
             hint="cast it to int32 in the model, or keep its operator on one device",
         )
 

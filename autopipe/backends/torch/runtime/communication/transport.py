@@ -412,7 +412,7 @@ class Transport:
         self.device = _choose_device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._on_cpu = device in ("cpu", "meta")  # From the command line, so equal on all ranks.
+        self._on_cpu = device in ("cpu", "meta")  # The flag --device is equal on all ranks.
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.notices: list[str] = []
         """Lines for the user about how ranks exchange tensors."""
@@ -706,7 +706,7 @@ def _choose_device(wanted: str) -> torch.device:
     if wanted == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError("no CUDA device is available", hint="use --device cpu")
+        raise LaunchError("CUDA is not available on this machine", hint="use --device cpu")
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

@@ -122,7 +122,7 @@ class Decoder:
             )
         for name, hint in (
             (TOKENS, ""),
-            (MASK, "without one, sequences of different lengths cannot be told apart"),
+            (MASK, "export the decoder with an attention mask: sequences have different lengths"),
         ):
             if (
                 name not in inputs
@@ -130,12 +130,12 @@ class Decoder:
                 or inputs[name].batch_axis != 0
             ):
                 raise ConfigurationError(
-                    f"the model has no input {name!r} [batch, tokens]", hint=hint
+                    f"the model needs an input {name!r} of shape [batch, tokens]", hint=hint
                 )
         for name in inputs:
             if name not in pairs and name not in (TOKENS, MASK, POSITIONS):
-                where = " and no output for it" if is_cache_input(name) else ""
-                raise ConfigurationError(f"nothing says what input {name!r} is{where}")
+                missing = ": the model has no matching output" if is_cache_input(name) else ""
+                raise ConfigurationError(f"input {name!r} is unsupported in a decoder{missing}")
         length = inputs[TOKENS].value.shape[1]
         cache = {
             past: _entry(inputs[past], outputs[present], length) for past, present in pairs.items()
@@ -145,12 +145,11 @@ class Decoder:
         alike = len(lengths) == 1 and len({entry.grows for entry in cache.values()}) == 1
         if not alike or inputs[MASK].value.shape[1] != max(lengths) + (0 if in_place else length):
             raise ConfigurationError(
-                f"the cache has {', '.join(map(str, sorted(lengths)))} places, "
+                f"the cache has {', '.join(map(str, sorted(lengths)))} positions, "
                 f"a step {length} {plural(length, 'token')}, "
                 f"the mask {inputs[MASK].value.shape[1]}",
-                hint="the mask is as long as cache and step together, or as a cache that is written "
-                "in place: "
-                "plan with other --dim",
+                hint="plan with --dim values for which the mask is as long as cache and step together, "
+                "or as the cache if it is written in place",
             )
         logits = _logits(
             [output for name, output in outputs.items() if name not in pairs.values()], length
@@ -182,7 +181,7 @@ class Decoder:
                 raise ConfigurationError(
                     f"prompt {number} has {len(prompt)} {plural(len(prompt), 'token')} "
                     f"and may get {request.max_new_tokens}: "
-                    f"the last is computed from {needed}, the program holds {places}",
+                    f"the last is computed from {needed} tokens, the program holds {places}",
                     hint=self._planned_by(needed),
                 )
 
@@ -190,10 +189,10 @@ class Decoder:
         """Return the hint how to plan a cache for sequences of `needed` tokens."""
         if self.in_place:
             dims = f"--dim past_sequence_length={needed} --dim total_sequence_length={needed}"
-            return f"a cache of {needed} {plural(needed, 'place')} is planned by {dims}"
+            return f"plan a cache of {needed} {plural(needed, 'position')} with {dims}"
         return (
-            f"a cache of {needed - 1} {plural(needed - 1, 'place')} is "
-            f"planned by --dim past_sequence_length={needed - 1}"
+            f"plan a cache of {needed - 1} {plural(needed - 1, 'position')} "
+            f"with --dim past_sequence_length={needed - 1}"
         )
 
 
@@ -218,8 +217,8 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     )
     if not grows or past.batch_axis is None or past.batch_axis != present.batch_axis:
         hint = (
-            f"a step of {length} {plural(length, 'token')} makes one axis longer by as many; "
-            "another one counts samples"
+            f"one axis must grow by the {length} {plural(length, 'token')} of a step; "
+            "another must be the batch axis"
         )
         raise ConfigurationError("the cache does not grow by a step's tokens", hint, where)
     return CacheEntry(past, present, axes[0])
@@ -229,7 +228,8 @@ def _logits(outputs: list[Output], length: int) -> Output:
     named = [output for output in outputs if output.value.name == LOGITS] or outputs
     if len(named) != 1:
         raise ConfigurationError(
-            f"none of {len(outputs)} {plural(len(outputs), 'output')} is called {LOGITS!r}"
+            f"the model needs an output {LOGITS!r}; none of its {len(outputs)} "
+            f"{plural(len(outputs), 'output')} has this name"
         )
     logits = named[0]
     shape = logits.value.shape

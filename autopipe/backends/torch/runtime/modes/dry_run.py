@@ -201,7 +201,7 @@ class DryReporter(Reporter):
             "communication_bytes": by_kind(self._transport.traffic),
             "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
             "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
-            # Of fake tensors: the maximum bytes of tensors alive at one time.
+            # For fake tensors, the tracker computes the maximum bytes alive at one time.
             "peak_memory_bytes": peak_memory(rank.device)
             if tracker is None
             else tracker.peak_bytes,

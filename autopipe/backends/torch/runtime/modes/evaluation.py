@@ -218,7 +218,7 @@ class Evaluator:
             count = self._manifest.micro_batches_at(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
-                # A sum over labels, to which ignored labels of filler samples add nothing.
+                # The loss is a sum over labels. Ignored labels of filler samples add 0.
                 if self._rank.manifest.counts_labels:
                     total += float(loss) * stage.loss_share
                 elif weight := source.weight(

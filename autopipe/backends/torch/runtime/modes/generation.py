@@ -51,7 +51,7 @@ from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import OutputPlace, OutputShard
 
-# Tags of P2P sends, larger than those of channels and of collected outputs.
+# P2P tags that differ from the tags of channels and of collected outputs.
 _TOKENS_TAG = 1 << 21
 _LOGITS_TAG = 1 << 22
 _NO_TOKEN = -1

@@ -1,4 +1,4 @@
-"""Assigns parameters and constants to a program's stages; loads a second program into the process
+"""Loads parameters and constants, and assigns them to a program's stages; loads a second program into the process
 of a rank.
 """
 
@@ -14,9 +14,14 @@ from types import ModuleType
 from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
-from autopipe.backends.torch.runtime.state.parameters import Arguments, load_constants
+from autopipe.backends.torch.runtime.state.parameters import (
+    Arguments,
+    load_constants,
+    load_parameters,
+)
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 from autopipe.backends.torch.runtime.step.ports import Port
+from autopipe.backends.torch.runtime.step.precision import LowPrecisionCopies, low_precision_type
 from autopipe.backends.torch.runtime.step.rank_context import RankContext
 from autopipe.backends.torch.runtime.step.stage import Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
@@ -24,6 +29,23 @@ from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueu
 _PACKAGE = "autopipe.backends.torch.runtime"
 """The package from which a generated file imports `Rank`."""
 _STAGE = re.compile(r"stage_\d+")
+
+
+def load_stages(rank: RankContext, has_values: bool) -> None:
+    """Load the rank's parameters and give them to its stages. Unless `has_values`, parameters are
+    uninitialised.
+    """
+    manifest = rank.manifest
+    narrow = None if rank.train else low_precision_type(manifest.precision)
+    rank.parameters = load_parameters(
+        manifest, rank.number, rank.device, rank.seed, narrow, has_values
+    )
+    for mode in rank.modes:
+        mode.on_parameters(rank.parameters)
+    rank.low_precision_copies = LowPrecisionCopies(rank.parameters, manifest)
+    equip_stages(rank)
+    for mode in rank.modes:
+        mode.on_stages(rank)
 
 
 def equip_stages(rank: RankContext) -> None:

@@ -78,9 +78,8 @@ class StaticGradients:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[
-            int, torch.Tensor
-        ] = {}  # By the identity of the parameter, which the rank keeps alive.
+        self._buffers: dict[int, torch.Tensor] = {}
+        """By `id` of the parameter, which the rank keeps alive."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the static gradient of `parameter`; allocate it at the first call."""

@@ -86,8 +86,8 @@ _GROWTH_INTERVAL = 2000
 
 class LossScaler:
     """The scale of the loss, equal on all ranks. Seeds of backward are multiplied by `scale`;
-    afterwards `unscale`, `update` and `end_step` are called in this order. Only `update` with an
-    optimizer that is not fused makes the host wait for the device.
+    afterwards `unscale`, `update` and `end_step` are called in this order. Of these, only `update`
+    with an optimizer that is not fused makes the host wait for the device.
     """
 
     def __init__(self, scale: float, transport: Transport) -> None:

@@ -148,7 +148,7 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
         if not isinstance(error, AutopipeError):
             traceback.print_exception(kind, error, trace)
         if name := os.environ.get(ERROR_FILE):
-            # In the format of torch elastic, with autopipe's failure as an additional key.
+            # The format is that of torch elastic; autopipe adds a key.
             form = {
                 "message": str(failure.error()),
                 "timestamp": int(failure.time),
