@@ -1,13 +1,14 @@
 """How a rank uses its machine: CPU cores, gloo's threads, memory.
 
-Without pinning, Linux wakes a gloo thread that has a tensor for one rank on the core of the sending
-rank, where it waits behind that rank's computation for up to one scheduler tick (4 ms). So each
-rank, with its gloo threads, is pinned to separate cores.
+Without pinning, Linux wakes a gloo thread with a received tensor on the core of the sending rank.
+There the thread waits behind that rank's computation, for up to one scheduler tick (4 ms). So each
+rank and its gloo threads are pinned to separate cores.
 
-On the rank's own cores, a woken gloo thread would preempt the rank's main thread, often while that
-holds the lock of the connection, and spin until the next tick. So gloo threads get a scheduling
-policy under which they preempt no thread, and the main thread yields its core after it has started
-a transfer. It does not yield if ranks take turns on a core, because another rank would run first.
+On these cores, a woken gloo thread would preempt the rank's main thread, often while the main
+thread holds the lock of the connection. The gloo thread would then spin until the next tick. So
+gloo threads get a scheduling policy without preemption, and the main thread yields its core after
+it has started a transfer. If ranks take turns on a core, the main thread does not yield, because
+another rank would run first.
 
 A rank with a GPU is pinned to the cores near the GPU, because copies and launches from other cores
 cross between sockets.
@@ -119,13 +120,12 @@ _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep memory that tensors on the CPU have freed, up to 1 GiB at the end of the
-    heap.
+    """Make glibc keep memory of freed CPU tensors, up to 1 GiB at the end of the heap.
 
-    By default glibc returns large blocks to the system, and gets cleared pages for them in the next
-    step: the forward of a stage of convolutions took 1.8 times as long. All blocks come from the
-    heap, because blocks from mmap are returned as soon as they are freed. Allocators of other
-    libraries are not affected.
+    By default glibc returns large blocks to the system, and gets cleared pages for new ones in the
+    next step: the forward of a stage of convolutions took 1.8 times as long. All blocks come from
+    the heap, because glibc returns blocks from mmap at once. Allocators of other libraries are not
+    affected.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -121,7 +121,9 @@ def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv
 _FIRST_PORT = 20000
 """First port for the rendezvous of Slurm job steps."""
 _PORTS = 10000
-"""Number of such ports. All are below the range from which Linux takes ports of connections."""
+"""Number of ports for the rendezvous of Slurm job steps. They are below Linux's range of ports for
+outgoing connections.
+"""
 NETWORK_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "GLOO_SOCKET_IFNAME",
@@ -205,9 +207,9 @@ def _pet_job(environment: Mapping[str, str]) -> Job:
 
 
 def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's environment variables that this rank lacks, from those of the job manager:
-    rank, world size, rendezvous address, and network interface. Raise ConfigurationError if
-    variables are inconsistent.
+    """Return the variables of torch that this rank lacks, derived from those of the job manager:
+    rank, world size, rendezvous address, and network interface. Raise ConfigurationError if the job
+    manager's variables are inconsistent.
     """
     found: dict[str, str] = {}
     if "RANK" not in environment and "SLURM_STEP_NODELIST" in environment:
@@ -254,9 +256,9 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
 def interface_variables(
     environment: Mapping[str, str], address: Callable[[], str]
 ) -> dict[str, str]:
-    """Return the variables that select the interface of gloo and NCCL: those of `environment`,
-    otherwise the interface with the address that `address` returns. Raise ConfigurationError if
-    there is no such interface.
+    """Return the variables that select the network interface of gloo and NCCL: those in
+    `environment`, otherwise the interface whose address `address` returns. Raise ConfigurationError
+    if no interface has the address.
     """
     names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
     given = {name: environment[name] for name in names if environment.get(name)}

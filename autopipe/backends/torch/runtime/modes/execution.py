@@ -1,5 +1,5 @@
-"""How a rank runs its stages and exchanges tensors with other ranks: by default, with P2P
-communication overlapped with computation. Dry runs and blocking communication override it.
+"""How a rank runs its stages and communicates with other ranks. The default overlaps P2P
+communication with computation; dry runs and blocking communication override it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Execution:
     """Runs stages that overlap P2P communication with computation. A rank has one execution."""
 
     probes = False
-    """True if the run is one step that is inspected, as `Mode.probes`."""
+    """True if the run inspects one step (`Mode.probes`)."""
     has_values = True
     """False if tensors have shapes and types but no values."""
     can_skip_updates = True
-    """False if an update is never skipped, although fp16 gradients may have overflowed."""
+    """False if the optimizer steps even if fp16 gradients overflowed."""
 
     def make_transport(self, device: str, timeouts: Timeouts, heartbeat: Heartbeat) -> Transport:
-        """Return the connection to the other ranks, not yet started."""
+        """Return the connection to the other ranks, before it is started."""
         return Transport(device, timeouts, heartbeat)
 
     def context(self, rank: RankContext) -> AbstractContextManager[object]:
@@ -60,5 +60,5 @@ class Execution:
 
 
 def stage_arguments(rank: RankContext) -> Arguments:
-    """Return the namespace `p` of a stage's forward, still without parameters."""
+    """Return the argument `p` of a stage's forward, before parameters are assigned."""
     return Arguments(device=rank.device, training=True)

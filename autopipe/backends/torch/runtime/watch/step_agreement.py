@@ -1,18 +1,17 @@
 """Agreement of all ranks on the step after which they save a checkpoint or stop.
 
-Ranks are at different steps at one time, and a step must not wait for an agreement. So a thread of
-each rank watches the ranks' store for requests. Protocol of one round:
+At one time the ranks are at different steps, and a step must not wait for an agreement. So a thread
+of each rank watches the ranks' store for requests. Protocol of one round:
 
-1. A rank that has a request writes the round's key into the store.
+1. A rank with a request writes the round's key into the store.
 
-2. Each rank's thread that sees the key sends the number of steps its rank has done, s_i, to all
-ranks. From then on the rank ends at most one further step before the round is complete: it waits in
+2. When a rank's thread sees the key, it sends s_i, the number of steps that rank i has done, to all
+ranks. Rank i then completes at most one more step before the round is complete: it waits in
 `reach`.
 
 3. All ranks act after step max s_i + 1. No rank has returned from `reach` for this step yet.
 
-There is no deadlock: a rank that is behind continues to that step, while its thread takes part in
-the round.
+There is no deadlock: a rank with fewer steps continues, while its thread takes part in the round.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CLOSING_LOOK_S = 0.02
 
 
 class StepAgreement:
-    """One rank's part in the agreement. All ranks must create and close it together."""
+    """One rank's part in the agreement. All ranks create and close it together."""
 
     def __init__(
         self, store: Store | None, control_group: ControlGroup, save_every_s: float = 0.0
@@ -54,8 +53,8 @@ class StepAgreement:
         self._thread.start()
 
     def request(self, what: str) -> None:
-        """Request `SAVE` or `STOP` after a step on which all ranks agree. Takes no lock, so a
-        signal handler may call it.
+        """Request `SAVE` or `STOP`. All ranks then agree on the step. Takes no lock, so a signal
+        handler may call it.
         """
         self._wanted |= {what}
 
