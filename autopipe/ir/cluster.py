@@ -1,6 +1,4 @@
-"""The devices a plan is made for and the links between them, and the memory of a GPU that no tensor
-can have.
-"""
+"""Clusters: devices, links, and the GPU memory that NCCL buffers and CUDA contexts occupy."""
 
 from __future__ import annotations
 
@@ -17,41 +15,38 @@ from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
 from autopipe.ir.words import plural
 
 _BUFFERS_BYTES = 524_288 + 4_915_200 + 4_194_304
-"""Bytes that a communicator takes for each channel (a CTA of its kernels) to receive into, for the
+"""Bytes of receive buffers per channel (one CTA of a kernel) of an NCCL communicator, for the
 protocols LL, LL128 and Simple: DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE and DEFAULT_BUFFSIZE
-(NCCL_BUFFSIZE) of NCCL 2.21's src/init.cc and src/include/device.h. Connections, and with them
-buffers, are made when first used (NCCL_RUNTIME_CONNECT).
+(NCCL_BUFFSIZE) in src/init.cc and src/include/device.h of NCCL 2.21. NCCL allocates the buffers of
+a connection at its first use (NCCL_RUNTIME_CONNECT).
 """
 MESSAGE_CTAS = 32
-"""Blocks of threads that all of a rank's message communicators may use at once. A kernel that waits
-for a message spins on a multiprocessor for each, of which large GPUs have about a hundred, while
-the rank computes.
+"""Maximum number of CTAs of all P2P communicators of a rank together. A kernel that waits for a
+message occupies one multiprocessor per CTA, and large GPUs have about a hundred multiprocessors.
 """
 _GROUP_CHANNELS = 24
-"""Channels of a group's communicator, as many as NCCL opens at most: 24 with NVSwitch, 12 with a
-V100's NVLinks, 2 with PCIe alone.
+"""Maximum number of channels of a process group's communicator: NCCL opens 24 with NVSwitch, 12
+with the NVLinks of a V100, 2 with PCIe only.
 """
 _GROUPS = 3
-"""Groups of a rank that sum or gather: one across replicas, one inside a stage, one of tied weights
-or of all ranks.
+"""Process groups of a rank with collectives: one of replicas, one of a stage, and one of tied
+weights or all ranks.
 """
 
 
 def nccl_bytes(ranks: int) -> int:
-    """Bytes of NCCL's buffers on one of these ranks, at most."""
+    """Return an upper bound of the bytes of NCCL buffers on each of `ranks` ranks."""
     return 0 if ranks < 2 else (MESSAGE_CTAS + _GROUPS * _GROUP_CHANNELS) * _BUFFERS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator (or one processor socket) as a roofline model sees it, and what was measured
-    on it, if anything.
+    """One accelerator, or one CPU, with its roofline parameters and its measured costs.
 
-    `peak_flops` are FLOP/s by precision, a multiply-add counting two; `efficiency` is the fraction
-    of the peak (or of the bandwidth to the device's own memory) that is reached, by operator class.
-    Of measured costs, `tasks` are those besides operators, `collectives` of ranks in one node,
-    `post` is the CPU time of posting a message at either end, `follow` that of each further message
-    of the same task.
+    `peak_flops` are FLOP/s per precision; a multiply-add counts as two operations. `efficiency` is
+    the fraction of the peak, or of the memory bandwidth, that each operator class reaches. The
+    measured costs are: `tasks`, costs of a step except operators; `collectives`, of ranks in one
+    node; `post`, CPU time to post a message; `follow`, CPU time for each further message of a task.
     """
 
     name: str

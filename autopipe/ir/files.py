@@ -1,9 +1,9 @@
-"""Formats of files: documents in JSON (plans, schedules, measured costs, manifests, checkpoints),
-and safetensors.
+"""File formats: JSON documents (plans, schedules, measured costs, manifests, checkpoints) and
+safetensors.
 
-The header of a safetensors file (https://huggingface.co/docs/safetensors) is its length in eight
-bytes, then as JSON the type, the shape and the place of each tensor. The tensors follow, row by row
-and little-endian.
+A safetensors file (https://huggingface.co/docs/safetensors) begins with the length of its header in
+eight bytes and the header, a JSON object with type, shape and byte offsets of each tensor. The
+tensors follow, row-major and little-endian.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType
 
 INLINE_LIMIT: Final = 3 << 29
-"""Bytes of tensors (1.5 GiB) up to which they stand in an ONNX file itself; protobuf cannot hold 2
+"""Maximum bytes of tensors inside an ONNX file (1.5 GiB), because a protobuf is limited to 2
 GiB.
 """
 _ALIGNMENT: Final = 4096
 Progress = Callable[[int], None]
-"""Told the number of bytes written after every piece."""
+"""Callback with the number of written bytes after each piece."""
 
 
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
-"""Start of the small text file that stands for a file of Git LFS until it is downloaded."""
+"""Start of a Git LFS pointer, a text file in place of a file that is not downloaded."""
 
 
 def lfs_error(path: Path) -> tuple[str, str] | None:
-    """Return the message and the hint of an error if `path` is a pointer of Git LFS, otherwise
-    None.
-    """
-    if not path.is_file():  # A read of a pipe would wait.
+    """Return (message, hint) of an error if `path` is a Git LFS pointer, otherwise None."""
+    if not path.is_file():  # Reading a pipe would block.
         return None
     try:
         with path.open("rb") as file:
             start = file.read(len(_LFS_POINTER))
-    except OSError:  # Who reads the file says what is wrong with it.
+    except OSError:  # The reader of the file reports this error.
         return None
     if start != _LFS_POINTER:
         return None
@@ -48,15 +46,15 @@ def lfs_error(path: Path) -> tuple[str, str] | None:
 
 
 def aligned(file: IO[bytes]) -> int:
-    """Fill the file up to where a tensor may lie, so that it can be mapped into memory. Returns
-    that offset.
+    """Pad the file to the next multiple of 4,096 bytes, so that a tensor there can be mapped into
+    memory. Return the new offset.
     """
     file.write(bytes(-file.tell() % _ALIGNMENT))
     return file.tell()
 
 
 class JsonRecord(Record):
-    """A value of the JSON document in `file`."""
+    """A value of a JSON document. `file` names the document in errors."""
 
     __slots__ = ("file",)
     is_plain = True
@@ -90,8 +88,8 @@ class JsonRecord(Record):
 
 
 def read_record(path: Path, form: str) -> JsonRecord:
-    """The JSON document in `path`, an object whose `format` is `form`. Raises ConfigurationError
-    for a file that cannot be read, is not JSON, or has another format.
+    """Return the JSON object in the file `path`, whose key `format` must be `form`. Raise
+    ConfigurationError for a file that cannot be read, is not JSON, or has another format.
     """
     where = str(path)
 
@@ -114,16 +112,16 @@ def read_record(path: Path, form: str) -> JsonRecord:
 
 
 def record_text(form: dict[str, object]) -> str:
-    """The document as JSON, an entry of the outer object a line: compact files, and differences
-    that can be read.
+    """Return the document as JSON with one line per entry of the outer object, for compact files
+    with readable differences.
     """
     lines = [f"{json.dumps(key)}: {_value_text(value)}" for key, value in form.items()]
     return "{" + ",\n ".join(lines) + "}\n"
 
 
 def _value_text(value: object) -> str:
-    """A value as JSON. What a list holds many times is worked out once: devices that do the same
-    share their tasks.
+    """Return a value as JSON. An object that is in a list several times is converted once, because
+    devices with equal tasks share the list of tasks.
     """
     if not isinstance(value, list | tuple):
         return json.dumps(value, allow_nan=False)
@@ -140,7 +138,7 @@ TAGS: Final = {
     DType.UINT64: "U64", DType.UINT32: "U32", DType.UINT16: "U16", DType.UINT8: "U8", DType.BOOL: "BOOL",
     DType.FLOAT8E4M3FN: "F8_E4M3", DType.FLOAT8E5M2: "F8_E5M2", DType.FLOAT8E8M0: "F8_E8M0",
 }  # fmt: skip
-"""The format's names of element types."""
+"""Names of element types in safetensors."""
 _PAIRS = {DType.COMPLEX64: "F32", DType.COMPLEX128: "F64"}
 _HEADER_ALIGNMENT = 8
 
@@ -148,8 +146,10 @@ _HEADER_ALIGNMENT = 8
 def safetensors_header(
     tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The header of tensors by name, type and shape, each behind the one before; the byte of the
-    file where each begins; and the file's size. A complex number is written as two real ones.
+    """Return (header, offsets, size) of a safetensors file with consecutive tensors.
+
+    `tensors` lists (name, type, shape). `offsets` maps names to byte offsets in the file; `size` is
+    the size of the file. A complex number is written as two real numbers.
     """
     form: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     starts = dict[str, int]()

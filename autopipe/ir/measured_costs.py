@@ -1,6 +1,8 @@
-"""Measured costs of devices: seconds by operator and local shapes, by exchange and size, and of
-tasks besides operators. `autopipe profile` writes a file of them, `plan --costs` uses it: JSON, an
-operation or an exchange a line.
+"""Measured costs of devices: times of operators per local shapes, of communication per size, and of
+the rest of a task.
+
+`autopipe profile` writes them to a JSON file with one operator or collective per line; `plan
+--costs` reads the file.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from autopipe.ir.words import plural
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MESSAGES = ("send", "post", "follow")
-"""Measurements of messages between ranks: on their way, the CPU time of one end, and of each
-further message along with it.
+"""Measurements of P2P messages: `send`, the transfer; `post`, the CPU time of one end; `follow`,
+the CPU time of each further message of a task.
 """
 EXCHANGES = (*MESSAGES, *COLLECTIVES)
 FORMAT = "autopipe.costs/1"
@@ -55,7 +57,7 @@ TypeText = Annotated[str, Fits(_TYPE.fullmatch, 'a type such as "float32[8,64]"'
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """`fixed_s + per_byte_s * bytes` seconds."""
+    """A time of `fixed_s + per_byte_s * bytes` seconds."""
 
     fixed_s: Amount
     per_byte_s: Amount
@@ -72,11 +74,11 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The median of several runs."""
+    """Median time of several runs."""
 
     seconds: Annotated[float, KeyPath("s"), AtLeast(0)]
     spread: Amount
-    """Distance between the quartiles, as a share of the median."""
+    """Interquartile range as a fraction of the median."""
     repetitions: Count
 
     @staticmethod
@@ -88,10 +90,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operator on one device: what its time depends on, as far as is known while planning.
-    `operands` and `results` are local types such as `float32[8,64]`, "" where absent; `attributes`
-    those that the file states. `gradients` are the places of the operands whose gradients backward
-    gives.
+    """The properties of an operator on one device that determine its time and are known at planning
+    time.
+
+    `operands` and `results` are local types such as `float32[8,64]`; "" stands for an absent one.
+    `attributes` are those in the ONNX file. `gradients` are the indices of the operands whose
+    gradients backward computes.
     """
 
     operator: str
@@ -103,7 +107,7 @@ class Operation:
 
 
 def operation_of(signature: Signature, gradients: Iterable[int], precision: str) -> Operation:
-    """The operation that one use of an operator is; `gradients` are places of operands."""
+    """Return the operation of an operator; `gradients` are indices of operands."""
     operands, results = (
         tuple(
             "" if value is None else f"{value.dtype.value}[{','.join(map(str, value.shape))}]"
@@ -125,9 +129,9 @@ def operation_of(signature: Signature, gradients: Iterable[int], precision: str)
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """Measured time of an operator (of backward None for inference), with the roofline's figures,
-    by which other operators are judged: its `Operator.kind`, and of forward and of backward
-    operations and bytes read and written.
+    """Measured time of an operator, and the data from which times of other operators are
+    extrapolated: its `Operator.kind`, and the FLOPs and bytes of (forward, backward). `backward` is
+    None for inference.
     """
 
     operation: Annotated[Operation, Inline()]
@@ -140,16 +144,17 @@ class OperationCost:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One operation to measure: a node as one device sees it, whole or its share under `splits`.
-    `signatures` are those of the operator and of what is computed along with it, with local shapes.
-    Gradients flow through the values `wanted`; those of `parameters` stay.
+    """An operation to measure: a node, or its local shard under `splits`.
+
+    `signatures` are those of the operator and of the operators that are fused with it, with local
+    shapes. `wanted` are the values with gradients; the gradients of `parameters` are kept.
     """
 
     operation: Operation
     signatures: tuple[Signature, ...]
     splits: tuple[Split, ...]
     below: tuple[tuple[str, int], ...]
-    """For each operand that indexes something, how many there are to choose from."""
+    """For each operand with indices, the exclusive upper bound of the indices."""
     wanted: tuple[str, ...]
     parameters: tuple[str, ...]
     kind: str
@@ -162,7 +167,7 @@ class Sample:
         )
 
     def operands(self) -> tuple[dict[str, Constant], dict[str, Value]]:
-        """Operands whose numbers are known, and those that are fed, by name."""
+        """Return (operands with known data, operands to feed), by name."""
         known: dict[str, Constant] = {}
         fed: dict[str, Value] = {}
         written = {
@@ -177,8 +182,8 @@ class Sample:
         return known, fed
 
     def drawn(self, value: Value, generator: np.random.Generator) -> np.ndarray:
-        """Numbers for an operand that is fed: indices below their limit, else such as every
-        operator is defined for.
+        """Return random data for an operand: indices below their bound, floating-point numbers in
+        [0.5, 1.5), or ones.
         """
         below = dict(self.below).get(value.name)
         if below is not None:
@@ -190,7 +195,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TensorCosts:
-    """Cost of an operation on tensors one by one: a time for each and a time for each byte."""
+    """Time of an operation on several tensors: a time per tensor and a time per byte."""
 
     per_tensor_s: Amount
     per_byte_s: Amount
@@ -206,27 +211,25 @@ _UPDATES = Fits(
 
 @dataclass(frozen=True, slots=True)
 class TaskCosts:
-    """Cost of a rank's step besides its operators. `forward_s` and `backward_s` are of one stage
-    and micro-batch: finding arguments, starting autograd, handing over.
+    """Time of a rank's step except its operators. `forward_s` and `backward_s` are per task:
+    look-up of arguments and start of autograd.
     """
 
     forward_s: Amount
     backward_s: Amount
     waiting_s: Amount
-    """Of an operator whose parameters' gradients wait for the second half of a split backward: how
-    much longer it takes for that, in the forward and both halves together.
+    """Additional time, in forward and backward together, of an operator whose parameter gradients
+    are computed in the second half of a split backward.
     """
     update_s: Amount
-    """Of an optimizer's update, besides what it does to tensors."""
+    """Time of an optimizer update except the time per tensor."""
     accumulate: TensorCosts
-    """Adding a micro-batch's gradients to those before, by bytes of gradients."""
+    """Time to accumulate the gradients of a micro-batch, per bytes of gradients."""
     bucket: TensorCosts
-    """Putting gradients into a bucket that several ranks sum, and having the sums back, besides the
-    exchange.
-    """
+    """Time to copy gradients into a bucket and back, without the collective."""
     updates: Annotated[tuple[TensorCosts, ...], _UPDATES]
-    """An optimizer's update, by bytes of parameters: without states, with one (momentum), with two
-    (AdamW).
+    """Time of an optimizer update, per bytes of parameters: without a state, with one state
+    (momentum), with two (AdamW).
     """
 
 
@@ -238,9 +241,10 @@ class TimedBytes:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Messages or collectives of a group of ranks on one machine, and the line through what they
-    took. Bytes are those of `passes/cost/communication.py`: of one message; of what each rank holds
-    before an all-reduce, a reduce-scatter, an all-to-all; of what each holds after an all-gather.
+    """Measured times of messages or of a collective of ranks in one node, and a linear fit.
+
+    Bytes are those of `passes/cost/communication.py`: of one message; of the input of a rank for
+    all-reduce, reduce-scatter and all-to-all; of the output of a rank for all-gather.
     """
 
     kind: Annotated[str, Fits(EXCHANGES.__contains__, " or ".join(EXCHANGES))]
@@ -251,36 +255,40 @@ class ExchangeCost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """All that was measured on one kind of device."""
+    """Measured costs of one device type."""
 
     written: ClassVar = ("device", "measured", "host_launch_s", "tasks", "exchanges", "operations")
     device: str
     measured: tuple[str, ...]
-    """How, a line for each run of the profiler: what ran where."""
+    """Description of each run of the profiler, one line each."""
     operations: tuple[OperationCost, ...] = ()
     tasks: Annotated[TaskCosts | None, OmitDefault()] = None
     exchanges: tuple[ExchangeCost, ...] = ()
     host_launch_s: Annotated[Amount | None, OmitDefault()] = None
-    """Seconds of the host for one operator, as `Device.host_launch_s`: 0 if the device is the host;
-    None if unknown.
+    """Host time in seconds per operator, as `Device.host_launch_s`: 0 if the device is the host;
+    None if it is not known.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The measured costs of several kinds of devices, each with a name of its own."""
+    """Measured costs of several device types with distinct names."""
 
     devices: Annotated[tuple[DeviceCosts, ...], Filled]
 
     def of(self, device: str) -> DeviceCosts | None:
-        """Costs measured on the device called `device`; on the only one where there is but one."""
+        """Return the costs of device type `device`, or the only costs if there is one device
+        type.
+        """
         if len(self.devices) == 1:
             return self.devices[0]
         return next((each for each in self.devices if each.device == device), None)
 
 
 def merged(parts: Iterable[Costs]) -> Costs:
-    """All that the parts hold; where two measured the same, the later one counts."""
+    """Return the union of several costs. Later measurements of equal operations replace earlier
+    ones.
+    """
     found: dict[str, DeviceCosts] = {}
     for each in (device for part in parts for device in part.devices):
         first = found.setdefault(each.device, each)
@@ -315,7 +323,9 @@ def costs_text(costs: Costs) -> str:
 
 
 def read_costs(path: Path) -> Costs:
-    """The costs in `path`. Raises ConfigurationError with file and key for what is no such file."""
+    """Return the costs in the file `path`. Raise ConfigurationError, with file and key, if the file
+    is invalid.
+    """
     record = read_record(path, FORMAT)
     costs: Costs = decode(record, Costs)
     if len({each.device for each in costs.devices}) < len(costs.devices):
