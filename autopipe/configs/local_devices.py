@@ -1,5 +1,5 @@
-"""The devices of this machine, found without torch: its GPUs through NVML, else the cores of its
-processors.
+"""Detection of the devices of this machine without torch: GPUs through NVML, otherwise CPU
+cores.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _PRESETS = (
     (r"\bRTX 2080 Ti\b", "2080ti-pcie"),
     (r"\bGTX 1080 Ti\b", "1080ti-pcie"),
 )
-"""Product names as NVML gives them, and the preset of a cluster of these."""
+"""Pairs (pattern of an NVML product name, cluster preset)."""
 _LEAST_MEMORY = 0.9
-"""Share of a preset's memory below which a GPU of its name is another product, such as an A100 of
-40 GB.
+"""Minimum memory of a GPU as a fraction of its preset's memory. A GPU with less memory is a
+different product, such as the A100 with 40 GB.
 """
 _CPU = "cpu-local"
 _MOST_CORES = 8
@@ -38,21 +38,21 @@ _NAME_BYTES = 96
 @dataclass(frozen=True, slots=True)
 class Gpu:
     name: str
-    """The product's name, such as `NVIDIA H100 80GB HBM3`."""
+    """Product name, such as `NVIDIA H100 80GB HBM3`."""
     memory_bytes: int
     uuid: str
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCluster:
-    """The devices that a plan is made for where no cluster is chosen."""
+    """The local devices, which are used if no cluster is given."""
 
     preset: str
     count: int
     why: str
-    """In words, for the first line of a plan."""
+    """Description of the devices for the first line of a plan."""
     warning: str = ""
-    """GPUs that were found and are not planned for."""
+    """Description of GPUs that were found but are not used; "" if there are none."""
 
 
 class _Memory(ctypes.Structure):

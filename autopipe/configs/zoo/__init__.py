@@ -76,7 +76,7 @@ def preset(names: str, *values: Setting) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooModel(ABC):
-    """A model as a value: its fields are its sizes and what `zoo build --set KEY=VALUE` changes."""
+    """A model of the zoo. Its fields are its sizes, which `zoo build --set KEY=VALUE` sets."""
 
     presets: ClassVar[Mapping[str, Settings]] = {}
     """A published size's name -> the fields it sets, for `--set size=NAME`."""
@@ -101,8 +101,8 @@ class ZooModel(ABC):
 
 
 def model_class(name: str) -> type[ZooModel]:
-    """The class of model `name`; raises ConfigurationError with the nearest match where there is
-    none.
+    """Return the class of the model `name`. Raise ConfigurationError with the most similar name if
+    there is no such model.
     """
     if name not in MODELS:
         raise ConfigurationError(
@@ -114,7 +114,7 @@ def model_class(name: str) -> type[ZooModel]:
 
 
 def parse_words(words: Iterable[str]) -> dict[str, str]:
-    """`KEY=VALUE` words as a mapping; a later word for the same key wins."""
+    """Return {key: value} of words `KEY=VALUE`; a later word overrides an earlier one."""
     settings = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -125,10 +125,9 @@ def parse_words(words: Iterable[str]) -> dict[str, str]:
 
 
 def configure(name: str, settings: Settings | None = None) -> ZooModel:
-    """Model `name` with `settings`; `size` names a preset, which the other keys then change. A
-    value that is text is read as YAML, as on a command line. Raises ConfigurationError for an
-    unknown name, key or preset (with the nearest match), a value of the wrong type, and sizes that
-    contradict each other.
+    """Return the model `name` with `settings`. The key `size` names a preset, which the other keys
+    override. Text values are read as YAML. Raise ConfigurationError for an unknown name, key or
+    preset (with the most similar one), a value of a wrong type, and inconsistent sizes.
     """
     kind = model_class(name)
     given = dict(settings or {})
@@ -162,7 +161,7 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
 
 
 def _entry(name: str, value: Setting) -> Entry:
-    """`value` as what was read; text is YAML that is still to be read."""
+    """Return `value` as an Entry. Text is read as YAML."""
     if isinstance(value, str):
         return read_setting(value, f"--set {name}={value}")
     place = Place(f"--set {name}")

@@ -1,4 +1,4 @@
-"""Models of several inputs, each with a branch of its own: FLAVA and those of GraphPipe."""
+"""Models with one branch per input: FLAVA and the models of GraphPipe."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class GraphBuilder:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Put what is made inside under `name`: `/name/…` for nodes, `name.…` for parameters."""
+        """Prefix names inside the block: `/name/…` for nodes, `name.…` for parameters."""
         self._scopes.append(name)
         yield
         self._scopes.pop()
@@ -117,7 +117,7 @@ class GraphBuilder:
         return ir.Value(name=full_name, shape=ir.Shape(dims), type=ir.TensorType(ir.DataType.FLOAT))
 
     def constant(self, value: float | Sequence[float]) -> ir.Value:
-        """A Constant node: a scalar or vector, int64 of whole numbers and float32 of others."""
+        """Add a Constant node, a scalar or vector: int64 for integers, otherwise float32."""
         array = np.asarray(value)
         array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
         return self.op("Constant", value=ir.tensor(array))

@@ -281,7 +281,7 @@ class UNet(ZooModel):
 
     @property
     def stride(self) -> int:
-        """By how much the lowest level is smaller than the image."""
+        """Ratio of the image size to the size of the lowest level."""
         return 1 << self.depth
 
     def build(self, graph: GraphBuilder) -> None:
