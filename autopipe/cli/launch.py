@@ -65,7 +65,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 def _interval(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> tuple[int, float] | None:
-    """Steps as `50`, or minutes as `30m`: (steps, minutes), one of them 0."""
+    """Return (steps, minutes) for a text such as `50` (steps) or `30m` (minutes); the other one is 0."""
     if text is None:
         return None
     try:
@@ -216,7 +216,7 @@ def launch(output: Output, /, program: Path, settings: LaunchSettings) -> None:
 
 
 def _check_mode(manifest: Manifest, mode: str | None) -> None:
-    """Raise ConfigurationError for a program of another mode than is asked for."""
+    """Raise ConfigurationError if the program does not have the mode, unless `mode` is None."""
     if mode not in (None, "train" if manifest.train else "infer"):
         other = "train" if mode == "infer" else "infer"
         hint = f"autopipe plan MODEL --mode {mode}, then autopipe codegen"
@@ -224,7 +224,7 @@ def _check_mode(manifest: Manifest, mode: str | None) -> None:
 
 
 def _key(path: Path) -> bytes:
-    """The key in a file that nobody else may read."""
+    """Return the key in the file `path`. Raises ConfigurationError if other users may read it."""
     try:
         others = path.stat().st_mode & 0o077
         key = path.read_bytes().strip()
@@ -247,7 +247,7 @@ def _key(path: Path) -> bytes:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    """`2` or `1:4` as fewest and most."""
+    """Return (minimum, maximum) for a text such as `2` or `1:4`."""
     low, _, high = text.partition(":")
     try:
         found = int(low), int(high or low)
@@ -276,8 +276,9 @@ class Launch:
     def start(
         self, config: LaunchConfig, output: Output
     ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-        """Run the ranks, show and log their steps, and return the reports of all, and of
-        validations. Raises as `launch_program`, and ConfigurationError for data that does not fit.
+        """Run the ranks, show and log their steps, and return (reports of steps, reports of
+        validations). Raises as `launch_program`, and ConfigurationError for data that does not fit
+        the program.
         """
         self._check()
         with fork_server() as server:
@@ -344,8 +345,8 @@ class Launch:
         return found, evaluations
 
     def _write_trace(self, times: Path) -> None:
-        """Write the tasks of this node's ranks, whose times lie in the folder `times`, where a
-        trace is asked for.
+        """Write a Chrome trace of the tasks of this node's ranks from their times in the folder
+        `times`, if the launch has a trace.
         """
         if self.settings.trace is None:
             return
@@ -370,8 +371,8 @@ class Launch:
         return self.log.open(of_run, output.warn)
 
     def _read_data(self, note: Callable[[str], None]) -> tuple[int, int | None]:
-        """Look at the data as far as the steps read them. Returns the number of steps, and that of
-        epochs where it alone says when the data ends.
+        """Check the data that the steps read, and return (steps, epochs). `epochs` is None unless the
+        run ends with its data, whose number of samples is unknown.
         """
         train = self.manifest.train
         settings = self.manifest.data
@@ -409,7 +410,9 @@ class Launch:
         return steps, None
 
     def _position(self) -> Position:
-        """How far the run has come that this one goes on from."""
+        """Return the position in the data at which the run starts: after the newest checkpoint if it
+        resumes, otherwise the start.
+        """
         if (
             not self.settings.resume
             or self.settings.checkpoint is None
@@ -420,7 +423,7 @@ class Launch:
         return Position(newest.step, newest.samples)
 
     def _check_held_out(self, note: Callable[[str], None]) -> None:
-        """Look at all of the data to validate on."""
+        """Check all of the validation data."""
         once = replace(self.manifest, train=False)
         held_out = (
             self.manifest.evaluation.data
@@ -432,7 +435,7 @@ class Launch:
             note(unchecked)
 
     def rehearse(self, rank: int) -> dict[str, object]:
-        """Run one step of one rank's program without the others and return what it did."""
+        """Run one step of one rank without the other ranks and return its report."""
         world_size = self.manifest.world_size
         if not 0 <= rank < world_size:
             raise ConfigurationError(
@@ -454,8 +457,8 @@ class Launch:
             return found
 
     def _fake_cuda(self) -> Path | None:
-        """The library of the device that stands in for CUDA in a dry run, where there is none.
-        Raises ConfigurationError where it cannot be built.
+        """Return the library that emulates CUDA in a dry run, None if it is not required. Raises
+        ConfigurationError if the library cannot be built.
         """
         if self.settings.device != "cuda":
             return None
@@ -466,7 +469,7 @@ class Launch:
         return None if torch.cuda.is_available() else fake_cuda.build(cache_folder())
 
     def _has(self, rank: int) -> bool:
-        """True if the rank's program was written: `codegen --ranks` leaves others out."""
+        """Return True if the folder contains the program of the rank. `codegen --ranks` omits some."""
         return (self.manifest.folder / f"{rank_module(rank)}.py").is_file()
 
     def _check(self) -> None:
@@ -590,8 +593,8 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _run_name(config: LaunchConfig) -> str:
-    """Return a name of the launch that is the same on all nodes: of several, their meeting point's
-    and the run's.
+    """Return a name of the launch that is equal on all nodes: the rendezvous endpoint and the name of
+    the run if there are several nodes, otherwise a random name.
     """
     if config.nodes == (1, 1):
         return uuid.uuid4().hex
@@ -608,8 +611,8 @@ def visible_gpus(device: str) -> int:
 
 
 def placement_note(device: str, ranks: int) -> str:
-    """Where the ranks of this node run, in one line; on GPUs they say themselves what they talk
-    over. Raises ConfigurationError where CUDA is asked for and there is none.
+    """Return one line about the devices on which the ranks of this node run. Raises
+    ConfigurationError if `device` is "cuda" and there is no CUDA device.
     """
     gpus = visible_gpus(device)
     if not gpus and device == "cuda":

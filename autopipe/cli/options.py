@@ -1,10 +1,11 @@
-"""Options that several commands take: those of every command, with its `Output`, and those of a
-configuration.
+"""Options of several commands: the options of every command, which make its `Output`, and the options
+of a configuration.
 
-A command is a function under `@click.command()`, its own options and `@standard_options`; heavy
-imports stand inside. It ends with `output.result` (`output.report` where it makes something): the
-object for --json, then what a person reads. It raises children of `AutopipeError`, which
-`autopipe.cli.main` alone catches.
+A command is a function with the decorators `@click.command()`, its own options and
+`@standard_options`. Modules that take long to import are imported inside the function. A command
+ends with `output.result`, or with `output.report` if it writes files: the object for --json, then
+texts and tables for the terminal. It raises subclasses of `AutopipeError`, which only
+`autopipe.cli.main` catches.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class ResultKeeper(Output):
-    """Keeps a command's result in place of printing it."""
+    """An output that stores the result of a command instead of printing it."""
 
     as_json: bool = True
     verbosity: Verbosity = Verbosity.QUIET
@@ -50,12 +51,12 @@ class ResultKeeper(Output):
         self.data.update(data)
 
     def record(self, data: Mapping[str, object]) -> None:
-        """The result has it, too."""
+        """Do nothing, because the result contains all records."""
 
 
 def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
-    """Run a command on these words and return the data of its result. Raises what the command line
-    would print.
+    """Run a command with the command line `words` and return the data of its result. Raises the
+    errors that the command line would print.
     """
     keeper = ResultKeeper()
     with command.make_context(command.name, [str(word) for word in words], obj=keeper) as context:
@@ -64,14 +65,14 @@ def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
 
 
 def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
-    """Give `command` the options --json, -q, -v and --debug, and an `Output` made of them as its
-    first parameter. Stands next to the function, under click's own decorators.
+    """Give `command` the options --json, -q, -v and --debug, and pass it an `Output` with these
+    options as first argument. This decorator must be the innermost one.
     """
     return _with_output(command, "Print one JSON object on stdout and nothing else there.")
 
 
 def stepwise_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
-    """As `standard_options`, of a command that prints a record a step."""
+    """Do the same as `standard_options`, for a command that prints one record per step."""
     return _with_output(
         command,
         "Print a JSON object a step on stdout, then one with all of them, and nothing else.",
@@ -115,7 +116,7 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
 
 
 _MODEL_FLAGS = ("dim", "assignment", "batch_axis")
-"""Names that click passes the words of `_model_flags` by."""
+"""Names of the arguments in which click passes the values of `_model_flags`."""
 
 
 def _model_flags() -> tuple[Callable[[Command], Command], ...]:
@@ -143,8 +144,8 @@ def _model_flags() -> tuple[Callable[[Command], Command], ...]:
 
 
 def model_options(command: Command) -> Command:
-    """Give `command` the flags that say how a model is read, and the `Configuration` of them as
-    `configuration`.
+    """Give `command` the flags that affect how a model is read, and pass it the resulting
+    `Configuration` as argument `configuration`.
     """
     from autopipe.configs.configuration import load_configuration
 
@@ -162,8 +163,8 @@ def model_options(command: Command) -> Command:
 def _completion(
     flag: str,
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
-    """Return the function that a shell asks for the values of `flag`, None if the flag names none
-    of a list.
+    """Return the function that completes values of `flag` in a shell, None if its values are not
+    names from a list.
     """
     from autopipe.configs.cluster import cluster_names
     from autopipe.passes.registry import scheduler_names, strategy_names
@@ -187,9 +188,11 @@ def _completion(
 
 
 def configuration_options(command: Command) -> Command:
-    """Give `command` the flags of a configuration, and the effective `Configuration` as the
-    argument `configuration`. Where it takes the folder of a plan as `base`, that plan's own files
-    are what flags override. Stands above `standard_options`, under click's own decorators.
+    """Give `command` the flags of a configuration, and pass it the effective `Configuration` as
+    argument `configuration`.
+
+    If the command has an argument `base` with a plan folder, the flags override the configuration
+    and the placement of that folder. This decorator must be directly above `standard_options`.
     """
     from autopipe.configs.configuration import (
         OPTION_FLAGS,
@@ -204,8 +207,8 @@ def configuration_options(command: Command) -> Command:
         flag: (metavar, docs[key].replace("`", "")) for flag, (key, metavar) in flags().items()
     }
     texts |= {flag: (metavar, text) for flag, (_, metavar, text) in OPTION_FLAGS.items()}
-    # The names that click passes the flags' words by; no option of a command itself has such a
-    # name.
+    # Names of the arguments in which click passes the values. The prefix avoids the names of a
+    # command's own options.
     names = {flag: "configuration_" + flag.strip("-").replace("-", "_") for flag in texts}
 
     @functools.wraps(command)
