@@ -113,7 +113,7 @@ def test_groups_that_do_not_add_up_are_refused() -> None:
         ConfigurationError, match="has 2 devices or groups, but its levels hold only 1"
     ):
         replace(both, levels=(level(1, 1.0),))
-    with pytest.raises(InfeasibleError, match="1 fewer than the 15"):
+    with pytest.raises(InfeasibleError, match="1 fewer than the requested 15"):
         both.take(15)
     with pytest.raises(ConfigurationError, match="no device 14"):
         both.link(0, 14)
