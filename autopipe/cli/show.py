@@ -319,7 +319,8 @@ def blocks_title(schedule: BlockSchedule, source: str) -> str:
     per_unit = ""
     if graph.micro_batches_per_unit > 1:
         noun = "micro-batch group"
-        per_unit = f" of {graph.micro_batches_per_unit} micro-batches"
+        size = graph.micro_batches_per_unit
+        per_unit = f" of {size} {plural(size, 'micro-batch')}"
     return (
         f"{source}: {len(graph.blocks)} {plural(len(graph.blocks), 'block')} on {graph.devices} "
         f"{plural(graph.devices, 'device')}, {schedule.units} "

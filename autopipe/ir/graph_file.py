@@ -36,6 +36,7 @@ from autopipe.ir.graph import (
 )
 from autopipe.ir.ops import OPERATORS, qualified_name, spaces_of
 from autopipe.ir.problem import Constraint, Scores
+from autopipe.ir.words import plural
 
 GRAPH_FILE: Final = "graph.json"
 FORMAT: Final = "autopipe.graph/1"
@@ -248,7 +249,7 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     except (ValueError, binascii.Error, zlib.error):
         content.refuse("data compressed by zlib, in base64")
     if len(data) != size:
-        content.refuse(f"{size} bytes, compressed by zlib")
+        content.refuse(f"{size} {plural(size, 'byte')}, compressed by zlib")
     return Constant(value, np.ndarray(value.shape, dtype, buffer=data))
 
 

@@ -96,7 +96,9 @@ class Request:
     micro-batches.
     """
     scores: Scores | None = None
-    """Whether losses keep their logits for backward or recompute them; None if the plan decides."""
+    """`keep` if losses save their logits for backward, `recompute` if they recompute them; None if the
+    plan decides.
+    """
     batch_size: int | None = None
     micro_batches: int | None = None
     micro_batch_size: int | None = None

@@ -35,7 +35,9 @@ class Candidate:
     shard: bool = False
     """True if replicas shard the optimizer state."""
     scores: Scores | None = None
-    """Whether losses save or recompute their logits; None for the variant of the request."""
+    """`keep` if losses save their logits, `recompute` if they recompute them; None for the variant of
+    the request.
+    """
 
     def settled(self, request: Request) -> Request:
         """Return the request with the settings of this candidate."""

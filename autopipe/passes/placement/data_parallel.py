@@ -9,6 +9,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
+from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
     BATCH_AXIS,
     ResolvedConstraint,
@@ -58,7 +59,10 @@ class DataParallel:
                     "requires a subset of the devices, but data_parallel uses all for each node"
                 )
             elif not _is_by_samples(each, samples, devices):
-                reason = f"requires a split other than the samples over {devices} devices"
+                reason = (
+                    "requires a split other than the samples over "
+                    f"{devices} {plural(devices, 'device')}"
+                )
             if reason:
                 raise ConfigurationError(
                     f"{each} {reason}", hint="use strategy manual, which follows all constraints"

@@ -240,8 +240,9 @@ class InterleavedOneForwardOneBackward(Published):
             )
         if micro_batches % len(rank_stages):
             raise InfeasibleError(
-                f"schedule {self.name} requires a multiple of {len(rank_stages)} micro-batches "
-                f"(the devices of a pipeline), but the step has {micro_batches}",
+                f"schedule {self.name} requires a multiple of {len(rank_stages)} "
+                f"{plural(len(rank_stages), 'micro-batch')} (the devices of a pipeline), "
+                f"but the step has {micro_batches}",
                 hint=f"set --micro-batches to a multiple of {len(rank_stages)}",
             )
         return rank_stages

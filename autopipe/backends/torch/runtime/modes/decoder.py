@@ -181,7 +181,8 @@ class Decoder:
                 raise ConfigurationError(
                     f"prompt {number} has {len(prompt)} {plural(len(prompt), 'token')} "
                     f"and may get {request.max_new_tokens}: "
-                    f"the last is computed from {needed} tokens, the program holds {places}",
+                    f"the last is computed from {needed} {plural(needed, 'token')}, "
+                    f"the program holds {places}",
                     hint=self._planned_by(needed),
                 )
 
