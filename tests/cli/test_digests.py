@@ -75,10 +75,6 @@ FORMER_NAMES: Mapping[str, str] = {
     r"\bexposed_p2p_s\b": "messages_s",
     r"\bredundant_compute_s\b": "repetition_s",
     r"\blaunch_overhead_s\b": "launches_s",
-    r"\bthe best of (\d+) trials?\b": r"the best of \1 tried",
-    r"(\d) times the best\b": r"\1 times that",
-    r"\bat least ([\d.e+-]+ m?s)\b": r"\1 at least",
-    r", skipped because time was up": ", left out as time was up",
 }
 """Pattern of each renamed key or name, and the name that it had when the digests were recorded.
 `settled` replaces these names, so that a renaming alone changes no digest of a plan or program.
