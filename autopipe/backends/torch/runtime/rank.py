@@ -25,8 +25,7 @@ from autopipe.backends.torch.runtime.state.saving import Saving
 from autopipe.backends.torch.runtime.step.capture import capture_stages, captures_by_default
 from autopipe.backends.torch.runtime.step.compiled import compile_stages
 from autopipe.backends.torch.runtime.step.ports import Port
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
-from autopipe.backends.torch.runtime.step.stage import Stage
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.backends.torch.runtime.step.update import Update
 from autopipe.backends.torch.runtime.watch.clock import StepProfiler
 from autopipe.backends.torch.runtime.watch.heartbeat import ENDED

@@ -15,7 +15,6 @@ from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.job import variables_of_rank
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.execution import Execution
-from autopipe.backends.torch.runtime.modes.mode import Mode
 from autopipe.backends.torch.runtime.modes.selection import execution_of, modes_of
 from autopipe.backends.torch.runtime.options import Options, parse_options
 from autopipe.backends.torch.runtime.state.running_statistics import (
@@ -24,7 +23,7 @@ from autopipe.backends.torch.runtime.state.running_statistics import (
 )
 from autopipe.backends.torch.runtime.step.gradients import groups_of
 from autopipe.backends.torch.runtime.step.precision import set_products
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import Mode, RankContext
 from autopipe.backends.torch.runtime.watch.failures import end_on_error, live_with_launcher
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.ir.errors import ConfigurationError

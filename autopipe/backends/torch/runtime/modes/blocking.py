@@ -17,8 +17,7 @@ from typing import Any
 
 from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
 from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
-from autopipe.backends.torch.runtime.step.stage import Stage
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}

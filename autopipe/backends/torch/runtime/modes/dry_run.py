@@ -30,8 +30,7 @@ from autopipe.backends.torch.runtime.communication.transport import (
 from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
 from autopipe.backends.torch.runtime.state.parameters import dtype_name
 from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
-from autopipe.backends.torch.runtime.step.stage import Stage, Tensors
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage, Tensors
 from autopipe.backends.torch.runtime.step.update import Update
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.watch.report import Reporter, peak_memory

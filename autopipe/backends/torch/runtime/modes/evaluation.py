@@ -24,7 +24,7 @@ from autopipe.backends.torch.runtime.data.sample_source import Source
 from autopipe.backends.torch.runtime.data.sources import open_source
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.options import Options
-from autopipe.backends.torch.runtime.step.rank_context import EvaluationStep, RankContext
+from autopipe.backends.torch.runtime.step.stage import EvaluationStep, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.program import InputRange
 from autopipe.ir.training import DataSettings, Evaluation, Training

@@ -11,8 +11,7 @@ from types import ModuleType
 from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.state.parameters import Arguments
 from autopipe.backends.torch.runtime.step.ports import Port
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
-from autopipe.backends.torch.runtime.step.stage import Stage
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.backends.torch.runtime.step.update import Update
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.watch.report import Reporter

@@ -37,7 +37,6 @@ from autopipe.backends.torch.runtime.modes.decoder import (
     GenerationRequest,
     Slot,
 )
-from autopipe.backends.torch.runtime.modes.mode import Mode
 from autopipe.backends.torch.runtime.random_numbers.philox import (
     Purpose,
     as_unsigned,
@@ -45,7 +44,7 @@ from autopipe.backends.torch.runtime.random_numbers.philox import (
     key_of,
 )
 from autopipe.backends.torch.runtime.state.loading import load_second
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import Mode, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import TensorSlice

@@ -6,7 +6,6 @@ from autopipe.backends.torch.runtime.modes.blocking import BlockingExecution
 from autopipe.backends.torch.runtime.modes.dry_run import DryExecution
 from autopipe.backends.torch.runtime.modes.execution import Execution
 from autopipe.backends.torch.runtime.modes.generation import Generate
-from autopipe.backends.torch.runtime.modes.mode import Mode
 from autopipe.backends.torch.runtime.modes.verification import (
     Perturb,
     Record,
@@ -14,6 +13,7 @@ from autopipe.backends.torch.runtime.modes.verification import (
     Replay,
 )
 from autopipe.backends.torch.runtime.options import Options
+from autopipe.backends.torch.runtime.step.stage import Mode
 
 
 def execution_of(options: Options) -> Execution:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopipe.backends.torch.runtime.modes.mode import Mode
 from autopipe.backends.torch.runtime.modes.records import (
     RECORDED_STEPS,
     dump_tensors,
@@ -19,8 +18,7 @@ from autopipe.backends.torch.runtime.modes.records import (
     record_file,
     run_recorded,
 )
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
-from autopipe.backends.torch.runtime.step.stage import Stage
+from autopipe.backends.torch.runtime.step.stage import Mode, RankContext, Stage
 
 
 class Record(Mode):

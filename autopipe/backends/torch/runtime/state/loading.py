@@ -22,8 +22,7 @@ from autopipe.backends.torch.runtime.state.parameters import (
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 from autopipe.backends.torch.runtime.step.ports import Port
 from autopipe.backends.torch.runtime.step.precision import LowPrecisionCopies, low_precision_type
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
-from autopipe.backends.torch.runtime.step.stage import Stage
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
 
 _PACKAGE = "autopipe.backends.torch.runtime"

@@ -9,7 +9,7 @@ from autopipe.backends.torch.checkpoint import Checkpoint, check_unused
 from autopipe.backends.torch.runtime.data.sample_order import START, Position
 from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import RankContext
 from autopipe.backends.torch.runtime.step.update import Update
 from autopipe.backends.torch.runtime.watch.failures import stop_on_signal
 from autopipe.backends.torch.runtime.watch.step_agreement import SAVE, STOP, StepAgreement

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, has_cuda_graphs
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
-from autopipe.backends.torch.runtime.step.stage import Stage
+from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.ir.words import plural
 
 _NOT_ASKED = "the plan is not bound by the host"

@@ -20,7 +20,7 @@ from autopipe.backends.torch.runtime.step.optimizers import (
     tensor_groups,
 )
 from autopipe.backends.torch.runtime.step.precision import LossScaler
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import RankContext
 from autopipe.backends.torch.runtime.step.update_graph import UpdateGraph
 from autopipe.ir.problem import FIRST_LOSS_SCALE
 

@@ -16,7 +16,7 @@ import torch
 
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.modes.evaluation import EvaluationReport
-from autopipe.backends.torch.runtime.step.rank_context import RankContext
+from autopipe.backends.torch.runtime.step.stage import RankContext
 from autopipe.backends.torch.runtime.watch.clock import StepTimes
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import DType
