@@ -458,9 +458,8 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     stages = plan.prediction.stages
     proof = None if schedule.period is None else schedule.proof
     ratios = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
-    distinct = {
-        id(order): order for order in schedule.tasks
-    }.values()  # Devices of a group mostly have one.
+    # Most devices of a group have one order object in common, so each order is visited once.
+    distinct = {id(order): order for order in schedule.tasks}.values()
 
     def kind_of(task: Task) -> Kind:
         return task.stage, task.phase, task.micro_batch % ratios[task.stage]

@@ -99,10 +99,13 @@ def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) ->
 
 @dataclass(slots=True)
 class _Hoist:
-    """The state of `hoist`."""
+    """Makes the names of values in bodies unique, and moves initializers and Constant nodes of bodies to
+    the graph `top` (see `hoist`).
+    """
 
     top: onnx.GraphProto
     slices: dict[str, FileSlice | VarintSlice]
+    """Location in the file of the data of each tensor."""
     taken: set[str]
     """Names that are in use."""
 

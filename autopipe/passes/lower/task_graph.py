@@ -428,7 +428,7 @@ class _Builder:
                     )
                 )
             size = sum(
-                _trained(self.program, each.parameter) * each.box.elements
+                _gradient_element_bytes(self.program, each.parameter) * each.box.elements
                 for each in self.code.shards
             )
             for bucket in (
@@ -503,7 +503,7 @@ def _by_verb(
     }
 
 
-def _trained(program: Program, parameter: int) -> int:
+def _gradient_element_bytes(program: Program, parameter: int) -> int:
     """Return the bytes per element of a parameter's gradient; 0 if it is not trainable."""
     found = program.parameters[parameter]
     return found.value.dtype.itemsize if found.trainable and found.value.dtype.is_floating else 0
@@ -522,5 +522,5 @@ def _gradient_bytes(program: Program, code: StageCode, opcode: Opcode) -> int:
     for index, value in code.parameters:
         waits = value.name in deferred and len(value.shape) > 1
         if opcode is Opcode.BACKWARD or waits is (opcode is Opcode.BACKWARD_WEIGHT):
-            found += _trained(program, index) * value.elements
+            found += _gradient_element_bytes(program, index) * value.elements
     return found

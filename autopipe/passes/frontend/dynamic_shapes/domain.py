@@ -132,8 +132,10 @@ class Indices:
         return self.terms[1 + axis]
 
     def index_columns(self, per_column: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Return the terms of each index along the last dimension, or of the only one if not
-        `per_column`; None if they differ along another dimension.
+        """Return the terms of each column, if all rows are equal; otherwise None.
+
+        A column is an entry along the last dimension. Without `per_column`, all entries must be equal,
+        and the result has one column.
         """
         shape = self.terms[0].shape
         if per_column and self.axis == len(shape) - 1:

@@ -301,7 +301,9 @@ def minimum_of_sum(tables: list[Array]) -> Array:
     inner = math.prod(shape[2:])
 
     def current(table: Array) -> Array:
-        """Return the current rows and block of a table, if its axes have more than one entry."""
+        """Return the part of `table` for the indices `rows` of axis 0 and `block` of axis 1. An axis of
+        size 1 is broadcast and returned in full.
+        """
         return table[
             rows if table.shape[0] > 1 else slice(None),
             block if table.shape[1] > 1 else slice(None),

@@ -42,7 +42,8 @@ convolutions: see `WindowedShards`.
 """
 
 Slices = tuple[slice, ...]
-Blocks = tuple[tuple[Slices, ...], ...]  # By position.
+Blocks = tuple[tuple[Slices, ...], ...]
+"""For each position in the group, the slices of a tensor that the rank there sends or receives."""
 
 
 class Group:
