@@ -1,5 +1,7 @@
-"""The blocks of the batch that a rank's forwards take: read where they are asked for, or by a
-thread that has the next ones on the GPU by then.
+"""Readers of the input blocks that the forward passes of a rank use.
+
+`BatchReader` reads a block when a forward pass requests it. `PrefetchingReader` reads blocks ahead
+on a thread and copies them to the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from autopipe.backends.torch.runtime.state.parameters import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """The block `box` of a graph input, of one of a stage's micro-batches."""
+    """The block `box` of a graph input, for one micro-batch of a stage."""
 
     stage: int
     micro_batch: int
@@ -31,8 +33,8 @@ class BlockRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """Of a step whose data was read: how many of its samples are data, its epoch, and the samples
-    at an epoch's end that are left out (see `Source`).
+    """Data of one step: the number of its samples that come from the data, its epoch counted from
+    1, and the number of samples at the end of an epoch that are skipped (see `Source`).
     """
 
     samples: int
@@ -41,7 +43,7 @@ class StepData:
 
 
 class BatchReader:
-    """Reads each block where a forward asks for it."""
+    """Reads each block when a forward pass requests it."""
 
     def __init__(self, manifest: Manifest, source: Source, device: torch.device) -> None:
         self.source = source
@@ -50,24 +52,24 @@ class BatchReader:
         self._inputs = {entry.value.name: entry for entry in manifest.inputs}
 
     def begin_step(self, step: int) -> int:
-        """The samples that there are for a step, the first or that behind the one that was read
-        last; 0 for none.
+        """Return the number of samples in `step`, 0 if the data has ended. `step` must be the first
+        step or follow the step that was read last.
         """
         return self.source.count(step)
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """A block of a step, on the device."""
+        """Return the requested block of a step, on the device, in the type of the graph input."""
         return self._block(step, request).to(self._device, self._dtype(request), non_blocking=True)
 
     def end_step(self, step: int) -> StepData:
         return StepData(self.source.count(step), self.source.epoch(step), self.source.left_over)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading. This class has nothing to stop."""
 
     def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """Return a block in the type of the data: on the device if it is random, otherwise in host
-        memory.
+        """Return a block in the type in which the source has the data: on the device if the data is
+        random, otherwise in host memory.
         """
         size = (
             self._manifest.micro_batch_size
@@ -91,8 +93,7 @@ class BatchReader:
 
 
 _MICRO_BATCHES = 2
-"""As many are read before they are needed: one that the device takes next, and one that is being
-copied to it.
+"""Number of micro-batches that are read ahead: the device uses one next while the other is copied.
 """
 
 
@@ -111,16 +112,18 @@ _Item = TypeVar("_Item", int, StepData, _Prefetched)
 
 
 class PrefetchingReader(BatchReader):
-    """Reads the blocks of the first step where they are asked for, and notes their order, which is
-    every step's. Then a thread reads them in that order, a few micro-batches before they are
-    needed, into pinned memory, and copies them beside what the GPU computes. It alone uses the
-    source then.
+    """Reads blocks ahead of their use, on a thread.
+
+    During the first step blocks are read on request, and the order of the requests is recorded.
+    Later steps must repeat that order. The thread reads the blocks of later steps in that order
+    into pinned memory, about `_MICRO_BATCHES` micro-batches ahead, and copies them to the GPU on a
+    separate stream. From then on only the thread uses the source.
     """
 
     def __init__(
         self, manifest: Manifest, source: Source, device: torch.device, steps: int
     ) -> None:
-        """For steps below number `steps`."""
+        """Read ahead for steps with an index below `steps`."""
         super().__init__(manifest, source, device)
         self._steps = steps
         self._requests: list[BlockRequest] = []
@@ -144,7 +147,7 @@ class PrefetchingReader(BatchReader):
         stream.wait_event(item.copied)
         item.tensor.record_stream(
             stream
-        )  # Its memory is the copying stream's, which must not use it again too soon.
+        )  # The copy stream owns this memory and must not reuse it before this stream is done.
         return item.tensor
 
     def end_step(self, step: int) -> StepData:
@@ -170,7 +173,9 @@ class PrefetchingReader(BatchReader):
             self._thread.join(0.01)
 
     def _take(self, kind: type[_Item]) -> _Item:
-        """The next item of the thread. Raises the error that ended it, where it came to that."""
+        """Return the next item from the thread. Raise the error that ended the thread, if there is
+        one.
+        """
         item = self._items.get()
         if isinstance(item, BaseException):
             raise item
@@ -183,7 +188,7 @@ class PrefetchingReader(BatchReader):
             raise _Closed
 
     def _run(self, first: int) -> None:
-        """On the thread: all that the steps from `first` on ask for, in order."""
+        """Read everything that the steps from `first` on request, in order. Runs on the thread."""
         try:
             torch.cuda.set_device(self._device)
             with torch.cuda.stream(self._stream):
@@ -203,7 +208,7 @@ class PrefetchingReader(BatchReader):
     def _prefetched(self, step: int, request: BlockRequest) -> _Prefetched:
         block = self._block(step, request)
         if block.device.type == "cpu":
-            # Torch keeps pinned memory for its next use, once copies from it are done.
+            # Torch reuses a pinned buffer only after the copies from it have ended.
             block = torch.empty(block.shape, dtype=self._dtype(request), pin_memory=True).copy_(
                 block
             )

@@ -1,6 +1,9 @@
-"""The order in which the steps of a run take samples that lie stored: epoch by epoch, each shuffled
-where that is asked for. It depends on the seed and the number of samples alone, so it is one order
-on any number of ranks, and a run that goes on under another plan goes on in it.
+"""The order in which the steps of a run read stored samples: epoch by epoch, each epoch shuffled on
+request.
+
+The order of an epoch depends only on the seed, the epoch and the number of samples. It is therefore
+equal for any number of ranks, and a run that resumes under another plan continues in the same
+order.
 """
 
 from __future__ import annotations
@@ -18,27 +21,34 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run has come. Batches of earlier steps may have had another size and other
-    micro-batches.
+    """How far a run has progressed. Earlier steps may have had another batch size and another
+    number of micro-batches.
     """
 
     steps: int = 0
-    """Steps done."""
+    """Number of steps that have run."""
     samples: int = 0
-    """Samples taken from the data."""
+    """Number of samples by which these steps advanced through the data."""
     forwards: int | None = 0
-    """Micro-batches of all steps; None if they were not counted."""
+    """Number of micro-batches of all steps that have run; None if they were not counted."""
 
 
 START = Position()
 
 
 def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
-    """The stored samples at `places` of an epoch's order, a permutation of [0, samples).
+    """Return the index of the stored sample at each of `places`, positions in the shuffled order of
+    an epoch. The order is a permutation of [0, samples).
 
-    It is a Feistel network over the numbers of 2h bits that hold `samples`, walked on from numbers
-    that are too large (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): any place
-    costs the same, and no rank holds the whole order, which of 10^9 samples has 8 GB.
+    The permutation is a Feistel network of `_ROUNDS` rounds over integers of 2h bits, with the
+    smallest h >= 1 for which 2^(2h) >= samples. A round maps the halves (L, R) to (R, L xor F(R xor
+    key)), with F = `_mixed` reduced to h bits. The network permutes [0, 2^(2h)). If its output is
+    not below `samples`, it is applied again to that output until it is (cycle walking; Black and
+    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which keeps the mapping a
+    permutation of [0, samples).
+
+    A position costs about as much at the end of an epoch as at its start, and no rank stores the
+    order, which would take 8 GB for 10^9 samples.
     """
     half = max(1, -(-(samples - 1).bit_length() // 2))
     mask = np.uint64((1 << half) - 1)
@@ -57,13 +67,13 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
 
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """Return the keys of the network's rounds in an epoch."""
+    """Return the 64-bit round keys of the Feistel network for an epoch, uint64 [_ROUNDS]."""
     from autopipe.backends.torch.runtime.random_numbers.philox import (
         Purpose,
         as_unsigned,
         draw_run,
         key_of,
-    )  # They import torch.
+    )  # This module must load without torch.
 
     halves = (
         as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _ROUNDS))
@@ -74,7 +84,9 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return each word after the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA
+    2014).
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -82,21 +94,22 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The batches of `samples` stored samples for a run that goes on from `begin`. Sample numbers
-    run on from epoch to epoch: number n is at place n mod `samples` of epoch n // `samples`, both
-    from 0.
+    """The batches of `samples` stored samples, for a run that starts or resumes at `begin`.
+
+    Sample numbers increase across epochs. Number n is position n mod `samples` of epoch n //
+    `samples`, both counted from 0.
     """
 
     samples: int
     batch_size: int
     keeps_last: bool
-    """True if the samples at an epoch's end that fill no batch are a step of their own; else they
-    are left out.
+    """True if the samples at the end of an epoch that do not fill a batch make a step of their own.
+    False if they are skipped.
     """
     seed: int | None = None
-    """Of the shuffle; None for the order in which samples are stored."""
+    """Seed of the shuffle; None for the stored order."""
     epochs: int | None = None
-    """Epochs after which the data ends; None for no end."""
+    """Number of epochs after which the data ends; None for data without an end."""
     begin: Position = START
 
     @property
@@ -105,12 +118,12 @@ class SampleOrder:
 
     @property
     def left_over(self) -> int:
-        """Samples at an epoch's end that are left out."""
+        """Number of samples at the end of each epoch that are skipped."""
         return 0 if self.keeps_last else self.samples % self.batch_size
 
     @property
     def end(self) -> int | None:
-        """The number of steps after which the data has ended."""
+        """The number of steps after which the data has ended; None for data without an end."""
         if self.epochs is None:
             return None
         epoch, within = divmod(self.begin.samples, self.samples)
@@ -123,7 +136,7 @@ class SampleOrder:
         return -(-samples // self.batch_size) if self.keeps_last else samples // self.batch_size
 
     def sample(self, step: int) -> int:
-        """The number of a step's first sample; no step before `begin` is asked for."""
+        """Return the number of the first sample of `step`, which must not be before `begin`."""
         epoch, within = divmod(self.begin.samples, self.samples)
         done = step - self.begin.steps
         rest = self._steps(self.samples - within)
@@ -133,15 +146,17 @@ class SampleOrder:
         return (epoch + 1 + epochs) * self.samples + step * self.batch_size
 
     def count(self, step: int) -> int:
-        """Samples of a step, fewer than a batch in an epoch's last one that is kept; 0 where the
-        data has ended.
+        """Return the number of samples of `step`: less than a batch in the last step of an epoch
+        that `keeps_last`, and 0 if the data has ended.
         """
         if self.end is not None and step >= self.end:
             return 0
         return min(self.batch_size, self.samples - self.sample(step) % self.samples)
 
     def stored(self, start: int, stop: int) -> range | Numbers:
-        """Where the samples of numbers [start, stop), all of one epoch, are stored."""
+        """Return the indices at which the samples with numbers [start, stop) are stored. All of
+        these samples must belong to one epoch.
+        """
         epoch, place = divmod(start, self.samples)
         places = range(place, place + stop - start)
         return (

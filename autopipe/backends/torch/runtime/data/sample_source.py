@@ -1,5 +1,5 @@
-"""The interface of sources of samples. It needs no torch, so that data is checked before torch is
-loaded.
+"""The interface of sources of samples. This module does not import torch, so that data can be
+checked before torch is loaded.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.program import InputRange
 
 Slices = tuple[tuple[int, int], ...]
-"""A block of a tensor: (start, stop) in each dimension."""
+"""A block of a tensor: (start, stop) for each dimension."""
 
 
 class Source(ABC):
-    """Where samples come from, in the order of their numbers, which run on from step to step. This
-    one has no end; `left_over` are the samples at an epoch's end that fill no batch, which training
-    leaves out.
+    """Samples for the inputs of a graph. Sample numbers increase from step to step.
+
+    The base class describes data without an end. `left_over` is the number of samples at the end of
+    an epoch that do not fill a batch and that training skips.
     """
 
     left_over = 0
@@ -29,21 +30,24 @@ class Source(ABC):
         self._begin = begin
 
     def sample(self, step: int) -> int:
-        """The number of a step's first sample."""
+        """Return the number of the first sample of a step."""
         return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
 
     def count(self, step: int) -> int:
-        """Samples that a step has: 0 where the data has ended, less than a batch where it is filled
-        up behind them.
+        """Return the number of samples of a step: 0 if the data has ended, less than a batch if the
+        rest of the batch is filler samples.
         """
         return self._manifest.batch_size
 
     def epoch(self, step: int) -> int:
-        """The epoch, counted from 1, of a step whose data was read."""
+        """Return the epoch, counted from 1, of a step whose data was read."""
         return 1
 
     @abstractmethod
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        """Samples [start, stop) of an input, along its batch axis; the whole value where it has
-        none. `start` says the step either way. Only samples that `count` counts are asked for.
+        """Return samples [start, stop) of an input, along its batch axis. If the input has no batch
+        axis, return its full value.
+
+        `start` determines the step in both cases. Callers request only samples that `count`
+        includes.
         """

@@ -1,5 +1,5 @@
-"""The batches: random ones, arrays that lie in files, or a Python function. Each rank reads only
-blocks it needs.
+"""The sources of batches: random values, stored arrays, or a Python function. Each rank requests
+only the blocks that it needs.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from autopipe.ir.program import InputRange
 from autopipe.ir.training import DataSettings, is_data_function
 from autopipe.ir.words import plural
 
-_PIECE = 1 << 24  # Bytes of an array that are looked at together.
-_MOST_CHECKED = 1 << 29  # Bytes of an array that are looked at before ranks start.
+_PIECE = 1 << 24  # Bytes of an array that are checked at a time.
+_MOST_CHECKED = 1 << 29  # Bytes of an array that are checked before ranks start.
 
 
 def open_source(
@@ -55,14 +55,15 @@ def open_source(
     begin: Position = START,
     settings: DataSettings | None = None,
 ) -> Source:
-    """The source that `data` names (see `DataSettings.path`), for a run that goes on from `begin`.
-    Raises ConfigurationError where it does not fit the model.
+    """Return the source that `data` names (see `DataSettings.path`), for a run that starts or
+    resumes at `begin`. None names random values. Raise ConfigurationError if the data does not fit
+    the model.
     """
     settings = settings or DataSettings()
     if data is None:
         from autopipe.backends.torch.runtime.data.random_batches import (
             RandomSource,
-        )  # It imports torch, which takes long.
+        )  # This module imports torch, which is slow to load.
 
         return RandomSource(manifest, seed, begin)
     if is_data_function(data):
@@ -71,8 +72,8 @@ def open_source(
 
 
 def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> StoredArrays:
-    """The arrays that lie at a path. Raises ConfigurationError for a kind that is not known, or a
-    damaged one.
+    """Return the arrays stored at the path `data`. Raise ConfigurationError if the path does not
+    exist, has no supported format, or cannot be read.
     """
     path = Path(data)
     for file in sorted(path.iterdir()) if path.is_dir() else (path,):
@@ -99,8 +100,8 @@ def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> Stored
 def read_block(
     source: Source, manifest: Manifest, entry: InputRange, sample: int, box: Slices
 ) -> np.ndarray:
-    """The block `box` of the micro-batch that starts at sample number `sample`; a copy,
-    row-major.
+    """Return the block `box` of the micro-batch that starts at sample number `sample`, as a
+    row-major copy.
     """
     return _block(
         lambda first, stop: source.rows(entry, sample + first, sample + stop), manifest, entry, box
@@ -110,8 +111,8 @@ def read_block(
 def read_filled_block(
     source: Source, manifest: Manifest, entry: InputRange, step: int, offset: int, box: Slices
 ) -> np.ndarray:
-    """`read_block` of the micro-batch that starts `offset` samples into a step which has less than
-    a batch.
+    """Return the block `box` of the micro-batch that starts `offset` samples into a step, as
+    `read_block` does. The step may have less than a batch; filler samples complete it.
     """
     return _block(
         lambda first, stop: filled_rows(
@@ -132,10 +133,12 @@ def filled_rows(
     stop: int,
     micro_batch: int = 0,
 ) -> np.ndarray:
-    """Rows of samples [start, stop) of a step's batch, in which the step's first sample stands for
-    those behind its last. In training their labels are the one that counts for nothing, where the
-    loss has one and the micro-batch that starts at sample `micro_batch` has others; one without any
-    is weighed with 0 (`Stage`).
+    """Return the rows of samples [start, stop) of a step's batch, where the step may have less than
+    a batch. The first sample of the step is repeated as filler for the samples that are missing.
+
+    In training, filler samples have the ignored label, if the loss defines an ignored label and the
+    micro-batch that starts at sample `micro_batch` of the step also has samples from the data. A
+    micro-batch of only filler samples keeps the labels; its loss has weight 0 (see `Stage`).
     """
     sample = source.sample(step)
     count = source.count(step)
@@ -169,8 +172,8 @@ def _block(
 
 
 def save_samples(manifest: Manifest, target: Path) -> None:
-    """Draw one step's samples into an `.npz` file to run on, where drawing them shall be no part of
-    a step.
+    """Write one step of random samples to an `.npz` file. A run on that file spends no step time on
+    drawing random values.
     """
     source = open_source(manifest, None, 0)
     drawn = {
@@ -180,8 +183,10 @@ def save_samples(manifest: Manifest, target: Path) -> None:
 
 
 class StoredSource(Source):
-    """Arrays that lie in files, one an input, samples along the batch axis, as many in each. Their
-    end is the end of an epoch; inference ends with the first.
+    """Stored arrays, one for each input, with samples along the batch axis. All arrays with a batch
+    axis have an equal number of samples.
+
+    An epoch ends with the last sample. Inference ends after one epoch.
     """
 
     def __init__(
@@ -206,7 +211,7 @@ class StoredSource(Source):
         self.samples = count_samples(
             manifest, {name: arrays.shape(name) for name in names}, self._where
         )
-        """How many there are; None where no input has samples."""
+        """Number of stored samples; None if no input has a batch axis."""
         train = manifest.train
         batch = manifest.batch_size
         keeps_last = not train or settings.last_batch == "pad"
@@ -234,7 +239,7 @@ class StoredSource(Source):
 
     @property
     def end(self) -> int | None:
-        """The number of steps after which the data has ended; None where it has no end."""
+        """The number of steps after which the data has ended; None for data without an end."""
         return None if self._order is None else self._order.end
 
     def sample(self, step: int) -> int:
@@ -254,9 +259,13 @@ class StoredSource(Source):
         return converted(found, entry, self._where, numbers)
 
     def check(self, samples: int | None = None) -> str:
-        """Look at all, or the first `samples`, of each array, a piece at a time; of a large one at
-        pieces from the first to the last, which the line that is returned says. Raises
-        ConfigurationError for numbers that the model cannot take.
+        """Check the arrays against the model, in pieces of about `_PIECE` bytes: the first
+        `samples` samples, or all if None.
+
+        Of a large array only evenly spaced pieces are checked, about `_MOST_CHECKED` bytes. Arrays
+        whose type alone shows that they fit are not read. Return a line that lists the arrays
+        checked in part, "" if there are none. Raise ConfigurationError for values that the model
+        does not accept.
         """
         partly = []
         for entry in self._manifest.inputs:
@@ -288,7 +297,9 @@ class StoredSource(Source):
     def _taken(
         self, array: Array, entry: InputRange, samples: range | Numbers
     ) -> tuple[np.ndarray, range | Numbers]:
-        """The rows of samples, and their numbers; consecutive ones are no copy."""
+        """Return (rows, numbers): the rows of the samples, and the numbers of these rows in the
+        array. If `samples` is a range, `rows` is one slice of the array.
+        """
         assert entry.batch_axis is not None
         extent = rows_per_sample(entry, self._manifest)
         before = (slice(None),) * entry.batch_axis
@@ -299,7 +310,9 @@ class StoredSource(Source):
         return array[(*before, rows)], rows
 
     def notes(self, steps: int) -> list[str]:
-        """How files are read, and what these steps leave out, repeat or lack."""
+        """Return lines for the user about a run of `steps` steps: how the files were read, and
+        which samples are skipped, repeated or missing.
+        """
         described = [f"{self._where}: {text}"] if (text := self._stored.describe()) else []
         order = self._order
         batch = self._manifest.batch_size
@@ -345,12 +358,14 @@ CONTRACT = "it takes none, or some, of step, batch_size and seed"
 
 
 class FunctionSource(Source):
-    """A Python function `module:function` that gives batches, each a mapping of input to array.
+    """A Python function `module:function` that returns batches. A batch is a mapping from input
+    name to array.
 
-    One that takes `step` returns the batch of any step, and None where there is none. Another one
-    returns an iterator of batches, of which number i is what step i runs on; it cannot go back, so
-    a run that continues takes the batches before it too. Its end is the end of an epoch: for the
-    next one the function is called again, in training. Either may take `batch_size` and `seed`.
+    A function with a parameter `step` returns the batch of that step, or None after the last batch.
+    Any other function returns an iterable of batches, in which batch i belongs to step i. An
+    iterable cannot start in the middle, so a run that resumes also reads the batches of earlier
+    steps. Its end is the end of an epoch, and training then calls the function again for the next
+    epoch. The function may also have parameters `batch_size` and `seed`.
     """
 
     def __init__(
@@ -390,8 +405,11 @@ class FunctionSource(Source):
         self._current: tuple[int, _Batch, int] = (1, {}, manifest.batch_size)
 
     def count(self, step: int) -> int:
-        """Batches are taken where only that says it: in inference, or where training ends with an
-        epoch or keeps its last batch. Elsewhere a rank that reads no input need not take any.
+        """Return the number of samples of a step.
+
+        The batch is read only if its size is needed: in inference, if the number of epochs is
+        limited, or if training keeps an epoch's incomplete last batch. Otherwise every step has a
+        full batch, and a rank that reads no input need not call the function.
         """
         if self._manifest.train and self._epochs is None and not self._keeps_last:
             return self._manifest.batch_size
@@ -422,7 +440,7 @@ class FunctionSource(Source):
         return converted(rows, entry, where, range(first, last))
 
     def _advance(self, step: int) -> bool:
-        """Take the batches up to that of `step`; no more where they end before."""
+        """Read batches up to the batch of `step`. Return False if the batches end before it."""
         while self._step < step:
             if self._by_step:
                 self._step = step - 1
@@ -433,8 +451,8 @@ class FunctionSource(Source):
         return True
 
     def _numbered(self) -> Iterator[tuple[int, _Batch, int]]:
-        """Epochs, batches, and how many samples each batch has: only the last of an epoch may lack
-        some.
+        """Yield (epoch, batch, number of samples of the batch). Only the last batch of an epoch may
+        have less than a full batch of samples; otherwise raise ConfigurationError.
         """
         batch_size = self._manifest.batch_size
         for epoch in itertools.count(1):
@@ -477,7 +495,9 @@ class FunctionSource(Source):
                 )
 
     def _epoch(self) -> Iterator[tuple[int, Any]]:
-        """Batches by number; of a function of the step those from the step that is due on."""
+        """Yield (number, batch) for the batches of one epoch. A function with a parameter `step` is
+        called from the current step on, until it returns None.
+        """
         if not self._by_step:
             yield from enumerate(self._function(**self._given))
             return
@@ -494,9 +514,12 @@ def check_data(
     settings: DataSettings | None = None,
     begin: Position = START,
 ) -> tuple[StoredSource | None, str]:
-    """The arrays that lie where `data` says, looked at as far as `steps` read them, and a line
-    about those that were not; None where it is a function, or random. Raises ConfigurationError
-    where they do not fit the model or one another.
+    """Return (source, note): the stored arrays at `data`, after a check of the values that `steps`
+    steps read, and a line about arrays that were checked only in part.
+
+    The source is None if `data` names a function or random values, which are not checked here. If
+    `steps` is None or the data is shuffled, the check covers all samples. Raise ConfigurationError
+    if the arrays do not fit the model or each other.
     """
     if data is None or is_data_function(data):
         return None, ""
@@ -508,8 +531,9 @@ def check_data(
 
 
 def _module(name: str) -> ModuleType:
-    """The module of that name in the current folder, or else on the module path. From then on, the
-    folder comes last on the path, for what the module imports from beside it.
+    """Import and return the module `name`, from the current folder if it is there, otherwise from
+    the module path. If the current folder has it, the folder is appended to `sys.path`, so that the
+    module can import its neighbours.
     """
     folder = os.getcwd()
     first = name.partition(".")[0]

@@ -1,5 +1,7 @@
-"""Arrays that lie in files, read where they lie: `.npz` and `.npy` files, folders of them, files of
-tokens. Who takes a few samples of a large file reads those only. Nothing is unpickled.
+"""Stored arrays: `.npz` files, `.npy` files, folders of `.npy` files, and files of tokens.
+
+Uncompressed arrays are memory-mapped, so that reading a few samples of a large file reads only the
+pages of these samples. No file is unpickled.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-"""ZIP's header before each member; its last two fields are the lengths of the name and of the extra
-field that follow (APPNOTE.TXT 4.3.7).
+"""The header before each member of a ZIP file. Its last two fields are the lengths of the file name
+and of the extra field that follow the header (APPNOTE.TXT, section 4.3.7).
 """
 _DAMAGED = (
     OSError,
@@ -41,13 +43,14 @@ _DAMAGED = (
     OverflowError,
     tokenize.TokenError,
 )
-"""Errors of damaged files. A header of `.npy` is parsed as a Python literal, whence SyntaxError,
-TokenError, TypeError and MemoryError (too deeply nested).
+"""Errors that reading a damaged file can raise. Numpy parses the header of an `.npy` file as a
+Python literal, which can raise SyntaxError, TokenError, TypeError, and MemoryError for deep
+nesting.
 """
 
 
 class Array(Protocol):
-    """The part of a numpy array that sources use of one that lies in files."""
+    """The part of the interface of a numpy array that sources use for stored arrays."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -59,7 +62,7 @@ class Array(Protocol):
 
 
 class StoredArrays(ABC):
-    """Arrays by the name of the input that takes them."""
+    """Stored arrays, by the name of the graph input that reads them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,15 +76,17 @@ class StoredArrays(ABC):
 
     @abstractmethod
     def array(self, name: str) -> Array:
-        """Raises ConfigurationError where it is damaged."""
+        """Return the array. Raise ConfigurationError if its file is damaged."""
 
     def describe(self) -> str:
-        """How the files were read, where that is a choice; "" where it is none."""
+        """Return a description of how the files were interpreted, if there is more than one way;
+        otherwise "".
+        """
         return ""
 
 
 class Archive(StoredArrays):
-    """An `.npz` file. Raises ConfigurationError where it is damaged."""
+    """An `.npz` file. Raises ConfigurationError if the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -104,7 +109,9 @@ class Archive(StoredArrays):
             return _array_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
-        """Mapped where it is stored as it is, in memory where it is compressed."""
+        """Return the array: memory-mapped if its member is stored uncompressed, otherwise read into
+        memory.
+        """
         info = self._members[name]
         with self._opened(repr(name)) as archive:
             if info.compress_type != zipfile.ZIP_STORED:
@@ -119,7 +126,9 @@ class Archive(StoredArrays):
 
 
 class ArrayFiles(StoredArrays):
-    """A folder with a file `NAME.npy` for each input, or one such file for a model of one input."""
+    """A folder with a file `NAME.npy` for each input, or a single `.npy` file for a model with one
+    input.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(path)
@@ -159,7 +168,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
 
 
 def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether columns come first, and element type."""
+    """Return (shape, is_fortran_order, dtype) from the header of an `.npy` file."""
     form = np.lib.format
     version = form.read_magic(file)
     readers = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}
@@ -169,7 +178,9 @@ def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _mapped(path: Path, file: IO[bytes]) -> np.ndarray:
-    """The array whose header `file`, of `path`, stands before."""
+    """Return the array whose header starts at the position of `file`, which is open on `path`. The
+    array is memory-mapped.
+    """
     shape, fortran, dtype = _array_header(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
@@ -177,30 +188,41 @@ def _mapped(path: Path, file: IO[bytes]) -> np.ndarray:
         return np.empty(shape, dtype)
     order = "F" if fortran else "C"
     mapped = np.memmap(path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order)  # type: ignore[call-overload]
-    return np.asarray(mapped)  # A memmap's own slices take many times as long to make.
+    return np.asarray(mapped)  # Slicing a memmap object is many times slower than slicing an array.
 
 
 _LABELS = re.compile(r"(?:.*[._/])?(?:labels?|targets?)")
 _CONSTANT_INPUTS = {"attention_mask": 1, "token_type_ids": 0}
 _POSITIONS = "position_ids"
 _SAMPLED = 1 << 16
-"""16-bit words at the start of a file of tokens that tell whether a token has 16, 32 or 64 bits."""
+"""Number of 16-bit words at the start of a token file from which the size of a token, 16, 32 or 64
+bits, is inferred.
+"""
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Element types of Megatron's `.idx` files by their code
+"""Element types by their code in Megatron's `.idx` files
 (megatron/core/datasets/indexed_dataset.py).
 """
 
 
 class TokenFile(StoredArrays):
-    """A `.bin` file of token numbers, as nanoGPT and Megatron write it: sample i is tokens [i·s, (i
-    + 1)·s), and its labels are the tokens moved by one, [i·s + 1, (i + 1)·s + 1), where s is the
-    sequence length of the graph.
+    """A `.bin` file of token numbers, as nanoGPT and Megatron write it.
 
-    The graph's inputs take, by name: `labels` and `targets` (alone or behind a dot, slash or
-    underscore) the labels, or the tokens themselves where the graph moves them, which shows in that
-    the loss does not read the first; `attention_mask` ones, `token_type_ids` zeros, `position_ids`
-    0 to s - 1; one other input the tokens. Megatron's `.idx` beside it says the type. Otherwise
+    With the sequence length s of the graph, sample i is the tokens [i·s, (i + 1)·s). Its labels are
+    the next tokens: [i·s + 1, (i + 1)·s + 1).
+
+    The data of an input follows from its name. Exactly one input has a name that is not listed
+    here; it reads the tokens.
+
+      labels, targets   the labels; also `label` and `target`, and after a dot, slash or underscore
+      attention_mask    ones
+      token_type_ids    zeros
+      position_ids      0 to s - 1
+
+    If the graph itself shifts the labels, the labels input reads the unshifted tokens. This is
+    detected from the loss, which then does not read the first label.
+
+    The element type is read from Megatron's `.idx` file of equal name if there is one. Otherwise
     `_type_of_words` infers uint16, uint32 or int64.
     """
 
@@ -281,8 +303,8 @@ class TokenFile(StoredArrays):
         return sample_blocks(samples, entry, self._manifest)
 
     def _shift(self, name: str) -> int:
-        """1 for labels that are to be moved, 0 for tokens and labels that the graph moves
-        itself.
+        """Return 1 for labels that are read one token later, 0 for tokens and for labels that the
+        graph shifts itself.
         """
         if not _LABELS.fullmatch(name):
             return 0
@@ -311,7 +333,7 @@ class TokenFile(StoredArrays):
             return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
 
     def _type_in_index(self) -> str:
-        """The element type that Megatron's index says, "" where there is none."""
+        """Return the element type in Megatron's `.idx` file, "" if there is no such file."""
         index = self.path.with_suffix(".idx")
         if not index.is_file():
             return ""
@@ -323,11 +345,12 @@ class TokenFile(StoredArrays):
 
 
 def _type_of_words(words: np.ndarray, vocabulary: int) -> str:
-    """Return the element type of a file of tokens, from the 16-bit words at its start and the size
-    of the vocabulary.
+    """Return the element type of a token file, inferred from the 16-bit words at its start and the
+    number of tokens in the vocabulary.
 
-    The upper words of a small number are 0. In tokens of 64 bits, words 2 and 3 of each 4 are; in
-    tokens of 32 bits of a vocabulary of 16 bits, each second word is.
+    The upper words of a small little-endian integer are 0. If words 2 and 3 of each group of 4 are
+    0, tokens have 64 bits. If the vocabulary exceeds 2^16, or if each second word is 0, tokens have
+    32 bits. Otherwise they have 16 bits.
     """
     if words.any() and len(words) % 4 == 0 and not words.reshape(-1, 4)[:, 2:].any():
         return "<i8"

@@ -1,10 +1,10 @@
 """Random numbers of operators in a running program, equal for every plan, schedule and number of
 ranks.
 
-The key is made of the seed, the step and the node. The counter is an element's position: the sample
-of the step that the element belongs to, and its position in that sample. So each rank draws its own
-block of what one device would draw, a micro-batch of any size has the masks of its samples, and a
-forward that runs again draws equal numbers.
+The Philox key is derived from the seed, the step and the node. The counter is derived from the
+position of an element: the number of its sample in the step, and its position in that sample.
+Therefore each rank draws its block of the tensor that a single device would draw, micro-batches of
+any size have equal masks for equal samples, and a recomputed forward pass draws equal numbers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from autopipe.ir.layout import MeshAxis, coordinate_along
 Axes = tuple[tuple[int, int], ...]
 
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Blocks of four words drawn at a time: on a CPU as many as its caches hold, on a GPU by the memory
-to use.
+"""Number of blocks of four words that are drawn at a time, by device type: on a CPU bounded by the
+size of its caches, on a GPU by memory.
 """
 _ALL = 1 << 62
 
 
 class ForwardState:
-    """The origin of one forward's numbers: seed, step, and the first sample's number in the step,
-    its own and that of the program's micro-batch.
+    """The origin of the random numbers of one forward pass: the seed, the step, and two sample
+    numbers in the step. `sample` is the first sample of this forward pass; `shared` is equal for
+    all parts of the program's micro-batch.
     """
 
     def __init__(self, seed: int, step: int, sample: int, shared: int) -> None:
@@ -46,7 +47,9 @@ class ForwardState:
         self._numbers: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """Two words of the key, and the two samples; int64, [4]. Copied to the device once."""
+        """Return the two words of the key, then `sample` and `shared`: int64, [4]. The tensor is
+        copied to the device once.
+        """
         if self._numbers is None:
             seed, step, *samples = self._origin
             key = key_of(seed, Purpose.FORWARD, step)
@@ -55,12 +58,12 @@ class ForwardState:
 
 
 class StaticState:
-    """The origin of the random numbers of a CUDA graph's forward: one tensor, which is written
-    before each replay.
+    """The origin of the random numbers of a forward pass in a CUDA graph: one tensor, which is
+    overwritten before each replay.
     """
 
     def __init__(self, state: ForwardState, device: torch.device) -> None:
-        """Begin with the origin in `state`."""
+        """Start with the origin in `state`."""
         self._numbers = state.on(device).clone()
 
     def on(self, device: torch.device) -> Tensor:
@@ -73,9 +76,10 @@ class StaticState:
 
 
 class Random:
-    """Random numbers of a stage's operators, on the rank at `position` of its group. The state is
-    made where something is drawn, and before a forward that `draws`: it may be compiled, and then
-    finds it there.
+    """Random numbers of a stage's operators, on the rank at `position` of its group.
+
+    The origin's tensor is created at the first draw of a forward pass. If `draws` is set, it is
+    created before the forward pass, so that a compiled forward pass finds it.
     """
 
     def __init__(self, device: torch.device, position: int = 0, draws: bool = False) -> None:
@@ -85,9 +89,9 @@ class Random:
         self.begin(0, 0, 0, 0)
 
     def begin(self, seed: int, step: int, sample: int, shared: int) -> None:
-        """From now on a forward runs whose samples count from `sample` in the step. `shared` is the
-        same for all parts of the program's micro-batch: of what carries no samples they draw the
-        same.
+        """Start a forward pass whose first sample has number `sample` in the step. `shared` is
+        equal for all parts of the program's micro-batch: tensors without a sample dimension use it,
+        and have equal values in all parts.
         """
         self.state: ForwardState | StaticState = ForwardState(seed, step, sample, shared)
         if self.draws:
@@ -99,10 +103,12 @@ class Random:
         cuts: tuple[Axes, ...] = (),
         samples: int | tuple[int, int, int] | None = None,
     ) -> Stream:
-        """The numbers of a node, of which mesh axes give this rank a part: for each dimension those
-        that `cuts` it. `samples` is the dimension that counts samples, or it with its extents
-        outside of and inside a sample's index (see `autopipe.ir.batch.Samples`); None where the
-        tensor carries none.
+        """Return the random numbers of a node for this rank.
+
+        `cuts`: for each dimension, the mesh axes that shard it; () if nothing is sharded.
+        `samples`: the dimension that counts samples, or a tuple of that dimension and its sizes
+        outside and inside the sample index (see `autopipe.ir.batch.Samples`); None for a tensor
+        without a sample dimension.
         """
         state = self.state.on(self.device)
         key = state[0] ^ (node >> 32), state[1] ^ (node & LOW)
@@ -115,8 +121,11 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The numbers of one node in one forward, of which a rank has the block at `places` among
-    `degrees`, by dimension; () where it has all. `sample` is the first sample's number in the step.
+    """The random numbers of one node in one forward pass.
+
+    The rank has the shard at index `places` of `degrees` shards in each dimension; both are () for
+    a replicated tensor. `sample` is the number of the first sample in the step. `counted` describes
+    the sample dimension, None if there is none.
     """
 
     key: tuple[Tensor, Tensor]
@@ -128,8 +137,8 @@ class Stream:
     def draw(
         self, shape: tuple[int, ...], make: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return this rank's block, a tensor of `shape`. `make` returns an element for each word,
-        elementwise.
+        """Return this rank's shard, a tensor of `shape`. `make` must be elementwise: it maps each
+        word to an element.
         """
         *outer, last = shape or (1,)
         rows, samples, blocks, lead = self._counters(outer, last)
@@ -156,8 +165,8 @@ class Stream:
         return found.reshape(shape)
 
     def _single_words(self, rows: Tensor, samples: Tensor, blocks: Tensor, lead: Tensor) -> Tensor:
-        """Return a word of each element's own block, where elements of a row belong to different
-        samples.
+        """Return one word for each element, from the block of that element. Used if the last
+        dimension counts samples, so that the elements of a row belong to different samples.
         """
         block = philox_4x32((blocks, rows & LOW, rows >> 32, samples), self.key)
         words = torch.stack(torch.broadcast_tensors(*block), -1)
@@ -200,8 +209,11 @@ class Stream:
         return rows, samples, first, start % WORDS_PER_BLOCK
 
     def _along(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
-        """Of a dimension of which this rank has `extent`: where elements lie in a sample, of how
-        many, and of which.
+        """Return (index, size, sample) for a dimension that has `extent` elements on this rank.
+
+        index: position of each element in the full dimension, or, for the sample dimension, in its
+        sample. size: number of positions. sample: index of the sample of each element; None for
+        other dimensions.
         """
         start = self.places[dimension] * extent if self.places else 0
         whole = extent * (self.degrees[dimension] if self.degrees else 1)

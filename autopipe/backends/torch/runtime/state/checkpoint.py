@@ -1,6 +1,8 @@
-"""Saves all ranks' states as one checkpoint while the steps go on, and restores the newest that was
-committed. A program resumes from a checkpoint of the same model and kind of optimizer, whatever the
-plans are.
+"""Checkpoints of a run: all ranks save their states as one checkpoint while the next steps run, and
+restore the newest committed checkpoint.
+
+A program can resume from a checkpoint of an equal model and an equal kind of optimizer. The plan
+that wrote the checkpoint may differ from the program's plan.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from autopipe.ir.layout import TensorSlice, full_slice
 
 
 class HostCopies:
-    """Copies by key, in buffers that the next ones overwrite; page-locked where the tensors are on
-    a GPU.
+    """Copies of tensors in host memory, by key. Each call of `take` overwrites the buffers of the
+    call before. If the device is a GPU, the buffers are page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,8 +50,11 @@ class HostCopies:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Start to copy. On a GPU the copies are made beside its work, of what it has been given up
-        to now; who then writes to the tensors calls `before_write`.
+        """Start to copy `tensors`, and drop the buffers of other keys.
+
+        On a GPU the copies run on a separate stream, after all work that was enqueued on the
+        current stream before this call. Call `before_write` before work that overwrites the tensors
+        is enqueued.
         """
         for key in self._buffers.keys() - tensors.keys():
             del self._buffers[key]
@@ -63,8 +68,8 @@ class HostCopies:
                     or buffer.shape != tensor.shape
                     or buffer.dtype is not tensor.dtype
                 ):
-                    # Pinned pages where a copy runs beside the GPU's work; a generator's state is
-                    # on the host already.
+                    # Copies overlap the GPU's work only if host memory is pinned. The states of
+                    # generators are in host memory already.
                     buffer = torch.empty(
                         tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None
                     )
@@ -75,12 +80,16 @@ class HostCopies:
                 self._copied.record()
 
     def before_write(self) -> None:
-        """Let the GPU do what it is given from now on behind the copies."""
+        """Make the current GPU stream wait for the copies before it runs work that is enqueued from
+        now on.
+        """
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def contents(self) -> list[files.Content]:
-        """Wait for the copies, and give them as the contents of a file."""
+        """Wait for the copies to end. Return each buffer as a content of a checkpoint file, without
+        a copy.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         return [
@@ -94,11 +103,13 @@ class HostCopies:
         ]
 
 
-_DIGITS = 12  # Of a digest, enough to tell two apart.
+_DIGITS = 12  # Number of leading hex digits of a digest that messages show.
 
 
 def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[str]:
-    """In how far a checkpoint is of another model, or optimizer, than the program's."""
+    """Yield one message for each difference in model or optimizer between a checkpoint and the
+    program. Nothing is yielded if the program can resume from the checkpoint.
+    """
     saved = {each.name: each.value for each in checkpoint.parameters}
     for index in sorted({shard.parameter for shards in manifest.shards for shard in shards}):
         value = manifest.parameters[index].value
@@ -127,8 +138,9 @@ def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[s
 
 
 def _kind(optimizer: dict[str, Any]) -> str:
-    """Settings of the optimizer that decide which state it keeps; learning rates and the like may
-    change.
+    """Return the optimizer's name, with " with momentum" appended for SGD with momentum: the
+    settings that determine which state tensors exist. Other settings, for example the learning
+    rate, may change between runs.
     """
     name = str(optimizer["name"])
     return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name
@@ -136,30 +148,33 @@ def _kind(optimizer: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one rank at a step, but for the numbers, of which `HostCopies` has the
-    copies.
+    """The state of one rank after a step. `HostCopies` copies the values of the tensors, which
+    later steps overwrite.
     """
 
     position: Position
     seed: int
     blocks: Sequence[SavedBlock]
-    counters: Mapping[int, tuple[tuple[str, float], ...]]  # By parameter.
-    generators: Mapping[str, torch.Tensor]  # States by device.
+    counters: Mapping[int, tuple[tuple[str, float], ...]]  # By parameter index.
+    generators: Mapping[str, torch.Tensor]  # Generator states by device type.
     loss_scale: tuple[float, int] | None = None
     eval_loss: float | None = None
-    """Where it is the best state so far."""
+    """Validation loss, if this state is saved as the best state so far; otherwise None."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that is written, by key."""
+        """All tensors that this rank writes, by their key in the checkpoint file."""
         random = {f"random.{device}": state for device, state in self.generators.items()}
         return {block.key: block.tensor for block in self.blocks} | random
 
     def checkpoint(
         self, manifest: Manifest, rank: int, file: files.StoredFile, offsets: Mapping[str, int]
     ) -> files.Checkpoint:
-        """The rank's part of the checkpoint's manifest: its file, and where in it each tensor
-        lies.
+        """Return this rank's part of the checkpoint manifest, which `files.merged` joins with the
+        parts of the other ranks.
+
+        `file` is the file that the rank wrote, `offsets` gives the position of each tensor in that
+        file, in bytes, by the tensor's key.
         """
 
         def stored(
@@ -221,7 +236,9 @@ _LOOK_S = 0.1
 
 
 class Checkpointer:
-    """One rank's part in the checkpoints of a run; all ranks do the same, together."""
+    """Saves and restores the checkpoints of a run, on one rank. All ranks must make equal calls in
+    equal order.
+    """
 
     def __init__(
         self,
@@ -233,10 +250,13 @@ class Checkpointer:
         keep_every: int = 0,
         run: str | None = None,
     ) -> None:
-        """`control_group` must serve nothing else: a save uses it while the steps go on.
-        `keep_latest_k` and `keep_every` are as in `files.prune`. `run` names a launch that starts
-        anew: the folder may then hold checkpoints of this launch alone. Raises ConfigurationError
-        where another run saves in the folder, LaunchError where it cannot be written.
+        """Take the folder for this run: rank 0 locks it.
+
+        `control_group` must serve nothing else, because a save uses it while the steps go on.
+        `keep_latest_k` and `keep_every` are `latest` and `every` of `files.prune`. `run` names a
+        launch that starts from the beginning instead of resuming; it requires a folder without
+        checkpoints of other launches. Raise ConfigurationError if another run saves in the folder,
+        and LaunchError if the folder cannot be written.
         """
         self._kept = keep_latest_k, keep_every
         self._run = run
@@ -257,8 +277,11 @@ class Checkpointer:
                 self._lock.claim(self._run)
 
     def save(self, position: Position, seed: int, eval_loss: float | None = None) -> None:
-        """Commit the state at this position, while the next steps run; as the best so far where
-        `eval_loss` is given. Waits for the save before to end. Raises what ended that one.
+        """Start to save the state at `position` on a background thread, and return while the next
+        steps run.
+
+        If `eval_loss` is given, the state is saved as the best state so far instead of as a regular
+        checkpoint. Wait first for the previous save, and raise the error of that save if it failed.
         """
         self.wait()
         state = self._state
@@ -284,17 +307,19 @@ class Checkpointer:
             else:
                 future.set_result(None)
 
-        # Never waited for by the interpreter: a rank that fails must not hang on a job whose peers
-        # are gone.
+        # A daemon thread, for which the interpreter does not wait at exit: a rank that fails must
+        # not wait for peers that have ended.
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def before_update(self) -> None:
-        """To be called before what is being saved changes."""
+        """Make the GPU wait for the copies of a running save. Call this before parameters or
+        optimizer state change.
+        """
         self._copies.before_write()
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait for the save that runs, if there is one, up to `timeout_s`. Raises what has ended
-        it.
+        """Wait up to `timeout_s` seconds for the running save. Return False if it still runs, True
+        if it has ended or if there is none. Raise the error of a save that failed.
         """
         if self._saving is not None:
             if not wait([self._saving], timeout_s).done:
@@ -305,7 +330,7 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Wait until what is being saved is committed. Raises LaunchError where it could not be."""
+        """Wait until the running save is committed. Raise the error of a save that failed."""
         while not self.has_ended(_LOOK_S):
             if self._control_group.waits:
                 with self._control_group.heartbeat.waiting():
@@ -313,13 +338,15 @@ class Checkpointer:
                         pass
 
     def close(self) -> None:
-        """Wait for the last save, and leave the folder to others."""
+        """Wait for the running save, and release the lock on the folder."""
         self.wait()
         if self._lock is not None:
             self._lock.release()
 
     def _write(self, snapshot: Snapshot) -> None:
-        """On a thread of its own: files of all ranks, then the commit."""
+        """Write the snapshot, on the background thread: all ranks write their files, then rank 0
+        commits the checkpoint and removes old checkpoints.
+        """
         together: Callable[[Callable[[], Any]], list[Any]]
         together = partial(self._control_group.run_collectively, "checkpoint")
         rank = self._control_group.rank
@@ -356,7 +383,9 @@ class Checkpointer:
             raise
 
     def _begin(self, folder: Path, step: int) -> str:
-        """Rank 0 makes the folder, whose name all take."""
+        """Create the temporary folder of a checkpoint on rank 0 and return its name. Return "" on
+        the other ranks.
+        """
         if self._lock is None:
             return ""
         with files.writing(folder):
@@ -369,7 +398,9 @@ class Checkpointer:
         return temporary.name
 
     def best(self) -> tuple[float, int] | None:
-        """The lowest validation loss whose state is kept, and the number of its last step."""
+        """Return (eval_loss, index): the lowest validation loss of a saved best state, and the
+        index, from 0, of the last step before that state. None if no best state is saved.
+        """
         folder = self._folder / files.BEST
         found = [
             files.read_checkpoint(files.checkpoint_path(folder, step))
@@ -381,20 +412,27 @@ class Checkpointer:
         )
 
     def restore(self) -> files.Checkpoint | None:
-        """Put the newest committed state in place. Returns its manifest, None where there is none.
-        Random numbers go on as they would have under the same plan. Raises ConfigurationError for a
-        checkpoint of another model, LaunchError for a damaged one.
+        """Restore the newest committed state and return its manifest. Return None if the folder
+        holds no checkpoint.
+
+        If the checkpoint was saved by an equal plan on an equal number of ranks, torch's generators
+        continue from their saved states. Otherwise they are seeded from the checkpoint's seed, its
+        step and the rank. Raise ConfigurationError for a checkpoint of another model or kind of
+        optimizer. Raise LaunchError for a damaged checkpoint, or if ranks see different newest
+        checkpoints.
         """
         group = self._control_group
         manifest = self._manifest
 
         def newest_step() -> tuple[int, str]:
-            """Of the newest checkpoint, 0 where there is none, and the digest of its manifest."""
+            """Return (step, digest): the step of the newest checkpoint, 0 if there is none, and the
+            SHA-256 digest of its manifest.
+            """
             step = max(files.committed_steps(self._folder), default=0)
             try:
                 text = (files.checkpoint_path(self._folder, step) / files.MANIFEST).read_bytes()
             except OSError:
-                text = b""  # To read it will say what is wrong.
+                text = b""  # `read_checkpoint` below reports the error.
             return step, hashlib.sha256(text).hexdigest()
 
         newest = group.run_collectively("restore", newest_step)

@@ -1,6 +1,8 @@
-"""Training state of a rank: its blocks of parameters, the optimizer's state, and random generators;
-who writes what. Every block of every parameter is written once, by one of those who hold it, and
-about as much by each.
+"""The training state of a rank: blocks of parameters, optimizer state, and random generators, and
+which rank writes each block to a checkpoint.
+
+Each block of each parameter is written once, by one of the ranks that hold it. The bytes are
+balanced over ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +27,18 @@ from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange
 
-_LEAST_BYTES = 2**20  # Smaller blocks are not cut up among their holders.
+_LEAST_BYTES = 2**20  # Minimum size of a part of a split block, in bytes.
 _PIECES = 16
-"""About as many pieces a rank as make loads even where all hold everything; more would only swell
-the manifest.
+"""Approximate number of blocks per rank for which loads are balanced if all ranks hold everything.
+More blocks would only enlarge the checkpoint manifest.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBlock:
-    """A block of a parameter that a rank writes; `number` tells the parameter's pieces apart."""
+    """A block `box` of a parameter that one rank writes. `number` distinguishes the blocks of a
+    parameter.
+    """
 
     parameter: int
     number: int
@@ -42,12 +46,14 @@ class WriteBlock:
 
 
 def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
-    """The pieces that each rank writes, by rank: the same on all ranks, since all know who holds
-    what.
+    """Return the blocks that each rank writes, by rank. The result is equal on all ranks, because
+    the manifest lists which rank holds which blocks.
 
-    Blocks of a parameter are equal or apart (`autopipe.passes.lower.shard`), so that none is
-    written twice. What is updated in shares is written by who has the share. Of the rest the
-    largest piece goes first, to whichever of its holders has least to write.
+    The blocks of a parameter that ranks hold are equal or disjoint (`autopipe.passes.lower.shard`),
+    so no element is written twice. With a sharded optimizer, a rank writes the parts of reduced
+    parameters that it updates. Other blocks are split along their longest dimension, up to one part
+    per holder. The parts are assigned greedily: in order of decreasing bytes, each to the holder
+    with the fewest bytes assigned so far.
     """
     numbers = [0] * len(manifest.parameters)
     found: list[list[WriteBlock]] = [[] for _ in range(manifest.world_size)]
@@ -98,7 +104,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
 
 
 def _parts(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
-    """About `count` parts of a block, cut along its longest dimension."""
+    """Yield about `count` parts of a block, split along its longest dimension."""
     extent = max(box.shape, default=1)
     axis = box.shape.index(extent) if box.shape else 0
     count = min(count, extent)
@@ -112,7 +118,9 @@ def _parts(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
 
 
 def boxes_of(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
-    """A run of a parameter's block as boxes of the whole parameter, in order."""
+    """Yield the boxes, in coordinates of the full parameter, that together cover a contiguous run
+    of elements of its block `block`. The boxes are in row-major order.
+    """
     return (box.moved(full_slice(block.shape), block) for box in run.boxes(block.shape))
 
 
@@ -123,8 +131,8 @@ COUNTERS = frozenset(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedBlock:
-    """A block that a rank writes: of a parameter, or of what the optimizer keeps of it under the
-    name `state`.
+    """A block that a rank writes: of a parameter if `state` is "", otherwise of the parameter's
+    optimizer state of that name.
     """
 
     key: str
@@ -134,8 +142,8 @@ class SavedBlock:
 
 
 class TrainingState:
-    """A rank's training state; the optimizer is over its parameters, those of `shards` excepted,
-    and over `shards`.
+    """The training state of a rank. The optimizer updates the rank's parameters, except the
+    parameters that are updated in `shards`; for these it updates the tensors of `shards`.
     """
 
     def __init__(
@@ -160,8 +168,8 @@ class TrainingState:
         self._optimizer_shards = {id(shard.tensor): shard for shard in shards}
 
     def blocks(self, pieces: Sequence[WriteBlock]) -> Iterator[SavedBlock]:
-        """Blocks to write, as views. Of a parameter that is updated in shards a piece must be one
-        of its runs.
+        """Yield the blocks to write, as views. For a parameter that is updated in shards, each
+        piece must be a part of the run that this rank updates.
         """
         for piece in pieces:
             index = piece.parameter
@@ -186,8 +194,8 @@ class TrainingState:
                     yield SavedBlock(f"{key}.{name}", piece, name, tensor[box.slices])
 
     def counters(self, parameters: Iterable[int]) -> dict[int, tuple[tuple[str, float], ...]]:
-        """Numbers that the optimizer keeps once a tensor, by parameter; read from a GPU in one
-        copy.
+        """Return the scalar optimizer state, for example the step count, as (name, value) pairs by
+        parameter. Values on a GPU are copied to the host in one transfer.
         """
         kept = {parameter: self._kept(parameter) for parameter in parameters}
         found = [
@@ -203,7 +211,9 @@ class TrainingState:
         }
 
     def _kept(self, parameter: int) -> dict[str, torch.Tensor]:
-        """State tensors of a parameter by torch's names, or of the shard that it is updated in."""
+        """Return the optimizer state tensors of a parameter, by torch's names. For a parameter that
+        is updated in a shard, return the state tensors of the shard.
+        """
         found = self._updated_in_shards.get(parameter)
         tensor = self._parameters[parameter] if found is None else found[0].tensor
         state = {} if self._optimizer is None else self._optimizer.state.get(tensor, {})
@@ -218,8 +228,8 @@ class TrainingState:
         return found
 
     def restore(self, reader: Reader, saved: Mapping[str, StoredParameter]) -> None:
-        """Put this rank's blocks in place, of parameters that are all there, by name. They may have
-        been saved under another plan.
+        """Copy this rank's blocks of parameters and optimizer state from a checkpoint. `saved` must
+        contain all parameters, by name. The checkpoint may have been saved under another plan.
         """
         for index, parameter in self._parameters.items():
             with torch.no_grad():
@@ -250,8 +260,8 @@ class TrainingState:
         return saved[self._manifest.parameters[parameter].value.name]
 
     def _restored(self, stored: StoredParameter) -> Iterator[tuple[str, StoredTensor]]:
-        """State of a parameter that the program keeps: an average of weights only where it makes
-        one.
+        """Return the state of a parameter that the program uses. An average of weights is skipped
+        if the program does not average weights.
         """
         averages = self._manifest.training.ema_decay is not None
         return (pair for pair in stored.state if averages or pair[0] != AVERAGE)
@@ -259,8 +269,8 @@ class TrainingState:
     def _restored_shard(
         self, reader: Reader, saved: Mapping[str, StoredParameter], shard: OptimizerShard
     ) -> dict[str, torch.Tensor]:
-        """State of the runs of a shard's parameters; zeros where one has none, as before the first
-        update.
+        """Return the optimizer state of a shard, assembled from the state of its parameters.
+        Elements of parameters without saved state are zero.
         """
         found: dict[str, torch.Tensor] = {}
         for run in shard.runs:
@@ -279,7 +289,7 @@ class TrainingState:
 
 
 def _scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
-    """The largest of each."""
+    """Return the largest value of each scalar state, by name."""
     found: dict[str, float] = {}
     for name, value in (scalar for each in stored for scalar in each.scalars):
         found[name] = max(value, found.get(name, value))
