@@ -1,7 +1,7 @@
-"""One row an operator: iteration space, operations, what backward keeps. May import the rest of
-`ir`.
+"""Definitions of all operators: iteration space, floating-point operations, and tensors saved for
+backward. The modules of this package define one operator family each.
 
-This module has all rows; the families stand in the modules beside it.
+These modules may import the rest of `ir`.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ OPERATORS.update((row.name, row) for family in _FAMILIES for row in family.ROWS)
 
 
 def operator_of(node: Node) -> Operator | None:
-    """The row of a node's operator, or None where it is not supported."""
+    """Return the definition of a node's operator, or None if the operator is not supported."""
     return OPERATORS.get(qualified_name(node))
 
 
 def space_of(graph: Graph, node: Node) -> Space:
-    """The iteration space of one node of a graph; the operator must have a row."""
+    """Return the iteration space of a node. Raise KeyError if its operator is not supported."""
     return OPERATORS[qualified_name(node)].space(signature_of(graph, node))
 
 
 def use_keys(graph: Graph) -> tuple[Hashable, ...]:
-    """For each node what its use of its operator is made of: equal keys, equal spaces and
-    operations. Those are operator, attributes, body, the types of its tensors, and constants among
-    them.
+    """Return a key per node. Two nodes with equal keys have equal iteration spaces and FLOPs.
+
+    A key consists of the operator, the attributes, the body, the types of the operands and results,
+    and the constants among the operands.
     """
     constants = {
         each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants
@@ -79,8 +80,8 @@ def use_keys(graph: Graph) -> tuple[Hashable, ...]:
 
 @remembered(GRAPHS)
 def spaces_of(graph: Graph) -> Callable[[int], Space]:
-    """A function to the spaces of one graph's nodes by index; equal uses have one. The operator
-    must have a row.
+    """Return a function from a node's index to its iteration space. Nodes with equal keys (see
+    `use_keys`) share one space. The function raises KeyError if an operator is not supported.
     """
     keys = use_keys(graph)
     known = dict[Hashable, Space]()

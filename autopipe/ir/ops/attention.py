@@ -1,7 +1,7 @@
-"""Attention and what goes with it, and ONNX Runtime's own operators (domain com.microsoft) that
-exporters write.
+"""Attention, rotary embeddings and linear attention, and operators of ONNX Runtime's domain
+com.microsoft that exporters write.
 
-Heads are (h r): h key-value heads, each shared by r query heads.
+A head dimension (h r) consists of h key-value heads and, for each, r query heads.
 """
 
 from __future__ import annotations
@@ -29,35 +29,43 @@ from autopipe.ir.space import Space
 from autopipe.ir.words import plural
 
 PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
-"""Element types by ONNX's TensorProto.DataType."""
+"""Element types by the value of ONNX's TensorProto.DataType."""
 
 
 def is_positional(signature: Signature) -> bool:
-    """True if what a query may see depends on its place."""
+    """True if the keys that a query attends to depend on the position of the query (causal mask or
+    window).
+    """
     node = signature.node
     windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
     return bool(node.integer("is_causal")) or max(windows) >= 0
 
 
 def softmax_type(node: Node, dtype: DType) -> DType | None:
-    """Type of the softmax of an attention, where it is not `dtype`, that of the operands."""
+    """Return the type in which an attention node computes the softmax, or None if it is `dtype`,
+    the type of the operands, or not stated.
+    """
     found = PRECISIONS.get(node.integer("softmax_precision"))
     return None if found is dtype else found
 
 
 def is_stepwise(node: Node, dtype: DType) -> bool:
-    """True if no kernel of torch computes an attention: a cap, a sink, scores as a result, a
-    softmax in another type than `dtype`, that of the operands.
+    """True if no attention kernel of torch computes the node: it has a soft cap, a sink, scores as
+    a result, or a softmax in another type than `dtype`, the type of the operands.
     """
     special = any(node.inputs[7:]) or any(node.outputs[3:]) or softmax_type(node, dtype) is not None
     return special or bool(node.number("softcap"))
 
 
 def attention(signature: Signature) -> Space:
-    """`b (h r) q d, b h k d, b h k v -> b (h r) q v` with d and k whole. Where masks depend on
-    places, a device with some of the queries knows which they are; all know all keys and values.
-    Behind ONNX's operands may stand a score for each head that takes part in the softmax and has no
-    value, a sink (Xiao et al. 2023).
+    """Return the iteration space `b (h r) q d, b h k d, b h k v -> b (h r) q v`, with d and k
+    unsplittable.
+
+    b: batch, q: queries, k: keys, d and v: features of a key and a value. If the mask depends on
+    positions, each device gets its coordinate along q. Each device has all keys and values.
+
+    The operands may include a sink after the operands of ONNX: a score per head that is part of the
+    softmax and has no value (Xiao et al. 2023).
     """
     query, key, value = (signature.operand(index).shape for index in range(3))
     q = (
@@ -93,8 +101,8 @@ def attention(signature: Signature) -> Space:
 
 
 def _attention_flops(signature: Signature, space: Space) -> float:
-    """Two products: queries by all keys, those of earlier calls (p) too, and probabilities by
-    values.
+    """Return the FLOPs of two matmuls: queries by all keys, including the p cached keys of earlier
+    calls, and probabilities by values.
     """
     axes = space.axis_sizes()
     scores = axes["b"] * axes["h"] * axes["r"] * axes["q"] * (axes["k"] + axes.get("p", 0))
@@ -102,7 +110,9 @@ def _attention_flops(signature: Signature, space: Space) -> float:
 
 
 def _headed(signature: Signature, s: str, heads: int, *others: str) -> Space:
-    """`b h s d`, or `b s (h d)`, with d whole; `heads` are those of the second spelling."""
+    """Return the iteration space with data `b h s d` or `b s (h d)`, and d unsplittable. `heads` is
+    the number of heads of the second form.
+    """
     shape = signature.operand(0).shape
     if len(shape) == 4:
         return notate(signature, [f"b h {s} d!", *others], ["b h s d"], h=shape[1], d=shape[3])
@@ -112,16 +122,16 @@ def _headed(signature: Signature, s: str, heads: int, *others: str) -> Space:
 
 
 def rotary_embedding(signature: Signature) -> Space:
-    """`b h s d, b s 1, b s 1, b s -> b h s d` with d whole; with positions the caches are tables
-    that stay whole.
+    """Return the iteration space `b h s d, b s 1, b s 1, b s -> b h s d`, with d unsplittable. If
+    the node has position ids, no axis indexes the cosine and sine tables.
     """
     others = ("1 1", "1 1", "b s") if signature.present(3) else ("b s 1", "b s 1")
     return _headed(signature, "s", signature.node.integer("num_heads"), *others)
 
 
 def _rotary(signature: Signature) -> Space:
-    """`*x d!, *x 1, *x 1 -> *x d`: a rotary embedding as files spell it, its cosines and sines as
-    they broadcast.
+    """Return the iteration space `*x d!, *x 1, *x 1 -> *x d` of a fused rotary embedding. The
+    cosines and sines broadcast to the data.
     """
     words = names(signature.rank - 1, "x")
     shape = signature.operand(0).shape
@@ -132,7 +142,9 @@ def _rotary(signature: Signature) -> Space:
 
 
 def linear_attention(signature: Signature) -> Space:
-    """`b t (h r d), b t (h d), b t (h v), b h d v -> b t (h r v), b h d v` with t and d whole."""
+    """Return the iteration space `b t (h r d), b t (h d), b t (h v), b h d v -> b t (h r v), b h d
+    v`, with t and d unsplittable.
+    """
     node = signature.node
     key = signature.operand(1).shape
     value = signature.operand(2).shape
@@ -154,8 +166,8 @@ def linear_attention(signature: Signature) -> Space:
 
 
 def _linear_attention_flops(signature: Signature, space: Space) -> float:
-    """Writing a state and reading it for each query; with the delta rule reading it for each key
-    besides.
+    """Return the FLOPs of one write of the state per key and one read per query. The delta rule
+    adds one read per key.
     """
     axes = space.axis_sizes()
     reads = axes["r"] + 1 + signature.present(5)
@@ -190,7 +202,7 @@ ATTENTION = (
         recomputes=0.5,
     ),
     *(
-        # A product, to each half of which the other's is added.
+        # Multiply by the cosines, then add the product of the swapped halves with the sines.
         Operator(name, space, "elementwise", per_result(3.0), 1.0, ("1", "2"), kernels=3)
         for name, space in (("RotaryEmbedding", rotary_embedding), ("autopipe.Rotary", _rotary))
     ),
@@ -198,7 +210,7 @@ ATTENTION = (
 
 
 def _fused_matmul(signature: Signature) -> Space:
-    """MatMul of factors that may be transposed."""
+    """Return the iteration space of a MatMul whose operands may be transposed."""
     swapped = [bool(signature.node.integer(name)) for name in ("transA", "transB")]
     shapes = [signature.operand(index).shape for index in (0, 1)]
     plain = [
@@ -216,7 +228,7 @@ def _fused_matmul(signature: Signature) -> Space:
 
 
 def _skip_layer_norm(signature: Signature) -> Space:
-    """`*b x, *b x, x … -> *b x, *b 1, *b 1, *b x` with x=."""
+    """Return the iteration space `*b x, *b x, x … -> *b x, *b 1, *b 1, *b x`, with x marked `=`."""
     words = marked(signature.words, [signature.rank - 1], "=")
     shape = signature.operand(1).shape
     skip = [
@@ -229,8 +241,9 @@ def _skip_layer_norm(signature: Signature) -> Space:
 
 
 def _rotary_embedding(signature: Signature) -> Space:
-    """`b h s d, b s, 1 1, 1 1 -> b h s d`, or `b s (h d)`; where one position starts all, devices
-    count on from it.
+    """Return the iteration space `b h s d, b s, 1 1, 1 1 -> b h s d`, or with data `b s (h d)`. If
+    the only position id is that of the first token, each device derives its positions from its
+    coordinate along s.
     """
     shape = signature.operand(0).shape
     positions = signature.operand(1).shape

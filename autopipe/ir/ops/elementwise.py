@@ -1,8 +1,7 @@
-"""Operators that compute each element from those at the same place, with broadcasting: arithmetic,
-activations, logic.
+"""Elementwise operators with broadcasting: arithmetic, activations and logic.
 
-Beside them small families: random numbers, quantisation, tensors made of settings, spectra, samples
-of images.
+The module also contains small families: random values, quantization, generated tensors, spectra,
+and image sampling.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ from autopipe.ir.space import Space
 
 
 def broadcast(signature: Signature) -> Space:
-    """`*x, *x -> *x`: trailing dimensions aligned, extent one (or absence) broadcasts."""
+    """Return the iteration space `*x, *x -> *x`. Trailing dimensions are aligned. A dimension of
+    size 1 or a missing dimension is broadcast.
+    """
     result = signature.result().shape
     words = names(len(result), "x")
     read = [aligned(value.shape if value else (), result, words) for value in signature.operands]
@@ -38,7 +39,9 @@ def broadcast(signature: Signature) -> Space:
 
 
 first_operand = notated("*x -> *x")
-"""Operands after the first are settings, or types to take over."""
+"""Iteration space of operators whose result has the shape of the first operand. No axis indexes the
+other operands, which are settings or provide a type.
+"""
 
 
 def pointwise(
@@ -49,7 +52,9 @@ def pointwise(
     backward: float = 1.0,
     flows: bool = True,
 ) -> list[Operator]:
-    """Rows of operators of `cost` operations an element."""
+    """Return definitions of the elementwise operators named in `operators` (separated by blanks),
+    with `cost` FLOPs per element of the result.
+    """
     return [
         Operator(
             name, broadcast, "elementwise", per_result(cost), backward, keeps, differentiable=flows
@@ -63,7 +68,9 @@ def _variadic_flops(signature: Signature, space: object) -> float:
 
 
 def per_channel(signature: Signature) -> Space:
-    """PRelu's slope: broadcasts from opset 7 on; before, one a channel (axis 1) or one for all."""
+    """Return the iteration space of PRelu. From opset 7 on, the slope broadcasts. Before, there is
+    one slope per channel (axis 1) or one slope for all channels.
+    """
     slope = signature.operand(1).shape
     if signature.opset >= 7:
         return broadcast(signature)
@@ -92,14 +99,13 @@ ELEMENTWISE = (
     Operator("Cast", broadcast, "elementwise"),
     Operator("CastLike", first_operand, "elementwise"),
     Operator("BitCast", broadcast, "view", backward=0.0, differentiable=False),
-    # Its operand, with no gradient.
+    # The identity; backward passes no gradient.
     Operator("autopipe.StopGradient", broadcast, "view", backward=0.0, differentiable=False),
 )
 
 ACTIVATION = (
-    *pointwise(
-        "Ceil Floor Round Sign", keeps=(), backward=0.0
-    ),  # Their derivatives are zero where they have any.
+    # The derivatives of these operators are zero, except at the steps.
+    *pointwise("Ceil Floor Round Sign", keeps=(), backward=0.0),
     *pointwise("Neg", keeps=()),
     *pointwise("Abs ThresholdedRelu"),
     *pointwise("LeakyRelu Shrink", 2.0),
@@ -112,8 +118,8 @@ ACTIVATION = (
     *pointwise("Relu Reciprocal Sqrt", keeps=(">0",)),
     *pointwise("Exp Tan Sigmoid Tanh", 4.0, keeps=(">0",)),
     *(
-        # Backward has the activation again, a product for each operand, and the activation's
-        # derivative.
+        # Backward computes the activation again, its derivative, and one multiplication per
+        # operand.
         Operator(name, broadcast, "elementwise", per_result(6.0), 2.2, ("0", "1"), kernels=2)
         for name in ("SwiGLU", "autopipe.GatedUnit")
     ),
@@ -121,7 +127,9 @@ ACTIVATION = (
 
 
 def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operator:
-    """Numbers that depend on their place: not to be split."""
+    """Return the definition of an operator that generates a tensor whose elements depend on their
+    index. The operator cannot be split.
+    """
     return Operator(
         name, opaque, "memory", per_result(cost), 0.0, static=static, differentiable=False
     )
@@ -160,8 +168,10 @@ SAMPLING = (
 
 
 def linear(signature: Signature) -> Space:
-    """`*x, scale, zero point -> *x`: one scale for all, one a slice of `axis`, or one a block along
-    it, which stays whole.
+    """Return the iteration space `*x, scale, zero point -> *x` of linear quantization.
+
+    There is one scale per tensor, per slice along `axis`, or per block along `axis`. A block cannot
+    be split.
     """
     words = signature.words
     axis = signature.axis(1)
@@ -181,8 +191,8 @@ def linear(signature: Signature) -> Space:
 
 
 def _unpacked(signature: Signature) -> Space:
-    """`*d (n p) <- *d n`: bytes of p elements each; others, packed without regard to rows, stay
-    whole.
+    """Return the iteration space `*d n -> *d (n p)`, with p elements per byte. The operator cannot
+    be split if rows do not fill complete bytes.
     """
     words = signature.words
     shape = signature.result().shape
@@ -210,8 +220,8 @@ QUANTIZATION = (
 
 
 def transformed_axis(signature: Signature) -> int:
-    """The axis of DFT: an attribute before opset 20, then a static operand; counted from the
-    front.
+    """Return the axis of a DFT, counted from the front: an attribute before opset 20, a constant
+    operand from opset 20 on.
     """
     if signature.opset < 20:
         return signature.axis(1)
@@ -220,8 +230,8 @@ def transformed_axis(signature: Signature) -> int:
 
 
 def _transform_flops(signature: Signature, space: Space) -> float:
-    """The usual count for a fast transform of n points, 5 n log2 n; for LU factorisation two thirds
-    of n³.
+    """Return 5 n log2 n FLOPs per fast Fourier transform of n points, or 2/3 n³ for the LU
+    factorization of Det.
     """
     if signature.node.op == "Det":
         return 2 / 3 * signature.operand(0).shape[-1] * signature.operand(0).elements
@@ -253,13 +263,14 @@ SPECTRAL = (
     Operator("Det", _det, "elementwise", _transform_flops, keeps=("0", ">0")),
 )
 
-# Regions are independent of one another; the images they lie in are looked up.
+# Regions are independent of one another. Each device has all images, and indexes the image of
+# each region.
 _ROI_ALIGN = notated("n! c i0! i1!, r 1, r -> r c o0! o1!")
 _ROI_POOL = notated("n! c i0! i1!, r 1 -> r c o0! o1!")
 
 
 def _suppression_flops(signature: Signature, space: Space) -> float:
-    """Each box that is kept is held against all others."""
+    """Return the FLOPs of comparing each selected box with all boxes."""
     rows = (
         math.prod(signature.result().shape[:-1] or (1,))
         if signature.node.domain
@@ -273,7 +284,7 @@ REGIONS = (
     Operator("RoiAlign", _ROI_ALIGN, "memory", per_result(16.0), 2.0, keeps=("0", "1", "2")),
     Operator("MaxRoiPool", _ROI_POOL, "memory", per_result(16.0), 2.0, keeps=("0", "1", ">0")),
     Operator("NonMaxSuppression", opaque, "elementwise", _suppression_flops, static=(2,), differentiable=False),
-    # For each image and class the numbers of the boxes that are kept, -1 behind the last.
+    # Results: per image and class, the indices of the selected boxes, padded with -1.
     Operator(
         "autopipe.NonMaxSuppression", notated("b 1 1, b c 1 -> b c 1"), "elementwise", _suppression_flops,
         differentiable=False,
@@ -281,7 +292,7 @@ REGIONS = (
 )  # fmt: skip
 
 _DRAW = 25.0
-"""Operations that a number takes: ten rounds of Philox make four."""
+"""FLOPs per random value: ten rounds of Philox generate four values."""
 
 
 def _drawn(
@@ -293,8 +304,11 @@ def _drawn(
 
 
 def is_active(signature: Signature) -> bool:
-    """True if a use of Dropout may drop anything. Its third operand says so; of opsets 7 to 11 it
-    is for inference alone, before those an attribute tells.
+    """True if a Dropout node may drop elements.
+
+    Before opset 7 the attribute `is_test` decides. In opsets 7 to 11 Dropout is always inactive.
+    From opset 12 on the third operand decides: the node is inactive if this operand is absent or a
+    constant false.
     """
     if signature.opset < 7:
         return not signature.node.integer("is_test")

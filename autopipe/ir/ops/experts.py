@@ -1,10 +1,10 @@
-"""Mixtures of experts (Shazeer et al., "Outrageously Large Neural Networks", 2017) as ONNX
-Runtime's operators: each token goes to the k experts that its scores choose, and their results are
-added up by weights.
+"""Mixture-of-experts operators (Shazeer et al., "Outrageously Large Neural Networks", 2017): MoE
+and QMoE of ONNX Runtime, and two operators of autopipe. Each token is computed by the k experts
+that its scores select, and the results are added with weights.
 
-`autopipe.Experts` reads in place of scores the chosen experts and their weights, [tokens, k] each:
-however a router finds them, that is what it gives. `autopipe.ListedExperts` reads three matrices of
-each expert, not stacked ones.
+The operands of `autopipe.Experts` contain the selected experts and their weights, of shape [tokens,
+k] each, instead of scores. The router is therefore not part of this operator.
+`autopipe.ListedExperts` has three separate weight matrices per expert, instead of stacked matrices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The operands of one layer of every expert; None where the operator has no such."""
+    """Operand indices of one layer of all experts. `scales` and `points` (zero points) are None if
+    the operator has no such operand.
+    """
 
     weight: int
     bias: int
@@ -32,7 +34,9 @@ class Layer:
 
 
 def layers_of(signature: Signature) -> tuple[Layer, Layer, Layer]:
-    """The first layer, the second, and the one that gates the first, which may be absent."""
+    """Return the operand indices of the first layer, the second layer and the gate of the first
+    layer. The node may lack the operands of the gate.
+    """
     if signature.node.op == "MoE":
         return Layer(2, 3), Layer(4, 5), Layer(6, 7)
     if signature.node.op == "Experts":
@@ -41,7 +45,7 @@ def layers_of(signature: Signature) -> tuple[Layer, Layer, Layer]:
 
 
 def experts_per_token(signature: Signature) -> int:
-    """How many experts compute a token."""
+    """Return the number of experts that compute each token."""
     return (
         signature.operand(1).shape[1]
         if signature.node.op == "Experts"
@@ -50,8 +54,8 @@ def experts_per_token(signature: Signature) -> int:
 
 
 def bits_of_experts(signature: Signature) -> int:
-    """Bits of a packed weight; 8 of one that is not packed. Raises ValueError where they do not
-    fill bytes.
+    """Return the number of bits per weight of QMoE, or 8 for the other operators. Raise ValueError
+    for a number other than 2, 4 or 8, or if a layer has its own number.
     """
     bits = signature.node.integer("expert_weight_bits", 4) if signature.node.op == "QMoE" else 8
     if bits not in (2, 4, 8) or any(
@@ -62,7 +66,9 @@ def bits_of_experts(signature: Signature) -> int:
 
 
 def activation_of(signature: Signature) -> str:
-    """The activation. Raises ModelError for what is not computed here."""
+    """Return the name of the activation. Raise ModelError if the activation or another attribute is
+    not supported.
+    """
     node = signature.node
     unread = [name for name in ("use_sparse_mixer", "weights_prepacked") if node.integer(name) > 0]
     name = node.text("activation_type", "relu")
@@ -73,15 +79,21 @@ def activation_of(signature: Signature) -> str:
 
 
 def interleaves(signature: Signature) -> bool:
-    """True if rows of the first layer are a gate and what it gates in turn."""
+    """True if the rows of the first layer alternate between a row of the gate and the row that it
+    gates.
+    """
     return activation_of(signature) == "swiglu" and signature.node.integer("swiglu_fusion") == 1
 
 
 def mixture(signature: Signature) -> Space:
-    """`*m h, t c, e i h, e i, e h i, e h -> *m h`, for `Experts` with `t k` twice for `t c`. A
-    device with some experts adds up those, one with some of the hidden units its share; biases of
-    the second layer are added once. Packed layers, and gates that stand all in front of what they
-    gate, stay whole but for experts.
+    """Return the iteration space `*m h, t c, e i h, e i, e h i, e h -> *m h`; for `Experts`, `t k`
+    twice instead of `t c`.
+
+    t: tokens, h: features, c: experts in the scores, e: experts, i: hidden units.
+
+    A split along e or i gives partial sums: each device adds up its experts, or its hidden units of
+    each expert. The bias of the second layer is added once. QMoE, and a fused gate whose rows are
+    not interleaved, can be split along e but not along i.
     """
     _require_fitting(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
@@ -109,7 +121,7 @@ def mixture(signature: Signature) -> Space:
 
 
 def _require_fitting(signature: Signature) -> None:
-    """Raise ValueError where layers, scores and tokens do not fit together."""
+    """Raise ValueError if the shapes of the layers, scores and tokens do not fit together."""
     (tokens, experts) = signature.operand(1).shape
     hidden = signature.operand(0).shape[-1]
     per = 8 // bits_of_experts(signature)
@@ -140,7 +152,7 @@ def _require_fitting(signature: Signature) -> None:
 
 
 def _flops(signature: Signature, space: Space) -> float:
-    """Products of each token with the layers of its experts."""
+    """Return the FLOPs of the matmuls of each token with the layers of its experts."""
     layers = [
         signature.operand(each.weight)
         for each in layers_of(signature)
@@ -153,8 +165,8 @@ def _flops(signature: Signature, space: Space) -> float:
 
 
 def _listed(signature: Signature) -> Space:
-    """`t h, t k, t k, h i, h i, i h, … -> t h`, three matrices an expert. A device has a share of
-    all hidden units.
+    """Return the iteration space `t h, t k, t k, h i, h i, i h, … -> t h`, with three matrices per
+    expert. A split along i gives each device a shard of the hidden units of every expert.
     """
     if (len(signature.operands) - 3) % 3 or len(signature.operands) < 6:
         raise ValueError("three matrices an expert")

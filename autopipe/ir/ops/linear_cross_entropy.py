@@ -1,9 +1,9 @@
-"""The cross-entropy of scores that a product makes, which are in memory a block of classes at a
-time.
+"""Cross-entropy fused with the matmul that computes the scores. The scores are in memory for one
+block of classes at a time.
 
-Operands are x, labels and class weights as SoftmaxCrossEntropyLoss has them, x [*labels, features]
-in place of scores, and behind them the product's weight, [features, classes] or with `transB` the
-other way round, and its bias.
+Operands: x [*labels, features] instead of the scores, then the labels and class weights of
+SoftmaxCrossEntropyLoss, then the weight of the matmul, [features, classes] or with `transB`
+[classes, features], and its bias.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from autopipe.ir.space import Space
 LINEAR_CROSS_ENTROPY = "autopipe.LinearCrossEntropy"
 WEIGHT = 3
 BIAS = 4
-"""Their places among the operands."""
+"""Operand indices of the weight and the bias of the matmul."""
 CLASSES_AT_ONCE = 4096
-"""Classes of a block. With fewer, adding up the gradient of x, block by block, costs as much as its
-product: on a GPU that does 300 FLOPs while it moves a byte, the 12 bytes an element of x and block
-are worth 1,800 classes. On a CPU 2,048 and 8,192 took as long.
+"""Maximum number of classes per block.
+
+Each block adds to the gradient of x, which reads and writes 12 bytes per element of x. On a GPU
+that computes 300 FLOPs in the time of moving one byte, these bytes take as long as the matmul of
+1,800 classes. On a CPU, 2,048 and 8,192 classes took equal time.
 """
 
 
 def classes_of(signature: Signature) -> int:
-    """Classes of the weight, or of one device's part of it."""
+    """Return the number of classes in the weight operand, which may be a shard."""
     return signature.operand(WEIGHT).shape[0 if signature.node.integer("transB") else 1]
 
 
 def score_extents(space: Space, degrees: Mapping[str, int]) -> tuple[int, int]:
-    """Numbers of labels and of classes of one device."""
+    """Return the numbers of labels and of classes on one device."""
     local = {axis.name: axis.size // degrees.get(axis.name, 1) for axis in space.axes}
     return math.prod(extent for name, extent in local.items() if name not in ("c", "k")), local["c"]
 
 
 def scratch_bytes(space: Space, degrees: Mapping[str, int], width: int, narrow: bool) -> int:
-    """Bytes of a block's scores on one device, `width` each; where products are `narrow`, of their
-    copy in 16 bits and of the sum of the gradient of x besides.
+    """Return the bytes of the scores of one block on one device, with `width` bytes per score. If
+    the matmuls are `narrow` (16 bits), add the bytes of a 16-bit copy of the scores and of the sum
+    of the gradient of x.
     """
     labels, classes = score_extents(space, degrees)
     block = labels * min(classes, CLASSES_AT_ONCE) * (width + 2 * narrow)
@@ -47,7 +50,9 @@ def scratch_bytes(space: Space, degrees: Mapping[str, int], width: int, narrow: 
 
 
 def _linear_cross_entropy(signature: Signature) -> Space:
-    """`n *d k!, n *d, 1, k! c&, c -> n *d`, or a scalar, as the loss of classes has it."""
+    """Return the iteration space `n *d k!, n *d, 1, k! c&, c -> n *d`. With a reduction, the result
+    is a scalar, as in `class_loss`.
+    """
     mark = loss_mark(signature)
     labels = f"n{mark} *d{mark}"
     weight = "c& k!" if signature.node.integer("transB") else "k! c&"
@@ -56,7 +61,7 @@ def _linear_cross_entropy(signature: Signature) -> Space:
 
 
 def _flops(signature: Signature, space: Space) -> float:
-    """A product, and six operations a score."""
+    """Return the FLOPs of a matmul, and six per score."""
     return (2.0 + 6.0 / space.axis("k").size) * space.points
 
 

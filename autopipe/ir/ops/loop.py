@@ -1,12 +1,15 @@
-"""A Loop or Scan whose body runs again and again: one operator, which holds the body as a graph of
-its own.
+"""The operator `autopipe.Loop`: an ONNX Loop or Scan as one node, whose body is a graph.
 
-The body reads the number of its run, the states, a slice of each value that the loop goes through,
-and what is the same in all runs; it writes the states of the next run, and what the loop gathers.
-The loop reads the first states, the values that it goes through, what is the same in all runs, and
-the body's constants; it writes the last states and what it has gathered. Its attributes are the
-`count` of runs, that of `states`, and for each value that it goes through (`scan_`) or gathers
-(`gather_`) the axis of the runs and the direction: 1 from the last to the first.
+Inputs of the body, in order: the iteration number, the loop-carried states, one slice of each
+scanned value, and the loop-invariant values. Outputs of the body: the states of the next iteration,
+then the values of this iteration that the loop gathers.
+
+Operands of the loop, in order: the initial states, the scanned values, the loop-invariant values,
+and the constants of the body. Results: the final states, then the gathered values.
+
+Attributes: `count` is the number of iterations and `states` the number of states. `scan_axes` and
+`gather_axes` contain the axis along which a value is scanned or gathered. `scan_directions` and
+`gather_directions` contain the direction: 1 is from the last slice to the first.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ LOOP = "autopipe.Loop"
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An operand or a result of a loop: its name in the body, and the axis and direction of the
-    runs in it, where each run has a slice.
+    """The name in the body of an operand or result of a loop. If each iteration has a slice of this
+    operand or result, also the axis and direction of the slices.
     """
 
     name: str
@@ -39,7 +42,9 @@ class Port:
     backwards: bool = False
 
     def places(self, rank: int) -> list[tuple[str, int] | None]:
-        """For each dimension of the whole that of a slice, None for the runs'."""
+        """Return, for each of the `rank` dimensions of the operand or result, the dimension of the
+        body's value. The entry of the axis of iterations is None.
+        """
         inner = [(self.name, place) for place in range(rank - (self.axis is not None))]
         return [*inner] if self.axis is None else [*inner[: self.axis], None, *inner[self.axis :]]
 
@@ -73,22 +78,26 @@ def _ports(node: Node, title: str, values: list[Value]) -> tuple[Port, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RunAxis:
-    """An axis along which parts of a loop are loops of their own, as samples are."""
+    """An axis along which a loop can be split into independent loops, such as the batch."""
 
     name: str
     extent: int
     dimensions: dict[str, int]
-    """Which dimension it is of each value of the body that has it."""
+    """Index of the dimension that the axis indexes, by the name of each value of the body that has
+    the axis.
+    """
     nodes: dict[int, str]
-    """Which axis it is of the space of each node of the body that has it."""
+    """Name of the axis in the iteration space of each node of the body that has the axis, by node
+    index.
+    """
 
 
 Place = tuple[str, int]
-"""A dimension of a value."""
+"""A dimension of a value of the body: (name of the value, index of the dimension)."""
 
 
 class _Sets:
-    """Dimensions of values, and axes of nodes, in sets of those that are one."""
+    """Union-find over dimensions of values and axes of nodes. Each set is one axis of the loop."""
 
     def __init__(self) -> None:
         self.following: dict[Place, Place] = {}
@@ -104,8 +113,16 @@ class _Sets:
 
 @remembered(GRAPHS)
 def run_axes(node: Node) -> tuple[RunAxis, ...]:
-    """The axes of a loop: dimensions of the body's values that meet only one another, along which
-    each of its nodes that has them may be split.
+    """Return the axes along which a loop can be split.
+
+    The dimensions of the body's values and the axes of the nodes that index these dimensions form
+    sets. A set is an axis of the loop if:
+
+    - it contains no axis of a node that is not parallel, no dimension without an axis, and no inner
+      axis of a merged dimension
+    - it contains at most one dimension of each value and one axis of each node
+    - its dimensions of the loop's operands and results have one common size, which is not 1
+    - this size divides the sizes of all its dimensions and axes
     """
     body = body_of(node)
     spaces = _spaces(body_of(node))
@@ -144,9 +161,8 @@ def run_axes(node: Node) -> tuple[RunAxis, ...]:
         (extent,) = reached
         extents = [body.type_of(name).shape[at] for name, at in values]
         extents += [spaces[index].axis(axis).size for index, axis in axes]
-        if not any(
-            each % extent for each in extents
-        ):  # What is made of several axes has this one outermost.
+        # A dimension that merges several axes has this axis outermost.
+        if not any(each % extent for each in extents):
             found.append(RunAxis(f"d{len(found)}", extent, dict(values), dict(axes)))
     return tuple(found)
 
@@ -159,8 +175,8 @@ def _spaces(body: Graph) -> tuple[Space, ...]:
 
 
 def _notation(signature: Signature) -> Space:
-    """Every axis of the loop where it is; its runs, and what they compute with one another, are no
-    axes.
+    """Return the iteration space of the loop, with the axes of `run_axes`. The axis of iterations
+    and all other dimensions are not indexed.
     """
     names = {
         place: axis.name for axis in run_axes(signature.node) for place in axis.dimensions.items()

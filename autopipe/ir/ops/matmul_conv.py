@@ -1,6 +1,7 @@
-"""Operators that multiply and sum: matrix products, convolutions, pooling, recurrent layers.
+"""Matmuls, convolutions, pooling and recurrent layers.
 
-Rows and columns of images can be split: devices read their neighbours' edges.
+Conv, MaxPool, AveragePool and LpPool can be split along spatial axes (see `conv` and `pool`). The
+devices then get the elements at the edges from their neighbors (halo exchange).
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from autopipe.ir.space import Space
 
 
 def is_matrix_product(signature: Signature) -> bool:
-    """True if this is a MatMul with one matrix for its second factor."""
+    """True if the node is an ONNX MatMul whose second operand is a matrix (rank 2)."""
     node = signature.node
     return node.op == "MatMul" and not node.domain and len(signature.operand(1).shape) == 2
 
 
 def takes_bias(product: Value, bias: Value) -> bool:
-    """True if adding `bias` to such a product can be computed along with it."""
+    """True if the addition of `bias` can be fused with the matmul that computes `product`."""
     return (
         len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
     )
 
 
 def matmul(signature: Signature) -> Space:
-    """`*b m k, *b k n -> *b m n`, with numpy's rules for vectors and for broadcasting the leading
-    dimensions.
+    """Return the iteration space `*b m k, *b k n -> *b m n`. Vectors and leading dimensions follow
+    the rules of numpy.matmul.
     """
     first, second, result = batched(
         signature.operand(0).shape, signature.operand(1).shape, signature.result().shape
@@ -56,7 +57,9 @@ def matmul(signature: Signature) -> Space:
 def batched(
     left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+"
 ) -> list[str]:
-    """Notation of the two factors and the result of a product of stacks of matrices."""
+    """Return the words of the two operands and the result of a batched matmul. `k` is the
+    contracted axis with its mark.
+    """
     row = ["m"] * (len(left) > 1)
     column = ["n"] * (len(right) > 1)
     lead = result[: len(result) - len(row) - len(column)]
@@ -70,8 +73,8 @@ def batched(
 
 
 def gemm(signature: Signature) -> Space:
-    """`m k, k n, *m *n -> m n`, either matrix possibly transposed; of devices with parts of k the
-    first adds C.
+    """Return the iteration space `m k, k n, *m *n -> m n`. Either matrix may be transposed. If k is
+    split, the first device along k adds the bias C.
     """
     biased = has_bias(signature)
     k = "k&" if biased else "k+"
@@ -91,7 +94,7 @@ def has_bias(signature: Signature) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """An Einsum equation without blanks and with an explicit result; "." stands for an ellipsis."""
+    """An Einsum equation without blanks and with an explicit result. "." represents an ellipsis."""
 
     operands: tuple[str, ...]
     result: str
@@ -101,7 +104,9 @@ class Equation:
 
 
 def equation_of(signature: Signature) -> Equation:
-    """The Einsum equation of a node. Raises ModelError where it is not one."""
+    """Return the Einsum equation of a node. Raise ModelError if it is invalid or does not fit the
+    operands.
+    """
     text = signature.node.text("equation").replace(" ", "").replace("...", ".")
     left, arrow, right = text.partition("->")
     operands = tuple(left.split(","))
@@ -122,8 +127,11 @@ def equation_of(signature: Signature) -> Equation:
 
 
 def einsum(signature: Signature) -> Space:
-    """The equation itself: letters absent from the result add up, letters twice in an operand stay
-    whole.
+    """Return the iteration space of an Einsum, with an axis per letter and per dimension of the
+    ellipsis.
+
+    Letters that are absent from the result are summed. A letter that occurs twice in an operand is
+    unsplittable.
     """
     equation = equation_of(signature)
     result = signature.result().shape
@@ -153,8 +161,9 @@ def einsum(signature: Signature) -> Space:
 
 
 def _with_scales(signature: Signature, second: int, k: str) -> Space:
-    """A product whose other operands are scales and zero points, of which the factors are cut only
-    where all are one number for the whole matrix.
+    """Return the iteration space of a quantized matmul, whose other operands are scales and zero
+    points. The axes of the factors are splittable only if each scale and zero point is one number
+    for its matrix.
     """
     scales = [
         value
@@ -201,8 +210,10 @@ PRODUCTS = (
 def windowed(
     signature: Signature, kernel: tuple[int, ...], indexed: bool = False, *, averages: bool = False
 ) -> tuple[str, str]:
-    """How the spatial axes of a convolution's or pooling's operand and result are spelled. They
-    stay whole where the result is `indexed`, and where windows of `averages` do not all count as
+    """Return the words (operand, result) of the spatial axes of a convolution or pooling.
+
+    The axes are unsplittable if `indexed`, because the result then contains indices into the full
+    tensor. If `averages` is true, an axis is unsplittable if its windows do not all count equally
     many elements.
     """
     extents = signature.operand(0).shape[2:], signature.result().shape[2:]
@@ -222,8 +233,11 @@ def windowed(
 
 
 def conv(signature: Signature) -> Space:
-    """`n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`, windows of the operand for each o. c adds up
-    only without a bias, which would be added twice.
+    """Return the iteration space `n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`. Each o reads a
+    window of the operand.
+
+    g: groups, c and m: input and output channels per group. With a bias, c is a joint axis, so that
+    one device adds the bias.
     """
     weight = signature.operand(1).shape
     read, written = windowed(signature, weight[2:])
@@ -233,7 +247,7 @@ def conv(signature: Signature) -> Space:
 
 
 def conv_transpose(signature: Signature) -> Space:
-    """`n (g c) *i, (g c) m *k, (g m) -> n (g m) *o`."""
+    """Return the iteration space `n (g c) *i, (g c) m *k, (g m) -> n (g m) *o`."""
     weight = signature.operand(1).shape
     groups = signature.node.integer("group", 1)
     c = "c&" if signature.present(2) else "c+"
@@ -242,8 +256,8 @@ def conv_transpose(signature: Signature) -> Space:
 
 
 def conv_integer(signature: Signature) -> Space:
-    """As Conv, with zero points; channels are split only by batch and with one zero point for
-    all.
+    """Return the iteration space of ConvInteger: a convolution with zero points. If the weights
+    have one zero point per output channel, the axes g and m index these zero points.
     """
     tensors: list[Words] = ["n (g c+) *i!", "(g m) c *k!"]
     if len(signature.operands) > 3 and signature.operand(3).shape not in ((), (1,)):
@@ -253,7 +267,9 @@ def conv_integer(signature: Signature) -> Space:
 
 
 def conv_quantized(signature: Signature) -> Space:
-    """QLinearConv: as Conv with bias; scale and zero point of the weights may be one a channel."""
+    """Return the iteration space of QLinearConv: a convolution with bias. The weights may have one
+    scale and one zero point per output channel.
+    """
     extents = _channels(signature, 3)
     tensors: list[Words] = []
     for index, value in enumerate(signature.operands):
@@ -265,8 +281,8 @@ def conv_quantized(signature: Signature) -> Space:
 
 
 def deform_conv(signature: Signature) -> Space:
-    """`n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`; m is split where there is one
-    group.
+    """Return the iteration space `n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`. m is
+    splittable if there is one group.
     """
     m, c = ("m", "c!") if signature.node.integer("group", 1) == 1 else ("m!", "d!")
     return notate(
@@ -275,15 +291,20 @@ def deform_conv(signature: Signature) -> Space:
 
 
 def _channels(signature: Signature, weight: int) -> dict[str, int]:
-    """Groups g, input channels c of a group, output channels m of a group."""
+    """Return the sizes of g (groups), c (input channels per group) and m (output channels per
+    group).
+    """
     outputs, c, *_ = signature.operand(weight).shape
     groups = signature.operand(0).shape[1] // c
     return {"g": groups, "c": c, "m": outputs // groups}
 
 
 def _conv_flops(signature: Signature, space: Space) -> float:
-    """Each element of the result sums over the weights of an output channel; each of a transposed
-    convolution's operand is spread by those of an input channel.
+    """Return the FLOPs of a convolution: per element of the result, two for each weight of an
+    output channel.
+
+    For a transposed convolution: per element of the operand, two for each weight of an input
+    channel.
     """
     weight = signature.operand(3 if signature.node.op == "QLinearConv" else 1).shape
     outer = signature.operand(0) if signature.node.op == "ConvTranspose" else signature.result()
@@ -310,9 +331,11 @@ CONVOLUTION = (
 
 
 def pool(signature: Signature) -> Space:
-    """`n c *[o] -> n c *o`, windows of the operand for each o. Where indices into the whole tensor
-    are asked for, it stays whole; so does a mean along axes with pads that do not count, as its
-    divisor changes towards the edges.
+    """Return the iteration space `n c *[o] -> n c *o`. Each o reads a window of the operand.
+
+    All axes are unsplittable if the node has a result with indices into the full tensor. A spatial
+    axis of AveragePool is unsplittable if the divisor changes at the edges, because pads do not
+    count.
     """
     indexed = any(value is not None for value in signature.results[1:])
     kernel = signature.node.integers("kernel_shape")
@@ -355,7 +378,7 @@ POOLING = (
         2.0,
         keeps=("0", ">0"),
     ),
-    # Indices of MaxUnpool count in the whole tensor.
+    # The indices of MaxUnpool refer to the full tensor.
     Operator(
         "MaxUnpool",
         notated("n! c! *i!, n! c! *i! -> n c *o!"),
@@ -371,13 +394,16 @@ ACTIVATIONS = {
     "affine", "elu", "hardsigmoid", "leakyrelu", "relu", "scaledtanh", "sigmoid", "softplus", "softsign", "tanh",
     "thresholdedrelu",
 }  # fmt: skip
-"""Activations of gates, in lower case as their names may be spelled."""
+"""Activations of recurrent layers, in lower case because their names are not case-sensitive."""
 
 
 def recurrent(signature: Signature) -> Space:
-    """`s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h, e b h`; with layout 1 b
-    goes first. e are directions, h hidden units, and k the same units where all of them are read: a
-    device with some of them holds the weights whole, since its rows lie apart, gate by gate.
+    """Return the iteration space `s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h,
+    e b h`. With layout 1, b is the first dimension of the data and states.
+
+    s: steps, b: batch, i: input features, e: directions, h: hidden units, k: the hidden units that
+    a step reads. If h is split, each device has the full weights, because the rows of its hidden
+    units are not contiguous (the weights are stacked by gate).
     """
     node = signature.node
     if (direction := node.text("direction", "forward")) not in (
@@ -406,7 +432,9 @@ def recurrent(signature: Signature) -> Space:
 
 
 def _flops(signature: Signature, space: Space) -> float:
-    """Two products a step, direction and gate: of the input and of the state."""
+    """Return the FLOPs of two matmuls per step, direction and gate: one of the input and one of the
+    state.
+    """
     shape = signature.operand(0).shape
     directions, rows, hidden = signature.operand(2).shape
     return 2.0 * shape[0] * shape[1] * directions * rows * (shape[2] + hidden)
@@ -415,8 +443,11 @@ def _flops(signature: Signature, space: Space) -> float:
 def _statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[Statistic, ...]:
-    """All units' outputs before each step but the first; where a GRU resets before its product,
-    what it resets too.
+    """Return the collectives of a recurrent layer that is split along its hidden units.
+
+    An all-gather before each step except the first collects the outputs of all hidden units. A GRU
+    that applies its reset gate before the matmul also gathers the reset outputs in each step. In
+    backward, there is a reduce-scatter per all-gather.
     """
     axes = joint_splits(space, degrees)
     if not axes:
@@ -428,9 +459,8 @@ def _statistics(
     directions = space.axis("e").size
     times = directions * (steps - 1 + steps * before_product)
     size = points(space, degrees, "b") * space.axis("h").size * signature.operand(2).dtype.itemsize
-    operands = tuple(
-        index for index in range(len(signature.operands)) if index != 4
-    )  # How many steps a sample has.
+    # Operand 4 has the number of steps per sample, and no gradient.
+    operands = tuple(index for index in range(len(signature.operands)) if index != 4)
     return (
         Statistic(axes, size, "all_gather", times=times),
         Statistic(axes, size, "reduce_scatter", times=times, backward=True, through=operands),

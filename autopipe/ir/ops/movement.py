@@ -1,4 +1,4 @@
-"""Operators that move elements: by fixed places, by places that a tensor gives, by resizing, by
+"""Operators that move elements: by fixed indices, by indices in a tensor, by resizing, and by
 reshaping.
 """
 
@@ -31,7 +31,9 @@ from autopipe.ir.space import Space
 
 
 def permutation(signature: Signature) -> tuple[int, ...]:
-    """Transpose's attribute `perm`; all dimensions reversed where it is not given."""
+    """Return the attribute `perm` of a Transpose. Without the attribute, the dimensions are
+    reversed.
+    """
     return signature.node.integers("perm", tuple(range(signature.rank - 1, -1, -1)))
 
 
@@ -47,8 +49,8 @@ def _expand(signature: Signature) -> Space:
 
 
 def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
-    """Range that Slice takes of each dimension: first index, number of elements, step (which may be
-    negative).
+    """Return the range that a Slice takes of each dimension: (first index, number of elements,
+    step). The step may be negative.
     """
     shape = signature.operand(0).shape
     if signature.opset < 10:
@@ -78,7 +80,9 @@ def _slice(signature: Signature) -> Space:
 
 
 def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
-    """Elements that Pad adds before and after, for each dimension; negative ones are taken away."""
+    """Return the number of elements that a Pad adds (before, after) each dimension. A negative
+    number removes elements.
+    """
     flat = (
         signature.node.integers("pads") if signature.constant(1) is None else signature.integers(1)
     )
@@ -97,7 +101,9 @@ def _tile(signature: Signature) -> Space:
 
 
 def _blocks(signature: Signature) -> Space:
-    """DepthToSpace and SpaceToDepth: between `b (c r! s!) h w` and `b c (h r!) (w s!)`."""
+    """Return the iteration space of DepthToSpace or SpaceToDepth, which converts between `b (c r!
+    s!) h w` and `b c (h r!) (w s!)`.
+    """
     block = signature.node.integer("blocksize")
     deep = "b (c r! s!) h w" if signature.node.text("mode", "DCR") == "CRD" else "b (r! s! c) h w"
     sides = [deep], ["b c (h r!) (w s!)"]
@@ -140,7 +146,7 @@ MOVEMENT = (
     Operator("DepthToSpace", _blocks, "memory"),
     Operator("SpaceToDepth", _blocks, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",)),
-    # Devices know where their rows and columns are.
+    # Each device gets the indices of its rows and columns from its coordinates.
     Operator(
         "Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)
     ),
@@ -150,9 +156,11 @@ MOVEMENT = (
 
 
 def _gather(signature: Signature) -> Space:
-    """`a v& b, i -> a i b`: a device with some rows of the table gives those, and zeros for the
-    others. Rows that are known while compiling are spelled as such, and those that are no numbers
-    do not add up: v is whole.
+    """Return the iteration space `a v& b, i -> a i b`.
+
+    If v is split, a device contributes the rows of its shard of the table, and zeros for the other
+    rows; the results are added. v is unsplittable if the indices are constant, or if the table is
+    not floating-point.
     """
     mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
     data = signature.words
@@ -166,8 +174,8 @@ def _gather(signature: Signature) -> Space:
 
 
 def _shared(signature: Signature) -> list[str]:
-    """Words of data and indices along an axis: dimensions of equal extent away from the axis go
-    together.
+    """Return the words that data and indices share. A dimension has an axis if the sizes of both
+    tensors are equal and the dimension is not the one of the attribute `axis`.
     """
     shapes = zip(signature.operand(0).shape, signature.operand(1).shape, strict=True)
     apart = [
@@ -179,7 +187,9 @@ def _shared(signature: Signature) -> list[str]:
 
 
 def _gather_elements(signature: Signature) -> Space:
-    """A device with some rows of the table gives those, and zeros for the others."""
+    """Return the iteration space of GatherElements. If the table is split along the gathered axis,
+    a device contributes the elements of its shard, and zeros for the others.
+    """
     axis = signature.axis()
     table = _shared(signature)
     picked = [*table[:axis], signature.words[axis], *table[axis + 1 :]]
@@ -194,7 +204,9 @@ def _scatter_elements(signature: Signature) -> Space:
 
 
 def _gather_nd(signature: Signature) -> Space:
-    """`b v! t, b i 1 -> b i t`: the last dimension of the indices addresses as many of the data."""
+    """Return the iteration space `b v! t, b i 1 -> b i t`. The last dimension of the indices
+    contains an index for each dimension in v.
+    """
     batch = signature.node.integer("batch_dims")
     data = signature.operand(0).shape
     indices = signature.operand(1).shape
@@ -210,7 +222,7 @@ def _gather_nd(signature: Signature) -> Space:
 
 
 def _scatter_nd(signature: Signature) -> Space:
-    """`1 t, 1 1, 1 t -> 1 t`."""
+    """Return the iteration space `1 t, 1 1, 1 t -> 1 t`."""
     data = signature.operand(0).shape
     indices = signature.operand(1).shape
     rest = names(len(data) - indices[-1], "t")
@@ -221,7 +233,9 @@ def _scatter_nd(signature: Signature) -> Space:
 
 
 def _one_hot(signature: Signature) -> Space:
-    """`*i, 1, 1 -> *i v&`: a device with some of the classes knows which they are."""
+    """Return the iteration space `*i, 1, 1 -> *i v&`. If v is split, each device gets the range of
+    its classes from its coordinate.
+    """
     rank = len(signature.result().shape)
     axis = positive(signature.node.integer("axis", -1), rank)
     words = names(rank - 1, "i")
@@ -229,7 +243,7 @@ def _one_hot(signature: Signature) -> Space:
 
 
 def _tensor_scatter(signature: Signature) -> Space:
-    """A cache `b … s! …` written at one place a sample."""
+    """Return the iteration space of writing into a cache `b … s! …` at one position per sample."""
     cache = replaced(signature.words, [signature.axis(-2)])
     return notate(signature, [cache, cache, *([["d0"]] if signature.present(2) else [])], [cache])
 
@@ -248,8 +262,11 @@ INDEXING = (
 
 
 def regroup(signature: Signature) -> Space:
-    """`(a b) c -> a b c`: the common refinement of both shapes, each of its factors an axis. Where
-    two shapes of equal product have none (4 3 -> 6 2), those dimensions are not indexed.
+    """Return the iteration space of a reshape, such as `(a b) c -> a b c`: the common refinement of
+    both shapes, with an axis per factor.
+
+    Dimensions without a common refinement (4 3 -> 6 2) are not indexed. Raise ModelError if the
+    numbers of elements differ.
     """
     source = signature.operand(0).shape
     target = signature.result().shape
@@ -261,8 +278,8 @@ def regroup(signature: Signature) -> Space:
     left = unindexed(source)
     right = unindexed(target)
     extents: dict[str, int] = {}
-    # Products up to each dimension's end cut the elements' row-major order: where both shapes cut,
-    # a segment ends.
+    # `ends` contains the cumulative products of each shape. A segment ends at each product that
+    # both shapes have.
     ends = [list(itertools.accumulate(shape, int.__mul__)) for shape in (source, target)]
     common = sorted({1, *ends[0]} & {1, *ends[1]}) if signature.operand(0).elements else []
     for first, last in itertools.pairwise(common):
@@ -289,8 +306,8 @@ REGROUP = (
 
 @dataclass(frozen=True, slots=True)
 class ResizedAxis:
-    """An axis that changes, and by how much; `region` is the part of it that is read, from 0 to
-    1.
+    """An axis that a Resize changes, with its sizes and scale. `region` is the range of the axis
+    that is read, in fractions of its size from 0 to 1.
     """
 
     axis: int
@@ -301,8 +318,8 @@ class ResizedAxis:
 
 
 def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
-    """The axes that a Resize or Upsample changes. Raises ModelError where neither scales nor sizes
-    are known.
+    """Return the axes that a Resize or Upsample changes. Raise ModelError if neither the scales nor
+    the sizes are constants.
     """
     source = signature.operand(0).shape
     result = signature.result().shape
@@ -323,8 +340,8 @@ def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
 
 
 def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
-    """Scale of each of `axes`: stated, or from the sizes, the same for all where the aspect ratio
-    is kept.
+    """Return the scale of each axis in `axes`, as stated or derived from the sizes. All scales are
+    equal if the sizes are stated and the aspect ratio is kept.
     """
     if signature.node.has("scales"):
         return signature.node.numbers("scales")
@@ -359,11 +376,13 @@ _WORDS = {
     "nearest_mode": {"round_prefer_floor", "round_prefer_ceil", "floor", "ceil"},
     "keep_aspect_ratio_policy": {"stretch", "not_larger", "not_smaller"},
 }  # fmt: skip
-"""Allowed values of attributes."""
+"""Allowed values of the text attributes of Resize."""
 
 
 def resize(signature: Signature) -> Space:
-    """`*d i -> *d o` with i and o whole. Raises ModelError for a word that ONNX does not define."""
+    """Return the iteration space `*d i -> *d o`, with i and o unsplittable. Raise ModelError if a
+    text attribute has a value that ONNX does not define.
+    """
     for name, words in _WORDS.items():
         if signature.node.has(name) and signature.node.text(name) not in words:
             message = (
@@ -378,7 +397,9 @@ def resize(signature: Signature) -> Space:
 
 
 def _flops(signature: Signature, space: Space) -> float:
-    """A multiply-add a tap: two taps an axis for linear, four for cubic."""
+    """Return the FLOPs of interpolation: a multiply-add per tap, with two taps per axis for linear
+    and four for cubic.
+    """
     taps = {"linear": 2, "cubic": 4}.get(signature.node.text("mode", "nearest"), 0)
     return (
         2.0 * taps ** len(resized_axes(signature)) * math.prod(signature.result().shape)

@@ -1,5 +1,5 @@
-"""Operators with statistics over axes that devices take together: normalisations, reductions,
-losses over classes.
+"""Operators that reduce along axes which may be split over devices: normalizations, reductions, and
+losses over classes. The devices then exchange statistics.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from autopipe.ir.space import Space
 
 
 def trains(signature: Signature) -> bool:
-    """True if a BatchNormalization normalises by the batch's own statistics."""
-    if signature.opset >= 14:  # Before, several results meant training.
+    """True if a BatchNormalization normalizes by the statistics of the batch."""
+    if signature.opset >= 14:  # Before opset 14, several results mean training.
         return bool(signature.node.integer("training_mode"))
     return any(value is not None for value in signature.results[1:])
 
 
 def batch_norm(signature: Signature) -> Space:
-    """`n c *i, c, c, c, c -> n c *i, c, c`; with the batch's own statistics all devices' samples
-    count.
+    """Return the iteration space `n c *i, c, c, c, c -> n c *i, c, c`. In training mode, the
+    statistics include the samples of all devices.
     """
     mark = "=" if trains(signature) else ""
     first = f"n{mark} c *i{mark}"
@@ -47,12 +47,14 @@ def batch_norm(signature: Signature) -> Space:
 
 
 def normalized_axes(signature: Signature) -> range:
-    """Axes over which LayerNormalization and its kin normalise: from `axis` to the last."""
+    """Return the axes over which LayerNormalization or RMSNormalization normalizes: from `axis` to
+    the last.
+    """
     return range(signature.axis(-1), signature.rank)
 
 
 def layer_norm(signature: Signature) -> Space:
-    """`*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
+    """Return the iteration space `*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
     shape = signature.operand(0).shape
     words = signature.words
     axes = normalized_axes(signature)
@@ -63,8 +65,8 @@ def layer_norm(signature: Signature) -> Space:
 
 
 def group_norm(signature: Signature) -> Space:
-    """`n (g c=) *i=, (g c), (g c) -> n (g c) *i`; before opset 21 scale and bias are one a
-    group.
+    """Return the iteration space `n (g c=) *i=, (g c), (g c) -> n (g c) *i`. Before opset 21, there
+    is one scale and one bias per group.
     """
     groups = signature.node.integer("num_groups")
     channels = signature.operand(0).shape[1]
@@ -75,15 +77,15 @@ def group_norm(signature: Signature) -> Space:
 
 
 def variance_axes(signature: Signature) -> tuple[int, ...]:
-    """Axes of MeanVarianceNormalization, counted from the front."""
+    """Return the axes of MeanVarianceNormalization, counted from the front."""
     return tuple(
         positive(axis, signature.rank) for axis in signature.node.integers("axes", (0, 2, 3))
     )
 
 
 def softmax_axes(signature: Signature) -> range:
-    """Axes that Softmax, LogSoftmax and Hardmax take together: one since opset 13, all from `axis`
-    on before.
+    """Return the axes over which Softmax, LogSoftmax or Hardmax normalizes: one axis from opset 13
+    on; before, all axes from `axis` to the last.
     """
     if signature.opset < 13:
         return range(signature.axis(1), signature.rank)
@@ -95,15 +97,19 @@ def _softmax(signature: Signature) -> Space:
 
 
 MOMENTS = (), (2,), (16,)
-"""Of each row the mean and the second moment in double precision; in backward two sums."""
+"""Statistics per row: in forward the mean and the second moment in double precision (16 bytes), in
+backward two sums.
+"""
 NORM = (1,), (1,)
-"""Of each row the sum of squares or sizes; in backward a sum."""
+"""Statistics per row: in forward the sum of squares or absolute values, in backward a sum."""
 _MOMENTS = per_row(*MOMENTS)
 _NORM = per_row(*NORM)
 _SOFTMAX = per_row((1, 1), (1,))
-"""Of each row the largest and the sum; in backward a sum."""
+"""Statistics per row: in forward the maximum and the sum, in backward a sum."""
 extreme_statistics = per_row((1,), (2,))
-"""Of each row the largest; in backward a sum, and how many have a share of it."""
+"""Statistics per row: in forward the maximum or minimum, in backward a sum and the number of
+elements that equal the maximum or minimum.
+"""
 
 
 def _normalization(
@@ -153,8 +159,8 @@ NORMALIZATION = (
 
 
 def reduced_axes(signature: Signature) -> tuple[int, ...]:
-    """Axes that a Reduce operator goes over, ascending: all where none are given, unless it is told
-    to do nothing.
+    """Return the axes of a Reduce operator in ascending order. Without stated axes, return all
+    axes, or () if the attribute `noop_with_empty_axes` is set.
     """
     if given := axes_of(signature, 1):
         return tuple(sorted(set(given)))
@@ -162,8 +168,8 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
 
 
 def _folded(signature: Signature, axes: tuple[int, ...], mark: str) -> Space:
-    """`a r+ -> a 1`, or `a r+ -> a` where dimensions are dropped; means and more of whole numbers
-    stay whole.
+    """Return the iteration space `a r+ -> a 1`, or `a r+ -> a` without `keepdims`. `mark` is the
+    mark of the reduced axes. Integers are unsplittable along axes marked `=` or `~`.
     """
     own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
     result = replaced(signature.words, axes)
@@ -173,7 +179,7 @@ def _folded(signature: Signature, axes: tuple[int, ...], mark: str) -> Space:
 
 
 def running_axis(signature: Signature) -> int:
-    """The axis of CumSum and CumProd: a static operand."""
+    """Return the axis of CumSum or CumProd, which is a constant operand."""
     array = signature.constant(1)
     assert array is not None, f"{signature.node.op} needs a known axis"
     return positive(int(array.reshape(())), signature.rank)
@@ -213,7 +219,9 @@ def _row(
 
 
 def _index(name: str) -> Operator:
-    """Devices exchange the extreme of each row, then its place, a whole number of 64 bits."""
+    """Return the definition of ArgMax or ArgMin. Devices exchange the maximum or minimum of each
+    row, then its index, a 64-bit integer.
+    """
     return Operator(
         name,
         lambda signature: _folded(signature, (signature.axis(),), "="),
@@ -248,13 +256,13 @@ REDUCTION = (
 
 
 def reduction(signature: Signature) -> str:
-    """`none`, `mean` or `sum`."""
+    """Return the reduction of a loss: `none`, `mean` or `sum`."""
     return signature.node.text("reduction", "mean")
 
 
 def weighs_labels(signature: Signature) -> bool:
-    """True if the mean divides by something else than the number of labels, so that means of parts
-    do not average.
+    """True if a mean loss may divide by a number other than the number of labels. The loss of the
+    batch is then not the average of the losses of its parts.
     """
     return reduction(signature) == "mean" and (
         signature.present(2) or signature.node.has("ignore_index")
@@ -262,17 +270,19 @@ def weighs_labels(signature: Signature) -> bool:
 
 
 def loss_mark(signature: Signature) -> str:
-    """The mark of the labels' axes."""
+    """Return the mark of the axes of the labels."""
     return {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[
         reduction(signature)
     ]
 
 
 def class_loss(signature: Signature) -> Space:
-    """`n c *d, n *d, 1 -> n *d`, or a scalar that adds up or averages over n and *d; the second
-    result is `n c *d`. Devices with a part of the classes each give the loss of the labels in their
-    part. Where labels have weights, or some are left out, devices with a part of the labels each
-    add up the weights that the mean divides by.
+    """Return the iteration space `n c *d, n *d, 1 -> n *d`. With a reduction, the first result is a
+    scalar. The second result is `n c *d`.
+
+    If c is split, each device contributes the loss of the labels in its range of classes. If a mean
+    has weighted or ignored labels and the labels are split, the devices add up the weights of their
+    labels, by which the mean divides.
     """
     mark = loss_mark(signature)
     labels = f"n{mark} *d{mark}"
@@ -296,8 +306,9 @@ def _weight_statistics(
 def class_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
 ) -> tuple[Statistic, ...]:
-    """Of each label the largest score and the sum, in backward a sum; and the weight of all
-    labels.
+    """Return the collectives of a class loss: per label the maximum score and the sum in forward,
+    and a sum in backward. A further all-reduce sums the weights of all labels if their axes are
+    joint and split.
     """
     width = single(signature.operand(0).dtype)
     labels = points(space, degrees, label_axes(signature))

@@ -1,8 +1,8 @@
-"""The row of an operator: everything the compiler knows of it, and the pieces that rows are put
-together from.
+"""Operator definitions (class `Operator`) and the functions from which they are built.
 
-A row is data and small pure functions. How an operator is spelled in PyTorch is not here: see the
-backends.
+An operator definition consists of data and small pure functions: the iteration space, the
+floating-point operations, the tensors that are saved for backward, and the communication. The
+PyTorch code of an operator is in the backends.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from autopipe.ir.space import NotationError, Space, parse
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """One exchange that an operator makes itself, `times` in an evaluation, over the devices along
-    split `axes` (in the order of the space). In backward it is made where a gradient goes to one of
-    the operands `through`.
+    """One collective that the implementation of an operator runs `times` times in a forward pass,
+    over the devices along the split `axes` (in the order of the iteration space).
+
+    If `backward` is true, the collective runs in backward instead, if an operand in `through` gets
+    a gradient.
     """
 
     axes: tuple[str, ...]
     bytes: int
-    """Of the tensor that is reduced, or of the whole that is gathered."""
+    """Bytes of the tensor that is reduced, or of the full tensor that is gathered."""
     kind: str = "all_reduce"
     backward: bool = False
     times: int = 1
@@ -39,7 +41,9 @@ class Statistic:
 def joint_splits(
     space: Space, degrees: Mapping[str, int], names: Iterable[str] | None = None
 ) -> tuple[str, ...]:
-    """The joint axes, of those called `names` or of all, that are split."""
+    """Return the names of the joint axes that are split, restricted to `names` unless `names` is
+    None.
+    """
     chosen = {axis.name for axis in space.axes} if names is None else set(names)
     return tuple(
         axis.name
@@ -49,7 +53,9 @@ def joint_splits(
 
 
 def points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
-    """How many points of the axes called `names` one device has."""
+    """Return the number of points of the axes in `names` on one device: the product of their local
+    sizes.
+    """
     return math.prod(space.axis(name).size // degrees.get(name, 1) for name in names)
 
 
@@ -60,8 +66,8 @@ def reduced(
     backward: Iterable[int],
     through: tuple[int, ...] = (0,),
 ) -> tuple[Statistic, ...]:
-    """An all-reduce for each of `forward` and `backward`, the bytes of one element; none where no
-    axis is split.
+    """Return one all-reduce of `elements` elements for each entry of `forward` and `backward`. An
+    entry is the number of bytes per element. Return () if `axes` is empty.
     """
     if not axes:
         return ()
@@ -72,18 +78,20 @@ def reduced(
 
 
 def single(dtype: DType) -> int:
-    """Bytes of a statistic of values of a type: those of double precision keep it, all others have
-    single.
+    """Return the bytes per element of a statistic: 8 (double precision) for float64 values, 4
+    (single precision) for all other types.
     """
     return 8 if dtype is DType.FLOAT64 else 4
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One use of an operator: the node, the types of what it reads and writes, and what is known
-    while compiling. `operands[i]` and `results[i]` are None where an optional tensor is absent.
-    `constants[i]` holds an operand's numbers where they are known, else None. `opset` gives the ""
-    domain's meaning.
+    """One use of an operator: a node, the types of its operands and results, and the constants
+    among its operands.
+
+    `operands[i]` and `results[i]` are None if an optional tensor is absent. `constants[i]` is the
+    data of operand i, or None if the operand is not a constant. `opset` is the version of the
+    default ONNX domain.
     """
 
     node: Node
@@ -98,11 +106,11 @@ class Signature:
 
     @property
     def words(self) -> list[str]:
-        """An axis for each dimension of the first operand: d0 d1 …"""
+        """The axis names of the first operand, one per dimension: d0 d1 …"""
         return names(self.rank)
 
     def axis(self, default: int = 0) -> int:
-        """The attribute `axis`, counted from the front of the first operand."""
+        """Return the attribute `axis` as a nonnegative axis of the first operand."""
         return positive(self.node.integer("axis", default), self.rank)
 
     def operand(self, index: int) -> Value:
@@ -122,15 +130,17 @@ class Signature:
         return self.constants[index] if index < len(self.constants) else None
 
     def integers(self, index: int) -> tuple[int, ...]:
-        """The constant as whole numbers, flat; () where it is none."""
+        """Return the constant operand `index` as a flat tuple of integers, or () if the operand is
+        not a constant.
+        """
         array = self.constant(index)
         return () if array is None else tuple(int(each) for each in array.reshape(-1))
 
     def sharded(
         self, operands: tuple[Value | None, ...], results: tuple[Value | None, ...]
     ) -> Signature:
-        """The same use on local blocks: numbers stay known only where an operand is the whole
-        constant.
+        """Return the signature for local shards of the operands and results. A constant stays known
+        only if the shard has the shape of the full constant.
         """
         constants = tuple(
             None if value is None or array is None or value.shape != array.shape else array
@@ -151,9 +161,11 @@ def signature_of(graph: Graph, node: Node) -> Signature:
 
 
 Words = str | Sequence[str]
-"""How notation spells a tensor: a word for each dimension, or all of them one blank apart, in which
-`*x!` stands for axes x0! x1! … of the dimensions that no other word spells, and `*1` for as many
-without an axis.
+"""The dimensions of a tensor in iteration-space notation: a sequence of words, one per dimension,
+or one string of words separated by blanks.
+
+In a string, `*x!` expands to the axes x0! x1! … of the dimensions that no other word describes.
+`*1` expands to 1 (no axis) for each of these dimensions.
 """
 _WORD = re.compile(r"\([^)]*\)|\[[^\]]*\]|\S+")
 
@@ -186,9 +198,12 @@ def notate(
     fill: float = 0.0,
     **extents: int,
 ) -> Space:
-    """The space of a use, from words for its tensors and from extents of axes that shapes alone do
-    not tell. Operands behind the given ones are settings, which no axis indexes; results behind the
-    given ones are as the last one. `fill` is what windows read outside of a tensor.
+    """Return the iteration space of a node from the words of its tensors, and from the sizes of
+    axes that the shapes do not determine (`extents`).
+
+    No axis indexes the operands after the last entry of `operands`. The results after the last
+    entry of `results` have the words of the last entry. `fill` is the value of elements that a
+    window reads outside of a tensor.
     """
     sides = zip_longest(signature.operands, operands[: len(signature.operands)])
     left = [_spelled(value, words) for value, words in sides]
@@ -204,15 +219,15 @@ def notate(
 
 
 Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]]
-"""Function from a use's signature and space, and the degrees of its splits by axis, to its
-statistics.
+"""Function that returns the collectives of a node from its signature, its iteration space, and the
+degree of each split axis.
 """
 
 
 def no_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[Statistic, ...]:
-    """For operators that tell other devices nothing."""
+    """Return (): the operator runs no collective."""
     return ()
 
 
@@ -222,9 +237,12 @@ def per_row(
     fixed: Sequence[int] = (),
     through: tuple[int, ...] = (0,),
 ) -> Statistics:
-    """For operators that reduce the rows of their first operand along its joint axes. Each exchange
-    of `forward` has as many numbers a row, each of `fixed` as many bytes, each of `backward`
-    numbers.
+    """Return the `Statistics` function of an operator that reduces the rows of its first operand
+    along the joint axes of this operand.
+
+    Each all-reduce in forward sends, per row, n statistics for an entry n of `forward` or n bytes
+    for an entry n of `fixed`. Each all-reduce in backward sends n statistics per row for an entry n
+    of `backward`.
     """
 
     def statistics(
@@ -243,63 +261,74 @@ def per_row(
 @dataclass(frozen=True, slots=True)
 class Operator:
     name: str
-    """Operator type; of other domains with the domain in front: `com.microsoft.Gelu`."""
+    """Operator type, preceded by the domain if it is not ONNX's default domain:
+    `com.microsoft.Gelu`.
+    """
     notation: Callable[[Signature], Space]
-    """The space of one use, from a line of notation (see `autopipe.ir.space`)."""
+    """Function that returns the iteration space of a node (see `autopipe.ir.space`)."""
     kind: str
-    """Class for costs: matmul, convolution, recurrent, normalization, reduction, elementwise,
-    memory (copies), or view (neither work nor traffic: the result aliases the operand).
+    """Class for the cost model: matmul, convolution, recurrent, normalization, reduction,
+    elementwise, memory (copies), or view (no work and no memory traffic: the result aliases the
+    operand).
     """
     flops: Callable[[Signature, Space], float] = lambda signature, space: 0.0
-    """Floating-point operations of one forward evaluation; a multiply-add counts two."""
+    """Floating-point operations of one forward pass. A multiply-add counts as two operations."""
     backward: float = 1.0
-    """Operations of backward, as a multiple of forward (2 for products: one for each operand's
-    gradient).
+    """Floating-point operations of backward, as a multiple of forward. A matmul has 2: one matmul
+    for the gradient of each operand.
     """
     keeps: tuple[str, ...] = ()
-    """Tensors that backward needs: "0", "1" … operands, ">0" … results, "*" all operands, "mask"
-    one byte an element of the first result, "places" eight (where a maximum was), "probabilities" a
-    tensor like the first operand, "rows" of each element of the second operand a label, its weight
-    and its logarithm. Values kept by several consumers count once; parameters and constants are
-    kept anyway.
+    """Tensors that are saved for backward:
+
+    - "0", "1", …: the operand at this index; ">0", …: the result at this index; "*": all operands
+    - "mask": one byte per element of the first result
+    - "places": eight bytes per element of the first result (the index of a maximum)
+    - "probabilities": a tensor like the first operand
+    - "rows": the label, weight and logarithm of each element of the second operand
+
+    A tensor that several consumers save counts once. Parameters and constants are in memory anyway.
     """
     kernels: int = 1
-    """Kernels of a forward evaluation; each but the last writes as much as the result, which the
-    next reads.
+    """Kernels of a forward pass. Each kernel except the last writes as many bytes as the result
+    has, and the next kernel reads them.
     """
     static: tuple[int, ...] = ()
-    """Operands whose numbers must be known while compiling (Reshape's shape)."""
+    """Operands that must be constants when the model is compiled (the shape operand of Reshape)."""
     shaping: tuple[int, ...] = ()
-    """Operands of `static` that tell only the shapes of results: shapes that a file states stand
-    for their numbers.
+    """Operands of `static` that determine only the shapes of results. The result shapes that a
+    model file states can replace the data of these operands.
     """
     computable: tuple[int, ...] = ()
-    """Operands of `static` that programs also take if their numbers are computed while running."""
+    """Operands of `static` that may also be computed when the program runs."""
     random: bool = False
-    """True if it draws numbers: anew in each evaluation, and others for each node."""
+    """True if the operator draws random values. The values differ between forward passes and
+    between nodes.
+    """
     differentiable: bool = True
     mixes_samples: Callable[[Signature], bool] = lambda signature: False
-    """True if one use's result of a sample depends on other samples of the batch in a way that a
-    micro-batch changes (BatchNormalization in training mode, a mean loss that ignores some labels);
-    the frontend warns.
+    """True if the result for one sample depends on other samples of the batch, so that splitting
+    the batch into micro-batches changes the result (BatchNormalization in training mode, or a mean
+    loss that ignores some labels). The frontend warns about such nodes.
     """
     statistics: Statistics = no_statistics
-    """Exchanges of the operator itself when it is split along joint axes, in their order: from the
-    whole tensors' signature, its space, and all degrees by axis.
+    """Collectives that the implementation runs if it is split along joint axes, in order of
+    execution. The arguments are the signature of the unsharded tensors, the iteration space, and
+    the degrees of all splits by axis.
     """
     weights: tuple[int, ...] = ()
-    """Operands whose gradient is a product (or, of a lookup, a scatter) of its own. Where one is a
-    parameter, a split backward leaves its gradient to the second half.
+    """Operands whose gradient is computed by a separate matmul (or by a scatter, for a lookup). If
+    such an operand is a parameter, a split backward computes its gradient in backward_weight.
     """
     recomputes: float = 0.0
-    """Part of `backward`, as a multiple of forward, that computes values of forward again: no model
-    FLOPs.
+    """Fraction of `backward`, as a multiple of forward, that recomputes values of forward. It is
+    not part of the model FLOPs.
     """
 
     def space(self, signature: Signature) -> Space:
-        """The iteration space of one use. Raises ModelError where the node's attributes make no
-        sense for its operands, as a file may state any, and NotationError, a ModelError, where the
-        row does not fit the tensors.
+        """Return the iteration space of a node.
+
+        Raise NotationError, a ModelError, if the notation does not fit the shapes of the tensors.
+        Raise ModelError if the attributes of the node are invalid for its operands.
         """
         where = repr(signature.node.name)
         try:
@@ -317,18 +346,18 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Every row by name; the package puts those of all families in."""
+"""All operator definitions by name. The package `autopipe.ir.ops` fills this dictionary."""
 
 
 def qualified_name(node: Node) -> str:
-    """The operator's name as rows and emitters are keyed: with the domain in front unless it is
-    ONNX's own.
+    """Return the name of a node's operator as a key of `OPERATORS`: the operator type, preceded by
+    the domain unless the domain is ONNX's default domain.
     """
     return f"{node.domain}.{node.op}" if node.domain not in ("", "ai.onnx") else node.op
 
 
 def notated(text: str) -> Callable[[Signature], Space]:
-    """The same line for every use, as `notate` takes it."""
+    """Return a function that applies one fixed line of notation to each signature."""
     left, _, right = text.partition("->")
     operands, results = (
         [words.strip() for words in side.split(",") if side.strip()] for side in (left, right)
@@ -337,17 +366,17 @@ def notated(text: str) -> Callable[[Signature], Space]:
 
 
 def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
-    """Operations: `coefficient` for each point of the iteration space."""
+    """Return a FLOPs function: `coefficient` operations per point of the iteration space."""
     return lambda signature, space: coefficient * space.points
 
 
 def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
-    """Operations: `coefficient` for each element of the first result."""
+    """Return a FLOPs function: `coefficient` operations per element of the first result."""
     return lambda signature, space: coefficient * math.prod(signature.result().shape)
 
 
 def names(rank: int, prefix: str = "d") -> list[str]:
-    """One axis a dimension: d0 d1 …"""
+    """Return one axis name per dimension: d0 d1 … for the default prefix."""
     return [f"{prefix}{axis}" for axis in range(rank)]
 
 
@@ -368,8 +397,10 @@ def replaced(words: Sequence[str], axes: Iterable[int], word: str = "1") -> list
 
 
 def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -> list[str]:
-    """The words of an operand that broadcasts to `result`, whose words are `words`: trailing
-    dimensions aligned.
+    """Return the words of an operand of shape `shape` that broadcasts to shape `result`.
+
+    `words` are the words of the result. Trailing dimensions are aligned. A dimension whose size
+    differs from the result's gets the word "1".
     """
     offset = len(result) - len(shape)
     return [
@@ -379,35 +410,38 @@ def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -
 
 
 def opaque(signature: Signature) -> Space:
-    """No axis at all: an operator that cannot be split."""
+    """Return an iteration space without axes, for an operator that cannot be split."""
     return notate(
         signature, [], [unindexed(value.shape if value else ()) for value in signature.results]
     )
 
 
 def along(signature: Signature, axes: Iterable[int], mark: str) -> Space:
-    """The first operand and all results have one shape, with `mark` at `axes`; other operands are
-    settings.
+    """Return the iteration space of an operator whose first operand and results have equal shapes.
+    The axes in `axes` carry `mark`. No axis indexes the other operands.
     """
     return notate(signature, [marked(signature.words, axes, mark)], [signature.words])
 
 
 def changed(signature: Signature, axes: Iterable[int], operands: int = 1) -> Space:
-    """The first operands and all results have one shape but for `axes`, which are not indexed;
-    others are settings.
+    """Return the iteration space of an operator whose first `operands` operands and all results
+    differ in shape only along `axes`. No axis indexes these dimensions or the other operands.
     """
     words = replaced(signature.words, axes)
     return notate(signature, [words] * operands, [words])
 
 
 def positive(axis: int, rank: int) -> int:
-    """An axis counted from the front, given one that may count from the back."""
+    """Return `axis` counted from the front. A negative axis counts from the back."""
     return axis + rank if axis < 0 else axis
 
 
 def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
-    """Axes given as attribute `axes` or, in later opsets, as a static operand; counted from the
-    front. Those of operators that add dimensions count in the result. None where neither is given.
+    """Return the axes from the constant operand `operand` or, if there is none, from the attribute
+    `axes`. Return None if the node has neither.
+
+    The axes are nonnegative. Negative axes count from the end of the larger of the first operand
+    and the first result, because some operators add dimensions.
     """
     rank = max(signature.rank, len(signature.result().shape))
     if signature.constant(operand) is not None:
@@ -421,8 +455,8 @@ def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class SpatialWindow:
-    """One number for each spatial axis; `begin` and `end` are the pads that the node states or that
-    follow from `auto_pad`.
+    """The window of a convolution or pooling, with one entry per spatial axis in each field.
+    `begin` and `end` are the pads, as stated by the node or derived from `auto_pad`.
     """
 
     kernel: tuple[int, ...]
@@ -433,14 +467,14 @@ class SpatialWindow:
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """Extent that a window covers, holes counted."""
+        """The size that a window covers along each axis, including the gaps of dilation."""
         return tuple(
             dilation * (size - 1) + 1
             for size, dilation in zip(self.kernel, self.dilations, strict=True)
         )
 
     def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:
-        """Without pads along the axes of windows that are split."""
+        """Return the window without pads along each axis o0, o1, … for which `is_split` is true."""
         begin, end = (
             tuple(0 if is_split(f"o{axis}") else pad for axis, pad in enumerate(side))
             for side in (self.begin, self.end)
@@ -448,8 +482,8 @@ class SpatialWindow:
         return replace(self, begin=begin, end=end)
 
     def words(self, axis: int, source: int, result: int, splits: bool = True) -> tuple[str, str]:
-        """How notation spells a spatial axis from extent `source` to `result`, of the operand and
-        of the result.
+        """Return the words (operand, result) of a spatial axis that has size `source` in the
+        operand and `result` in the result. If `splits` is false, the axis is unsplittable.
         """
         word = f"o{axis}"
         stride = self.strides[axis]
@@ -461,8 +495,8 @@ class SpatialWindow:
         return word if is_same else f"[{word} {stride} {-begin} {reach}]", word
 
     def spread(self, source: tuple[int, ...]) -> tuple[int, ...]:
-        """Extents that `source` windows cover: a transposed convolution's whole result, before it
-        is cropped.
+        """Return the sizes that `source` windows cover. A transposed convolution has a result of
+        these sizes before cropping.
         """
         return tuple(
             (count - 1) * stride + reach
@@ -470,8 +504,8 @@ class SpatialWindow:
         )
 
     def needed(self, source: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
-        """Pads at the end with which `result` windows fit exactly (negative where the last elements
-        are not read).
+        """Return the pads at the end with which `result` windows fit exactly. A pad is negative if
+        the windows do not read the last elements.
         """
         covered = zip(self.spread(result), source, self.begin, strict=True)
         return tuple(whole - extent - begin for whole, extent, begin in covered)
@@ -480,7 +514,9 @@ class SpatialWindow:
 def window_of(
     node: Node, kernel: tuple[int, ...], source: tuple[int, ...], result: tuple[int, ...]
 ) -> SpatialWindow:
-    """The window of a convolution or pooling from spatial extents `source` to `result`."""
+    """Return the window of a convolution or pooling whose spatial sizes are `source` in the operand
+    and `result` in the result.
+    """
     rank = len(kernel)
     policy = node.text("auto_pad", "NOTSET")
     strides, dilations = (node.integers(name) or (1,) * rank for name in ("strides", "dilations"))

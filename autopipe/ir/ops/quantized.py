@@ -1,5 +1,5 @@
-"""Weights of a few bits each, in blocks that share a scale, as ONNX Runtime packs them: several in
-a byte, low bits first. A byte is never taken apart, nor is a block.
+"""Operators of ONNX Runtime with quantized weights of 2, 4 or 8 bits, in blocks that share a scale.
+A byte contains several weights, lowest bits first. A split never divides a byte or a block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ DOMAIN = "com.microsoft."
 
 
 def bits_of(signature: Signature, default: int = 4) -> int:
-    """Bits of a weight. Raises ValueError where they do not fill bytes."""
+    """Return the number of bits per weight. Raise ValueError if it is not 2, 4 or 8."""
     bits = signature.node.integer("bits", default)
     if bits not in (2, 4, 8):
         raise ValueError(f"{bits} bits")
@@ -22,8 +22,11 @@ def bits_of(signature: Signature, default: int = 4) -> int:
 def _blocks(
     signature: Signature, points: int, blocks: int
 ) -> tuple[str, str, dict[str, int]] | None:
-    """Words for the blocks of operand `points`, zero points, and for what holds them, with extents:
-    bytes of several zero points stay whole. None where the last byte is not full.
+    """Return (words of the blocks, words of the zero points, axis sizes). `points` is the index of
+    the zero-point operand.
+
+    Zero points that share a byte are in one axis z and are not split. Return None if the last byte
+    of zero points is not full.
     """
     per = 8 // bits_of(signature)
     if (
@@ -36,8 +39,8 @@ def _blocks(
 
 
 def matmul_nbits(signature: Signature) -> Space:
-    """`*m (q j), n q r, n q, n q -> *m n`: q blocks of j weights in r bytes; packed zero points
-    make q of (z p).
+    """Return the iteration space `*m (q j), n q r, n q, n q -> *m n`: q blocks of j weights in r
+    bytes. With packed zero points, q is (z p): p zero points per byte.
     """
     node = signature.node
     blocks = signature.operand(1).shape[1]
@@ -61,8 +64,8 @@ def _product_flops(signature: Signature, space: Space) -> float:
 
 
 def gather_blocks(signature: Signature) -> Space:
-    """`v (q r), *i, v q, v q -> *i (q j)`; a device with some rows of the table gives those, zeros
-    for the others.
+    """Return the iteration space `v (q r), *i, v q, v q -> *i (q j)`. If v is split, a device
+    contributes the rows of its shard of the table, and zeros for the others.
     """
     block = signature.node.integer("block_size", 128)
     blocks = signature.operand(2).shape[1]
