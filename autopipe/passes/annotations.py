@@ -1,7 +1,8 @@
-"""ONNX's multi-device annotations: read as constraints on nodes, and written for a plan into a copy
-of its file.
+"""ONNX multi-device annotations: read as constraints on nodes, and written for a plan into a copy
+of the model file.
 
-All other bytes of the serialised model are copied unread, weights included.
+When annotations are written, all other bytes of the serialized model are copied unparsed, weights
+included, unless local functions of the file must be inlined first.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from autopipe.passes.frontend.model import Model, Origin, owners_of
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """An axis of a node's iteration space in `degree` parts; `places` says which one each device
-    has, ascending.
+    """Split of one axis of a node's iteration space into `degree` equal parts. `places` has the
+    index of the part of each device, in ascending order of the devices.
     """
 
     axis: str
@@ -58,16 +59,18 @@ class AxisSplit:
 
 Cuts = tuple[
     AxisSplit, ...
-]  # All cuts of a node, in any order; () where each device computes it whole.
+]  # All splits of a node, in any order; () if each device computes the full node.
 
 
 def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
-    """The splits, outer to inner over the devices in this order, that make `cuts`; None where none
-    do. Devices that the splits leave over are innermost, as in a stage.
+    """Return the splits, outermost first over the devices in the given order, that produce `cuts`.
+    None if no splits do.
+
+    Devices that the splits do not distinguish hold replicas; they are innermost, as in a stage.
     """
     rank = {device: index for index, device in enumerate(sorted(order))}
     places = {cut.axis: tuple(cut.places[rank[device]] for device in order) for cut in cuts}
-    # The further out a split is, the later comes the first device that is not in its first part.
+    # The further out a split is, the later is the first device outside its first part.
     outer = sorted(
         cuts, key=lambda cut: -next((at for at, place in enumerate(places[cut.axis]) if place), 0)
     )
@@ -80,10 +83,12 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
 
 
 def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, ...] | None:
-    """An order of a group's devices over which splits make all of `cuts`; None where none of the
-    candidates does. Candidates are the orders in which `shardings`, all of this group, list its
-    devices, first of values that each device holds whole, and the ascending one; of these first
-    those that list copies of a block in the same order.
+    """Return an order of a group's devices over which splits produce each entry of `cuts`, or None
+    if no candidate order does.
+
+    The candidates are the orders in which `shardings`, all of this group, list the devices, and the
+    ascending order. Orders of replicated tensors come first. Candidates that list the replicas of a
+    shard in the same order as `shardings` are tried before all others.
     """
     listings = tuple(dict.fromkeys(sharding.devices for sharding in shardings))
     wanted = tuple(dict.fromkeys(cuts))
@@ -106,9 +111,12 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
 
 
 def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Sharding]) -> Cuts:
-    """The cuts of a node, some of whose tensors have these layouts; axes that none of them tells of
-    are whole. Raises ModelError, naming the node and the tensor, for dimensions that do not exist
-    or cannot be cut so, and for layouts that contradict one another.
+    """Return the splits of a node that the layouts of its tensors imply. An axis that no layout
+    mentions is not split.
+
+    `shardings` maps the names of annotated tensors to their layouts. Raise ModelError, naming the
+    node and the tensor, if a dimension does not exist, a dimension cannot be split this way, or two
+    layouts contradict each other.
     """
     own = graph.nodes[node]
     where = f"{own.op} {own.name!r}"
@@ -131,7 +139,7 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
         for (count, held, here), own_axes in zip(blocks, axes, strict=True):
             for axis, degree, inner in _parts(own_axes, space.axis_sizes(), count, here):
                 if degree == 1 and axis in windows.values():
-                    continue  # each device may hold more than what its windows read
+                    continue  # Each device may hold more than its windows read.
                 cut = AxisSplit(
                     axis, degree, tuple(held[device] // inner % degree for device in devices)
                 )
@@ -151,8 +159,8 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
 def _blocks_of(
     shape: tuple[int, ...], sharding: Sharding, where: str
 ) -> Iterator[tuple[int, dict[int, int], str]]:
-    """For each dimension of a tensor (number of blocks, which one each device has, place for
-    messages).
+    """Yield, for each dimension of a tensor: (number of shards, shard index of each device,
+    location for error messages).
     """
     for dimension, _ in sharding.cuts:
         if not -len(shape) <= dimension < len(shape):
@@ -175,8 +183,10 @@ def _blocks_of(
 def _parts(
     dimension: Sequence[str], extents: Mapping[str, int], blocks: int, where: str
 ) -> Iterator[tuple[str, int, int]]:
-    """The cut of a dimension as cuts of its axes, of which an inner one is cut where the outer are
-    in parts of one. Yields (axis, its parts, blocks in one of them).
+    """Yield the split of a tensor dimension as splits of its axes, outermost first: (axis, number
+    of its parts, shards in one part).
+
+    An inner axis is split only if the outer axes are split into parts of size 1.
     """
     found = []
     rest = blocks
@@ -203,8 +213,8 @@ def _parts(
 
 @dataclass(frozen=True, slots=True)
 class _Annotated:
-    """A node of the graph as the annotations want it; without `shardings` they say nothing of its
-    tensors.
+    """A node of the graph with the stage and the layouts of its annotations. Without `shardings`
+    the annotations have no layout of its tensors.
     """
 
     node: int
@@ -214,15 +224,17 @@ class _Annotated:
 
     @property
     def group(self) -> frozenset[int]:
-        """The node's devices, none where they are left open."""
+        """Devices of the node; empty if the annotations leave them open."""
         return self.shardings[0].group() if self.shardings else frozenset()
 
 
 def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
-    """Constraints that the annotations of `model` are for `devices` devices; () where it has none.
-    Raises ConfigurationError where no configuration, or more than one, is for that number, and
-    ModelError, naming the node, for annotations that do not fit its operator or its tensors'
-    shapes, or contradict one another.
+    """Return the constraints from the annotations of `model` for `devices` devices; () if the model
+    has no annotations.
+
+    Raise ConfigurationError if no configuration, or more than one, is for that number of devices.
+    Raise ModelError, naming the node, for annotations that do not fit its operator or the shapes of
+    its tensors, or that contradict each other.
     """
     known = [each for each in model.configurations if each.annotations]
     fitting = [each for each in known if each.devices == devices]
@@ -250,8 +262,8 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
 
 
 def _constraints(model: Model, configuration: Configuration) -> Iterator[Constraint]:
-    """One for stage and devices of the nodes that share them, and one for each split of some of
-    these.
+    """Yield one constraint for the stage and devices of the nodes that share them, and one for each
+    split of some of these nodes.
     """
     samples = sample_axes(model.graph)
     annotated = _annotated_nodes(model, configuration, samples)
@@ -281,9 +293,11 @@ def _constraints(model: Model, configuration: Configuration) -> Iterator[Constra
 def _annotated_nodes(
     model: Model, configuration: Configuration, samples: SampleAxes
 ) -> list[_Annotated]:
-    """The annotated nodes of the graph, in its order. A node of the file that writes what the
-    graph's node does says most. Of others that became part of the same operator (its scores, its
-    softmax) only layouts of tensors are taken that the first says nothing of.
+    """Return the annotated nodes of the graph, in graph order.
+
+    Several nodes of the file can be fused into one operator, for example the matmul and softmax of
+    attention. The file's node that writes the operator's result has priority. Annotations of the
+    other nodes only add layouts of tensors for which that node has none.
     """
     annotations = {each.node: each for each in configuration.annotations}
     stages: dict[int, int | None] = {}
@@ -315,7 +329,9 @@ def _annotated_nodes(
 def _own_shardings(
     graph: Graph, node: int, origin: Origin, annotation: Annotation
 ) -> dict[str, Sharding]:
-    """The annotation's layouts of what `node` reads and writes, by the graph's names."""
+    """Return the annotation's layouts of the tensors that `node` reads and writes, by their names
+    in the graph.
+    """
     tensors = {*graph.nodes[node].inputs, *graph.nodes[node].outputs}
     names = dict(origin.values)
     found: dict[str, Sharding] = {}
@@ -336,8 +352,8 @@ def _own_shardings(
 
 
 def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | None:
-    """The devices of a stage in the order over which its nodes are split; None where no layout
-    tells them.
+    """Return the devices of a stage in the order over which its nodes are split; None if no node
+    has a layout.
     """
     if not members:
         return None
@@ -372,15 +388,16 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
 def annotated(
     graph: Graph, placement: Placement, origins: Sequence[Origin], device_names: tuple[str, ...]
 ) -> tuple[Configuration, tuple[str, ...]]:
-    """The annotations that say for the file's nodes what `placement` says for the graph's, and what
-    they leave out.
+    """Return the annotations of the file's nodes that express `placement`, and the names of the
+    graph nodes that they express only in part.
 
-    The names are of the graph's nodes that the annotations do not tell all of: no node of the file
-    is theirs, as with an added loss, or an axis that is split indexes but tensors that have no
-    annotation. A result of which devices hold shares of a sum is annotated as it is once they are
-    added up. A node of the file that reading took out has the stage in which its result is read.
-    Raises ConfigurationError for a placement of several pipelines, where each node is in several
-    stages.
+    A graph node is expressed in part if no node of the file corresponds to it, as for an added
+    loss, or if a split axis indexes no annotated tensor. A result that devices hold as partial sums
+    is annotated with its layout after the all-reduce. A node of the file that was removed when the
+    model was read gets the first stage that reads its result.
+
+    Raise ConfigurationError for a placement with several pipelines, because each node is then in
+    several stages.
     """
     if placement.pipelines > 1:
         raise ConfigurationError(
@@ -396,7 +413,8 @@ def annotated(
         None if owner is None else stage_of[owner] for owner in owners_of(origins)
     ]
     for index in range(len(stages) - 1, -1, -1):
-        if stages[index] is None:  # That of the first stage that reads it; none where none does.
+        # Use the first stage that reads the result; None if no stage does.
+        if stages[index] is None:
             readers = [
                 stage for reader in origins[index].readers if (stage := stages[reader]) is not None
             ]
@@ -442,8 +460,11 @@ def annotated(
 
 
 def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
-    """How the stage's devices hold what a node reads and writes. Without values that it reads in
-    several layouts, or through windows that equal blocks do not stand for.
+    """Return the layouts of the tensors that a node reads and writes, over the devices of its
+    stage.
+
+    Omit a tensor that the node reads in several layouts, and a tensor read through windows that
+    equal shards cannot express.
     """
     own = graph.nodes[node]
     axes = mesh_axis_by_name(stage.splits_of(node), len(stage.devices))
@@ -468,7 +489,9 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
 def _blocks(
     cuts: tuple[MeshAxes, ...], devices: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
-    """`Sharding`'s cuts and devices for a layout cut so: a model of equal layers has few."""
+    """Return (sharded dimensions with their degrees, devices of each shard) for a layout, as
+    `Sharding` expects them. Cached, because models with equal layers have few layouts.
+    """
     cut = {dimension: axes for dimension, axes in enumerate(cuts) if degree_of(axes) > 1}
 
     def block(position: int) -> tuple[int, ...]:
@@ -479,17 +502,18 @@ def _blocks(
     return tuple((dimension, degree_of(axes)) for dimension, axes in cut.items()), copies
 
 
-IR_VERSION: Final = 11  # The first version of the format that has the annotations.
+IR_VERSION: Final = 11  # First version of the format with multi-device annotations.
 MODEL_FUNCTION: Final = 25
 
 Piece = bytes | memoryview
 
 
 def write_annotated(model: Path, target: Path, configuration: Configuration) -> None:
-    """Write the file `model` with the annotations of `configuration` to `target`, whole or not at
-    all. Weights stay where they are: in the copy, or in files beside it. Functions of the file's
-    own are inlined. Raises ConfigurationError where `target` cannot be written, is `model`, or is
-    not beside the files with its weights.
+    """Write the file `model` with the annotations of `configuration` to `target`, atomically.
+
+    Weights stay in the copy or in the external files next to it. Local functions of the file are
+    inlined. Raise ConfigurationError if `target` cannot be written, is `model`, or is in another
+    folder than the external weight files.
     """
     import onnx
 
@@ -520,8 +544,10 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
 
 
 def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
-    """The serialised model `data` with the annotations of `configuration`, piece by piece. They
-    take the place of those for as many devices, and of those of the same name.
+    """Yield the pieces of the serialized model `data` with the annotations of `configuration`.
+
+    The new annotations replace those of configurations with the same name or the same number of
+    devices.
     """
     import onnx
 
@@ -572,8 +598,8 @@ def _graph(
     annotations: Mapping[int, bytes],
     positions: Iterator[int],
 ) -> Iterator[Piece]:
-    """Contents of the graph's field, its nodes without annotations for the configurations
-    `replaced`.
+    """Yield the contents of the graph's field. Annotations for the configurations in `replaced` are
+    removed from its nodes, and `annotations` are added by node position.
     """
     import onnx
 

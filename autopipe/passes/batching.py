@@ -1,4 +1,4 @@
-"""How a step's samples are divided into micro-batches where the user leaves it open."""
+"""Division of a step's global batch into micro-batches, for the sizes that the user leaves open."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
 AUTO_PER_DEVICE = 4
-"""`auto` takes at most this many micro-batches a device: a pipeline of p stages then idles at most
-(p-1)/(5p-1) of the step, and more micro-batches gain less than they lose to smaller kernels.
+"""Maximum number of micro-batches per device that `auto` chooses. A pipeline of p stages then idles
+at most (p-1)/(5p-1) of the step. More micro-batches gain less than they lose through smaller
+kernels.
 """
 
 MOST_MICRO_BATCHES = 2**16
-"""Every micro-batch is a task on every device that a schedule lists."""
+"""Maximum number of micro-batches per step. A schedule lists every micro-batch as a task on every
+device.
+"""
 
 
 class Division(enum.Enum):
-    """How a strategy wants a step's samples divided where the user leaves it open."""
+    """Number of micro-batches that a strategy prefers if the user leaves it open."""
 
     MANY = "many"
     """Enough micro-batches to keep a pipeline busy."""
     FEW = "few"
-    """Into as few as memory takes: nothing is pipelined."""
+    """As few micro-batches as memory allows, because nothing is pipelined."""
     OWN = "own"
-    """As the strategy says: it chooses the micro-batches of each stage, up to the largest there can
-    be.
-    """
+    """The strategy chooses the micro-batch size of each stage, up to the largest possible size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A step's samples, and how many evaluations of the graph they make. `sizes` are the samples
-    that stages may have in a micro-batch, ascending, where a strategy chooses.
+    """Global batch size of a step and its number of micro-batches.
+
+    `sizes` lists the micro-batch sizes that a stage may use, in ascending order, if the strategy
+    chooses them; otherwise it is empty.
     """
 
     batch_size: int
@@ -43,7 +46,7 @@ class Batching:
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one evaluation."""
+        """Number of samples in one micro-batch."""
         return self.batch_size // self.micro_batches
 
 
@@ -55,14 +58,17 @@ def batchings(
     devices: int,
     division: Division = Division.MANY,
 ) -> Iterator[Batching]:
-    """The divisions that respect what is given, best first.
+    """Yield the divisions of a step that agree with the given sizes, best first.
 
-    `own` is the batch that the model's file fixes: a micro-batch is a part of it. Where no batch is
-    given it is the file's own, one of it for each micro-batch asked for; without one, a sample a
-    micro-batch. Where the number of micro-batches is open, it is the largest divisor of the batch
-    that is at most `AUTO_PER_DEVICE` times the devices (1 on one device), then smaller ones, then
-    larger ones; with a `division` other than `MANY` the smallest comes first. Raises
-    ConfigurationError for what does not divide.
+    `own` is the batch size that the model file fixes, or None; the micro-batch size must divide it.
+    Without `batch_size`, the batch is the first that applies of: `micro_batches` times
+    `micro_batch_size`; `micro_batches` times `own` (1 if None); `own`; and otherwise as many
+    samples, or micro-batches of `micro_batch_size`, as the target below.
+
+    If the number of micro-batches is open, divisors of the batch are tried in order of their
+    distance from a target of `AUTO_PER_DEVICE` per device (1 on one device): first those up to the
+    target, then larger ones. With a `division` other than `MANY`, the order is ascending. Raise
+    ConfigurationError if the given sizes do not divide each other.
     """
     most = 1 if devices == 1 else AUTO_PER_DEVICE * devices
     if micro_batch_size is None and micro_batches is None:
@@ -123,10 +129,13 @@ def _not_of_own(size: int, own: int | None) -> ConfigurationError:
 
 
 def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | None]) -> None:
-    """Try `places` from the one at index `start` on, then those after it and those before it while
-    steps get shorter. `places` are numbers, or sizes, of micro-batches in order. `seconds` tries
-    one of them and gives the time of its step: infinite where it has none, None where memory
-    refuses it, but may hold those after it, and none before it.
+    """Try the candidate at index `start` of `places`, then the candidates after it and then those
+    before it, as long as the steps get shorter.
+
+    `places` lists numbers or sizes of micro-batches in order. `seconds` tries a candidate and
+    returns the time of its step: infinity if the candidate has no plan, None if memory is
+    insufficient. After None, later candidates may still fit in memory, but no earlier candidate
+    does.
     """
     first = last = seconds(places[start])
     for place in places[start + 1 :]:

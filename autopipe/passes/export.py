@@ -1,12 +1,13 @@
-"""A copy of an ONNX file with trained numbers, streamed: no tensor is ever whole in memory.
+"""A copy of an ONNX file with trained parameter values, written piece by piece.
 
-A message's fields may stand in any order (https://protobuf.dev/programming-guides/encoding): a
-tensor's numbers come last in it, the tensors last in the graph, and the graph last in the model, so
-that all lengths are known beforehand.
+The fields of a protobuf message may be in any order
+(https://protobuf.dev/programming-guides/encoding). The data of a tensor is therefore written last
+in its message, the initializers last in the graph, and the graph last in the model, so that all
+lengths are known in advance.
 
-Most parameters have the name of a tensor in the file. Of the others, those into which an exporter
-folded operators are computed from a parameter again, copies follow their parameter, and a constant
-amid the graph is a node's result.
+Most parameters have the name of a tensor in the file. A tensor into which an exporter folded
+operators is computed from its parameter again. Copies get the values of their parameter. The value
+of a Constant is written as the result of its node.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ if TYPE_CHECKING:
 
 
 PIECE: Final = 1 << 24
-"""Bytes held at a time."""
+"""Approximate maximum number of bytes in memory while a tensor is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A tensor by name, element type and shape, and how to read a block of it. `read` gives
-    little-endian elements in the block's shape; of bfloat16, the bits.
+    """A tensor by name, element type and shape, and a function that reads a slice of it. `read`
+    returns little-endian elements in the shape of the slice; for bfloat16, it returns the bits.
     """
 
     value: Value
     read: Callable[[TensorSlice], npt.NDArray[np.generic]]
 
     def write(self, file: IO[bytes], progress: Progress) -> None:
-        """Write all of the tensor's bytes, row by row, no more than about PIECE at a time."""
+        """Write all bytes of the tensor in row-major order, in pieces of at most PIECE bytes."""
         for box in _boxes(self.value.shape, PIECE // self.value.dtype.itemsize):
             piece = self.read(box).tobytes()
             file.write(piece)
@@ -82,9 +83,11 @@ class Numbers:
     def computed(
         self, value: Value, folded: Folded, others: Mapping[str, Numbers] | None = None
     ) -> Numbers:
-        """Return the tensor into which an exporter had folded operators, from the data of the
-        parameter and of `others` that are operands. A tensor that is only moved is read a block at
-        a time, all else at once.
+        """Return the tensor into which an exporter folded operators, computed from this parameter
+        and from `others`, the other operands by name.
+
+        A transposed tensor is read slice by slice. For all other operators the full tensor is
+        computed and cached.
         """
         steps = [step.operator for step in folded.steps]
         if not steps:
@@ -115,14 +118,14 @@ class Numbers:
                 .astype(np.float32)
                 .view(np.uint32)
             )
-            # Rounded to the nearest, ties to even.
+            # Round to the nearest bfloat16, ties to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
         return Numbers(value, lambda box: applied()[box.slices].reshape(box.shape))
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
-    """Blocks of at most `limit` elements which, one after the other, are the tensor row by row."""
+    """Yield slices of at most `limit` elements which together cover the tensor in row-major order."""
     if not shape:
         yield full_slice(shape)
     elif (row := math.prod(shape[1:])) > limit:
@@ -138,9 +141,10 @@ def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
 def kept_tensors(
     graph: onnx.GraphProto, source: Source, trained: Collection[str]
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Initializers and constants of `graph` without numbers there, but for those that are
-    `trained`. First those whose numbers lie in the file itself, then those in files beside it.
-    `graph` is that of the file of `source` without the numbers of its large tensors.
+    """Return the initializers and constants of `graph` that have no data in the message and are not
+    `trained`: first the tensors stored in the model file, then the tensors in external files.
+
+    `graph` is the graph of the file of `source` without the data of its large tensors.
     """
     tensors = [(tensor.name, tensor) for tensor in graph.initializer]
     constants = (node for node in graph.node if node.op_type == "Constant")
@@ -165,7 +169,9 @@ def kept_tensors(
 
 
 def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> Numbers:
-    """A tensor that lies at a place of the file `model`, or of a file beside it."""
+    """Return a tensor that is stored at `place`: in the file `model`, or in an external file in the
+    same folder.
+    """
     if isinstance(place, VarintSlice):
         listed = listed_numbers(place, model).view(value.dtype.stored).reshape(value.shape)
         return Numbers(value, lambda box: listed[box.slices].reshape(box.shape))
@@ -189,9 +195,10 @@ def write_model(
     places: Mapping[str, int],
     progress: Progress,
 ) -> None:
-    """Write the model with these tensors besides its own; those that have `places` lie there in the
-    file `data`. A tensor is the value of the node that `constants` has for it, else an initializer.
-    `model` loses its graph.
+    """Write `model` with `tensors` added to its graph. `model` loses its graph.
+
+    A tensor in `constants` is written as the value of that node, and any other tensor as an
+    initializer. A tensor in `places` refers to that offset in the external file `data`.
     """
     graph = model.graph.SerializeToString()
     model.ClearField("graph")
@@ -207,7 +214,7 @@ def write_model(
     streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
     size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
     file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
-    # Nodes stand before all others, since these read nothing.
+    # These nodes read nothing, so they can precede all other nodes.
     for head, tensor in (*nodes, (graph, None), *initializers):
         file.write(head)
         if tensor and tensor.value.name not in places:
@@ -222,7 +229,9 @@ def _tensor_head(value: Value) -> bytes:
 
 
 def _initializer_head(value: Value, data: str, place: int | None) -> bytes:
-    """An initializer up to its numbers, or all of it where they lie in the file `data`."""
+    """Return the bytes of an initializer up to its data, or the complete initializer if its data is
+    at offset `place` of the external file `data`.
+    """
     import onnx
 
     if place is None:
@@ -236,7 +245,7 @@ def _initializer_head(value: Value, data: str, place: int | None) -> bytes:
 
 
 def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
-    """A Constant node up to its numbers."""
+    """Return the bytes of a Constant node up to its data."""
     import onnx
 
     tensor = _tensor_head(value)
@@ -253,16 +262,18 @@ def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
 
 
 FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
-"""Operators whose results can be parameters."""
+"""Operators whose results can be parameters, like initializers."""
 
 
 def file_tensors(
     source: Source, graph: onnx.GraphProto, trained: Mapping[str, Numbers]
 ) -> tuple[tuple[Numbers, ...], frozenset[str]]:
-    """New values of the tensors of file `graph` from the parameters `trained`, and the names of
-    those it lacks. A tensor it lacks is a name that nothing writes. `source` is the same file, its
-    functions inlined. Raises ModelError, naming the parameter, for one that no tensor of the file
-    is, or one of another type or shape.
+    """Return the new values of the tensors of the file's `graph`, computed from the parameters
+    `trained`, and the names of the parameters that the file lacks.
+
+    A parameter that the file lacks is a name that nodes read and nothing writes. `source` is the
+    loaded file, with its functions inlined. Raise ModelError, naming the parameter, if no tensor of
+    the file corresponds to it, or if that tensor has another type or shape.
     """
     held = Weights(source, roles_of(source), Chosen()).initializers()
     folded = {name: each for name, each in held.items() if isinstance(each, Folded)}
@@ -297,7 +308,8 @@ def file_tensors(
                 raise ModelError(message, where=where)
             lacking.add(name)
         found[name] = numbers
-    for name, each in folded.items():  # What is computed from another tensor stands behind it.
+    # A computed tensor follows the tensor from which it is computed.
+    for name, each in folded.items():
         if isinstance(each.source, str):
             base = found.get(each.source) or trained.get(each.source)
         else:
@@ -308,20 +320,22 @@ def file_tensors(
 
 
 SMALL: Final = 1024
-"""Bytes below which a tensor stands in the file however large the others are."""
+"""Minimum bytes of a tensor in the external data file. Smaller tensors are stored in the model
+file.
+"""
 FREE_INITIALIZERS: Final = 4
-"""IR version from which initializers need not be inputs of the graph."""
+"""First ONNX IR version in which initializers need not be graph inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
     files: tuple[Path, ...]
     replaced: int
-    """Tensors of the file with new numbers."""
+    """Number of tensors of the file with new values."""
     added: int
-    """Tensors that the file lacked."""
+    """Number of tensors that the file lacked."""
     bytes: int
-    """Of all tensors written."""
+    """Total bytes of all tensors written."""
 
 
 def write_trained(
@@ -332,16 +346,19 @@ def write_trained(
     inline_limit: int = INLINE_LIMIT,
     force: bool = False,
 ) -> WrittenFiles:
-    """Write the file `model` with the numbers of the parameters `trained`, by name, to `target`.
+    """Write a copy of the file `model` with the values of the parameters `trained`, by name, to
+    `target`.
 
-    Its nodes stay as they are, but for a ConstantOfShape that was trained: it becomes an
-    initializer, as what the exporter had merged become several. Where tensors have more than
-    `inline_limit` bytes in all, trained initializers lie in `target`.data; what else stands in the
-    file stays there: only so are masks known for what they are. Files appear whole or not at all,
-    `target` last. `progress` is told the bytes of every piece. Raises ModelError for a parameter
-    that no tensor of the file is, ConfigurationError where a file cannot be written or would take
-    the place of the model's own, or, without `force`, `target`.data that of a file of something
-    else.
+    The nodes stay unchanged, with two exceptions: a trained ConstantOfShape becomes an initializer,
+    and parameters that the exporter had merged become separate initializers. If the tensors have
+    more than `inline_limit` bytes in total, trained initializers and external tensors of at least
+    SMALL bytes are written to `target`.data. Untrained tensors stored in the model file stay in the
+    model file, because masks are only recognised there.
+
+    All files are written atomically, `target` last. `progress` is called with the number of bytes
+    of every piece. Raise ModelError for a parameter that corresponds to no tensor of the file.
+    Raise ConfigurationError if a file cannot be written or would replace a file of the model, or if
+    `target`.data exists with other contents and `force` is not set.
     """
     import onnx
 
@@ -388,11 +405,11 @@ def write_trained(
 
 
 def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
-    """Remove what says these tensors in the file: initializers, types, and nodes. Those of
-    constants are returned.
+    """Remove the initializers, types and producing nodes of the tensors `names` from the file, and
+    the Identity nodes that named merged parameters. Return the removed Constant nodes by result.
     """
     graph = proto.graph
-    # What an exporter says of a tensor besides its type stays true.
+    # Metadata of a tensor other than its type remains valid.
     infos = [each for each in graph.value_info if each.name not in names or each.metadata_props]
     others = [each for each in graph.initializer if each.name not in names]
     kept: list[onnx.NodeProto] = []
@@ -413,7 +430,7 @@ def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodePro
 
 
 def _check_places(source: Source, files: tuple[Path, ...]) -> None:
-    """The files to write are none of the model's."""
+    """Raise ConfigurationError if a file to write belongs to the model itself."""
     folder = source.path.parent
     entries = (entry for tensor in source.graph.initializer for entry in tensor.external_data)
     own = [source.path, *(folder / entry.value for entry in entries if entry.key == "location")]

@@ -1,5 +1,5 @@
-"""A decoder's plan carried over to steps that feed more tokens of each sequence: the same stages,
-devices, splits and schedule.
+"""A decoder's plan transferred to steps with more tokens per sequence (prefill). Stages, devices,
+splits and schedule stay the same.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from autopipe.passes.pipeline import PlanResult, read_for
 
 
 def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
-    """The plan for steps that feed `length` tokens of each sequence; None where its own feed as
-    many, or the file fixes the number. Raises as reading the model does, and InfeasibleError where
-    the graph is another one in those shapes.
+    """Return the plan for steps with `length` tokens per sequence. None if the planned steps
+    already have at least that many tokens, or if the model file fixes the number.
+
+    Raise the errors of reading the model, and InfeasibleError if the graph has other nodes in these
+    shapes.
     """
     graph = planned.problem.graph
     if graph.type_of(TOKENS).shape[1] >= length:
@@ -40,8 +42,10 @@ def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
 
 
 def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
-    """The placement of `graph` for `other`, the same model in other shapes, in which tables that a
-    small shape makes constants may be computed. Raises InfeasibleError where more differs.
+    """Return the placement of `graph` for `other`, the graph of the same model in other shapes.
+
+    `other` may contain additional nodes that stages recompute: tables that are constants in a
+    smaller shape. Raise InfeasibleError for any other difference.
     """
     places = {(node.op, node.outputs): index for index, node in enumerate(other.nodes)}
     own = [
@@ -61,7 +65,7 @@ def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
         splits = sorted((own[node], splits) for node, splits in stage.splits)
         return replace(stage, nodes=tuple(nodes), splits=tuple(splits))
 
-    # Every stage computes tables for itself that it reads, wherever they are placed.
+    # Every stage computes the tables that it reads, independent of their stage in the placement.
     firsts = {
         stage.pipeline: index for index, stage in reversed(tuple(enumerate(placement.stages)))
     }

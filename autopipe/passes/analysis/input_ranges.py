@@ -1,5 +1,5 @@
-"""Which numbers a graph's inputs may hold, by where they are used: indices stay below the rows of
-their table, labels below the classes, lengths are at least 1.
+"""Value ranges of a graph's inputs, inferred from their uses: indices are below the size of the
+indexed dimension, labels are below the number of classes, and lengths are at least 1.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from autopipe.ir.ops.operator import Signature, positive, signature_of
 from autopipe.ir.program import InputBounds, InputRange
 
 _MASK_LIMIT = 2
-"""A whole number that indexes nothing is a mask: 0 or 1."""
+"""Exclusive upper bound of an integer that is neither index nor label. It is assumed to be a mask:
+0 or 1.
+"""
 _MOST_ELEMENTS = 1 << 22
-"""Elements of an input beyond which its parts are not told apart."""
+"""Maximum number of elements of an input whose elements are bounded separately."""
 _MOST_VISITS = 1000
-"""Values that an input is followed to."""
+"""Maximum number of values to which an input is followed."""
 _MOST_PARTS = 1 << 10
-"""Parts of an input with bounds of their own; a recommender has a few dozen."""
+"""Maximum number of separately bounded parts of an input. A recommender model has a few dozen."""
 _UNBOUNDED = 1 << 62
 _FEWEST_CONSECUTIVE = 3
-"""Consecutive integers that are classes or positions: 0 and 1 may be the two values of a mask."""
+"""Minimum number of consecutive integers that are taken for classes or positions. The pair 0 and 1
+may be the two values of a mask.
+"""
 
 _KEEPING = frozenset(
     [
@@ -41,23 +45,23 @@ _KEEPING = frozenset(
         "Unsqueeze",
     ]
 )
-"""Operators whose result holds all elements of its operand."""
+"""Operators whose result holds all elements of their operand."""
 _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
-"""Operators behind which numbers are others than those given, but no larger for small ones: good
-for drawing numbers, not for refusing any.
+"""Operators that change values, but give no larger values for small operands. Ranges behind them
+are used to generate values, not to reject given values.
 """
 _MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Pad", "Slice", "Split"}
 _COMPARISONS = frozenset(["Greater", "GreaterOrEqual", "Less", "LessOrEqual"])
 _RECURRENCES = frozenset(["GRU", "LSTM", "RNN"])
 _SEQUENCE_LENGTHS = 4
-"""The operand of a recurrence that is the length of each sequence."""
+"""Position of the operand of a recurrent operator with the length of each sequence."""
 _LOSSES = frozenset(["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"])
 
 Numbers = npt.NDArray[np.int64]
 
 
 def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
-    """One entry a graph input."""
+    """Return the value range of each graph input, in the order of the inputs."""
     batch_axes = dict(graph.batch_axes)
     found = []
     for value in graph.inputs:
@@ -67,7 +71,7 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
             continue
         bounds, allowed, ignored = _bounds_of(graph, value)
         least = int(bounds.below.min(initial=_UNBOUNDED))
-        # There is always one number left to draw.
+        # At least one value remains to generate.
         below = (
             None
             if value.dtype.is_floating
@@ -86,8 +90,8 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
 
 
 def _becomes_whole(graph: Graph, value: Value) -> bool:
-    """True if a floating-point input is cast to whole numbers somewhere: exporters of tables write
-    indices so.
+    """True if a floating-point input is cast to integers somewhere. Exporters of tabular models
+    store indices as floating-point numbers.
     """
     waiting = [value.name]
     seen = {value.name}
@@ -104,14 +108,16 @@ def _becomes_whole(graph: Graph, value: Value) -> bool:
 
 
 class _Bounds:
-    """The tightest bounds so far, of each element of an input or of all together."""
+    """Tightest bounds found so far, for each element of an input or for all elements together."""
 
     def __init__(self, elements: int) -> None:
         self.least = np.full(elements, -_UNBOUNDED)
         self.below = np.full(elements, _UNBOUNDED)
 
     def tighten(self, places: Numbers | None, least: Numbers, below: Numbers) -> None:
-        """Bound the elements at `places`, all where None, all with bounds of their own."""
+        """Tighten the bounds of the elements at the indices `places`, or of all elements if None,
+        to the arrays `least` (inclusive) and `below` (exclusive).
+        """
         if places is None:
             np.maximum(self.least, least.max(initial=-_UNBOUNDED), out=self.least)
             np.minimum(self.below, below.min(initial=_UNBOUNDED), out=self.below)
@@ -121,11 +127,11 @@ class _Bounds:
         np.minimum.at(self.below, places[real], np.broadcast_to(below, places.shape)[real])
 
     def parts(self, value: Value, batch_axis: int | None, widest: bool) -> tuple[InputBounds, ...]:
-        """Return the bounded blocks of an input, in ascending order of their bounds.
+        """Return the bounded rectangular blocks of an input, in ascending order of their bounds.
 
-        Along the batch axis an element has the bounds of its tightest sample, or of its widest if
-        `widest`. Elements with equal bounds that form no block are omitted. Time O(n log n) for n
-        elements.
+        Bounds are combined along the batch axis: the tightest of any sample, or the widest if
+        `widest`. Elements with equal bounds that form no rectangular block are omitted. Time O(n
+        log n) for n elements.
         """
         if not self.below.size:
             return ()
@@ -153,10 +159,10 @@ class _Bounds:
 
 
 def _by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbers]]:
-    """Yield each pair of bounds with the positions of its elements, in ascending order. Yield
-    nothing for more than `_MOST_PARTS` pairs.
+    """Yield (inclusive lower bound, exclusive upper bound, element indices) for each pair of
+    bounds, in ascending order. Yield nothing for more than `_MOST_PARTS` pairs.
     """
-    # `np.unique` along an axis compares rows as structures, which takes many times as long as two
+    # `np.unique` along an axis compares rows as structures, which is many times slower than two
     # sorts of integers.
     order = np.lexsort((below, least))
     least = least[order]
@@ -171,24 +177,28 @@ def _by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbe
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """Where an input has come to: a value that holds its elements, moved and shifted."""
+    """A value of the graph that holds elements of an input, possibly moved and shifted by
+    constants.
+    """
 
     name: str
     places: Numbers | None
-    """For each element of the value the input's that it holds, -1 where it is none; None where all
-    are in it.
+    """Index of the input's element at each position of the value, -1 if the position holds no
+    element of the input. None if positions are not tracked: the bounds apply to all elements.
     """
     shift: Numbers
-    """Sum of what was added to them."""
+    """Sum of the constants that were added to the elements."""
     exact: bool
-    """True if they are the input's own numbers, but for the shift."""
+    """True if the elements are unchanged except for the shift."""
     summed: bool = False
-    """True if it holds sums of them: lengths, which a mask tells."""
+    """True if the value holds sums of the elements, for example sequence lengths computed from a
+    mask.
+    """
 
 
 def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None]:
-    """Bounds on an input's drawn and on its given numbers, from every use that they come to as an
-    index or a label; and the label that counts for nothing.
+    """Return (bounds for generated values, bounds for given values, ignored label or None) of an
+    input, from every use of its elements as an index or label.
     """
     places = (
         np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
@@ -219,12 +229,14 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
                         path.places, *[np.asarray(bound, np.int64) - path.shift for bound in likely]
                     )
                 continue
-            if path.summed:  # Nothing in a sample, and it would be the place before the first.
+            # A sum of 0 would mean an empty sequence, and an index before the first element.
+            if path.summed:
                 drawn.tighten(None, np.ones(1, np.int64), np.full(1, _MASK_LIMIT))
                 continue
             bounds = [np.asarray(bound, np.int64) - path.shift for bound in limits]
             drawn.tighten(path.places, *bounds)
-            if path.exact and node.op != "OneHot":  # whose rows of other numbers are empty
+            # OneHot accepts any index; a row out of range is empty.
+            if path.exact and node.op != "OneHot":
                 taken.tighten(path.places, *bounds)
             if node.op in _LOSSES and node.has("ignore_index") and not path.shift.any():
                 ignored = node.integer("ignore_index")
@@ -234,11 +246,12 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
 
 
 def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
-    """Return the range [least, below) from which to draw an operand's values, or None if its use
-    tells nothing.
+    """Return the range [least, below) for generated values of an operand, or None if its use
+    implies no range.
 
-    Unlike the range of an index, it rejects no data. An operand compared with consecutive integers
-    is a class (Equal) or a length (Less and others). Lengths and divisors are at least 1.
+    Unlike the range of an index, this range rejects no given values. An operand compared with
+    consecutive integers is taken for a class (Equal) or a length (Less and others). Lengths and
+    divisors are at least 1.
     """
     node = signature.node
     if node.domain:
@@ -260,10 +273,8 @@ def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
 
 
 def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
-    """Return the first and last of the integers in `array` if they are all from 0 or 1 to the last,
-    at least three.
-
-    Return None otherwise, and for None.
+    """Return the first and last integer in `array` if its distinct values are consecutive, start at
+    0 or 1, and are at least three. Otherwise return None, also if `array` is None.
     """
     if array is None or not 0 < array.size <= _MOST_ELEMENTS or array.dtype == np.bool_:
         return None
@@ -277,8 +288,8 @@ def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
 
 
 def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
-    """The values that hold the same numbers behind a node, unless they become something else
-    there.
+    """Yield the results of a node that hold the elements of operand `slot`. Yield nothing if the
+    node computes other values from them.
     """
     if node.op in ("Add", "Sub"):
         yield from _shifted(graph, node, slot, path)
@@ -309,7 +320,7 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
 
 
 def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
-    """The sum of a path and known numbers, or their difference."""
+    """Yield the sum of the path's values and a constant, or the values minus a constant."""
     constant = graph.constant(node.inputs[1 - slot])
     negated = node.op == "Sub" and slot == 1
     if (
@@ -332,8 +343,9 @@ def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
 
 
 def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numbers | None:
-    """An operand's elements in a result's places, -1 where it holds others; None where it holds
-    none of them.
+    """Return the element indices `moved` of an operand at the positions of a result, -1 at
+    positions that hold other elements. None if the result holds no element of the operand, or the
+    movement is not known.
     """
     node = signature.node
     shape = signature.result(result).shape
@@ -352,7 +364,7 @@ def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numb
             return None
         case "Expand" | "Clip" | "Mod":
             return np.broadcast_to(moved, shape)
-        case "Gather":  # Of known indices: exporters write `x[:, 3]` so.
+        case "Gather":  # Constant indices: exporters write `x[:, 3]` as Gather.
             indices = signature.constant(1)
             axis = positive(node.integer("axis"), max(moved.ndim, 1))
             return None if indices is None else np.take(moved, indices, axis)
@@ -360,7 +372,7 @@ def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numb
             for axis, (first, count, step) in enumerate(slices(signature)):
                 moved = np.take(moved, first + step * np.arange(count), axis)
             return moved
-        case "Pad":  # Transformers move labels by a pad behind them and a slice.
+        case "Pad":  # Transformers shift labels by a pad at the end and a slice.
             return _padded(signature, moved)
         case "Split":
             axis = positive(node.integer("axis"), moved.ndim)
@@ -393,13 +405,15 @@ def _padded(signature: Signature, moved: Numbers) -> Numbers | None:
 
 
 def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbers] | None:
-    """The range [least, below) of an operand's numbers, if they are indices or labels."""
+    """Return the range [least, below) of an operand's values if they are indices or labels,
+    otherwise None.
+    """
     node = signature.node
     match node.op:
         case "Gather" | "GatherElements" | "Scatter" | "ScatterElements" if (
             slot == 1 and signature.operand(0).shape
         ):
-            # They may count from a table's end, but not those of an embedding.
+            # Indices may be negative, counted from the end, except for embeddings.
             table = signature.operand(0)
             axis = positive(node.integer("axis"), len(table.shape))
             embeds = (
@@ -425,10 +439,11 @@ def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbe
             return 0, signature.operand(0).shape[axis] - signature.operand(1).shape[axis] + 1
         case "RotaryEmbedding" if slot == (
             1 if node.domain else 3
-        ):  # Places in tables of sines and cosines.
+        ):  # Positions in the tables of sines and cosines.
             table = signature.operand(2 if node.domain else 1)
             data = signature.operand(0)
-            # From the one position that the contributed operator may be given the others count on.
+            # The contributed operator may get only the first position; the positions then count up
+            # from it.
             starts = bool(node.domain) and signature.operand(1).elements == 1
             return 0, table.shape[0] - (data.shape[-2] - 1 if starts else 0)
         case _:

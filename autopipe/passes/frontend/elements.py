@@ -1,7 +1,7 @@
-"""ONNX's element types, tensors and attributes as ours, and the numbers of a file's tensors, looked
-at where they lie.
+"""Conversion of ONNX element types, tensors and attributes, and access to the stored data of a
+file's tensors.
 
-Tensors in other files are checked, and never opened while planning.
+External data files are checked, but they are not read unless the values are needed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ DTYPES: dict[int, DType] = {
     20: DType.FLOAT8E5M2FNUZ, 21: DType.UINT4, 22: DType.INT4, 23: DType.FLOAT4E2M1, 24: DType.FLOAT8E8M0,
     25: DType.UINT2, 26: DType.INT2,
 }  # fmt: skip
-"""By the number that TensorProto.DataType gives them."""
+"""Element type by its number in TensorProto.DataType."""
 NUMBERS: dict[DType, int] = {dtype: number for number, dtype in DTYPES.items()}
 MOST_DIMENSIONS = 64
-"""Dimensions that a tensor may have: as many as numpy's and torch's have at most."""
+"""Maximum number of dimensions of a tensor, as in NumPy and PyTorch."""
 MOST_ELEMENTS = 1 << 60
-"""Elements that a tensor may have: their bytes are counted in 64 bits."""
+"""Maximum number of elements of a tensor, so that its bytes can be counted in 64 bits."""
 
 
 def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
-    """A tensor's shape; raises ModelError where it has too many dimensions or elements."""
+    """Return the shape as a tuple. Raise ModelError if it has too many dimensions or elements."""
     if len(extents) > MOST_DIMENSIONS:
         raise ModelError(
             f"a tensor of {len(extents)} {plural(len(extents), 'dimension')} "
@@ -52,7 +52,9 @@ def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
 
 
 def dtype_of(number: int, where: str) -> DType:
-    """Our element type for ONNX's number; raises ModelError for strings and unknown numbers."""
+    """Return the element type for ONNX's type number. Raise ModelError for strings and unknown
+    numbers.
+    """
     if number not in DTYPES:
         import onnx
 
@@ -64,15 +66,15 @@ def dtype_of(number: int, where: str) -> DType:
 
 
 def value_of(tensor: onnx.TensorProto, name: str, where: str) -> Value:
-    """Return the type of a tensor of a file as that of the value `name`. Raises ModelError as
-    `dtype_of`.
+    """Return the type and shape of a tensor of a file as a value with the name `name`. Raise
+    ModelError as `dtype_of`.
     """
     return Value(name, dtype_of(tensor.data_type, where), tuple(tensor.dims))
 
 
 def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
-    """The numbers of a tensor held in the file; raises ModelError where they do not fill its
-    shape.
+    """Return the data of a tensor stored in the model file. Raise ModelError if the data does not
+    fill its shape, or if it is in an external file.
     """
     import onnx.numpy_helper
 
@@ -100,8 +102,9 @@ def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
 
 
 def number_array(value: float, dtype: DType) -> np.ndarray:
-    """One number as a constant of a floating type holds it, the largest or smallest of its type
-    where it lies beyond.
+    """Return a scalar array of a floating-point type. A value outside of the type's range is
+    replaced by the largest or smallest finite value of float16, float32 or float64; bfloat16 uses
+    the range of float32.
     """
     most = float(
         np.finfo(dtype.value if dtype in (DType.FLOAT16, DType.FLOAT64) else np.float32).max
@@ -114,14 +117,14 @@ def number_array(value: float, dtype: DType) -> np.ndarray:
 
 
 def stored_bytes(dtype: DType, shape: Sequence[int]) -> int:
-    """Bytes that a tensor takes in a file."""
+    """Return the number of bytes of a tensor in a file."""
     elements = math.prod(shape)
     return -(-elements * dtype.packed_bits // 8) if dtype.packed_bits else elements * dtype.itemsize
 
 
 def packed_value(value: Value) -> Value:
-    """The bytes of a tensor of which several elements lie in each: in rows where those fill bytes,
-    else in one row.
+    """Return the type of the bytes of a tensor with sub-byte elements: the same rows if they fill
+    bytes, otherwise a vector of bytes.
     """
     size = stored_bytes(value.dtype, value.shape)
     last = value.shape[-1:]
@@ -143,7 +146,7 @@ def made_node(
     results: Sequence[str],
     **attributes: Any,
 ) -> onnx.NodeProto:
-    """A node that stands for a part of another, under its name."""
+    """Return a node that replaces a part of the node `origin`, with the same name."""
     import onnx.helper
 
     return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
@@ -152,7 +155,7 @@ def made_node(
 def renamed(
     node: onnx.NodeProto, operands: Sequence[str], results: Sequence[str]
 ) -> onnx.NodeProto:
-    """The node with other operands and results."""
+    """Return a copy of the node with other operands and results."""
     copy = type(node)()
     copy.CopyFrom(node)
     copy.input[:], copy.output[:] = operands, results
@@ -160,9 +163,9 @@ def renamed(
 
 
 def attributes_of(node: onnx.NodeProto) -> tuple[tuple[str, Attribute], ...]:
-    """The attributes that a node states, sorted by name.
+    """Return the attributes of a node, sorted by name.
 
-    A tensor of one element (ConstantOfShape's `value`) becomes a number. Raises ModelError for
+    A tensor of one element (`value` of ConstantOfShape) becomes a number. Raise ModelError for
     graphs (control flow), types and larger tensors.
     """
     where = f"{node.op_type} {node.name!r}"
@@ -195,12 +198,12 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
 
 
 def external_file(location: str, model: Path, where: str) -> Path:
-    """Return the path of a file with tensors at `location`, which is relative to the folder of the
-    ONNX file `model`. `where` begins the messages of errors.
+    """Return the path of the external data file at `location`, which is relative to the folder of
+    the ONNX file `model`. `where` is the location in error messages. The file may be missing.
 
-    Raises ModelError for a path that leaves the folder (absolute, or with `..`), for a link to
-    anywhere but that folder and the folder of the file that `model` is a link to (as in the cache of
-    huggingface_hub), and for a name that the file system rejects. The file may be missing.
+    Raise ModelError for an absolute path, a path with `..`, and a name that the file system
+    rejects. Also raise ModelError for a link that leads outside the model's folder and outside the
+    folder of the file that `model` links to (as in the cache of huggingface_hub).
     """
     path = PurePosixPath(location)
     if (
@@ -219,9 +222,9 @@ def external_file(location: str, model: Path, where: str) -> Path:
     try:
         file.lstat()
     except FileNotFoundError:
-        pass  # The caller reports absent data, or draws numbers in its place.
+        pass  # The caller reports missing data or initialises the tensor.
     except OSError as error:
-        # Such as a name that is longer than the file system stores.
+        # For example, the name is longer than the file system allows.
         raise ModelError(
             f"its data file {quote(location)} cannot be read: {error.strerror}", where=where
         ) from error
@@ -236,9 +239,11 @@ def external_file(location: str, model: Path, where: str) -> Path:
 
 
 def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
-    """Where an external tensor of the file `model` lies; None where its file is not there.
+    """Return the location of an external tensor of the file `model`; None if its data file is
+    missing.
 
-    Raises ModelError as `external_file`, and for a file that is too short for the tensor.
+    Raise ModelError as `external_file`, for a Git LFS pointer, and for a file that is too short for
+    the tensor.
     """
     where = f"tensor {tensor.name!r}"
     entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -281,14 +286,14 @@ HELD: dict[DType, str] = {
     DType.FLOAT16: "<f2",
     DType.BFLOAT16: "<u2",
 }
-"""How floating-point numbers lie in a file; bfloat16 are the upper halves of float32."""
+"""NumPy type of stored floating-point values. A bfloat16 is the upper half of a float32."""
 
 
 def stored_numbers(
     name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice | VarintSlice], model: Path
 ) -> np.ndarray | None:
-    """The floating-point numbers of a tensor of the file `model`, not copied; None where none are
-    stored.
+    """Return the floating-point values of a tensor of the file `model`; None if no valid values are
+    stored. Arrays are memory-mapped if the type allows it.
     """
     dtype = dtype_of(tensor.data_type, repr(name))
     place: FileSlice | VarintSlice | None
@@ -300,12 +305,12 @@ def stored_numbers(
             if place is None:
                 return array_of(tensor, repr(name)) if has_numbers(tensor) else None
     except ModelError:
-        return None  # Whoever needs the numbers says what is wrong with them.
+        return None  # Code that requires the values reports the error.
     return None if place is None else sliced_numbers(place, dtype, tuple(tensor.dims), model)
 
 
 def has_numbers(tensor: onnx.TensorProto) -> bool:
-    """True if a tensor holds numbers, in whichever of its fields."""
+    """True if a tensor message contains data in any of its fields."""
     listed = (
         tensor.float_data
         or tensor.double_data
@@ -317,7 +322,7 @@ def has_numbers(tensor: onnx.TensorProto) -> bool:
 
 
 def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
-    """The bits of the numbers of 16 bits that the file `model` stores one by one."""
+    """Return the bits of 16-bit values that the file `model` stores as varints."""
     return varint_bits(
         np.memmap(model, np.uint8, mode="r", offset=place.offset, shape=(place.length,))
     )
@@ -326,8 +331,8 @@ def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
 def sliced_numbers(
     place: FileSlice | VarintSlice, dtype: DType, shape: tuple[int, ...], model: Path
 ) -> np.ndarray | None:
-    """The numbers at a place of the model's files; None where they do not fill `shape` or are of no
-    such type.
+    """Return the values at a location of the model's files. None if they do not fill `shape` or the
+    element type is not supported.
     """
     if isinstance(place, VarintSlice):
         bits = listed_numbers(place, model)

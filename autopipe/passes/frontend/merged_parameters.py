@@ -1,9 +1,9 @@
-"""Parameters that an exporter merged because their numbers were equal, as a new model's biases and
-scales are.
+"""Undo the merging of parameters whose values were equal at export, such as the biases and scales
+of a new model.
 
-Torch's newer exporter says in each node's metadata which parameter it reads; its older one leaves
-an Identity named after each; of other files' tensors, those all of whose numbers are equal and that
-stand where scales and offsets do are one parameter a use.
+PyTorch's newer exporter records in each node's metadata which parameter the node reads. Its older
+exporter leaves an Identity named after each merged parameter. In files of other exporters, a tensor
+with a single repeated value that is used only as scale or offset becomes one parameter per use.
 """
 
 from __future__ import annotations
@@ -23,36 +23,41 @@ if TYPE_CHECKING:
     import onnx
 
 LOOKUPS = frozenset({"embedding", "index", "index_select", "select"})
-"""Traced operators that take rows of a table."""
+"""Traced operators that read rows of a table."""
 SAME = frozenset(
     {"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"}
 )
-"""Traced operators that give a parameter another name."""
+"""Traced operators whose result is the parameter itself or a copy under another name."""
 PRODUCER = "pytorch"
 CONSTANT = "/constant"
-"""Added to the name of a parameter for uses of its numbers that are none of it."""
+"""Suffix of the copy of a parameter for uses that are a constant with equal values, not the
+parameter.
+"""
 NAMESAKE = "/merged"
-"""Added to the result of an Identity whose readers read a tensor of their own instead."""
+"""Suffix of the result of an Identity whose readers now read a separate tensor."""
 Read = tuple[int, int]
-"""Position of a node in the graph, and of an operand of it."""
+"""Position of a node in the graph, and position of one of its operands."""
 Numbers = Callable[["onnx.TensorProto"], "np.ndarray | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Tensors of their own for uses of merged ones."""
+    """Separate tensors that were created for uses of merged parameters."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
-    """By the name of the new tensor the merged one, whose numbers it begins with."""
+    """Name of each new tensor -> name of the merged tensor with its initial values."""
     doubtful: tuple[str, ...] = ()
-    """Tensors told apart although nothing in the file says that they are several."""
+    """New tensors that were separated although nothing in the file states that they are several
+    parameters.
+    """
 
 
 def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Numbers) -> Apart:
-    """Give each parameter of `model` a tensor of its own, in place. `numbers` reads a tensor's,
-    None where it cannot.
+    """Give each merged parameter of `model` a separate tensor, in place, and return the new
+    tensors.
 
-    Nodes keep their places; an Identity that named a parameter is left without a reader.
+    `numbers` returns the values of a tensor, or None if they are not available. Nodes keep their
+    positions. An Identity that named a parameter loses its readers.
     """
     graph = model.graph
     if model.functions or "autopipe.parameters" in metadata:
@@ -110,8 +115,8 @@ def _signed(
     signature: Signature,
     numbers: Numbers,
 ) -> Iterator[tuple[Read, str, str]]:
-    """Uses of tensors that are for another parameter than the tensor is, as the nodes' calls
-    say.
+    """Yield (use, merged tensor, new name) for each use of a tensor as another parameter, according
+    to the traced calls in the nodes' metadata.
     """
     known = {name: held[name] for name in held if signature.is_trained(name)}
     readers = _readers(graph, known)
@@ -134,8 +139,8 @@ def _signed(
             if meant is not None and (not meant or meant in own):
                 continue
             if meant is None or NUMBERED.sub("", meant) in LOOKUPS:
-                # Equal rows of a table, unless all numbers are one, are the same rows looked up
-                # twice.
+                # Equal rows of a table are the same rows read twice, unless all of the table's
+                # values are equal.
                 if plain is None:
                     array = numbers(known[name])
                     plain = array is not None and is_uniform(array)
@@ -147,10 +152,10 @@ def _signed(
 def _meant(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, made: set[str]
 ) -> str | None:
-    """The parameter that a node's call names for an operand; "" where it does not tell, None where
-    it is no parameter.
+    """Return the name of the parameter that a node's traced call has for an operand. Return "" if
+    the call does not determine it, and None if the operand is not a parameter.
 
-    `together` are all such operands of the same call.
+    `together` lists all trained operands of the call.
     """
     node = graph.node[read[0]]
     call, arguments = traced_call(node)
@@ -168,10 +173,12 @@ def _meant(
 def _claimed(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, named: list[str]
 ) -> str | None:
-    """Which of the parameters that a call names an operand is for.
+    """Return the parameter, of the names in `named` from a traced call, that belongs to the operand
+    `read`.
 
-    Operands that are, by their own names, one of them are for that; the others follow in the order
-    of the arguments, behind what a normalization is given where it has no scale.
+    An operand whose own name is in `named` gets that parameter. The other operands get the
+    remaining names in argument order. If there are more operands than names, the first operands get
+    none: "", or None for the implicit scale of a normalization.
     """
     left = list(named)
     others: list[Read] = []
@@ -196,7 +203,9 @@ def _claimed(
 def _named(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
-    """Parameter that an Identity of a tensor names, which the older exporter found to be equal."""
+    """Yield (use, merged tensor, new name) for the readers of an Identity with which PyTorch's
+    older exporter names a merged parameter.
+    """
     names = {node.output[0]: node.input[0] for node in graph.node if _is_name(node, held)}
     outputs = {info.name for info in graph.output}
     readers = _readers(graph, {**held, **names})
@@ -217,11 +226,11 @@ def _named(
                 ""
             }
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
-            # Layers that were copied begin with equal weights, second operands; the first are given
-            # to them.
+            # Copied layers start with equal weights, which are second operands. A first operand is
+            # an input of the layer.
             outer = drawn and all(slot == 0 for _, slot in readers.get(name, ()))
             if not plain and (own <= scopes or outer):
-                # The same module, called again, or a tensor that several modules are given.
+                # The same module is called again, or several modules read one tensor.
                 continue
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):
@@ -240,7 +249,9 @@ def _is_name(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool
 def _used(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
-    """Every use but the first of a scale or offset all of whose numbers are equal."""
+    """Yield (use, merged tensor, new name) for each use except the first of a scale or offset with
+    a single repeated value.
+    """
     for name, reads in _readers(graph, held).items():
         if len(reads) < 2 or not all(
             (graph.node[at].op_type, slot) in AFFINE_SLOTS for at, slot in reads

@@ -1,5 +1,5 @@
-"""The result of reading a file: its graph, what of it is trained and why, and what of it is not
-supported.
+"""The result of reading a model file: its graph, the trained tensors with reasons, and the
+unsupported operators.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BY_OPERATOR = {
     ),
     "com.microsoft.YieldOp": _GRADIENT,
 }
-"""By operator, with the domain in front unless it is ONNX's own."""
+"""Reason by unsupported operator, with its domain as prefix except for ONNX's default domain."""
 BY_DOMAIN = {
     "ai.onnx.ml": _CLASSICAL,
     "ai.onnx.preview.training": _OPTIMIZER,
@@ -83,7 +83,9 @@ BY_DOMAIN = {
 
 
 def reason_for(operator: str) -> str:
-    """Why an operator without a row, with its domain in front, is not supported."""
+    """Return the reason why an operator without definition, given with its domain as prefix, is not
+    supported.
+    """
     import onnx.defs
 
     domain, _, name = operator.rpartition(".")
@@ -103,10 +105,11 @@ def reason_for(operator: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A node of the file.
+    """A node of the file, and the nodes of the graph that correspond to it.
 
-    `values` are those that it reads and writes, by the names that the graph has for them (those it
-    has none for are left out): pairs of a name in the file and a name in the graph, each once.
+    `values` are the values that the node reads and writes: distinct pairs (name in the file, name
+    in the graph). Values without a name in the graph are omitted. `readers` are the indices of the
+    origins that read the node's results.
     """
 
     position: int
@@ -114,18 +117,18 @@ class Origin:
     values: tuple[tuple[str, str], ...]
     readers: tuple[int, ...]
     writes: int | None
-    """The graph's node that writes its results in its place, or that was made of it while operators
-    were put together (the transposition of an attention's keys).
+    """Node of the graph that writes this node's results, or that was created from this node during
+    fusion (for example the transposition of the keys of attention). None if there is none.
     """
     renames: int | None
-    """The graph's node whose result it only gives another name."""
+    """Node of the graph whose result this node only renames; None if this node does more."""
 
 
 def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
-    """For each origin the graph's node that it is part of.
+    """Return for each origin the node of the graph that it is part of, or None.
 
-    That is the node that writes its results; where there is none, since the origin was taken out or
-    put together with others into one operator, the one node that all its readers are part of.
+    This is the node that writes the origin's results. An origin that was removed or fused belongs
+    to the node of all its readers, if that is a single node.
     """
     owners = [each.renames if each.writes is None else each.writes for each in origins]
     for index in range(len(origins) - 1, -1, -1):
@@ -137,10 +140,10 @@ def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
 
 @remembered(GRAPHS)
 def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tuple[Origin, ...]:
-    """The nodes of `source` in their order; `aliases` are values of the file that are other names
-    of values.
+    """Return the nodes of `source` in file order. `aliases` maps values of the file that only
+    rename a value to that value.
     """
-    # A value that an Identity names as an output may have got the output's name.
+    # If an Identity names a value as an output, the value may have the output's name in the graph.
     renamed = {aliases[name]: name for name in graph.outputs if name in aliases}
 
     def name_of(name: str) -> str | None:
@@ -180,8 +183,11 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
 
 
 def _with_made(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
-    """The origins, with one for each node of the graph that stands between what one of them reads
-    and its owner.
+    """Return the origins with their `writes` completed for nodes of the graph that no node of the
+    file writes.
+
+    A node that reads a value of a fused origin, and whose result the origin's owner reads, is
+    assigned to that origin.
     """
     owners = owners_of(nodes)
     free: dict[tuple[str, int], int] = {}
@@ -207,65 +213,67 @@ class Unsupported:
     count: int
     node: str
     reason: str
-    """Why, by what the operator is."""
+    """Why the operator is not supported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A floating-point tensor of the file as the graph has it."""
+    """A floating-point tensor of the file that the graph reads, and whether and why it is trained."""
 
     value: Value
     trained: bool
     why: str
     doubtful: bool = False
     refused: bool = False
-    """True if it is computed from parameters in an unknown way, and the loss depends on it."""
+    """True if the tensor is computed from parameters in an unknown way, and the loss depends on it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The graph of one evaluation (one micro-batch) of an ONNX file."""
+    """The graph of one forward pass (one micro-batch) of an ONNX file."""
 
     graph: Graph
     path: Path
     digest: str
-    """SHA-256 of the file without the numbers of its large tensors."""
+    """SHA-256 of the file without the data of its large tensors."""
     batch: int | None
-    """Samples of one evaluation; None where no input carries samples."""
+    """Samples of one forward pass; None if no input has a batch dimension."""
     loss: str
-    """Name of the output that is the loss, "" where there is none."""
+    """Name of the output that is the loss; "" if there is none."""
     mode: Mode
     nodes_before: int
-    """Nodes in the file; `len(graph.nodes)` are left."""
+    """Number of nodes in the file. The graph has `len(graph.nodes)` nodes."""
     configurations: tuple[Configuration, ...]
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[str, ...]
     source: Source | None = field(default=None, repr=False, compare=False)
-    """The parsed file, from which the graph on other numbers of samples is made; None for a graph
-    of no file.
+    """The parsed file, from which graphs for other batch sizes are built. None for a graph that was
+    not read from a file.
     """
     aliases: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Values of the file that are other names of values, by name."""
+    """Values of the file that only rename a value -> that value."""
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
-    """The file's floating-point tensors that the graph reads: what is trained, what is not, and
-    why.
+    """Floating-point tensors of the file that the graph reads, each with whether and why it is
+    trained.
     """
     scores: Scores = "keep"
-    """Form of the graph's losses, which keep their scores for backward or recompute them."""
+    """Whether the graph's losses save their logits for backward or recompute them."""
     unknown_detached: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Titles of nodes of which the file says that an operand is detached, but not which one."""
+    """Titles of nodes for which the file states that an operand is detached, but not which operand.
+    """
     unrecorded: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Ways to stop gradients that a torch module may use and the file does not tell: if the module
-    uses one of them, the graph trains more than the module does.
+    """Ways to stop gradients that a PyTorch module may use and that the file does not record. If
+    the module uses one, the graph trains more than the module.
     """
     other: Graph | None = field(default=None, repr=False, compare=False)
-    """The same graph with the other one of `scores`; None if there is none to consider."""
+    """The same graph with the other value of `scores`; None if only one value is considered."""
     loss_choices: tuple[str, ...] = ()
-    """Outputs of which each can be the loss, if there are several and none was named."""
+    """Outputs that can each be the loss, if there are several and none was named."""
 
     def with_scores(self, scores: Scores) -> Model:
-        """Return the model with losses that keep or recompute their scores; the model itself if it
-        has one form.
+        """Return the model whose losses save or recompute their logits; this model if it has only
+        one form.
         """
         if self.other is None or scores == self.scores:
             return self
@@ -273,9 +281,7 @@ class Model:
 
     @property
     def forms(self) -> tuple[Model, ...]:
-        """The model, and the same model with the other one of `scores` if there is one to
-        consider.
-        """
+        """This model, and the same model with the other value of `scores` if that is considered."""
         return (
             self,
             *(
@@ -287,7 +293,7 @@ class Model:
 
     @property
     def fused(self) -> dict[str, int]:
-        """Number of nodes by operator that were put together of what the file spells out."""
+        """Number of nodes by operator that were fused from several nodes of the file."""
         own = (
             Counter(node.op_type for node in self.source.nodes)
             if self.source is not None
@@ -306,19 +312,21 @@ class Model:
 
 
 REMOVED = frozenset({"Constant", "Identity", "CastLike", "Shape", "Size"})
-"""Operators that reading always removes, when shapes are static."""
+"""Operators that reading always removes if shapes are static."""
 
 
 def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
-    """The operators of a graph without a row, most frequent first."""
+    """Return the operators of a graph without a definition in `OPERATORS`, most frequent first."""
     return _without_row([(qualified_name(node), node.name) for node in graph.nodes])
 
 
 def require_readable(source: Source) -> None:
-    """Raise ModelError, naming every operator, in bodies too, that cannot be typed and has no row.
+    """Raise ModelError if the file contains operators that can neither be typed nor have a
+    definition. The error names all of them, including operators in control-flow bodies.
 
-    Operators that ONNX can type may still be computed while reading, and are judged afterwards;
-    raises too where the operands or attributes of one are not what ONNX defines.
+    An operator that ONNX can type may still be evaluated while the model is read; it is checked
+    afterwards. Also raise ModelError if the operands or attributes of a node violate ONNX's
+    definition.
     """
     import onnx.checker
     import onnx.defs
@@ -342,7 +350,7 @@ def require_readable(source: Source) -> None:
         elif (
             known and name != "Constant" and not _is_deprecated(node, opsets.get(domain, 1), domain)
         ):
-            # The numbers of a Constant may have been left in the file.
+            # The data of a Constant may not be loaded; therefore Constant nodes are not checked.
             try:
                 onnx.checker.check_node(node, context)
             except onnx.checker.ValidationError as error:
@@ -355,16 +363,14 @@ def require_readable(source: Source) -> None:
 
 
 def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
-    """True if ONNX defines an operator but advises against it, as against GroupNormalization of
-    opset 18.
-    """
+    """True if ONNX defines an operator as deprecated, for example GroupNormalization of opset 18."""
     import onnx.defs
 
     return bool(onnx.defs.get_schema(node.op_type, opset, domain).deprecated)
 
 
 def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
-    """The error that names them all with their numbers."""
+    """Return the error that names all unsupported operators with their counts."""
     names = ", ".join(f"{each.operator} ({each.count})" for each in unsupported)
     reasons: dict[str, list[str]] = {}
     for each in unsupported:
@@ -389,14 +395,14 @@ UNREACHED = "no gradient reaches it"
 
 
 ZERO_GRADIENT = frozenset({"Ceil", "Floor", "Round", "Sign"})
-"""Operators whose derivative is 0 where they have one."""
+"""Operators whose derivative is 0 wherever it exists."""
 
 
 def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
-    """Return the parameters from which the loss is computed, but to which no gradient flows, by the
-    node that stops it.
+    """Return the parameters on which the loss depends but to which no gradient flows, by the title
+    of the node that stops the gradient.
 
-    `graph` still trains all parameters.
+    `graph` must still mark all parameters as trainable.
     """
     connected = {loss}
     reached = {loss}
@@ -434,7 +440,7 @@ def _stops_gradients(graph: Graph, node: Node) -> bool:
 
 
 def only_reached(graph: Graph, loss: str) -> Graph:
-    """The graph with those parameters not trained whose change cannot change `loss` a little."""
+    """Return the graph in which parameters that no gradient of `loss` reaches are not trainable."""
     reached = {loss}
     for node in reversed(graph.nodes):
         row = operator_of(node)
@@ -452,7 +458,7 @@ def only_reached(graph: Graph, loss: str) -> Graph:
 
 
 def behind_stops(graph: Graph) -> frozenset[str]:
-    """Return the values that results of StopGradient are computed from."""
+    """Return the values from which results of StopGradient are computed."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         if node.op == STOP_GRADIENT or not found.isdisjoint(node.outputs):
@@ -461,8 +467,8 @@ def behind_stops(graph: Graph) -> frozenset[str]:
 
 
 def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
-    """Return the graph with those tensors not trained that are computed from parameters in an
-    unknown way.
+    """Return the graph in which tensors that are computed from parameters in an unknown way are not
+    trainable.
     """
     kept = tuple(
         replace(each, trainable=False) if is_refused(each, roles) else each
@@ -472,7 +478,7 @@ def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
 
 
 def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
-    """Return True if a parameter of a graph is computed from parameters in an unknown way."""
+    """True if a tensor of a graph is trainable but is computed from parameters in an unknown way."""
     role = roles.get(parameter.value.name)
     return parameter.trainable and role is not None and role.refused
 
@@ -480,8 +486,8 @@ def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
 def tensors_of(
     graph: Graph, roles: Mapping[str, Role], refused: frozenset[str]
 ) -> tuple[Tensor, ...]:
-    """Return the file's floating-point tensors that `graph` reads, scalars of no module left
-    out.
+    """Return the floating-point tensors of the file that `graph` reads, except constants of one
+    element.
     """
     found = []
     for each in graph.parameters:
@@ -500,7 +506,8 @@ def tensors_of(
 
 def require_trainable(model: Model) -> None:
     """Raise ModelError if the loss depends on tensors that the exporter computed from parameters in
-    an unknown way: a plan would train them in the parameters' place.
+    an unknown way, because a plan would train these tensors instead of the parameters. Also raise
+    ModelError if a model for training has a detached operand that the file does not identify.
     """
     if model.unknown_detached and model.mode is Mode.TRAIN:
         message = "training is refused: an operand is detached, but the file does not say which one"
@@ -532,8 +539,9 @@ def trained_warnings(
     left_out: list[str],
     stopped: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
-    """Return the warnings on tensors whose role the file does not settle, on parameters `left_out`
-    of it, and on parameters whose gradients a node stops, `stopped` by the node's title.
+    """Return warnings on tensors whose role the file does not determine, on parameters in
+    `left_out` that the file lacks, and on parameters whose gradients a node stops. `stopped` maps
+    the node's title to these parameters.
     """
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]

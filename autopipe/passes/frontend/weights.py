@@ -1,7 +1,7 @@
-"""The tensors of a file as constants and parameters, each with where its numbers lie or how they
-are drawn.
+"""Tensors of a model file as constants and parameters, each with the location of its data or its
+initializer.
 
-Of weights that a file names but does not hold, the operators that read them tell the type.
+The shape of a weight without data and type is inferred from the operators that read it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 SPREAD = 0.02
-"""Standard deviation of embeddings and of what no product reads (Radford et al. 2018, GPT, section
-4.1).
+"""Standard deviation of embeddings and of weights that no matmul reads (Radford et al. 2018, GPT,
+section 4.1).
 """
 PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum"})
 SCALES = frozenset(
@@ -67,8 +67,8 @@ SCALES = frozenset(
 
 
 def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
-    """The schemes in the file's metadata `autopipe.init`: name -> {"scheme": …, "std" or "bound":
-    …}.
+    """Return the initializers in the metadata entry `autopipe.init`, by parameter name. The entry
+    is JSON: {name: {"scheme": …, "std" or "bound": …}}. Raise ModelError if it is malformed.
     """
     found = {}
     try:
@@ -88,11 +88,14 @@ def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
 
 
 def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initializer:
-    """The usual scheme for what reads `name`, by operator, operand and shape.
+    """Return the usual initializer for the operators, operand positions and shape with which `name`
+    is used.
 
-    Ones for scales, zeros for offsets; He et al. (2015) for convolutions; Glorot and Bengio (2010)
-    for products, whichever of a matrix's extents is summed over; torch's [-1/√h, 1/√h] for
-    recurrent layers of h hidden units.
+    - Scales: ones. Other vectors: zeros.
+    - Convolutions: normal, He et al. (2015).
+    - Matmuls: normal, Glorot and Bengio (2010), which is symmetric in the two dimensions.
+    - Recurrent layers with h hidden units: uniform in [-1/√h, 1/√h], as in PyTorch.
+    - Other tensors: normal with standard deviation `SPREAD`.
     """
     slots = uses.slots(name)
     operators = {operator for operator, _ in slots}
@@ -100,7 +103,8 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
         gates, slot = min(recurrent)
         if (
             slot > 3 or len(shape) < 2
-        ):  # Operands 1 to 3 are weights, recurrence and both biases; then come states.
+            # Operands 1 to 3 are weights, recurrence weights and biases; states follow.
+        ):
             return Initializer("zeros")
         hidden = shape[1] // (gates * (2 if slot == 3 else 1))
         return Initializer("uniform", 1.0 / math.sqrt(max(hidden, 1)))
@@ -114,12 +118,16 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
 
 
 SMALL = 1 << 16
-"""Bytes up to which a floating-point constant is held rather than left in the file as a buffer."""
+"""Maximum bytes of a floating-point constant that the graph holds. A larger constant stays in the
+file as a buffer.
+"""
 Held = Constant | Parameter | Folded
 
 
 class Weights:
-    """The tensors of one file, and what the user chose of them by name."""
+    """Constants and parameters of one model file, with the user's choice of trained and frozen
+    names applied.
+    """
 
     def __init__(self, source: Source, roles: Roles, chosen: Chosen) -> None:
         self.source = source
@@ -127,14 +135,16 @@ class Weights:
         self.chosen = chosen
         self.stated = stated_initializers(source.metadata)
         self.absent: list[str] = []
-        """Names of parameters whose numbers are not there."""
+        """Names of parameters without data."""
         self.found: dict[str, Role] = {}
-        """The role of every floating-point tensor, by the name that the graph has for it."""
+        """Role of every floating-point tensor, by its name in the graph."""
         self.unknown_detached: tuple[str, ...] = ()
-        """Titles of nodes of which the file says that an operand is detached, but not which one."""
+        """Titles of nodes for which the file states that an operand is detached, but not which
+        operand.
+        """
         self.layouts: dict[str, Layout] = {}
-        """Layouts of the parameters that the file holds in another layout than the module, by name;
-        `initializers` fills it.
+        """Layouts of the parameters that the file stores in another layout than the module, by
+        name. Filled by `initializers`.
         """
 
     def initializers(self) -> dict[str, Held]:
@@ -144,7 +154,7 @@ class Weights:
             if tensor.name in found:
                 raise ModelError(f"initializer {tensor.name!r} is defined twice")
             if is_for_state_only(tensor.name) and tensor.name not in self.roles.uses.readers:
-                continue  # It is there for the module's `state_dict` only.
+                continue  # The tensor is present only for the module's `state_dict`.
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
         taken = found.keys() | {
@@ -161,22 +171,26 @@ class Weights:
             self.found[name] = Role(False, f"detached from {quoted(origins)}")
             found[name] = replace(parameters[name], trainable=False)
         folded = unfolding.folded
-        # What is computed stands behind what it is computed from.
+        # A computed tensor follows the tensor from which it is computed.
         plain = {name: each for name, each in found.items() if name not in folded}
         return {name: self._as_chosen(name, each) for name, each in (plain | folded).items()}
 
     def missing(self, value: Value) -> Parameter:
-        """The parameter of this type, whose numbers the file does not hold."""
+        """Return a parameter of this type whose data the file does not contain, with an
+        initializer.
+        """
         shape_of(value.shape, f"parameter {value.name!r}")
         self.absent.append(value.name)
         return self._parameter(Parameter(value, self._initializer(value)))
 
     def filled(self, value: Value, number: float) -> Parameter:
-        """The parameter that a ConstantOfShape node makes."""
+        """Return the parameter that a ConstantOfShape node creates, filled with `number`."""
         return self._parameter(Parameter(value, Fill(number)))
 
     def _parameter(self, parameter: Parameter) -> Parameter:
-        """The parameter, trained or not; its numbers say nothing."""
+        """Return the parameter with its `trainable` flag set from its role. Its values are not
+        examined.
+        """
         value = parameter.value
         role = (
             self.roles.role(value, lambda: None)
@@ -197,14 +211,14 @@ class Weights:
         return (f"no numbers are there for parameter {first}: they are drawn at random",)
 
     def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
-        """The tensor of a Constant node: a number in the graph, or a parameter."""
+        """Return the tensor of a Constant node as a constant or as a parameter."""
         held = self._as_chosen(name, self._tensor(name, tensor, f"constant {name!r}", in_node=True))
         assert not isinstance(held, Folded)
         return held
 
     def is_filled(self, node: onnx.NodeProto) -> bool:
-        """True if a ConstantOfShape node is a weight: floating-point and read where operators take
-        weights.
+        """True if a ConstantOfShape node creates a weight: a floating-point tensor that operators
+        read as a weight.
         """
         number = node.attribute[0].t.data_type if node.attribute else 1
         floating = dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating
@@ -242,13 +256,15 @@ class Weights:
         return stored_numbers(name, tensor, self.source.slices, self.source.path)
 
     def _as_chosen(self, name: str, held: Held, other: str = "") -> Held:
-        """Parameter under a name, trained or not as the user says of it or of its `other` name."""
+        """Return the tensor with its `trainable` flag set from the user's choice for `name` or, if
+        there is none, for `other`. Without a choice, return the tensor unchanged.
+        """
         if isinstance(held, Folded):
             if isinstance(held.source, str):
                 return held
             known = held.source.value.name
             role = self.found[name]
-            # The layout of what has the module's name is known.
+            # A tensor with a name of the module has a known layout.
             is_used_in_place = (
                 role.trained and not role.refused and known in self.roles.signature.parameters
             )
@@ -337,19 +353,23 @@ class Weights:
 
 
 MOST_STEPS = 32
-"""Transpositions and casts between a weight and the operator that tells its type."""
+"""Maximum number of transpositions and casts between a weight and the operator that determines its
+type.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingWeightTypes:
-    """Deduces the types of absent weights."""
+    """Infers the types of weights that the file names without data and type."""
 
     uses: Uses
     type_of: Callable[[str], Value | None]
     outputs: tuple[str, ...]
 
     def deduced(self, name: str) -> Value:
-        """The type of the weight `name`; raises ModelError where its uses do not tell it."""
+        """Return the type of the weight `name`. Raise ModelError if its uses do not determine the
+        type.
+        """
         readers = self.uses.readers[name]
         for node, slot in readers:
             found = self._from_reader(node, slot)
@@ -365,8 +385,8 @@ class MissingWeightTypes:
     def _from_reader(
         self, node: onnx.NodeProto, slot: int, steps: int = MOST_STEPS
     ) -> Value | None:
-        """The type of operand `slot` of a node, its name meaningless; `steps` operators behind it
-        may be looked at.
+        """Return the type of operand `slot` of a node, with an empty or arbitrary name, or None if
+        it is not determined. At most `steps` operators are followed.
         """
         if not steps:
             return None
@@ -410,8 +430,8 @@ class MissingWeightTypes:
         return None
 
     def _factor(self, node: onnx.NodeProto, slot: int, result: Value) -> Value | None:
-        """The weight of a product or convolution: from what it is multiplied with and what comes
-        out.
+        """Return the type of a weight of a matmul or convolution, from the other operand and the
+        result. None if they do not determine it.
         """
         stated = dict(attributes_of(node))
         if slot == 2:
