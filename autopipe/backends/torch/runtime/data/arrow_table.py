@@ -1,6 +1,8 @@
-"""Tables in the formats of Apache Arrow: Parquet, Arrow IPC, and what Hugging Face's `datasets`
-saves, which is that. A row is a sample, a column an input. Arrow files are mapped; of Parquet a
-rank decodes the columns that it reads.
+"""Tables in the formats of Apache Arrow: Parquet, Arrow IPC, and folders that Hugging Face's
+`datasets` saves, which contain Arrow IPC files.
+
+A table row is a sample, a column is an input. Arrow IPC files are memory-mapped. From a Parquet
+file, a rank decodes only the columns that it reads.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _FILE_MAGIC = b"ARROW1"
 
 
 def table_files(path: Path) -> list[Path]:
-    """The files of the table at a path, in order; none where it holds no table. Raises
-    ConfigurationError for several datasets.
+    """Return the files of the table at a path, in order; [] if there is no table. Raise
+    ConfigurationError for a folder with several datasets or an invalid dataset.
     """
     if path.suffix in SUFFIXES:
         return [path]
@@ -46,8 +48,8 @@ def table_files(path: Path) -> list[Path]:
 
 
 class ArrowTable(StoredArrays):
-    """The table in `files`, all of one schema. Raises ConfigurationError where they cannot be read,
-    or where pyarrow is not installed.
+    """The table in `files`, which must have equal schemas. Raises ConfigurationError if a file
+    cannot be read or if pyarrow is not installed.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], manifest: Manifest) -> None:
@@ -63,7 +65,7 @@ class ArrowTable(StoredArrays):
         self._manifest = manifest
         self._entries = {each.value.name: each for each in manifest.inputs}
         self._readers: list[Callable[[str], Any]] = []
-        """For each file, what reads a column of it."""
+        """For each file, a function that returns the column of a given name."""
         schemas = list[Any]()
         self._rows = 0
         for file in files:
@@ -101,8 +103,8 @@ class ArrowTable(StoredArrays):
             ) from error
 
     def _mapped(self, file: Path) -> Any:
-        """The table in an Arrow file, of IPC's stream format, which `datasets` writes, or its file
-        format.
+        """Return the table in a memory-mapped Arrow IPC file, in the stream format, which
+        `datasets` writes, or in the file format.
         """
         with file.open("rb") as opened:
             is_file = opened.read(len(_FILE_MAGIC)) == _FILE_MAGIC
@@ -146,14 +148,16 @@ class ArrowTable(StoredArrays):
         )
 
     def _numbers(self, chunk: Any, name: str, elements: int, first: int) -> np.ndarray:
-        """The numbers of a column's chunk, [rows, elements]; no copy of them, unless they are of
-        one bit.
+        """Return the values of a column's chunk, [rows, elements].
+
+        `first` is the table row at which the chunk starts. Values are not copied, except booleans,
+        which Arrow stores as single bits.
         """
         types = self._pyarrow.types
         rows = len(chunk)
         if isinstance(
             chunk, self._pyarrow.ExtensionArray
-        ):  # `datasets` has some for arrays of two and more axes.
+        ):  # `datasets` stores arrays of two and more axes as extension types.
             chunk = chunk.storage
         lengths = np.ones(rows, np.int64)
         while (
@@ -198,12 +202,12 @@ class ArrowTable(StoredArrays):
 
 
 def _decoded(file: Any, name: str) -> Any:
-    """A column of a Parquet file."""
+    """Return a column of a Parquet file."""
     return file.read(columns=[name]).column(0)
 
 
 class ChunkedRows:
-    """Arrays one behind the other along an axis."""
+    """Arrays concatenated along an axis, without a copy of all of them."""
 
     def __init__(
         self, chunks: Sequence[np.ndarray], axis: int, shape: tuple[int, ...], dtype: np.dtype
@@ -215,8 +219,8 @@ class ChunkedRows:
         self._ends = np.cumsum([each.shape[axis] for each in chunks])
 
     def __getitem__(self, key: Any, /) -> np.ndarray:
-        """`key` is whole slices before the axis, and behind them a slice without a step, or row
-        numbers.
+        """Return a copy of the selected rows. `key` has full slices for the dimensions before the
+        axis, then a slice without a step or an array of row numbers.
         """
         which = key[self._axis]
         rows = np.arange(which.start, which.stop) if isinstance(which, slice) else which

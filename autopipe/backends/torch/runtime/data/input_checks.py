@@ -1,5 +1,5 @@
-"""Checks of arrays against a model's inputs: types and shapes, indices and labels against the
-graph's rows and classes. Errors name the array, the row, the number and its limit.
+"""Checks of arrays against a model's inputs: element types, shapes, and ranges of indices and
+labels. An error names the array, the row, the value and the allowed range.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from autopipe.ir.words import plural
 
 
 def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
-    """Rows of a sample along the batch axis of an input that has one."""
+    """Return the number of rows per sample along the batch axis of an input that has one."""
     assert entry.batch_axis is not None
     return entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
 
 
 def per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> int:
-    """Elements of a sample of an input. Raises ConfigurationError where it has no samples, of which
-    a file of this kind holds nothing else.
+    """Return the number of elements per sample of an input. Raise ConfigurationError if the input
+    has no batch axis, because files of this kind contain only samples.
     """
     if entry.batch_axis is None:
         hint = "give .npy files or module:function"
@@ -35,7 +35,9 @@ def per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> 
 
 
 def sample_blocks(samples: np.ndarray, entry: InputRange, manifest: Manifest) -> np.ndarray:
-    """Samples [count, elements] as an input has them, along its batch axis; a view."""
+    """Return `samples` [count, elements] in the shape of the input, with all samples along its
+    batch axis. The result is a view if possible.
+    """
     axis = entry.batch_axis or 0
     shape = list(entry.value.shape)
     del shape[axis]
@@ -49,7 +51,7 @@ def numpy_dtype(entry: InputRange) -> np.dtype:
 
 
 def region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
-    """The block of the bounds, of all samples."""
+    """Return the slices of the block that the bounds apply to, for all samples."""
     block = [slice(*each) for each in zip(bounds.starts, bounds.stops, strict=True)]
     if batch_axis is not None:
         block[batch_axis] = slice(None)
@@ -59,8 +61,8 @@ def region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
 def count_samples(
     manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> int | None:
-    """How many samples arrays of these shapes have; None where none has any. Raises
-    ConfigurationError where they do not fit the model or one another.
+    """Return the number of samples of arrays with these shapes; None if no array has a batch axis.
+    Raise ConfigurationError if the shapes do not fit the model or each other.
     """
     found: dict[str, int] = {}
     for entry in manifest.inputs:
@@ -101,14 +103,14 @@ def count_samples(
 
 
 _ACCEPTED = {"b": "biuf", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
-"""Kinds of numpy's types whose numbers an input takes, by the kind of the input's own type.
-Integers are not taken from floating-point numbers, which round large ones: float16 has no 2,049,
-float32 no 16,777,217.
+"""Kinds of numpy types that an input accepts, by the kind of the input's type. Integer inputs do
+not accept floating-point arrays, because floating-point types round large integers: float16 cannot
+represent 2,049, float32 cannot represent 16,777,217.
 """
 
 
 def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
-    """Raise ConfigurationError for an array of a type that the input does not take."""
+    """Raise ConfigurationError if the input does not accept arrays of this type."""
     name = entry.value.name
     wanted = numpy_dtype(entry)
     if dtype == wanted or dtype.kind in _ACCEPTED[wanted.kind]:
@@ -120,8 +122,8 @@ def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
 def converted(
     rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None
 ) -> np.ndarray:
-    """Rows, those with `numbers` of an array, in the input's type. Raises ConfigurationError as
-    `check_rows` does.
+    """Return `rows` in the input's type. `numbers` are the numbers of these rows in the array.
+    Raise ConfigurationError as `check_rows` does.
     """
     check_rows(rows, entry, where, numbers)
     return rows.astype(numpy_dtype(entry), copy=False)
@@ -130,10 +132,11 @@ def converted(
 def check_rows(
     rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None
 ) -> None:
-    """Raise ConfigurationError for rows that the input's type cannot hold, and for indices and
-    labels that are out of range, or have a fraction in an input that the model declares
-    floating-point. `numbers` are the rows' numbers in the array. Nothing is copied if all rows are
-    integers in range.
+    """Raise ConfigurationError if a value cannot be represented in the input's type, or if an index
+    or label is out of range. An index or label in a floating-point input must also be an integer.
+
+    `numbers` are the numbers of the rows in the array, for the message. Rows of integers in range
+    are not copied.
     """
     name = entry.value.name
     dtype = numpy_dtype(entry)
@@ -173,8 +176,8 @@ def check_rows(
 
 
 def _out_of_range(block: np.ndarray, bounds: InputBounds) -> np.ndarray | None:
-    """Return a mask of the numbers that are out of bounds or no integers; None if there are
-    none.
+    """Return a mask of the values that are out of bounds or are not integers. Return None if all
+    values are integers in range; for floating-point values a mask is returned in any case.
     """
     is_floating = block.dtype.kind == "f"
     if not block.size or (

@@ -21,10 +21,11 @@ _CPU = torch.device("cpu")
 
 
 class RandomSource(Source):
-    """Random values within the range of each input, without end. A sample has the same values on
+    """Random values within the range of each input, without an end. A sample has equal values on
     every rank.
 
-    Element i of an input, samples first, is made from word i of the input's key.
+    Element i of an input, with the batch axis moved to the front, is computed from word i of the
+    input's key.
     """
 
     def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
@@ -43,9 +44,10 @@ class RandomSource(Source):
     def block(
         self, entry: InputRange, sample: int, box: Slices, device: torch.device
     ) -> torch.Tensor:
-        """Return the block `box` of the micro-batch that begins with a sample, on `device`.
+        """Return the block `box` of the micro-batch that begins with sample number `sample`, on
+        `device`.
 
-        The type is int64 if the input has a limit, otherwise float32.
+        The element type is int64 if random data of the input are integers, otherwise float32.
         """
         axis = entry.batch_axis
         shape = entry.value.shape
@@ -80,7 +82,9 @@ def _unchanged(words: torch.Tensor) -> torch.Tensor:
 
 
 def _part(bounds: InputBounds, axis: int | None, region: TensorSlice) -> tuple[slice, ...]:
-    """Return the part of a block, samples first, that the bounds apply to."""
+    """Return the slices of the part of a block that the bounds apply to. The batch axis is the
+    first dimension of the block.
+    """
     sides = list(zip(bounds.starts, bounds.stops, strict=True))
     found = []
     if axis is not None:

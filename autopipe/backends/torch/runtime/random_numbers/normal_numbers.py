@@ -1,18 +1,18 @@
-"""Standard normal numbers from random words: the inverse of the distribution function, interpolated
-from a table.
+"""Standard normal numbers from random words, by the inverse of the distribution function. The
+inverse is interpolated linearly from a table.
 
-A word w, read as a signed integer, gives u = w + ½. The number has the sign of u, and |u| / 2³² is
-the probability that a standard normal number lies beyond it, in (0, ½]. The table is indexed by the
-sign, the exponent and the first bits of the mantissa of u as a float32: the steps get finer towards
-the tails. Within a step the number is linear in u.
+A word w, read as a signed integer, gives u = w + ½. The normal number has the sign of u, and |u| /
+2³², in (0, ½], is the probability of a larger absolute value on that side. The table is indexed by
+the sign, the exponent and the first mantissa bits of u as a float32, so intervals become finer
+towards the tails. Within an interval the number is linear in u.
 
-The error is below 1e-6: that of the chord with 2⁸ steps per power of two, and the rounding to
-float32. The largest number is 6.34. Numbers near 0 are multiples of about 4e-8, because u has 24
-bits.
+The error is below 1e-6. It has two parts: the chord with 2⁸ intervals per power of two, and the
+rounding to float32. The largest number is 6.34. Numbers near 0 are multiples of about 4e-8, because
+u has 24 bits.
 
-All results are equal bit for bit on every machine. The table is computed by sums, products,
-quotients and roots, which IEEE 754 rounds in one way. A slope and u have 24 bits each, so their
-product is exact in float64, and a compiler that contracts product and sum changes nothing.
+All results are bitwise equal on every machine. The table is computed by sums, products, quotients
+and roots, which IEEE 754 rounds in one way. A slope and u have 24 bits each, so their product is
+exact in float64, and a compiler that fuses multiply and add does not change the result.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _interpolate(words: Tensor) -> Tensor:
 
 @torch.library.custom_op("autopipe::standard_normal", mutates_args=())
 def _standard_normal(words: Tensor) -> Tensor:
-    """Keep the table out of compiled functions."""
+    """A custom operator, so that compiled functions do not contain the table."""
     return _interpolate(words)
 
 
@@ -76,22 +76,22 @@ _ON_DEVICE: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the table on a device, copied there once."""
+    """Return the table on a device. It is copied to a device once."""
     if device in _ON_DEVICE:
         return _ON_DEVICE[device]
-    # The copies must have ended before another stream reads the table.
+    # The copies are blocking, because another stream may read the table next.
     host_intercepts, host_slopes = _tables()
     intercepts = torch.from_numpy(host_intercepts).to(device)
     slopes = torch.from_numpy(host_slopes).to(device)
-    if type(intercepts) is Tensor:  # Tensors without values serve only the run that made them.
+    if type(intercepts) is Tensor:  # A fake tensor must not be cached.
         _ON_DEVICE[device] = intercepts, slopes
     return intercepts, slopes
 
 
 @cache
 def _tables() -> tuple[Doubles, Doubles]:
-    """Return (intercepts, slopes): where u has index i, its number is intercepts[i] + slopes[i] ·
-    u.
+    """Return (intercepts, slopes), float64. If u has table index i, its number is intercepts[i] +
+    slopes[i] · u.
     """
     ends = (
         (np.arange(_FIRST, _LAST + 2, dtype=np.int32) << _DROPPED_BITS)
@@ -114,7 +114,7 @@ def quantiles(probabilities: Doubles) -> Doubles:
     """Return the standard normal quantiles of probabilities in (0, ½], with a relative error of
     about 1e-15.
 
-    Wichura, "Algorithm AS 241", Applied Statistics 37(3), 1988: PPND16.
+    Algorithm: PPND16 of Wichura, "Algorithm AS 241", Applied Statistics 37(3), 1988.
     """
     q = probabilities - 0.5
     central = 0.180625 - q * q
@@ -129,7 +129,9 @@ def quantiles(probabilities: Doubles) -> Doubles:
 
 
 def _polynomial(x: Doubles, coefficients: tuple[float, ...]) -> Doubles:
-    """Return the polynomial's values; coefficients from the highest power down (Horner)."""
+    """Return the values of a polynomial by Horner's rule. `coefficients` start with the highest
+    power.
+    """
     total = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         total = total * x + coefficient
@@ -141,14 +143,14 @@ _MANTISSA: Final = 52
 _ROOT_OF_HALF: Final = np.float64(math.sqrt(0.5)).view(np.int64)
 _LN_2: Final = 0.6931471805599453
 _ARTANH: Final = tuple(1.0 / n for n in range(19, 0, -2))
-"""artanh(s) = s · Σ s²ᵏ / (2k + 1), from the last term on; below s = 0.172 the next term is below
-3e-17.
+"""Coefficients 1 / (2k + 1) of artanh(s) = s · Σ s²ᵏ / (2k + 1), from the last term to the first.
+For s below 0.172 the first omitted term is below 3e-17.
 """
 
 
 def _log(values: Doubles) -> Doubles:
-    """Return natural logarithms of positive numbers, equal on every machine: libraries differ in
-    the last bit.
+    """Return the natural logarithms of positive numbers. They are bitwise equal on every machine;
+    the logarithms of math libraries differ in the last bit.
     """
     bits = values.view(np.int64)
     exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
@@ -200,6 +202,6 @@ _TAILS: Final = (
         ),
     ),
 )  # fmt: skip
-"""For the other probabilities p: the number subtracted from √(-ln p), then numerator and
+"""For the other probabilities p: the constant that is subtracted from √(-ln p), then numerator and
 denominator.
 """

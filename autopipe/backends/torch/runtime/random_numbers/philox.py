@@ -1,10 +1,17 @@
-"""Philox4x32-10, the generator of every random number.
+"""Philox4x32-10, the counter-based generator of all random numbers of a program.
 
-The generator maps a key of 64 bits and a counter of 128 bits to a block of four words of 32 bits
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A key belongs to a seed and
-a purpose, a counter to an element. So a rank draws any part of a tensor without the rest, and equal
-positions have equal numbers on every device. Words are int32 tensors that hold the bits of unsigned
-integers.
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the
+constants are those of its implementation Random123. The generator is a function from a key of 64
+bits and a counter of 128 bits to a block of four 32-bit words. It has no state.
+
+Invariants:
+
+  - A key belongs to a seed and a purpose (`key_of`), a counter to a position in a tensor. So a
+    rank draws any part of a tensor without the rest.
+  - The implementations by torch operators, NumPy and Triton give equal words for equal keys and
+    counters, so equal positions have equal numbers on every device.
+
+A word is an element of an int32 tensor that holds the bits of an unsigned integer.
 """
 
 from __future__ import annotations
@@ -24,20 +31,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Key = tuple[int, int] | tuple[Tensor, Tensor]
-"""Two integers in [0, 2³²); as tensors: int64 without dimensions."""
+"""The two 32-bit halves of a key, integers in [0, 2³²). As tensors they are int64 without
+dimensions.
+"""
 Block = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Four tensors of integers in [0, 2³²), int64, of shapes that broadcast."""
+"""Four int64 tensors of integers in [0, 2³²), with shapes that broadcast together: a counter, or a
+block of words.
+"""
 
 WORDS_PER_BLOCK: Final = 4
 LOW: Final = 0xFFFFFFFF
-"""Mask of the low half of 64 bits."""
+"""Mask of the low 32 bits."""
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
 
 
 class Purpose(IntEnum):
-    """The use of random numbers. Each use has keys that no other use has."""
+    """The use of random numbers. The purpose is a part of the input from which `key_of` derives a
+    key.
+    """
 
     PARAMETER = 1
     FORWARD = 2
@@ -47,8 +60,8 @@ class Purpose(IntEnum):
 
 
 def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
-    """Return the key of a seed and a purpose. `numbers`, from 0 and of any size, tell the keys of a
-    purpose apart.
+    """Return the key for a seed and a purpose, derived by NumPy's SeedSequence. `numbers`, integers
+    of any size from 0, distinguish the keys of one purpose.
     """
     state = np.random.SeedSequence([seed, int(purpose), *numbers]).generate_state(2, np.uint64)
     first, second = (int(word) & LOW for word in state)
@@ -56,18 +69,26 @@ def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
 
 
 def philox_4x32(counter: Block, key: Key) -> Block:
-    """Return the block of words of each counter, as int64 in [0, 2³²)."""
+    """Return the block of words for each counter, int64 in [0, 2³²).
+
+    Each of ten rounds maps the counter words (c0, c1, c2, c3), with the key words (k0, k1), to
+
+      (hi(M1·c2) ^ c1 ^ k0,  lo(M1·c2),  hi(M0·c0) ^ c3 ^ k1,  lo(M0·c0))
+
+    where hi and lo are the high and low 32 bits of a 64-bit product, and M0, M1 are `_MULTIPLIERS`.
+    Between rounds, `_KEY_STEPS` are added to k0 and k1 modulo 2³².
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for number in range(_ROUNDS):
-        # A product of 32-bit words exceeds int64 but not uint64. Only its bits are used, so the
-        # sign does not matter.
+        # A product of two 32-bit words can exceed int64 but not uint64. Only the bits of the
+        # product are used, so its sign as int64 does not matter.
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         if number:
             k0 = (k0 + _KEY_STEPS[0]) & LOW
             k1 = (k1 + _KEY_STEPS[1]) & LOW
-        # c1 and c3 keep their high halves, which are masked where they are read.
+        # c1 and c3 keep the high halves of the products. Later masks remove them.
         c0 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(LOW)
         c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(LOW)
         c1 = product1
@@ -79,19 +100,21 @@ def philox_4x32(counter: Block, key: Key) -> Block:
 class Rows:
     """Counters of rows of blocks.
 
-    Block b of a row has the counter (low half of n, second, third, fourth), where n = first + b.
-    All are int64, of the shape [rows, 1] or [1, 1].
+    Block b of a row has the counter words (low half of n, second, third, fourth), where n = first +
+    b. All tensors are int64, of shape [rows, 1] or [1, 1].
     """
 
     first: Tensor
     third: Tensor
     fourth: Tensor
     second: Tensor | None = None
-    """None for the high half of n; otherwise n must be below 2³²."""
+    """None stands for the high half of n. If it is given, n must be below 2³²."""
 
     @staticmethod
     def of(first: Tensor) -> Rows:
-        """Return rows whose counters are the integers from `first`, int64 [rows], on."""
+        """Return rows whose counters are first[i], first[i] + 1, … for row i. `first` is int64
+        [rows].
+        """
         zero = torch.zeros((1, 1), dtype=torch.int64, device=first.device)
         return Rows(first[:, None], zero, zero)
 
@@ -106,7 +129,9 @@ class Rows:
 
 
 def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
-    """Return the words of blocks [start, stop) of each row, int32 [rows, 4 · (stop - start)]."""
+    """Return the words of blocks [start, stop) of each row, int32 [rows, 4 · (stop - start)], by
+    the fastest implementation for the device.
+    """
     kernel = _kernel_for(rows.first)
     if kernel is not None:
         return kernel(rows.first, rows.second, rows.third, rows.fourth, start, stop, key)
@@ -114,8 +139,8 @@ def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
 
 
 def draw_words_by_operators(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
-    """Return the words of blocks [start, stop) of each row, drawn by torch operators on any
-    device.
+    """Return the words of blocks [start, stop) of each row, as `draw_words` does, computed by torch
+    operators on any device.
     """
     position = rows.first + torch.arange(start, stop, device=rows.first.device)
     second = position >> 32 if rows.second is None else rows.second
@@ -128,8 +153,8 @@ def draw_words_by_operators(rows: Rows, start: int, stop: int, key: Key) -> Tens
 
 
 def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
-    """Return words [start, start + count) of the blocks whose counters are 0, 1, 2, …; int32, on
-    the CPU.
+    """Return words [start, start + count) of the sequence of blocks whose counters are 0, 1, 2, …:
+    int32, on the CPU.
     """
     first, lead = divmod(start, WORDS_PER_BLOCK)
     blocks = -(-(lead + count) // WORDS_PER_BLOCK)
@@ -143,16 +168,18 @@ def as_unsigned(words: Tensor) -> Tensor:
 
 
 def integers_below(words: Tensor, below: int) -> Tensor:
-    """Return an integer in [0, below) for each word, int64. A limit above 2³¹ counts as 2³¹."""
+    """Return an integer in [0, below) for each word, int64: the high half of word · below. A limit
+    above 2³¹ counts as 2³¹.
+    """
     return (as_unsigned(words) * min(below, 1 << 31)).bitwise_right_shift_(32)
 
 
 def _kernel_for(tensor: Tensor) -> Callable[..., Tensor] | None:
-    """Return the fastest function that draws words on the tensor's device, or None for
-    `philox_4x32`.
+    """Return the fastest function that draws words on the tensor's device, or None if
+    `draw_words_by_operators` must be used.
 
-    Inductor fuses the operators of a compiled function by itself. A tensor without values has
-    another class.
+    In a function that torch compiles, the operators are used, because Inductor fuses them. They are
+    also used for tensor subclasses, for example fake tensors.
     """
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return None

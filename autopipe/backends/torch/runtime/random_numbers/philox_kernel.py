@@ -1,5 +1,5 @@
-"""Philox4x32-10 as one Triton kernel: on a GPU, torch operators take about a hundred kernels for
-each draw.
+"""Philox4x32-10 as one Triton kernel. With torch operators a draw takes about a hundred kernels on
+a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 Key = tuple[int, int] | tuple[Tensor, Tensor]
 
 _BLOCKS = 1024
-"""Blocks of four words that one program of the kernel draws."""
+"""Number of four-word blocks that one program of the kernel draws."""
 
 
 _VARIABLE = [
@@ -24,7 +24,7 @@ _VARIABLE = [
     "width",
     "total",
 ]
-"""Arguments for whose values Triton compiles no kernels of their own."""
+"""Arguments for which Triton must not compile a specialised kernel per value."""
 
 
 @triton.jit(do_not_specialize=_VARIABLE)  # type: ignore[untyped-decorator]
@@ -73,7 +73,7 @@ def draw_words_by_kernel(
     stop: int,
     key: Key,
 ) -> Tensor:
-    """Return the words of blocks [start, stop) of rows whose counters have these parts, as
+    """Return the words of blocks [start, stop) of the rows whose counters have these parts, as
     `philox.draw_words` does.
     """
     device = first.device

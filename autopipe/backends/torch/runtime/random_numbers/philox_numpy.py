@@ -1,5 +1,5 @@
-"""Philox4x32-10 in NumPy, in place on unsigned integers: on a CPU in half of the time of torch
-operators.
+"""Philox4x32-10 in NumPy, computed in place on unsigned integers. On a CPU it takes half of the
+time of torch operators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def draw_words_by_numpy(
     stop: int,
     key: Key,
 ) -> Tensor:
-    """Return the words of blocks [start, stop) of rows whose counters have these parts, as
+    """Return the words of blocks [start, stop) of the rows whose counters have these parts, as
     `philox.draw_words` does.
     """
     blocks: Words = np.arange(start, stop).astype(np.uint64)
@@ -45,7 +45,7 @@ def draw_words_by_numpy(
         np.multiply(c2, _MULTIPLIERS[1], out=product1)
         _mix(product1, c1, key0, c0)
         _mix(product0, c3, key1, c2)
-        # The products are the next c1 and c3. Their high halves are masked where they are read.
+        # The products become the next c1 and c3, with high halves that later steps drop.
         c1, product1 = product1, c1
         c3, product0 = product0, c3
         key0 = (key0 + _KEY_STEPS[0]) & 0xFFFFFFFF
@@ -58,7 +58,7 @@ def draw_words_by_numpy(
 
 
 def _mix(product: Words, other: Words, key: int, out: Words) -> None:
-    """Write the low half of (high half of the product) ^ other ^ key."""
+    """Write the low 32 bits of (product >> 32) ^ other ^ key to `out`."""
     np.right_shift(product, _HALF, out=out)
     np.bitwise_xor(out, other, out=out)
     np.bitwise_xor(out, np.uint64(key), out=out)

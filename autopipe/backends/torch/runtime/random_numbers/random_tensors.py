@@ -1,7 +1,7 @@
 """Blocks of random tensors, drawn on any device without the rest of the tensor.
 
-Element i of a tensor is made from word i of the tensor's key, in row-major order. A block is a set
-of contiguous runs, drawn a piece at a time.
+Element i of a tensor, in row-major order, is computed from word i of the tensor's key. A block
+consists of contiguous runs of elements, which are drawn in pieces.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Positions = npt.NDArray[np.int64]
 Key = tuple[int, int]
 
 PIECE: Final = {"cpu": 1 << 17, "cuda": 1 << 25}
-"""Words drawn at a time: on a CPU as many as a core's cache holds with their intermediate results,
-on a GPU as many as keep it busy.
+"""Number of words drawn at a time, by device type: on a CPU a number for which words and
+intermediate results fit a core's cache, on a GPU a number that occupies the GPU.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ContiguousRuns:
-    """Runs of `length` elements each, in the tensor's order. Together they are a block,
-    row-major.
+    """The runs of contiguous elements of a tensor that form a block, in row-major order. Each run
+    has `length` elements.
     """
 
     first: int
     """Position of the block's first element in the tensor."""
     length: int
     counts: tuple[int, ...]
-    """Sizes of the grid in which the runs lie, outer to inner; () for one run."""
+    """Sizes of the grid of runs, from the outermost dimension to the innermost; () for one run."""
     strides: tuple[int, ...]
-    """Elements of the tensor from one run to the next, along each of those dimensions."""
+    """Distance in elements between neighbouring runs, for each dimension of the grid."""
 
     @property
     def count(self) -> int:
         return math.prod(self.counts) if self.length else 0
 
     def positions(self, start: int, stop: int) -> Positions:
-        """Return the positions in the tensor at which runs [start, stop) begin, ascending."""
+        """Return the start positions, in the tensor, of runs [start, stop), in ascending order."""
         found = np.full(stop - start, self.first, np.int64)
         left = np.arange(start, stop, dtype=np.int64)
         for size, stride in zip(reversed(self.counts), reversed(self.strides), strict=True):
@@ -58,13 +58,13 @@ class ContiguousRuns:
 
 
 def contiguous_runs(shape: tuple[int, ...], box: TensorSlice) -> ContiguousRuns:
-    """Return the runs of a block of a tensor of `shape`, as few and as long as possible."""
+    """Return the block `box` of a tensor of `shape` as the fewest and longest contiguous runs."""
     first = 0
     length = 1
     stride = 1
     outer: list[tuple[int, int]] = []
     for size, start, stop in reversed(list(zip(shape, box.starts, box.stops, strict=True))):
-        if length == stride:  # The block contains all dimensions below.
+        if length == stride:  # The block contains all inner dimensions completely.
             length *= stop - start
         else:
             outer.insert(0, (stop - start, stride))
@@ -84,8 +84,8 @@ def draw_block(
     device: torch.device,
     threads: int = 1,
 ) -> Tensor:
-    """Return the block `box` of a random tensor of `shape`. `make` returns an element for each
-    word, elementwise.
+    """Return the block `box` of a random tensor of `shape`. `make` must be elementwise: it maps
+    each word to an element. On a CPU, up to `threads` threads draw a large block.
     """
     block = torch.empty(box.shape, dtype=dtype, device=device)
     flat = block.view(-1)
@@ -104,7 +104,7 @@ def draw_block(
     else:
         with ThreadPoolExecutor(
             workers
-        ) as pool:  # Torch releases the interpreter's lock while an operator runs.
+        ) as pool:  # Torch operators release the global interpreter lock.
             list(pool.map(draw, range(workers)))
     return block
 
@@ -112,11 +112,11 @@ def draw_block(
 def _pieces(
     runs: ContiguousRuns, piece: int, worker: int, workers: int
 ) -> Iterator[tuple[int, Positions, int]]:
-    """Yield every `workers`-th piece of a block, from number `worker` on: (place, starts, length).
+    """Yield every `workers`-th piece of a block, starting with piece `worker`: (place, starts,
+    length).
 
-    place: index of the piece's first element in the block.
-    starts: positions in the tensor at which the piece's runs begin.
-    length: elements of each of these runs.
+    place: index of the piece's first element in the block. starts: positions in the tensor at which
+    the piece's runs begin. length: number of elements of each of these runs.
     """
     if runs.length > piece:
         per_run = -(-runs.length // piece)
@@ -139,7 +139,9 @@ def _pieces(
 
 
 def _words_of_runs(starts: Positions, length: int, key: Key, device: torch.device) -> Tensor:
-    """Return the words of runs that begin at `starts`, int32 [runs, length]."""
+    """Return the words of the runs of `length` words that begin at the positions `starts`, int32
+    [runs, length].
+    """
     first, lead = np.divmod(starts, WORDS_PER_BLOCK)
     blocks = -(-(int(lead.max()) + length) // WORDS_PER_BLOCK)
     if len(first) == 1:

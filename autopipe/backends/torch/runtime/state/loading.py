@@ -1,5 +1,5 @@
-"""Loads parameters and constants, and assigns them to a program's stages; loads a second program into the process
-of a rank.
+"""Loads parameters and constants, and assigns them to a program's stages. It can also load a second
+program into the process of a rank.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _STAGE = re.compile(r"stage_\d+")
 
 
 def load_stages(rank: RankContext, has_values: bool) -> None:
-    """Load the rank's parameters and give them to its stages. Unless `has_values`, parameters are
-    uninitialised.
+    """Load the rank's parameters and assign them to its stages. If `has_values` is False,
+    parameters are uninitialised.
     """
     manifest = rank.manifest
     narrow = None if rank.train else low_precision_type(manifest.precision)
@@ -48,7 +48,7 @@ def load_stages(rank: RankContext, has_values: bool) -> None:
 
 
 def equip_stages(rank: RankContext) -> None:
-    """Give all stages of a rank their parameters, constants, process group and random numbers."""
+    """Assign parameters, constants, process group and random numbers to all stages of a rank."""
     names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
     constants = load_constants(rank.manifest.folder, names, rank.device)
     for mode in rank.modes:
@@ -84,8 +84,9 @@ class _Stages:
 
 
 def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[[], None]]:
-    """Load the same rank of the program in `folder`. Return its context and its step function. The
-    program uses this rank's parameters, process groups and channels, and has other shapes.
+    """Load the part of the program in `folder` for this rank. Return its context and its step
+    function. The second program uses the first program's parameters, process groups and channels;
+    its tensor shapes may differ.
     """
     context = RankContext(
         rank.number,

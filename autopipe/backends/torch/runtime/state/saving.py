@@ -70,8 +70,8 @@ class Saving:
         return saved
 
     def best(self) -> tuple[float, int] | None:
-        """Return (loss, step) of the checkpoint with the lowest validation loss, None if no
-        checkpoint has one.
+        """Return (loss, step) for the saved state with the lowest validation loss, where `step` is
+        the index, from 0, of its last step. Return None if no such state is saved.
         """
         return self._checkpointer.best()
 
@@ -81,11 +81,11 @@ class Saving:
         return SAVE in requests, STOP in requests
 
     def before_update(self) -> None:
-        """Make the GPU finish copies for a checkpoint before it changes parameters."""
+        """Make the GPU wait for the copies of a running save before it changes parameters."""
         self._checkpointer.before_update()
 
     def save_best(self, eval_loss: float) -> None:
-        """Save a checkpoint of the lowest validation loss so far."""
+        """Start to save the state as the best so far, with this validation loss."""
         self._checkpointer.save(self._position(), self._rank.seed, eval_loss)
 
     def is_due(self, requested: bool) -> bool:
@@ -105,11 +105,11 @@ class Saving:
         self._checkpointer.save(self._position(), self._rank.seed)
 
     def poll(self) -> None:
-        """Complete a checkpoint whose writing has ended, without waiting."""
+        """Raise the error of a save that has failed, without waiting for a save that still runs."""
         self._checkpointer.has_ended()
 
     def _position(self) -> Position:
-        """Return the position in the data, including the runs that this run resumed."""
+        """Return the progress of the run, including the runs that this run resumed."""
         forwards = self.begin.forwards
         if forwards is not None:
             manifest = self._rank.manifest
