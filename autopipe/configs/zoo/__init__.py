@@ -1,7 +1,8 @@
-"""The models of the papers as ONNX graphs of any size, with or without weights; may import ir and
-the YAML schema.
+"""The models of the papers as ONNX graphs of any size, with or without weights. This package may
+import `autopipe.ir` and the YAML schema.
 
-A model is a frozen dataclass of its sizes in a module of its own, imported when it is asked for:
+A model is a frozen dataclass whose fields are its sizes. Its module is imported when the model is
+requested:
 
     model = configure("gpt", {"size": "11b", "weights": "none"})
     build(model).save(Path("gpt.onnx"))
@@ -59,18 +60,22 @@ MODELS: Final[Mapping[str, tuple[str, str]]] = {
     "vgg19": ("vision:Vgg19", "convolutions and a classifier of any number of classes (TePDist)"),
     "wide-resnet": ("vision:WideResNet", "residual network of wide bottlenecks (TePDist)"),
 }
-"""A model's name -> (`module:class` in this package, what the list of models says of it)."""
+"""The names of the models, each with (`module:class` in this package, description for the list of
+models).
+"""
 
 Count = Annotated[int, AtLeast(1), AtMost(2**28)]
-"""A size; the product of two still counts bytes in 64 bits."""
+"""A positive size. The product of two sizes still fits in 64 bits as a number of bytes."""
 Setting = int | float | bool | str | tuple[int, ...] | None
 """The value of a field of a model."""
 Settings = Mapping[str, Setting]
-"""Keys of a model's fields, or `size`, -> values, which may be text as typed by a user."""
+"""Values of a model's fields by name, and the name of a preset under `size`. Values may be text
+that a user typed.
+"""
 
 
 def preset(names: str, *values: Setting) -> Settings:
-    """A row of a table of sizes, under the fields' `names`."""
+    """Return settings that assign `values` to the fields in `names`, a space-separated list."""
     return dict(zip(names.split(), values, strict=True))
 
 
@@ -171,7 +176,7 @@ def _entry(name: str, value: Setting) -> Entry:
 
 
 def build(model: ZooModel) -> BuiltModel:
-    """The graph of `model`, with shapes for all values; its weights are drawn only when it is
+    """Return the graph of `model`, with inferred shapes. Its weights are initialised when it is
     saved.
     """
     from autopipe.configs.zoo.builder import BuiltModel, GraphBuilder

@@ -1,7 +1,7 @@
-"""Builds an ONNX graph one operator or layer at a time, with hierarchical names, and writes it with
-drawn parameters.
+"""Builder of ONNX graphs: adds one operator or layer at a time, with hierarchical names, and writes
+the model with initialised parameters.
 
-Layers and losses are written as the operators an exporter would give.
+Layers and losses consist of the operators that a PyTorch exporter writes for them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ from autopipe.ir.output_kinds import PRODUCER, check_data_file
 from autopipe.ir.words import bytes_text
 
 IR_VERSION: Final = 10
-"""The first version of the format that carries opset 20 and 21; every reader of those opsets knows
-it.
-"""
+"""The first version of the ONNX format that supports opsets 20 and 21."""
 Attribute: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | ir.TensorProtocol
 ZEROS: Final = Initializer("zeros")
 ONES: Final = Initializer("ones")
@@ -42,16 +40,20 @@ ONES: Final = Initializer("ones")
 normal: Final = partial(Initializer, "normal")
 uniform: Final = partial(Initializer, "uniform")
 SPREAD: Final = normal(0.02)
-"""How the weights of GPT and BERT are drawn."""
+"""Initial values of the weights of GPT and BERT: normal with standard deviation 0.02."""
 
 
 def kaiming(fan_in: int) -> Initializer:
-    """He et al. (2015): keeps the variance of activations through layers that end in a ReLU."""
+    """Return the initializer of He et al. (2015), which preserves the variance of activations
+    through layers that end in a ReLU.
+    """
     return normal(math.sqrt(2.0 / fan_in))
 
 
 def lecun(fan_in: int) -> Initializer:
-    """LeCun et al. (1998): keeps the variance of activations through a linear layer."""
+    """Return the initializer of LeCun et al. (1998), which preserves the variance of activations
+    through a linear layer.
+    """
     return normal(math.sqrt(1.0 / fan_in))
 
 
@@ -67,16 +69,15 @@ class Parameter:
 
 
 Extent = int | tuple[int, int]
-"""Of height and width; one number for both."""
+"""(height, width), or one number for both."""
 
 
 class GraphBuilder:
-    """Collects nodes, parameters, inputs and outputs; `finish` gives the graph with parameters that
-    have no data.
+    """Collects nodes, parameters, inputs and outputs of a graph. `finish` returns the graph.
 
-    `batch` is the extent of axis 0 of every input, an integer or the name of a symbolic dimension;
-    `loss` is true of models that end with one. Parameters are values that nothing produces: whoever
-    saves the model gives them data, or leaves them dangling.
+    `batch` is the size of axis 0 of every input, an integer or the name of a symbolic dimension.
+    `loss` is True if the graph ends with a loss. In the finished graph, parameters are values
+    without a producer and without data; whoever saves the model may add the data.
     """
 
     def __init__(self, name: str, batch: int | str, opset: int, loss: bool) -> None:
@@ -99,7 +100,7 @@ class GraphBuilder:
         self._scopes.pop()
 
     def input(self, name: str, *dims: int, integer: bool = False) -> ir.Value:
-        """A data input [batch, *dims], int64 where `integer`, float32 otherwise."""
+        """Add a data input [batch, *dims], int64 if `integer`, otherwise float32."""
         dtype = ir.DataType.INT64 if integer else ir.DataType.FLOAT
         value = ir.Value(name=name, shape=ir.Shape([self.batch, *dims]), type=ir.TensorType(dtype))
         self._inputs.append(value)
@@ -110,27 +111,27 @@ class GraphBuilder:
         self._outputs.append(value)
 
     def parameter(self, name: str, *dims: int, init: Initializer = SPREAD) -> ir.Value:
-        """A trainable tensor [*dims] named after the scopes it stands in."""
+        """Add a float32 parameter [*dims]. The names of the open scopes prefix its name."""
         full_name = ".".join([*self._scopes, name])
         assert full_name not in self._parameters, f"two parameters are called {full_name}"
         self._parameters[full_name] = Parameter(full_name, dims, init)
         return ir.Value(name=full_name, shape=ir.Shape(dims), type=ir.TensorType(ir.DataType.FLOAT))
 
     def constant(self, value: float | Sequence[float]) -> ir.Value:
-        """Add a Constant node, a scalar or vector: int64 for integers, otherwise float32."""
+        """Add a Constant node with a scalar or a vector: int64 for integers, otherwise float32."""
         array = np.asarray(value)
         array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
         return self.op("Constant", value=ir.tensor(array))
 
     def op(self, op_type: str, *inputs: ir.Value, **attributes: Attribute) -> ir.Value:
-        """Append an operator; returns its only (or first) output."""
+        """Append an operator and return its first output."""
         return self.split_op(op_type, 1, *inputs, **attributes)[0]
 
     def split_op(
         self, op_type: str, outputs: int, *inputs: ir.Value, **attributes: Attribute
     ) -> tuple[ir.Value, ...]:
-        """Append an operator named `/scopes/OpType`, numbered from the second of that name on;
-        returns its outputs.
+        """Append an operator named `/scopes/OpType` and return its outputs. The second operator of
+        equal name gets the suffix `_1`, and so on.
         """
         name = "/" + "/".join([*self._scopes, op_type])
         self._names[name] += 1
@@ -154,8 +155,8 @@ class GraphBuilder:
         init: Initializer = SPREAD,
         bias: bool = True,
     ) -> ir.Value:
-        """[…, inputs] -> […, outputs] as MatMul, and Add where there is a `bias`; the weight is
-        [inputs, outputs].
+        """Map […, inputs] to […, outputs] by MatMul, and by Add if `bias`. The weight is [inputs,
+        outputs].
         """
         with self.scope(name):
             result = self.op("MatMul", data, self.parameter("weight", inputs, outputs, init=init))
@@ -166,8 +167,8 @@ class GraphBuilder:
     def dense(
         self, name: str, data: ir.Value, inputs: int, outputs: int, *, relu: bool = True
     ) -> ir.Value:
-        """[batch, inputs] -> [batch, outputs] as Gemm with a weight [outputs, inputs], then Relu
-        where wanted.
+        """Map [batch, inputs] to [batch, outputs] by Gemm with a weight [outputs, inputs], then by
+        Relu if `relu`.
         """
         with self.scope(name):
             weight = self.parameter(
@@ -181,20 +182,20 @@ class GraphBuilder:
     def embedding(
         self, name: str, indices: ir.Value, rows: int, width: int, init: Initializer = SPREAD
     ) -> tuple[ir.Value, ir.Value]:
-        """Rows of a table [rows, width] chosen by int64 `indices`; the result [*indices, width] and
-        the table.
+        """Return (result, table): the rows of a table [rows, width] at the int64 `indices`,
+        [*indices, width], and the table.
         """
         with self.scope(name):
             table = self.parameter("weight", rows, width, init=init)
             return self.op("Gather", table, indices, axis=0), table
 
     def positions(self, length: int) -> ir.Value:
-        """The int64 vector 0 … length - 1."""
+        """Return the int64 vector 0 … length - 1."""
         return self.op("Range", self.constant(0), self.constant(length), self.constant(1))
 
     def angles(self, length: int, count: int, base: float) -> ir.Value:
-        """float32 [length, count]: position times base^(-i / count), of rotary and of sinusoidal
-        positions.
+        """Return the angles of rotary or sinusoidal positions, float32 [length, count]: position ·
+        base^(-i / count) for i in [0, count).
         """
         order = self.op(
             "Range", self.constant(0.0), self.constant(float(length)), self.constant(1.0)
@@ -211,8 +212,8 @@ class GraphBuilder:
             return self.op("LayerNormalization", data, scale, shift, axis=-1, epsilon=epsilon)
 
     def rms_norm(self, name: str, data: ir.Value, width: int, epsilon: float) -> ir.Value:
-        """Root-mean-square norm of the last axis, of extent `width`, spelled out (Zhang and
-        Sennrich, 2019).
+        """Normalise the last axis, of size `width`, by its root mean square, and scale it (Zhang
+        and Sennrich, 2019). The norm consists of elementary operators.
         """
         with self.scope(name):
             mean = self.op(
@@ -238,7 +239,7 @@ class GraphBuilder:
         stride: Extent = 1,
         padding: Extent = 0,
     ) -> ir.Value:
-        """Conv of [batch, inputs, height, width] with `padding` on both sides of height and
+        """Apply Conv to [batch, inputs, height, width], with `padding` on both sides of height and
         width.
         """
         extents = (
@@ -257,7 +258,9 @@ class GraphBuilder:
     def batch_norm(
         self, name: str, data: ir.Value, channels: int, epsilon: float = 1e-5
     ) -> ir.Value:
-        """BatchNormalization by running statistics, as in a model exported for fine-tuning."""
+        """Apply BatchNormalization with running statistics, as in a model that is exported for
+        fine-tuning.
+        """
         with self.scope(name):
             scale = self.parameter("weight", channels, init=ONES)
             shift = self.parameter("bias", channels, init=ZEROS)
@@ -280,8 +283,8 @@ class GraphBuilder:
         *dims: int,
         integer: bool = False,
     ) -> None:
-        """End with the output `name`, or with `loss` of the labels [batch, *dims], int64 where
-        `integer`.
+        """End the graph: with the output `name`, or, if the builder has `loss`, with `loss` of the
+        labels. The labels are [batch, *dims], int64 if `integer`.
         """
         if self.loss:
             labels = self.input("labels", *dims, integer=integer)
@@ -291,17 +294,19 @@ class GraphBuilder:
         self.output(name, result)
 
     def classify(self, logits: ir.Value, *positions: int) -> None:
-        """End with `logits` [batch, classes, *positions], or with their mean cross-entropy to int64
-        labels [batch, *positions].
+        """End the graph with `logits` [batch, classes, *positions], or with the mean cross-entropy
+        of logits and int64 labels [batch, *positions].
         """
         loss = partial(self.op, "SoftmaxCrossEntropyLoss", logits, reduction="mean")
         self.end("logits", logits, loss, *positions, integer=True)
 
     def predict_tokens(self, logits: ir.Value, length: int, vocabulary: int) -> None:
-        """End with `logits` [batch, length, vocabulary], or with their mean cross-entropy to labels
-        [batch, length]. Labels stand where their prediction stands: for a causal model they are the
-        tokens moved by one. Inference gives the product with a symbolic batch no name, so the shape
-        of all positions together is said here.
+        """End the graph with `logits` [batch, length, vocabulary], or with the mean cross-entropy
+        of logits and labels [batch, length].
+
+        The label of a position is the token that the position predicts: for a causal model, the
+        next token. The flattened shapes are set explicitly, because ONNX shape inference does not
+        name the product of `length` and a symbolic batch.
         """
         rows = self.batch * length if isinstance(self.batch, int) else f"{self.batch}*{length}"
 
@@ -316,8 +321,8 @@ class GraphBuilder:
         self.end("logits", logits, loss, length, integer=True)
 
     def finish(self, metadata: dict[str, str]) -> tuple[onnx.ModelProto, tuple[Parameter, ...]]:
-        """The model, every value typed and shaped, without the data of its parameters; and these
-        parameters.
+        """Return (model, parameters): the model with inferred types and shapes of its values,
+        without the data of its parameters, and these parameters.
         """
         graph = ir.Graph(
             self._inputs,
@@ -354,20 +359,18 @@ class GraphBuilder:
 
 
 PIECE: Final = 1 << 22
-"""Elements drawn at a time."""
+"""Number of elements of a parameter that are initialised at a time."""
 Pieces = Iterator[npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model of the zoo: the graph with shapes for all its values, and how its parameters are
-    initialised.
-    """
+    """A model of the zoo: the graph with inferred shapes, and its parameters' initializers."""
 
     skeleton: onnx.ModelProto
-    """Its parameters have a type and a shape but no data."""
+    """The model. Its parameters have a type and a shape but no data."""
     parameters: tuple[Parameter, ...]
-    """In the order in which they were made."""
+    """Parameters in the order in which they were added."""
     seed: int | None
     """Seed of the initial values; None leaves parameters without data."""
 
@@ -377,11 +380,11 @@ class BuiltModel:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of parameters to write, 0 where they stay without data."""
+        """Bytes of parameters to write, 0 if they have no data."""
         return 0 if self.seed is None else 4 * self.parameter_count
 
     def to_proto(self) -> onnx.ModelProto:
-        """The model in memory, its parameters inside; only for models below 2 GiB."""
+        """Return the model with its parameters inside, for models below 2 GiB."""
 
         def inside(tensor: onnx.TensorProto, pieces: Pieces) -> None:
             tensor.raw_data = b"".join(piece.tobytes() for piece in pieces)
@@ -395,10 +398,12 @@ class BuiltModel:
         inline_limit: int = INLINE_LIMIT,
         force: bool = False,
     ) -> None:
-        """Write the model to `path`, and its parameters to `path`.data where they exceed
-        `inline_limit` bytes. Files appear complete or not at all, the one named `path` last. Raises
-        ConfigurationError where the folder cannot be written or the disk has too little room, or
-        where `path`.data is a file of something else, without `force`.
+        """Write the model to `path`. Parameters of more than `inline_limit` bytes are written to
+        `path`.data, which is completed before `path`.
+
+        A file appears complete or not at all. Raise ConfigurationError if the folder does not exist
+        or cannot be written, if the disk has too little free space, or, without `force`, if
+        `path`.data exists and does not belong to the model at `path`.
         """
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         if path.is_dir():
@@ -436,7 +441,7 @@ class BuiltModel:
             progress(self.data_bytes)
 
     def _filled(self, store: Callable[[onnx.TensorProto, Pieces], None]) -> onnx.ModelProto:
-        """The model whose parameters are initializers, each of which `store` gave its numbers."""
+        """Return the model with its parameters as initializers, whose data `store` sets."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self.skeleton)
         if self.seed is None:
@@ -456,7 +461,9 @@ class BuiltModel:
 def _store_beside(
     file: IO[bytes], name: str, progress: Progress, tensor: onnx.TensorProto, pieces: Pieces
 ) -> None:
-    """Append the numbers to `file`, called `name`, and let the tensor refer to them."""
+    """Append the data to `file`, whose name is `name`, and make the tensor refer to it as external
+    data.
+    """
     tensor.data_location = onnx.TensorProto.EXTERNAL
     entries = {"location": name, "offset": aligned(file), "length": 4 * math.prod(tensor.dims)}
     for key, entry in entries.items():
@@ -467,9 +474,12 @@ def _store_beside(
 
 
 def drawn(parameter: Parameter, seed: int) -> Pieces:
-    """The values of `parameter`, flat and in order, at most PIECE elements at a time. Each piece
-    has its own counter range of Philox keyed by the seed and the parameter's name, so that neither
-    the order of parameters nor the reading of a part changes a value.
+    """Yield the initial values of `parameter`, flat and in row-major order, at most PIECE elements
+    at a time.
+
+    The Philox key depends on the seed and the parameter's name, and the index of a piece is a word
+    of the counter. So values depend neither on the order of parameters nor on which pieces are
+    read.
     """
     key = np.array([seed, zlib.crc32(parameter.name.encode())], dtype=np.uint64)
     for index, start in enumerate(range(0, parameter.size, PIECE)):

@@ -1,4 +1,6 @@
-"""Language models that are no single stack of transformer layers: encoder-decoders and an LSTM."""
+"""Language models that consist of more than one stack of transformer layers (encoder-decoders) or
+of LSTM layers.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 BUCKETS = 32
-"""Distances that mT5's position bias tells apart."""
+"""Number of distance buckets of mT5's position bias."""
 FARTHEST = 128
-"""Distance from which on all share a bucket."""
+"""Distance from which all larger distances are in one bucket."""
 _MT5 = "layers hidden heads vocabulary tied source target"
 
 
@@ -36,8 +38,9 @@ class Mt5(TransformerModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Tessel (HPCA 2024), table III, whose layers are those of encoder and decoder together: 48,
-        # 48, 64, 80. 1.8B parameters need a head of its own, as mT5 has it; the others are tied.
+        # Tessel (HPCA 2024), table III, which counts the layers of encoder and decoder together:
+        # 48, 48, 64, 80. The model of 1.8B parameters has an untied head, as mT5 has; the heads of
+        # the other models are tied.
         "1.8b": preset(_MT5, 24, 1024, 16, 512_000, False, 1024, 1024),
         "9.5b": preset(_MT5, 24, 3072, 24, 1_000_000, True, 1024, 1024),
         "43b": preset(_MT5, 32, 6144, 48, 1_500_000, True, 1024, 1024),
@@ -90,8 +93,8 @@ class Mt5(TransformerModel):
     def _distance_bias(
         self, graph: GraphBuilder, name: str, length: int, *, causal: bool
     ) -> ir.Value:
-        """[1, heads, length, length]: a value by head and bucket of the distance (Raffel et al.,
-        2020).
+        """Return the position bias [1, heads, length, length]: a learned value for each head and
+        each bucket of the distance (Raffel et al., 2020).
         """
         with graph.scope(name):
             bucket = _bucket(graph, length, causal)
@@ -103,9 +106,12 @@ class Mt5(TransformerModel):
 
 
 def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
-    """int64 [length, length]: the bucket of key position minus query position. Half of the buckets
-    hold one distance each, the other half grow logarithmically up to FARTHEST. A causal model looks
-    back only; otherwise keys after the query have the second half of the table to themselves.
+    """Return the bucket of the distance from query position to key position, int64 [length,
+    length].
+
+    Half of the buckets hold one distance each. The other buckets grow logarithmically up to
+    FARTHEST. In a causal model only distances to earlier keys are distinguished. Otherwise keys
+    after the query use the second half of the table.
     """
     order = graph.positions(length)
     key = graph.op("Unsqueeze", order, graph.constant([0]))
@@ -210,8 +216,8 @@ class RnnLm(ZooModel):
     """Tokens of a sample."""
 
     def build(self, graph: GraphBuilder) -> None:
-        """Embedding, LSTM layers over [sequence, batch, hidden], projection. LSTMs have one
-        direction and states that start at zero; ONNX orders their gates input, output, forget,
+        """Add an embedding, LSTM layers over [sequence, batch, hidden], and a projection. LSTMs are
+        unidirectional and start from zero states. ONNX orders their gates input, output, forget,
         cell.
         """
         width = self.hidden

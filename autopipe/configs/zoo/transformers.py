@@ -1,5 +1,5 @@
-"""Transformer layers, and the models that are one stack of them: GPT, BERT, a mixture of experts,
-Llama.
+"""Transformer layers, and the models that are one stack of transformer layers: GPT, BERT, a mixture
+of experts, and Llama.
 """
 
 from __future__ import annotations
@@ -18,39 +18,46 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 FORBIDDEN: Final = -1e9
-"""Added to the score of a pair that may not attend: far below any score, and finite in every
-precision but fp16.
+"""Number added to the score of a query-key pair that is masked: far below any score, and finite in
+every precision except fp16.
 """
 Rotation = tuple["ir.Value", "ir.Value"]
-"""Rotary positions: cosine and sine [sequence, head width]."""
+"""(cosine, sine) of rotary positions, each [sequence, head width]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The sizes of a model's transformer layers, and how they differ from those of GPT-2."""
+    """The sizes of a model's transformer layers, and their differences from the layers of GPT-2."""
 
     hidden: int
     """Width of the residual stream."""
     heads: int
     inner: int = 0
-    """Width inside the feed-forward layer; 0 where a model has none or its own."""
+    """Inner width of the feed-forward layer; 0 if the layer does not use `feed_forward`."""
     key_value_heads: int = 0
-    """Heads of keys and values, each shared by several query heads; 0 for as many as these."""
+    """Number of key and value heads, each of which serves several query heads; 0 for as many as
+    query heads.
+    """
     norm: Callable[[GraphBuilder, str, ir.Value, int], ir.Value] = GraphBuilder.layer_norm
     norm_first: bool = True
-    """True if the norm stands before attention and feed-forward, False if after the residual sums.
+    """True if the norm precedes attention and feed-forward (pre-norm), False if it follows the
+    residual sums (post-norm).
     """
     bias: bool = True
-    """True if the products of attention have one."""
+    """True if the linear layers of attention have a bias."""
     inner_bias: bool = True
-    """True if those of the feed-forward layer have."""
+    """True if the linear layers of the feed-forward layer have a bias."""
     scaled: bool = True
-    """True if scores are divided by the root of the head's width."""
+    """True if attention scores are divided by the square root of the head width."""
     activation: str = "Gelu"
-    """Operator of the feed-forward layer, or `SwiGLU`: x sigmoid(x) of a third product gates it."""
+    """Operator of the feed-forward layer, or `SwiGLU`: x · sigmoid(x) of a third linear layer
+    multiplies the output of the first.
+    """
     init: Initializer = SPREAD
     depth: int = 0
-    """Layers of a model whose residual sum keeps its size, as GPT-2's does; 0 for any other."""
+    """Number of layers of a model that initialises output weights by depth, as GPT-2 does; 0 for
+    other models.
+    """
 
     @property
     def width(self) -> int:
@@ -58,14 +65,17 @@ class Layer:
 
     @property
     def end(self) -> Initializer:
-        """How weights are drawn whose results are added to the residual stream, twice a layer.
-        Radford et al. 2019, section 2.3.
+        """Initializer of the weights whose results are added to the residual stream. With `depth`,
+        the standard deviation is divided by √(2 · depth), for two residual sums per layer (Radford
+        et al. 2019, section 2.3).
         """
         return normal(self.init.scale / math.sqrt(2 * self.depth)) if self.depth else self.init
 
 
 def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
-    """[length, length]: 0 where the key stands at or before the query, FORBIDDEN after it."""
+    """Return the mask [length query positions, length key positions]: 0 if the key is at or before
+    the query, otherwise FORBIDDEN.
+    """
     with graph.scope("causal_mask"):
         order = graph.positions(length)
         query = graph.op("Unsqueeze", order, graph.constant([1]))
@@ -77,8 +87,8 @@ def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
 def add_positions(
     graph: GraphBuilder, data: ir.Value, length: int, width: int, order: ir.Value | None = None
 ) -> ir.Value:
-    """`data` [batch, length, width] plus a learned vector for each position; `order` is 0 … length
-    - 1.
+    """Return `data` [batch, length, width] plus a learned vector for each position. `order` is the
+    vector 0 … length - 1; None adds it to the graph.
     """
     order = graph.positions(length) if order is None else order
     places, _ = graph.embedding("position_embedding", order, length, width)
@@ -103,8 +113,11 @@ def attention(
     rotation: Rotation | None = None,
     length: int = 0,
 ) -> ir.Value:
-    """Attention of `data` [batch, length, hidden] to `memory` (itself by default): softmax(q kᵀ /
-    √width + mask) v. `length` is needed where key-value heads are fewer.
+    """Return attention of `data` [batch, length, hidden] to `memory`, or to `data` if `memory` is
+    None: softmax(q kᵀ / √width + mask) v, followed by a linear layer.
+
+    `length` is the number of positions of `memory`; it is required if there are fewer key and value
+    heads than query heads.
     """
     source = data if memory is None else memory
     groups = layer.key_value_heads or layer.heads
@@ -131,7 +144,7 @@ def attention(
 
 
 def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: int) -> ir.Value:
-    """[batch, length, hidden] -> [batch, heads, length, width]."""
+    """Map [batch, length, hidden] to [batch, heads, length, width]."""
     rows = graph.linear(
         name, data, layer.hidden, heads * layer.width, init=layer.init, bias=layer.bias
     )
@@ -139,7 +152,7 @@ def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: 
 
 
 def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Value:
-    """Each pair (i, i + width / 2) of the last axis turned by its position's angle (Su et al.,
+    """Rotate each pair (i, i + width / 2) of the last axis by the angle of its position (Su et al.,
     2021).
     """
     cosine, sine = rotation
@@ -149,7 +162,7 @@ def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Valu
 
 
 def _repeated(graph: GraphBuilder, data: ir.Value, layer: Layer, length: int) -> ir.Value:
-    """[batch, key_value_heads, …] -> [batch, heads, …], each head standing `heads` /
+    """Map [batch, key_value_heads, …] to [batch, heads, …]: each head is repeated `heads` /
     `key_value_heads` times.
     """
     spread = graph.op("Unsqueeze", data, graph.constant([2]))
@@ -159,7 +172,7 @@ def _repeated(graph: GraphBuilder, data: ir.Value, layer: Layer, length: int) ->
 
 
 def feed_forward(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
-    """hidden -> inner, activation, inner -> hidden."""
+    """Map hidden to inner, apply the activation, and map inner to hidden."""
     bias = layer.inner_bias
     with graph.scope(name):
         if layer.activation == "SwiGLU":
@@ -177,8 +190,8 @@ def feed_forward(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -
 def residual(
     graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, sublayer: Sublayer
 ) -> ir.Value:
-    """`data` plus the sublayer called `name` of it, with the layer's norm before the one or after
-    the sum.
+    """Return `data` plus the result of `sublayer`, which is called `name`. The layer's norm is
+    applied to the input of the sublayer if `norm_first`, otherwise to the sum.
     """
     normed = layer.norm(graph, f"{name}_norm", data, layer.hidden) if layer.norm_first else data
     total = graph.op("Add", data, sublayer(graph, name, layer, normed))
@@ -197,8 +210,8 @@ def transformer(
     attend: Sublayer | None = None,
     last: tuple[str, Sublayer] = ("feed_forward", feed_forward),
 ) -> ir.Value:
-    """`count` layers called `name.0`, …: attention of `data` to itself and to `memory`, then the
-    sublayer `last`.
+    """Return `data` after `count` layers called `name.0`, `name.1`, …. A layer is self-attention,
+    cross-attention to `memory` if that is given, and the sublayer `last`.
     """
     for index in range(count):
         with graph.scope(f"{name}.{index}"):
@@ -248,8 +261,8 @@ class Gpt(LanguageModel):
         # GPT-2 (Radford et al., 2019).
         "gpt2": preset(_GPT, 12, 768, 12, 50257, 1024),
         "gpt2-xl": preset(_GPT, 48, 1600, 25, 50257, 1024),
-        # GPT-3, table 2.1. The paper's 24 heads of 128 (1.3B) and hidden 5140 (13B) do not divide:
-        # 16 and 5120 do.
+        # GPT-3, table 2.1. The hidden size is not a multiple of the heads with the paper's 24 heads
+        # of 128 (1.3B) and hidden 5140 (13B). These presets have 16 heads and hidden 5120 instead.
         "125m": preset(_GPT, 12, 768, 12, 50257, 2048),
         "350m": preset(_GPT, 24, 1024, 16, 50257, 2048),
         "760m": preset(_GPT, 24, 1536, 16, 50257, 2048),
@@ -258,10 +271,10 @@ class Gpt(LanguageModel):
         "6.7b": preset(_GPT, 32, 4096, 32, 50257, 2048),
         "13b": preset(_GPT, 40, 5120, 40, 50257, 2048),
         "175b": preset(_GPT, 96, 12288, 96, 50257, 2048),
-        # Between the two, as Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022) have it.
+        # As in Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022).
         "39b": preset(_GPT, 48, 8192, 64, 50257, 2048),
-        # Tessel (HPCA 2024), table III; "1M" read as 1,000,000, which gives the parameter counts it
-        # names.
+        # Tessel (HPCA 2024), table III. Its "1M" is 1,000,000 here, which gives the parameter
+        # counts of the table.
         "11b": preset(_GPT, 32, 4096, 32, 1_000_000, 2048),
         "24b": preset(_GPT, 40, 6144, 48, 1_000_000, 2048),
         "47b": preset(_GPT, 48, 8192, 64, 1_000_000, 2048),
@@ -330,7 +343,9 @@ class Bert(LanguageModel):
 
 
 def _moe_sizes(layers: int, hidden: int, experts: int) -> Settings:
-    """Two experts a token, room for twice their even share, as GShard has it."""
+    """Return a preset with two experts per token and a capacity of twice the tokens that an expert
+    gets on average, as in GShard.
+    """
     names = "layers hidden heads experts choices capacity vocabulary sequence"
     return preset(names, layers, hidden, 16, experts, 2, -(-2 * 2 * 1024 // experts), 32000, 1024)
 
@@ -344,8 +359,8 @@ class MixtureOfExperts(TransformerModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # The family of Alpa (OSDI 2022) against which TePDist measures, named by the number of
-        # parameters.
+        # Models of Alpa (OSDI 2022), the baseline of TePDist's measurements. A name is the number
+        # of parameters.
         "380m": _moe_sizes(8, 768, 8),
         "690m": _moe_sizes(8, 768, 16),
         "1.3b": _moe_sizes(16, 768, 16),
@@ -382,8 +397,8 @@ class MixtureOfExperts(TransformerModel):
         graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
     def _mixture(self, graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
-        """Tokens to the places of their experts, through the experts, and back weighted by the
-        gate.
+        """Send tokens to slots of their experts, apply the experts, and combine the results with
+        the weights of the gate.
         """
         inner = layer.inner
         with graph.scope(name):
@@ -406,8 +421,10 @@ class MixtureOfExperts(TransformerModel):
             return graph.op("Einsum", combine, lowered, equation="bsec,bech->bsh")
 
     def _gate(self, graph: GraphBuilder, data: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Of each token's best experts the weights, which sum to one, and one-hot choices. Both by
-        choice first: [batch, choices * sequence] and [batch, choices * sequence, experts].
+        """Return (weights, chosen) for the best experts of each token.
+
+        weights: [batch, choices * sequence], which sum to one per token. chosen: one-hot experts,
+        [batch, choices * sequence, experts]. In both, all first choices precede all second choices.
         """
         with graph.scope("gate"):
             scores = graph.linear("projection", data, self.hidden, self.experts, bias=False)
@@ -425,9 +442,12 @@ class MixtureOfExperts(TransformerModel):
     def _places(
         self, graph: GraphBuilder, weights: ir.Value, chosen: ir.Value
     ) -> tuple[ir.Value, ir.Value]:
-        """[batch, sequence, experts, capacity]: 1 where a token takes an expert's place, and there
-        its weight. First choices are seated before second ones, earlier tokens before later ones; a
-        place beyond the capacity is out of range for the one-hot rows, which makes them zero.
+        """Return (dispatch, combine), both [batch, sequence, experts, capacity]: 1, or the weight
+        of the gate, for the slot that a token has in an expert, otherwise 0.
+
+        Slots are assigned to first choices before second choices, and to earlier tokens before
+        later tokens. A slot beyond the capacity is out of range for OneHot, whose row is then zero,
+        so the token is dropped.
         """
         with graph.scope("places"):
             before = graph.op("CumSum", chosen, graph.constant(1), exclusive=1)
@@ -442,13 +462,13 @@ class MixtureOfExperts(TransformerModel):
             return self._over_choices(graph, seats), self._over_choices(graph, weighted)
 
     def _over_choices(self, graph: GraphBuilder, seats: ir.Value) -> ir.Value:
-        """[batch, choices * sequence, …] summed over the choices."""
+        """Return [batch, choices * sequence, …] summed over the choices."""
         apart = graph.reshape(seats, [0, self.choices, self.sequence, self.experts, self.capacity])
         return graph.op("ReduceSum", apart, graph.constant([1]), keepdims=0)
 
 
 def _one_hot(graph: GraphBuilder, indices: ir.Value, depth: int) -> ir.Value:
-    """float32 [*indices, depth]."""
+    """Return one-hot vectors of length `depth`, float32 [*indices, depth]."""
     return graph.op("OneHot", indices, graph.constant([depth]), graph.constant([0.0, 1.0]), axis=-1)
 
 
