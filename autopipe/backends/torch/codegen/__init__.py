@@ -1,5 +1,5 @@
-"""From a `Program` to Python text: stages, ranks, and one emitter an operator, by families as in
-`ir.ops`.
+"""Generate the Python modules of a `Program`: one per stage and one per rank. Each operator has an
+emitter; the modules have the operator families of `ir.ops`.
 
-May import ir, and neither torch nor the runtime: what is written is text.
+This package may import `ir`, but neither torch nor the runtime, because its output is text.
 """

@@ -1,4 +1,6 @@
-"""Arrays in a file as `numpy.savez` writes them, of the same bytes by every release of Python."""
+"""Write arrays to a file in the format of `numpy.savez`. The bytes are equal for all releases of
+Python.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ _ZIP64 = 45
 
 
 class _Entry(zipfile.ZipInfo):
-    """A file of an archive, its sizes always of eight bytes: Python's own header for that changed
-    in 3.11.4.
+    """A file of a zip archive whose sizes always have eight bytes. This class writes the header
+    itself, because Python's header for such files changed in 3.11.4.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.create_system = 3  # Unix, wherever it is written.
+        self.create_system = 3  # Unix, on every operating system.
         self.create_version = self.extract_version = _ZIP64
 
     def FileHeader(self, zip64: bool | None = None) -> bytes:
@@ -45,7 +47,7 @@ class _Entry(zipfile.ZipInfo):
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays for `numpy.load` by their names, which are ASCII."""
+    """Write arrays to a file for `numpy.load`. Their names must be ASCII."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             with archive.open(_Entry(f"{name}.npy"), "w", force_zip64=True) as file:

@@ -1,5 +1,5 @@
-"""Emission of attention, by torch's fused kernel where it computes what ONNX asks, and of ONNX
-Runtime's operators.
+"""Generate the code of attention and of ONNX Runtime's operators. Attention uses torch's fused
+kernel if this kernel computes the semantics of the node.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _attention(call: Call) -> str:
 
 
 def _is_fused(call: Call) -> bool:
-    """True if one call of torch's kernel gives the only result."""
+    """True if a single call of torch's kernel computes the node, which then has one result."""
     node = call.node
     if is_stepwise(node, call.operand(0).dtype) or any(node.outputs[1:]) or any(node.inputs[4:]):
         return False
@@ -91,7 +91,9 @@ def _general(call: Call, operands: list[str]) -> str:
 
 
 def _linear_attention(call: Call) -> str:
-    """Attributes say which operands a rule takes; the others have no meaning."""
+    """Return the call of a linear attention. The attribute `update_rule` determines which operands
+    are required; raise ModelError if the node has other operands.
+    """
     node = call.node
     rule = call.choice("update_rule", "gated_delta", ("linear", "gated", "delta", "gated_delta"))
     needed = {4: "gated" in rule, 5: "delta" in rule}
@@ -134,8 +136,8 @@ def _contrib_rotary_embedding(call: Call) -> str:
 
 
 def _rotary(call: Call, words: list[str], heads: int) -> str:
-    """Operand 0 turned by cosines, sines and positions, whose code are `words`; of three dimensions
-    it has `heads`.
+    """Return the code of operand 0, rotated by `words` (the code of the cosines, sines and
+    positions). If operand 0 has three dimensions, its last dimension has `heads` heads.
     """
     x = call.arg(0)
     shape = call.operand(0).shape
@@ -180,8 +182,8 @@ def _fused_matmul(call: Call) -> str:
 
 
 def _skip(function: str, last: int, call: Call) -> str:
-    """The norm of a sum; operands from 2 to `last` are gamma, for the layer norm beta, and the bias
-    of the sum.
+    """Return the norm of a sum. Operands 2 to `last` are gamma, then beta (for the layer norm
+    only), then the bias of the sum.
     """
     vectors = map(call.optional, range(3, last + 1))
     group = call.group(f"d{call.rank - 1}")

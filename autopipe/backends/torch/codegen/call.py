@@ -1,5 +1,5 @@
-"""One use of an operator as an emitter sees it: local types, the code of its operands, and of
-groups of ranks.
+"""One use of an operator, as input of an emitter: local types, the code of operands, and the code
+of process groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from autopipe.ir.placement import Split
 
 
 def group_code(axes: MeshAxes, group: int) -> str:
-    """The code of this rank's group along `axes`, or of the whole of a group of `group` ranks."""
+    """Return the code of this rank's process group along `axes`. `group` is the number of ranks of
+    the stage.
+    """
     if axes == (MeshAxis(group, 1),):
         return "p.group"
     return f"p.group.along({', '.join(str(tuple(axis)) for axis in axes)})"
@@ -29,21 +31,23 @@ def group_code(axes: MeshAxes, group: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call(Signature):
-    """One use of an operator. All shapes are local: what this rank really holds.
+    """One use of an operator. All shapes are the local shapes of this rank.
 
-    An emitter returns one Python expression: a tensor where the operator has one result, else a
-    tuple with one entry for each output the node lists. It may use `torch`, `F`
-    (torch.nn.functional), `operators` (the runtime's library for what torch lacks), `p.device`,
-    `group` and `stream` of this call, and nothing else; text from the model only through `repr`.
+    An emitter returns one Python expression: a tensor if the operator has one result, otherwise a
+    tuple with one entry per output of the node.
+
+    The expression may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library of
+    functions that torch lacks), `p.device`, and the code that `group` and `stream` return. Text
+    from the model may occur only as its `repr`.
     """
 
     codes: tuple[str | None, ...]
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
-    """The axis of the group's mesh that each split lies along."""
+    """The axis of the stage's device mesh for each split."""
     devices: int = 1
     samples: Samples | None = None
-    """Where samples are counted in what a random operator draws."""
+    """How samples index the result of a random operator."""
 
     @staticmethod
     def of(
@@ -63,28 +67,28 @@ class Call(Signature):
         return torch_dtype(self.result().dtype)
 
     def arg(self, index: int) -> str:
-        """The code of operand `index`, which must be present."""
+        """Return the code of operand `index`, which must be present."""
         code = self.codes[index]
         assert code is not None, f"{self.node.op} lacks operand {index}"
         return code
 
     def optional(self, index: int) -> str:
-        """The code of operand `index`, or "None"."""
+        """Return the code of operand `index`, or "None" if it is absent."""
         return self.arg(index) if self.present(index) else "None"
 
     def args(self, count: int | None = None) -> str:
-        """The codes of the first `count` operands, or of all, which must be present."""
+        """Return the codes of the first `count` operands (default: all), which must be present."""
         return ", ".join(
             self.arg(index) for index in range(len(self.codes) if count is None else count)
         )
 
     def optionals(self, count: int) -> str:
-        """The codes of the first `count` operands, "None" where one is not present."""
+        """Return the codes of the first `count` operands, with "None" for each absent operand."""
         return ", ".join(map(self.optional, range(count)))
 
     def share(self, count: int, axis: str) -> int:
-        """This rank's share of `count` things that lie along `axis`: an attribute's number of heads
-        or groups.
+        """Return the local number of `count` heads or groups along `axis`: `count` divided by the
+        degree of the split.
         """
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
 
@@ -92,8 +96,8 @@ class Call(Signature):
         return any(split.axis == axis for split in self.splits)
 
     def group(self, *axes: str) -> str | None:
-        """The code of the devices that share those of the joint `axes` which are split; None where
-        none is.
+        """Return the code of the process group over which the joint `axes` are split, or None if
+        none of them is split.
         """
         if not any(map(self.is_split, axes)):
             return None
@@ -103,15 +107,15 @@ class Call(Signature):
         )
 
     def stream(self) -> str:
-        """The code of the numbers that this random operator draws: those of its node, at its place
-        in the whole.
+        """Return the code of the random stream of this operator. The random values depend on the
+        node and on the index of an element in the full tensor.
         """
         name = next(filter(None, self.node.outputs))
         key = int.from_bytes(
             hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big"
         )
-        # For each dimension of the first result the mesh's axes that cut it, outer to inner, as
-        # degree and stride.
+        # For each dimension of the first result: the mesh axes over which it is split, outer to
+        # inner, as (degree, stride).
         places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
         results = OPERATORS[qualified_name(self.node)].space(self).results if places else ()
         cuts = tuple(
@@ -128,16 +132,16 @@ class Call(Signature):
         return called("p.random", f"{key:#018x}", cuts=cuts if any(cuts) else None, samples=samples)
 
     def bias(self, index: int, axis: str) -> str:
-        """The code of operand `index`, or "None", as what is added once to shares of a sum over
-        `axis`.
+        """Return the code of operand `index`, or "None" if it is absent. If `axis` is split, only
+        one rank along the axis adds the operand, because the results are partial sums.
         """
         if not self.present(index) or not self.is_split(axis):
             return self.optional(index)
         return f"operators.once({self.arg(index)}, {self.group(axis)})"
 
     def scalar(self, index: int) -> str | None:
-        """A Python literal for operand `index` where it is a known tensor of one element, else
-        None. Mixing it with a tensor keeps the tensor's type, as ONNX asks.
+        """Return a Python literal for operand `index` if it is a constant of one element, otherwise
+        None. An operation of a tensor with a literal keeps the tensor's type, as ONNX requires.
         """
         array = self.constant(index)
         if array is None or array.size != 1:
@@ -146,7 +150,7 @@ class Call(Signature):
         return number(value) if self.operand(index).dtype is DType.FLOAT32 else literal(value)
 
     def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
-        """The string attribute `name`; raises ModelError where it is none of `choices`."""
+        """Return the string attribute `name`. Raise ModelError if its value is not in `choices`."""
         text = self.node.text(name, default)
         if text not in (known := list(choices)):
             message = f"attribute {name!r} of {self.node.op} is {text!r}"
@@ -155,41 +159,47 @@ class Call(Signature):
         return text
 
     def stated(self, name: str, default: float) -> str:
-        """A float attribute, which has single precision: the shortest number, or in double
-        precision the very one.
+        """Return the literal of a float attribute, which has single precision. The literal is the
+        shortest number that rounds to it, or the exact value if a result is float64.
         """
         value = self.node.number(name, default)
         double = any(each is not None and each.dtype is DType.FLOAT64 for each in self.results)
         return literal(float(np.float32(value))) if double else number(value)
 
     def flag(self, name: str) -> bool | None:
-        """True where the integer attribute `name` is set, else None."""
+        """Return True if the integer attribute `name` is set, otherwise None."""
         return True if self.node.integer(name) else None
 
     def outputs(self, code: str) -> str:
-        """As many entries of the tuple that `code` gives as the node has outputs."""
+        """Return the code of the first n entries of the tuple `code`, for the n outputs of the
+        node.
+        """
         count = len(self.node.outputs)
         return f"{code}[0]" if count == 1 else f"{code}[:{count}]"
 
 
 def called(function: str, *operands: object, **settings: object) -> str:
-    """`function(a, b, name=value)`, without operands and settings that are None."""
+    """Return the code `function(a, b, name=value)`, without the operands and settings that are
+    None.
+    """
     words = [str(each) for each in operands if each is not None]
     words += [f"{name}={value}" for name, value in settings.items() if value is not None]
     return f"{function}({', '.join(words)})"
 
 
 def literal(value: bool | int | float | complex) -> str:
-    """A Python literal; infinities and NaN become calls of `float`."""
+    """Return a Python literal. Infinities and NaN become calls of `float`."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
 
 
 def number(value: float) -> str:
-    """A literal for a number of single precision: the shortest that rounds to it, 1e-05 for
-    9.999999747378752e-06. The largest number is written in full, since torch refuses a shorter one
-    that lies beyond it.
+    """Return a literal for a single-precision number: the shortest that rounds to it, such as 1e-05
+    for 9.999999747378752e-06.
+
+    The largest finite number is written in full, because its shortest literal exceeds it and torch
+    rejects a larger value.
     """
     short = float(str(np.float32(value)))
     largest = float(np.finfo(np.float32).max)
@@ -204,8 +214,9 @@ Emitter = Callable[[Call], str]
 
 
 def formula(template: str, **defaults: float) -> Emitter:
-    """`formula("F.elu({0}, {alpha})", alpha=1.0)`: operands by place, float attributes by name with
-    their defaults.
+    """Return an emitter that fills in a template, as in `formula("F.elu({0}, {alpha})",
+    alpha=1.0)`: operands by position, float attributes by name. `defaults` has the attributes'
+    default values.
     """
     return lambda call: template.format(
         *call.codes, **{name: call.stated(name, default) for name, default in defaults.items()}
@@ -213,8 +224,10 @@ def formula(template: str, **defaults: float) -> Emitter:
 
 
 def in_one_type(emit: Emitter) -> Emitter:
-    """`emit` for functions of torch that want one floating type: of several, operands are cast to
-    the widest, and what is computed to the types of the results.
+    """Return an emitter for torch functions that require operands of one floating-point type.
+
+    If the operands and results have several types, the operands are cast to the widest (at least
+    float32), and the results to their types.
     """
 
     def emitted(call: Call) -> str:

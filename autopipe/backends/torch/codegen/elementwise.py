@@ -1,5 +1,5 @@
-"""Emission of operators that work element by element, make tensors, draw numbers, cast, quantise,
-transform or sample.
+"""Generate the code of elementwise operators, and of operators that create tensors, draw random
+values, cast, quantize, transform or sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopipe.ir.ops.elementwise import is_active, transformed_axis
 
 
 def cast(call: Call) -> str:
-    """A cast between any two types."""
+    """Return the code of a Cast or CastLike between any two types."""
     node = call.node
     source = call.operand(0).dtype
     code = f"operators.from_float4({call.arg(0)})" if source is DType.FLOAT4E2M1 else call.arg(0)
@@ -41,7 +41,7 @@ def cast(call: Call) -> str:
 
 
 def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up") -> str:
-    """The cast of `code` to a type."""
+    """Return the code that casts `code` to a type."""
     kept = None if saturate else False
     if dtype is DType.FLOAT4E2M1:
         return f"operators.to_float4({code})"
@@ -88,7 +88,9 @@ def dequantize(call: Call) -> str:
 
 
 def _linear(function: str, call: Call, *operands: object, **settings: object) -> str:
-    """A call of the runtime's function with scales of this axis, in blocks or not."""
+    """Return a call of the runtime's function with the axis, block size and precision of the
+    scales.
+    """
     node = call.node
     precision = call.node.integer("precision")
     return called(
@@ -108,8 +110,8 @@ def unpack(call: Call) -> str:
 
 
 def element(call: Call, index: int) -> str:
-    """An operand's code, or a number where it is a known scalar and another tensor gives the result
-    its shape.
+    """Return the code of an operand. A constant scalar that is not Boolean becomes a literal if
+    another operand, which is not a constant scalar, has the shape of the result.
     """
     value = call.scalar(index)
     if value is None or call.operand(index).dtype is DType.BOOL:
@@ -127,7 +129,7 @@ _MOST_TERMS = 32
 
 
 def infix(symbol: str) -> Emitter:
-    """`a + b + c`."""
+    """Return an emitter of `a + b + c` for the operator `symbol`."""
     return lambda call: f" {symbol} ".join(element(call, index) for index in range(len(call.codes)))
 
 
@@ -173,16 +175,17 @@ def _mean(call: Call) -> str:
 
 
 def _extreme(function: str, bound: str, call: Call) -> str:
-    """`torch.maximum(torch.maximum(a, b), c)`; against a known scalar `torch.clamp(a, min=0.0)`."""
+    """Return `torch.maximum(torch.maximum(a, b), c)`, or `torch.clamp(a, min=0.0)` for a constant
+    scalar operand.
+    """
     if len(call.codes) == 2:
         for place in (0, 1):
             value = element(call, place)
             if value != call.arg(place):
                 return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
     codes = [call.arg(index) for index in range(len(call.codes))]
-    while (
-        len(codes) > _MOST_TERMS
-    ):  # A balanced tree, because Python's parser limits the depth of an expression.
+    # A balanced tree, because Python's parser limits the depth of an expression.
+    while len(codes) > _MOST_TERMS:
         pairs = [codes[index : index + 2] for index in range(0, len(codes), 2)]
         codes = [
             f"{function}({pair[0]}, {pair[1]})" if len(pair) == 2 else pair[0] for pair in pairs
@@ -191,7 +194,9 @@ def _extreme(function: str, bound: str, call: Call) -> str:
 
 
 def _where(call: Call) -> str:
-    """One side may be a number: the other is a tensor then, and gives the result its type."""
+    """Return a `torch.where` call. At most one side is a literal; the other side is a tensor and
+    determines the type of the result.
+    """
     codes = [call.arg(1), call.arg(2)]
     for side, other in ((2, 1), (1, 2)):
         value = call.scalar(side)
@@ -236,13 +241,15 @@ def _shift(call: Call) -> str:
 
 
 _WIDER = {DType.UINT16: DType.INT32, DType.UINT32: DType.INT64, DType.UINT64: DType.INT64}
-"""Where torch lacks arithmetic for an unsigned type: one that has it and holds (of 64 bits: wraps)
-the same numbers.
+"""Substitute for each unsigned type for which torch lacks arithmetic. The substitute represents all
+values of the type; 64-bit values wrap.
 """
 
 
 def widened(emit: Emitter, call: Call) -> str:
-    """Computes on unsigned integers, for which torch has hardly any arithmetic, in a wider type."""
+    """Return the code of `emit`, with unsigned operands cast to a wider type, because torch lacks
+    most arithmetic on unsigned integers. The result is cast back.
+    """
     wider = [None if value is None else _WIDER.get(value.dtype) for value in call.operands]
     if not any(wider):
         return emit(call)
@@ -317,8 +324,8 @@ def _swish(call: Call) -> str:
 
 
 def _sharpness(call: Call) -> str:
-    """α of x · sigmoid(α x) = silu(α x) / α, which saves one tensor. A zero, for which that has no
-    value, is taken for a number as small as makes no difference.
+    """Return the literal of α in x · sigmoid(α x) = silu(α x) / α; this form saves one tensor. An α
+    of 0 would divide by zero and is replaced by 1e-6.
     """
     return call.stated("alpha", 1.0) if call.node.number("alpha", 1.0) else "1e-6"
 
@@ -334,11 +341,11 @@ _TORCH = (
     "Abs", "Reciprocal", "Sqrt", "Exp", "Log", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh",
     "Acosh", "Atanh", "Erf", "Ceil", "Floor", "Round", "Sign", "Relu", "Sigmoid", "Tanh", "IsNaN",
 )  # fmt: skip
-"""Functions of `torch`, there in lower case."""
+"""Operators whose function in `torch` has their name in lower case."""
 
 
 def _made(call: Call) -> str:
-    """`dtype=torch.float32, device=p.device`."""
+    """Return the keyword arguments of a new tensor: `dtype=torch.float32, device=p.device`."""
     return f"dtype={call.dtype}, device=p.device"
 
 
@@ -352,7 +359,9 @@ def _number(call: Call, value: float) -> str:
 
 
 def _filled(call: Call) -> str:
-    """The frontend keeps the one element of the tensor attribute `value` as a number."""
+    """Return the code of ConstantOfShape. The frontend stores the element of the tensor attribute
+    `value` as a number.
+    """
     value = call.node.number("value")
     shape = call.result().shape
     if value in (0.0, 1.0):
@@ -361,7 +370,9 @@ def _filled(call: Call) -> str:
 
 
 def _constant(call: Call) -> str:
-    """A Constant node that was not folded: a scalar or a list in its attributes."""
+    """Return the code of a Constant node that was not folded: a scalar or a list from its
+    attributes.
+    """
     for name in ("value_float", "value_int"):
         if call.node.has(name):
             return f"torch.full((), {_number(call, call.node.number(name))}, {_made(call)})"
@@ -374,8 +385,8 @@ def _range(call: Call) -> str:
     if call.result().dtype.is_integer:
         ends = limit if (start, step) == ("0", "1") else f"{start}, {limit}, {step}"
         return f"torch.arange({ends}, {_made(call)})"
-    # ONNX fixes the number of elements beforehand and rounds each product, torch may count one more
-    # or less.
+    # ONNX determines the number of elements first and rounds each product. `torch.arange` with a
+    # step could return one element more or less.
     return f"{start} + torch.arange({call.result().elements}, {_made(call)}) * {step}"
 
 
@@ -413,7 +424,7 @@ _MODES = {
     "cubic": "bicubic",
     "bicubic": "bicubic",
 }
-"""ONNX's words, of both spellings it has had, and torch's."""
+"""torch's interpolation mode by ONNX's name. ONNX renamed the modes, so both names occur."""
 
 
 def _grid_sample(call: Call) -> str:
@@ -473,7 +484,9 @@ def _max_roi_pool(call: Call) -> str:
 
 
 def _suppressed(call: Call, most: int, slot: int) -> str:
-    """Thresholds stand from operand `slot` on: the largest overlap, the least score."""
+    """Return the call of a non-maximum suppression. Operands `slot` and `slot` + 1 are the
+    thresholds: the maximum overlap and the minimum score.
+    """
     overlap, least = (
         (call.scalar(at) or call.arg(at)) if call.present(at) else None for at in (slot, slot + 1)
     )
@@ -484,7 +497,9 @@ def _suppressed(call: Call, most: int, slot: int) -> str:
 
 
 def _rows_kept(call: Call) -> str:
-    """The first rows [image, class, box], as many as the file says."""
+    """Return the first rows [image, class, box] of a NonMaxSuppression, as many as the result shape
+    states.
+    """
     most = min(max(call.integers(2), default=0), call.operand(1).shape[-1])
     return called("operators.rows_kept", _suppressed(call, most, 3), call.result().shape[0])
 
@@ -493,7 +508,7 @@ def _dropout(call: Call) -> str:
     data = call.arg(0)
     both = len(call.results) > 1
     mask = call.results[1] if both else None
-    # A number where it is known: an attribute before opset 12, then an operand.
+    # The ratio is an attribute before opset 12, an operand from opset 12 on.
     stated = call.opset < 12 or not call.present(1)
     ratio = call.stated("ratio", 0.5) if stated else call.scalar(1) or call.arg(1)
     if not is_active(call) or ratio == "0.0":
@@ -510,7 +525,7 @@ def _dropout(call: Call) -> str:
 
 
 def _drawn(function: str, call: Call, **defaults: float) -> str:
-    """Numbers of a distribution whose parameters are float attributes."""
+    """Return a call that draws from a distribution whose parameters are float attributes."""
     parameters = (call.stated(*each) for each in defaults.items())
     return called(
         f"operators.{function}", call.result().shape, *parameters, call.stream(), call.dtype

@@ -1,4 +1,4 @@
-"""The body of a loop as code of its own, on the local shapes of the loop's splits."""
+"""Convert the body of a loop to a stage, with the local shapes of the loop's splits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopipe.ir.program import Compute, StageCode
 
 
 def body_code(loop: Compute) -> StageCode:
-    """One run as a stage: what changes from run to run are its inputs, what is the same in all its
-    parameters.
+    """Return one iteration of a loop as a stage. The inputs of the stage differ between iterations;
+    its parameters and constants are loop-invariant.
     """
     node = loop.signature.node
     body = body_of(loop.signature.node)

@@ -1,4 +1,4 @@
-"""Emission of products, convolutions, pooling and recurrent layers."""
+"""Generate the code of matmuls, convolutions, pooling and recurrent layers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _matmul(call: Call) -> str:
 
 
 def multiply(call: Call, left: str, right: str) -> str:
-    """The product of the first two operands, each as it is or transposed, as `left` and `right`
-    write them.
+    """Return the code of the matmul of the first two operands. `left` and `right` are their code,
+    transposed if necessary.
 
-    `torch.matmul` writes a copy of stacked matrices for each time they are read along an axis only
-    the other factor has, and sums gradients as many; `torch.einsum` takes such an axis for rows of
-    the other factor, as one would by hand.
+    If one factor lacks a batch dimension or broadcasts it, `torch.matmul` copies this factor for
+    each index of the dimension, and sums as many gradients. `torch.einsum` instead merges the
+    dimension with the rows of the other factor.
     """
     shapes = call.operand(0).shape, call.operand(1).shape
     rank = max(map(len, shapes))
@@ -46,8 +46,8 @@ def multiply(call: Call, left: str, right: str) -> str:
 
 
 def _gemm(call: Call) -> str:
-    """`F.linear` where the weight lies as in torch.nn.Linear, else `torch.addmm` on transposed
-    views.
+    """Return `F.linear` if the weight has the order of torch.nn.Linear, otherwise `torch.addmm` or
+    `torch.mm` on transposed views.
     """
     node = call.node
     transposed = bool(call.node.integer("transB"))
@@ -80,31 +80,35 @@ Extents = tuple[int, ...]
 
 
 def each(values: Extents) -> str:
-    """The same number for every axis as one number, else a tuple."""
+    """Return one number if all axes have the same number, otherwise a tuple."""
     return repr(values[0]) if len(set(values)) == 1 else repr(values)
 
 
 def pads(begin: Extents, end: Extents) -> str:
-    """Pads in the order of `F.pad`: last axis first."""
+    """Return the pads in the order of `F.pad`: last axis first."""
     return repr(
         tuple(pad for axis in reversed(range(len(begin))) for pad in (begin[axis], end[axis]))
     )
 
 
 def _window(call: Call, kernel: Extents) -> SpatialWindow:
-    """The part of the windows that this rank computes."""
+    """Return the windows that this rank computes."""
     window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
     return window.inside(call.is_split)
 
 
 def _kernel(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
-    """The windows and the number of groups of a convolution whose weight is this operand."""
+    """Return the window and the number of groups of a convolution. `weight` is the index of its
+    weight operand.
+    """
     shape = call.operand(weight).shape
     return _window(call, shape[2:]), call.operand(0).shape[1] // shape[1]
 
 
 def _settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
-    """Stride, padding, dilation and groups as keywords, where they are not torch's defaults."""
+    """Return stride, padding, dilation and groups as keyword arguments, without those that have
+    torch's default.
+    """
     found = {
         "stride": (window.strides, 1),
         "padding": (padding, 0),
@@ -134,8 +138,8 @@ def _conv(call: Call) -> str:
 
 
 def _conv_transpose(call: Call) -> str:
-    """torch pads both ends alike and adds what is left at the end; other crops are cut out by the
-    runtime.
+    """Return the code of a transposed convolution. torch supports equal pads at both ends plus
+    `output_padding` at the end; the runtime implements other crops.
     """
     node = call.node
     source = call.operand(0).shape[2:]
@@ -147,7 +151,7 @@ def _conv_transpose(call: Call) -> str:
         kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none
     )
     full = window.spread(source)
-    # Elements cut off before the first of the result.
+    # `begin`: number of elements cropped at the start of each axis.
     policy = node.text("auto_pad", "NOTSET")
     if policy == "NOTSET" and not node.has("output_shape"):
         begin = node.integers("pads")[: len(kernel)] or none
@@ -203,7 +207,9 @@ def _pooling_window(call: Call) -> SpatialWindow:
 
 
 def _fits(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
-    """True if torch's own pads, equal at both ends and at most half a window, give this result."""
+    """True if torch's pads, which are equal at both ends and at most half a window, give the shape
+    of the result. `ceil` selects torch's `ceil_mode`.
+    """
     counts = []
     for extent, begin, reach, stride in zip(
         call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True
@@ -217,13 +223,13 @@ def _fits(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
 
 
 def _exact_pads(call: Call, window: SpatialWindow) -> str:
-    """Pads with which the windows of the result fit exactly."""
+    """Return the pads with which the windows of the result fit exactly."""
     end = window.needed(call.operand(0).shape[2:], call.result().shape[2:])
     return pads(window.begin, tuple(max(extent, 0) for extent in end))
 
 
 def _general(function: str, call: Call, *settings: object) -> str:
-    """A call of the runtime's pooling, for any windows."""
+    """Return a call of the runtime's pooling, which supports arbitrary windows."""
     window = _pooling_window(call)
     shape = window.kernel, window.strides, window.dilations
     return called(
@@ -293,8 +299,8 @@ def _global_max(call: Call) -> str:
 
 
 def _unpool(call: Call) -> str:
-    """The indices count in a tensor whose shape follows from the window; the result may be
-    another.
+    """Return the code of a MaxUnpool. The indices refer to a tensor whose shape follows from the
+    window. The result may have another shape.
     """
     node = call.node
     source = call.operand(0).shape
@@ -309,16 +315,18 @@ def _unpool(call: Call) -> str:
     return f"operators.max_unpool({call.args(2)}, {(*source[:2], *extents)}, {call.result().shape})"
 
 
-# Recurrent layers: the runtime uses torch's fused ones where they fit.
+# Recurrent layers: the runtime uses torch's fused layers if they support the settings.
 
 _OPERANDS = ("x", "weight", "recurrence", "bias", "lengths", "hidden", "cell", "peepholes")
 
 _USUAL = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh")}
-"""Activations of one direction where none are stated."""
+"""Default activations of one direction."""
 
 
 def _recurrent(call: Call) -> str:
-    """Optional operands, and attributes that differ from their defaults, as keywords."""
+    """Return the call of a recurrent layer. Optional operands, and attributes that differ from
+    their defaults, are keyword arguments.
+    """
     node = call.node
     settings: dict[str, object] = {
         _OPERANDS[index]: call.arg(index)

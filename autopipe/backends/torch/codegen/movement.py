@@ -1,4 +1,4 @@
-"""Emission of operators that put elements elsewhere: reshape, slice and pad, index, resize."""
+"""Generate the code of operators that move elements: reshape, slice, pad, index and resize."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autopipe.ir.ops.operator import axes_of, positive
 
 
 def shape_arguments(shape: tuple[int, ...]) -> str:
-    """`8, 128, 768` for a method that takes extents one by one; `()` for a scalar."""
+    """Return the sizes as arguments of a method: `8, 128, 768`, or `()` for a scalar."""
     return ", ".join(map(str, shape)) or "()"
 
 
 def reshaped(code: str, shape: tuple[int, ...]) -> str:
-    """`x.reshape(8, 128, 768)`."""
+    """Return `x.reshape(8, 128, 768)` for the code `x`."""
     return f"{code}.reshape({shape_arguments(shape)})"
 
 
@@ -73,7 +73,9 @@ def _slice(call: Call) -> str:
 
 
 def _range(start: int, count: int, step: int, extent: int) -> str:
-    """Code of one dimension's slice; where the step is negative, of the dimension turned round."""
+    """Return the code of one dimension's slice. If the step is negative, the slice applies to the
+    flipped dimension.
+    """
     if not count:
         return "0:0"
     if step < 0:
@@ -99,7 +101,7 @@ def _pad(call: Call) -> str:
 
 
 def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
-    """`F.pad(x, (left, right, top, bottom))`: torch counts from the last dimension."""
+    """Return `F.pad(x, (left, right, top, bottom))`. `F.pad` starts at the last dimension."""
     inner = itertools.dropwhile(lambda pair: pair == (0, 0), pads)
     flat = tuple(count for pair in reversed([*inner]) for count in pair)
     return (
@@ -110,8 +112,8 @@ def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> st
 
 
 def _center_crop_pad(call: Call) -> str:
-    """Crops where the target is smaller (the surplus cell comes off the end), pads where it is
-    larger.
+    """Return the code that crops the dimensions whose target is smaller, and pads the dimensions
+    whose target is larger. If the difference is odd, the extra element is at the end.
     """
     before = call.operand(0).shape
     after = call.result().shape
@@ -129,7 +131,7 @@ def _center_crop_pad(call: Call) -> str:
 
 
 def _blocks(call: Call, to_space: bool) -> str:
-    """Channels that become blocks of pixels, or blocks of pixels that become channels."""
+    """Return the code of DepthToSpace (`to_space`) or SpaceToDepth."""
     block = call.node.integer("blocksize")
     (batch, channels, height, width) = call.operand(0).shape
     if call.choice("mode", "DCR", ("DCR", "CRD")) == "CRD":
@@ -166,8 +168,8 @@ def _gather(call: Call) -> str:
     fixed = _indexing_range(call)
     if group := call.group(f"d{axis}"):
         return f"operators.sharded_gather({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
-    # Indices that are not known are taken to be those of an embedding, which are not negative
-    # (torch checks).
+    # Indices that are not constant are assumed to be nonnegative, as for an embedding table
+    # (`F.embedding` raises an error otherwise).
     may_count = call.constant(1) is None or _counted_from_front(call)
     if (
         not fixed
@@ -181,8 +183,8 @@ def _gather(call: Call) -> str:
 
 
 def _indexing_range(call: Call) -> str:
-    """Known indices as Python writes them, one place or a range of neighbours; "" where they are
-    neither.
+    """Return constant indices as a Python index: one integer, or a slice if they are consecutive.
+    Return "" otherwise.
     """
     indices = call.constant(1)
     if indices is None or indices.ndim > 1 or not indices.size:
@@ -200,7 +202,7 @@ def _indexing_range(call: Call) -> str:
 
 
 def _counted_from_front(call: Call) -> bool:
-    """True if the indices are known, and none is negative."""
+    """True if the indices are constant and nonnegative."""
     indices = call.constant(1)
     return indices is not None and bool((indices >= 0).all())
 
@@ -220,7 +222,7 @@ def _gather_nd(call: Call) -> str:
 
 
 _REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-"""ONNX's words for what happens to elements written several times, and torch's."""
+"""torch's name by ONNX's name of the reduction for elements that are written several times."""
 
 
 def _reduced(call: Call) -> str | None:
@@ -247,8 +249,8 @@ def _one_hot(call: Call) -> str:
 
 
 def _resize(call: Call) -> str:
-    """Attributes have the defaults of their opset; before opset 11 there was one rule for
-    places.
+    """Return the code of a Resize or Upsample. Default attributes depend on the opset; before opset
+    11, coordinates are asymmetric by default.
     """
     axes = resized_axes(call)
     node = call.node
@@ -286,7 +288,7 @@ _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 def _interpolate(
     call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str
 ) -> str:
-    """A call of `F.interpolate`, or "" where it computes something else."""
+    """Return a call of `F.interpolate`, or "" if this function has other semantics than the node."""
     node = call.node
     rank = call.rank
     exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)

@@ -1,4 +1,4 @@
-"""Emission of normalisations, of reductions and orders along axes, and of losses."""
+"""Generate the code of normalizations, reductions, sorting along axes, and losses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def _spatial(call: Call) -> list[str]:
 
 
 def _dimensions(call: Call, axes: Iterable[int]) -> str | None:
-    """The code of the ranks that have dimensions of the operand together, if any is split."""
+    """Return the code of the process group over which the dimensions `axes` of the first operand
+    are split, or None if none is split.
+    """
     return call.group(*(f"d{axis}" for axis in axes))
 
 
@@ -77,7 +79,9 @@ def _layer_norm(call: Call) -> str:
 
 
 def rms_norm(call: Call) -> str:
-    """`F.rms_norm`, with a scale of another shape multiplied behind it."""
+    """Return `F.rms_norm(…)`. If the scale has another shape than the normalized dimensions, the
+    code multiplies by the scale after the norm.
+    """
     axes = tuple(normalized_axes(call))
     epsilon = call.stated("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
@@ -154,20 +158,20 @@ def _kept(call: Call) -> str:
 
 
 def _axes(call: Call) -> str:
-    """`dim=1, keepdim=True`."""
+    """Return the axes as keyword arguments: `dim=1, keepdim=True`."""
     axes = reduced_axes(call)
     return f"dim={axes[0] if len(axes) == 1 else axes}{_kept(call)}"
 
 
 def _exact(call: Call) -> str:
-    """Integers keep their type, which torch's sums would widen."""
+    """Return the `dtype` argument that keeps integers in their type, because torch's sums convert
+    integers to int64. Return "" for other types.
+    """
     return f", dtype={call.dtype}" if call.result().dtype.is_integer else ""
 
 
 def _together(call: Call, function: str, *settings: bool) -> str:
-    """A call of the runtime's reduction of all ranks' parts; "" where this rank has the reduced
-    axes whole.
-    """
+    """Return a call of the runtime's sharded reduction, or "" if none of the reduced axes is split."""
     axes = reduced_axes(call)
     keep = bool(call.node.integer("keepdims", 1))
     group = _dimensions(call, axes)
@@ -195,8 +199,8 @@ def _reduction_norm(call: Call) -> str:
 
 
 def _product(call: Call) -> str:
-    """torch multiplies along one axis a call; the last goes first, so that the others keep their
-    numbers.
+    """Return one `prod` call per axis, because torch multiplies along one axis per call. The last
+    axis is first, so that the indices of the other axes stay valid.
     """
     calls = (
         f".prod(dim={axis}{_kept(call)}{_exact(call)})" for axis in reversed(reduced_axes(call))
@@ -205,7 +209,9 @@ def _product(call: Call) -> str:
 
 
 def _extreme(method: str, call: Call) -> str:
-    """torch refuses the largest of nothing; ONNX says the smallest number there is (for Max)."""
+    """Return the code of ReduceMax or ReduceMin. For an operand without elements, torch raises an
+    error; ONNX defines the smallest (for ReduceMax) or largest value of the type.
+    """
     if not call.operand(0).elements:
         limit = f'float("{"-inf" if method == "amax" else "inf"}")'
         if call.result().dtype is DType.BOOL:
@@ -220,7 +226,9 @@ def _extreme(method: str, call: Call) -> str:
 
 
 def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -> Emitter:
-    """`emit`, or `alone` applied to the operand where there is nothing to reduce over."""
+    """Return an emitter that is `emit`, or applies `alone` to the operand if there are no axes to
+    reduce.
+    """
     return lambda call: emit(call) if reduced_axes(call) else alone(call.arg(0))
 
 
@@ -261,8 +269,8 @@ def _top_k(call: Call) -> str:
 
 
 def _loss(call: Call, name: str, alone: str) -> str:
-    """A loss of classes, of labels, or of both, of which this rank has a part; `alone` where it has
-    all that matters. Labels are as torch wants them (int64).
+    """Return the call of a loss whose classes or labels may be split. `alone` is the function for a
+    rank that needs no communication. Labels are converted to int64, the type that torch requires.
     """
     labels = label_axes(call)
     classes = call.group("c")
@@ -287,7 +295,9 @@ def _loss(call: Call, name: str, alone: str) -> str:
 
 
 def _linear_loss(call: Call) -> str:
-    """The operands of the product in torch's order, the weight [classes, features]."""
+    """Return the call of a fused matmul and cross-entropy. The weight has torch's order [classes,
+    features].
+    """
     labels = label_axes(call)
     batch = call.group(*labels) if weighs_labels(call) else None
     ignored = call.node.integer("ignore_index", -100)

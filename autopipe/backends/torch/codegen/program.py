@@ -1,5 +1,5 @@
-"""Writing a program folder, all files or none: code, and the manifest with what is data, such as
-names of the model.
+"""Write a program folder, either with all files or with none: Python modules, and a manifest for
+data such as names of the model.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Origin of a program and the settings its steps run with."""
+    """Origin of a program, and the settings of its steps."""
 
     model: str
-    """Path of the ONNX file whose weights the ranks read."""
+    """Path of the ONNX file that contains the weights."""
     model_digest: str
     plan_digest: str
     optimizer: Optimizer
@@ -53,11 +53,11 @@ class Provenance:
     lr_scheduler: LRScheduler = field(default=LRScheduler())
     training: Training = field(default=Training())
     matrices: frozenset[str] = frozenset()
-    """Parameters that an optimizer of matrices updates as such."""
+    """Parameters that a matrix optimizer updates as matrices."""
     training_graph: bool | None = None
-    """As the configuration has `model.training`."""
+    """Value of `model.training` in the configuration."""
     fixed_inputs: tuple[tuple[str, bool | int | float], ...] = ()
-    """As the configuration has `model.inputs`."""
+    """Value of `model.inputs` in the configuration."""
 
 
 def manifest_of(
@@ -67,9 +67,10 @@ def manifest_of(
     memory_limits: tuple[int, ...] = (),
     host_bound: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
-    """Return the manifest that is to lie in the folder `home` as a JSON object, which
-    `autopipe.backends.torch.runtime.manifest` reads. Its paths hold after the program, its plan and
-    the model are moved together.
+    """Return the manifest of a program in the folder `home`, as a JSON object that
+    `autopipe.backends.torch.runtime.manifest` reads.
+
+    Its paths stay valid if the program, its plan and the model are moved together.
     """
     move = partial(movable_path, home=home, model=provenance.model)
     data = replace(provenance.data, path=with_path(provenance.data.path, move))
@@ -133,7 +134,9 @@ def manifest_of(
 
 
 def _metrics(provenance: Provenance) -> dict[str, float]:
-    """Figures that a launch compares measured ones with, as far as they are known."""
+    """Return the predicted metrics that a launch compares with measured metrics. Unknown metrics
+    are omitted.
+    """
     figures = {
         "model_flops": provenance.model_flops,
         "peak_flops": provenance.peak_flops,
@@ -143,7 +146,9 @@ def _metrics(provenance: Provenance) -> dict[str, float]:
 
 
 def _stage(stage: StageCode, host_bound: bool) -> dict[str, Any]:
-    """With the sub-meshes of its group along which its ranks exchange anything."""
+    """Return the manifest entry of a stage. `meshes` contains the axes of the sub-groups of its
+    ranks that communicate.
+    """
     meshes = stage.meshes()
     whole = (MeshAxis(len(stage.devices), 1),)
     parts = tuple(axes for axes in meshes if axes != whole)
@@ -189,8 +194,8 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True)
 class ProgramFiles:
-    """A program, the folder inside the written one where it goes, and the docstrings of its stages
-    and ranks. A rank whose docstring is None is not written.
+    """A program, its subfolder in the written folder, and the docstrings of its stages and ranks. A
+    rank whose docstring is None is not written.
     """
 
     name: str
@@ -198,7 +203,7 @@ class ProgramFiles:
     stage_titles: tuple[str, ...]
     rank_titles: tuple[str | None, ...]
     memory_limits: tuple[int, ...] = ()
-    """Bytes that each rank may take of its GPU's memory; () for all of it."""
+    """Maximum bytes of GPU memory of each rank, or () for no limits."""
     host_bound: frozenset[int] = frozenset()
     """Stages that the plan predicts to be bound by the host."""
 
@@ -210,12 +215,12 @@ def write_program(
     force: bool = False,
     home: Path | None = None,
 ) -> None:
-    """Write the files of `programs` into `folder` and replace an earlier program there, or leave
-    everything as it was.
+    """Write the files of `programs` into `folder`, and replace an earlier program there. If writing
+    fails, the folder is unchanged.
 
     Edited files of the earlier program are replaced only with `force`. Paths in the manifests are
-    relative to `home`, where the program is to lie (default: `folder`). Raises CodegenError if the
-    text is not valid Python, ConfigurationError if the folder cannot be written.
+    relative to `home`, the final folder of the program (default: `folder`). Raise CodegenError if
+    the generated code is not valid Python, ConfigurationError if the folder cannot be written.
     """
     home = (home or folder).absolute()
     rendered = [(each, _files(each, provenance, home / each.name)) for each in programs]
@@ -239,8 +244,8 @@ def write_program(
 
 
 def _stored(constant: Constant) -> np.ndarray:
-    """The numbers as numpy writes them: of types that it does not know, the bits, in a field with
-    the type's name.
+    """Return the data of a constant in a type that numpy can write. For other types, return the
+    bits, if necessary in a field that has the name of the type.
     """
     dtype = constant.value.dtype
     array = constant.array
@@ -254,8 +259,8 @@ def _stored(constant: Constant) -> np.ndarray:
 
 
 def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str, str]:
-    """Return the text of each file, by its name, for the folder `home`; every Python file is
-    checked to parse.
+    """Return the text of each file by name, for the folder `home`. Raise CodegenError if a Python
+    file does not parse.
     """
     program = files.program
     found = {"run.py": _ENTRY.format(ranks=files.program.world_size)}
@@ -280,9 +285,10 @@ MANIFEST: Final = "manifest.json"
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = False) -> None:
-    """Fill a new folder beside `folder` with `write`, then put it in its place in one step. Raises
-    ConfigurationError as `check_program_folder`, or where the folder cannot be written; what was
-    there is then still there.
+    """Fill a temporary folder by `write`, then replace `folder` by this folder in one step.
+
+    Raise ConfigurationError if `check_program_folder` does, or if the folder cannot be written. The
+    earlier contents of `folder` are then unchanged.
     """
     folder = folder.absolute()
     hint = "choose another with -o"
@@ -300,9 +306,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
     finally:
         if not folder.exists():
             for parent in missing:
-                with contextlib.suppress(
-                    OSError
-                ):  # somebody else has put something there meanwhile
+                # The parent is not empty if another process has written into it.
+                with contextlib.suppress(OSError):
                     parent.rmdir()
 
 
@@ -329,7 +334,9 @@ def check_program_folder(folder: Path, force: bool = False) -> None:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """Yield what a program folder holds besides programs and the bytecode of their modules."""
+    """Yield the entries of a program folder that belong neither to a program nor to the bytecode of
+    its modules.
+    """
     entries = sorted(folder.iterdir())
     if entries and not _is_program(folder):
         yield entries[0]
@@ -357,8 +364,8 @@ def _is_program(folder: Path) -> bool:
 
 
 def _edited(folder: Path) -> Iterator[tuple[Path, Seal | None]]:
-    """Yield the files of a program that are not as they were written, with the digests that say
-    so.
+    """Yield each file of a program that was changed after it was written, with the digests of its
+    folder. The digests are None if the folder has none.
     """
     holder = read_seal(folder / MANIFEST)
     for path in sorted(folder.iterdir()):

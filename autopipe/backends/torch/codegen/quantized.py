@@ -1,4 +1,4 @@
-"""Emission of products and lookups of packed weights, and of mixtures of experts."""
+"""Generate the code of matmuls and lookups with packed weights, and of mixtures of experts."""
 
 from __future__ import annotations
 

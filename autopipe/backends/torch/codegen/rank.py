@@ -1,4 +1,6 @@
-"""A rank as text: what each of its stages exchanges, and the step in three sections."""
+"""Generate the module of a rank: the sends and receives of each stage, and the step in three
+sections (warm-up, steady state, cool-down).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ def rank_module(rank: int) -> str:
 
 
 def emit_rank(program: Program, rank: RankCode, title: str) -> str:
-    """The whole file of a rank. `title` is the docstring's text; it must be plain text of our
-    own.
+    """Return the source text of a rank's module. `title` is its docstring and must contain no text
+    from the model.
     """
     modules = "".join(f"import {stage_module(stage.stage)}\n" for stage in rank.stages)
     stages = "\n".join(_stage(program, stage) for stage in rank.stages)
@@ -71,8 +73,8 @@ def _stage(program: Program, wired: StageOnRank) -> str:
             block, block.sent, code.outputs[position], block.source_slice, block.target_slice
         )
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
-    # Multiplied by `weight`, the losses of all ranks and micro-batches add up to the loss of the step;
-    # the numbers of labels add up to the fraction of the step's labels that are not ignored.
+    # Multiplied by `weight`, the losses of all ranks and micro-batches add up to the loss of the
+    # step; the numbers of labels add up to the fraction of the step's labels that are not ignored.
     for kind, name in (("Loss", program.loss), ("Labels", COUNTED_LABELS)):
         if program.train and name in outputs:
             output = next(each for each in program.outputs if each.value.name == name)
@@ -134,8 +136,9 @@ def _section(section: Section) -> list[str]:
 
 
 def _range(loop: Loop) -> str:
-    """The loop variable is the micro-batch of the body's first instruction; where strides differ,
-    it counts.
+    """Return the arguments of `range` for a loop. The loop variable is the micro-batch of the first
+    instruction in the body. If the instructions have different strides, the loop variable counts
+    iterations from 0.
     """
     if loop.strides:
         return str(loop.count)
@@ -150,8 +153,8 @@ _TASKS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWAR
 
 
 def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
-    """One line a task: what is posted before it, the task, and what it sends. `indices` spell the
-    micro-batches.
+    """Return one line per task: the calls before the task, the task, and its sends. `indices`
+    contains the code of the micro-batch of each instruction.
     """
     lines: list[list[str]] = []
     done = False
@@ -167,7 +170,7 @@ def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) ->
 
 
 def _indices(loop: Loop) -> list[str]:
-    """The micro-batches of a loop's body, by its variable."""
+    """Return the code of each micro-batch in the body of a loop, in terms of the loop variable."""
     if loop.strides:
         terms = ("i" if stride == 1 else f"{stride} * i" for stride in loop.strides)
         return [_moved(term, each.micro_batch) for term, each in zip(terms, loop.body, strict=True)]

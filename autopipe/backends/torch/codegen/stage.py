@@ -1,5 +1,5 @@
-"""A stage as text: its forward on local shards, one operator a line, in segments where it
-recomputes.
+"""Generate the module of a stage: its forward on local shards, with one operator per line, in
+segments if the stage recomputes activations.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ EMITTERS: dict[str, Emitter] = {
 }
 
 LINEAR = "Linear"
-"""Operator type of a product and the bias added to it; operands x, weight [in, out], bias [out]."""
+"""Operator type of a matmul with a fused bias. Operands: x, weight [in, out], bias [out]."""
 
 Names = tuple[str, ...]
 
 
 def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
-    """The operations, products and their biases as one where nothing else reads the product. The
-    graph keeps them apart, because apart they can be split: a bias added to partial sums would
-    count several times.
+    """Return the operations of a stage, with each matmul fused with the addition of its bias if no
+    other operation reads the matmul's result.
+
+    The graph has separate nodes because these can be split: a fused bias would be added several
+    times if the matmul gives partial sums.
     """
     reads = Counter(name for operation in stage.operations for name in operation.reads)
     reads.update(value.name for value in stage.outputs)
@@ -82,7 +84,9 @@ def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
 
 
 def _with_bias(product: Compute, addition: Compute, bias: Value) -> Compute:
-    """The two as one: the product's node, named after the addition."""
+    """Return one operation for `product` and `addition`. It has the node of the matmul and the name
+    of the addition.
+    """
     signature = addition.signature
     node = replace(signature.node, op=LINEAR, domain="autopipe")
     operands = (*product.signature.operands, bias)
@@ -98,24 +102,28 @@ _UNSAFE = re.compile(r"[^\x20-\x7e]")
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The function `forward(p, …)` as text, and the code of what it takes and gives."""
+    """The source text of `forward(p, …)`, with the variables of its arguments and results."""
 
     text: str
     arguments: Names
     results: Names
     read: tuple[Names, ...]
-    """For each segment that runs again the parameters that it reads."""
+    """The parameters that each recomputed segment reads."""
     codes: Mapping[str, str]
-    """The variable of each local value, by name."""
+    """The variable or expression of each local value, by the name of the value."""
 
 
 def emit_forward(stage: StageCode) -> Forward:
-    """The forward of a stage. Raises CodegenError for an operator without emission."""
+    """Return the forward of a stage. Raise CodegenError for an operator that codegen does not
+    support.
+    """
     return _Writer(replace(stage, operations=_with_linear(stage))).forward()
 
 
 class _Segment(NamedTuple):
-    """A segment's operations; names of values in the order of their first use."""
+    """The operations of a segment, and the names of its inputs and outputs in the order of their
+    first occurrence.
+    """
 
     operations: tuple[Operation, ...]
     arguments: Names
@@ -125,8 +133,12 @@ class _Segment(NamedTuple):
 
 
 def _segments_of(stage: StageCode) -> list[_Segment]:
-    """The segments that give something to others or to the stage's outputs, with what they read of
-    others. Found from the last to the first: a result is wanted where a later segment reads it.
+    """Return the segments that have a result for a later segment or for the outputs of the stage.
+    The arguments of a segment are the values that it reads and does not compute, except parameters
+    and constants.
+
+    The loop runs from the last segment to the first, because a result is needed only if a later
+    segment reads it.
     """
     held = _held(stage)
     wanted = {value.name for value in stage.outputs}
@@ -147,7 +159,9 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
 
 
 def _held(stage: StageCode) -> set[str]:
-    """Values that `p` has all the time."""
+    """Return the names of the parameters and constants of a stage, which `p` holds during the whole
+    forward.
+    """
     return {value.name for _, value in stage.parameters} | {
         each.value.name for _, each in stage.constants
     }
@@ -155,17 +169,17 @@ def _held(stage: StageCode) -> set[str]:
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes the forward of a stage. Identifiers are made by index, never from the model's own
-    names.
+    """Generates the forward of a stage. Identifiers are numbered; they never contain names from the
+    model.
     """
 
     stage: StageCode
     codes: dict[str, str] = field(default_factory=dict)
-    """Identifiers by value."""
+    """Variable or expression by name of the value."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     margin: str = "    "
     loops: dict[str, str] = field(default_factory=dict)
-    """Functions that run the body of a loop again and again, by name."""
+    """Source text of the functions that run the loops of the stage, by function name."""
 
     def forward(self) -> Forward:
         stage = self.stage
@@ -207,7 +221,7 @@ class _Writer:
         return f"({', '.join(self._of(names))}{',' if len(names) == 1 else ''})"
 
     def _drop(self, names: Iterable[str]) -> str:
-        """The end of a line that lets values go."""
+        """Return `; del x1, x2` for the values called `names`, or "" if there are none."""
         codes = self._of(names)
         return f"; del {', '.join(codes)}" if codes else ""
 
@@ -218,7 +232,9 @@ class _Writer:
         return "\n".join(["@recompute", head, *lines, end, ""])
 
     def _calls(self, segments: list[_Segment], outputs: Names) -> list[str]:
-        """A line for each segment; what no later one reads is let go."""
+        """Return one line per segment: its call, and a `del` of the values that no later segment
+        reads.
+        """
         names = [(*each.flowing, *each.others, *each.arguments) for each in segments]
         last = {name: number for number, own in enumerate(names) for name in own}
         lines = []
@@ -233,7 +249,9 @@ class _Writer:
     def _body(
         self, operations: tuple[Operation, ...], arguments: Names, results: Names
     ) -> list[str]:
-        """Lines of operations; after its last use each value is dropped to free memory."""
+        """Return the lines of operations. Each value is deleted after its last use, to free its
+        memory.
+        """
         last = dict.fromkeys(arguments, -1)
         for position, operation in enumerate(operations):
             last |= dict.fromkeys((*operation.reads, *operation.writes), position)
@@ -296,7 +314,9 @@ class _Writer:
         return deferred(emitter, call) if operation.node in self.stage.deferred else emitter(call)
 
     def _loop(self, operation: Compute) -> str:
-        """The call of a function that runs a loop's body again and again, which joins `loops`."""
+        """Return the call of a function that runs all iterations of a loop. Add the function to
+        `loops`.
+        """
         node = operation.signature.node
         code = body_code(operation)
         code = replace(code, operations=_with_linear(code))
@@ -359,7 +379,9 @@ class _Writer:
         return called(title, "p", *(source for _, source in given))
 
     def _collective(self, operation: Collective) -> tuple[str, str]:
-        """The call of a change of layout, and what it costs as a comment."""
+        """Return (code, comment) of a redistribution. The comment states the kind, the number of
+        ranks and the bytes.
+        """
         step = operation.relayout
         group = len(self.stage.devices)
         source = self.codes[operation.source.name]
@@ -391,8 +413,8 @@ class _Writer:
 
 
 def _comment(operation: Compute) -> str:
-    """The node's name as a comment can hold it, one line of printable ASCII, its local shape and
-    splits.
+    """Return the comment of an operation: the node's name as printable ASCII in one line, the local
+    shape of the first result, and the splits.
     """
     name = _UNSAFE.sub("?", repr(operation.signature.node.name))
     name = name if len(name) <= 60 else f"{name[:28]}…{name[-28:]}"
@@ -408,8 +430,8 @@ def _cuts(layout: Layout) -> str:
 
 
 def _windows(layout: Layout, dtype: DType) -> str:
-    """The windows of a layout, and what blocks that stick out are filled with: whole numbers have
-    no infinity.
+    """Return the code of the windows of a layout and of the value that fills elements outside of
+    the tensor. For integers, the smallest integer replaces minus infinity.
     """
     windows = tuple(
         (dimension, window.step, window.offset, window.length)
@@ -425,8 +447,11 @@ _LIBRARIES = ("torch", "F", "operators")
 
 
 def deferred(emitter: Emitter, call: Call) -> str:
-    """The expression of `call` for the `WeightGradQueue`: `p.weight_grads(F.linear, x0, p.w1.t(),
-    p.w2)`. What is not one call of a library's function becomes one of the tensors it reads.
+    """Return the expression of `call` for the `WeightGradQueue`, such as `p.weight_grads(F.linear,
+    x0, p.w1.t(), p.w2)`.
+
+    Code that is not a single call of a library function becomes a lambda of the tensors that it
+    reads.
     """
     code = emitter(call)
     tree = ast.parse(code, mode="eval").body
@@ -447,8 +472,10 @@ def deferred(emitter: Emitter, call: Call) -> str:
 
 
 def emit_stage(stage: StageCode, title: str) -> str:
-    """The whole file of a stage: docstring, types of what it takes, and its forward. `title` is one
-    line that says what the stage is part of; it must be plain text of our own.
+    """Return the source text of a stage's module: docstring, types of inputs and outputs, and
+    forward.
+
+    `title` is the first line of the docstring. It must contain no text from the model.
     """
     forward = emit_forward(stage)
     rows = [
