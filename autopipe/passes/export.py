@@ -125,7 +125,9 @@ class Numbers:
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
-    """Yield slices of at most `limit` elements which together cover the tensor in row-major order."""
+    """Yield slices of at most `limit` elements which together cover the tensor in row-major
+    order.
+    """
     if not shape:
         yield full_slice(shape)
     elif (row := math.prod(shape[1:])) > limit:

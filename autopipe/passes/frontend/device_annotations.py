@@ -1,7 +1,7 @@
-"""Multi-device annotations of a parsed file, checked as far as they can be without the shapes of
-its tensors.
+"""ONNX multi-device annotations of a parsed file, with the checks that need no tensor shapes.
 
-https://github.com/onnx/onnx/blob/main/docs/proposals/ONNXMultiDeviceProposal.md defines them.
+The annotations are defined in
+https://github.com/onnx/onnx/blob/main/docs/proposals/ONNXMultiDeviceProposal.md.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the devices hold one tensor that a node reads or writes.
+    """Layout of a tensor that a node reads or writes, over devices.
 
-    `cuts` says into how many equal blocks a dimension is cut, as (dimension, blocks), for those
-    that are; negative dimensions count from the back. `devices` holds for each block the devices
-    with a copy of it; blocks are counted along the last of `cuts` first.
+    `cuts` lists (dimension, number of equal shards) for the sharded dimensions; negative dimensions
+    count from the end. `devices` lists for each shard the devices that hold a copy of it. The index
+    along the last entry of `cuts` varies fastest.
     """
 
     tensor: str
@@ -36,7 +36,7 @@ class Sharding:
         return frozenset(device for copies in self.devices for device in copies)
 
     def places(self, rank: int) -> tuple[tuple[int, dict[int, int]], ...]:
-        """For each of `rank` dimensions the number of blocks, and by device which one it holds."""
+        """Return for each of `rank` dimensions (number of shards, shard index by device)."""
         found: list[tuple[int, dict[int, int]]] = [
             (1, dict.fromkeys(self.group(), 0)) for _ in range(rank)
         ]
@@ -54,8 +54,8 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Annotation of a node for one configuration: its pipeline stage and the layouts of tensors of
-    its own.
+    """Annotation of a node for one configuration: its pipeline stage, None if undeclared, and
+    layouts of tensors that it reads or writes. `node` is the node's position in the file.
     """
 
     node: int
@@ -65,8 +65,8 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to spread the model over `devices` devices. Devices are known by their numbers; they
-    may have names.
+    """A distribution of the model over `devices` devices. Devices are identified by number;
+    `device_names` may be empty.
     """
 
     name: str
@@ -119,16 +119,16 @@ def _spec(sharding: Sharding) -> onnx.ShardingSpecProto:
 
 T = TypeVar("T")
 MOST_DEVICES = 1 << 20
-"""No configuration has more; nothing is made in their number before it is known that they are
-listed.
+"""Maximum number of devices of a configuration. It is checked before anything of that size is
+allocated.
 """
 
 
 def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
-    """The configurations of `model` with what its nodes say of each, in the order of the file.
+    """Return the configurations of `model` with the annotations of its nodes, in file order.
 
-    Raises ModelError, naming the configuration or the node, where they contradict themselves or one
-    another.
+    Raise ModelError, naming the configuration or the node, if the annotations contradict themselves
+    or each other.
     """
     found: dict[str, list[Annotation]] = {}
     for declared in model.configuration:
@@ -161,7 +161,7 @@ def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
 
 
 def texts_of(model: onnx.ModelProto) -> Iterator[object]:
-    """Every name in the annotations; protobuf gives bytes for what is not UTF-8."""
+    """Yield every name in the annotations. Protobuf returns bytes for a name that is not UTF-8."""
     for declared in model.configuration:
         yield from (declared.name, *declared.device)
     for node in model.graph.node:
@@ -224,7 +224,7 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
         raise ModelError(f"its dimension {again} is sharded twice", where=where)
     groups = _groups(spec, where)
     blocks = math.prod(count for _, count in cuts)
-    if blocks == 1 and groups:  # devices listed one by one hold copies
+    if blocks == 1 and groups:  # Devices that are listed one by one hold replicas.
         groups = (tuple(device for group in groups for device in group),)
     if blocks != len(groups):
         many = str(blocks) if blocks <= MOST_DEVICES else f"over {MOST_DEVICES}"
@@ -250,7 +250,7 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
 
 
 def _repeated(items: Iterable[T]) -> T | None:
-    """The first item that has come before."""
+    """Return the first item that equals an earlier item; None if all differ."""
     seen: set[T] = set()
     for item in items:
         if item in seen:
@@ -260,8 +260,8 @@ def _repeated(items: Iterable[T]) -> T | None:
 
 
 def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], ...]:
-    """The devices of each block: a number stands for the group that the map gives for it, else for
-    a device.
+    """Return the devices of each shard. A number in the spec identifies a device group if the map
+    has it as key, otherwise a device.
     """
     known = {entry.key: tuple(entry.value) for entry in spec.index_to_device_group_map}
     if len(known) < len(spec.index_to_device_group_map):
@@ -279,8 +279,7 @@ def _cut(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
     counts = [simple.num_shards for simple in stated.simple_sharding]
     if not counts or min(counts) < 1:
         raise ModelError("it does not say into how many shards it is cut", where=where)
-    # Axes fused into one dimension, outer to inner, are cut into blocks where the inner ones stay
-    # whole.
+    # If several axes are fused into one dimension, only the outermost may be sharded.
     if any(count > 1 for count in counts[1:]):
         raise ModelError("it is cut along an inner one of the axes fused into it", where=where)
     for simple in stated.simple_sharding:

@@ -1,16 +1,17 @@
-"""Which tensors of a file are parameters, which are computed from parameters, and how.
+"""Tensors that an exporter computed from parameters (constant folding), and how they follow from
+the parameters.
 
-An exporter computes what depends on parameters alone and writes the result as a new tensor. For
-each such tensor, one of the following holds:
+An exporter evaluates operators that depend only on parameters and writes the result as a new
+tensor. For each such tensor, one of the following holds:
 
-- It is a parameter in another layout, as the file's metadata or the operator that reads it say. The
-  graph then has it
-  under the module's name, and `Layout` says how the module holds it.
-- It follows from a parameter that the file also holds, or a parameter follows from it. The graph
-  then computes it.
-- Neither is known. The tensor keeps its own name, and `Unfolding.refused` says which parameters it
-  is computed from, so
-  that training it in their place can be refused.
+- The tensor is a parameter in another layout, according to the file's metadata or the operator that
+  reads the tensor. The graph has the tensor under the module's name, and `Layout` describes the
+  module's layout.
+- The tensor follows from a parameter that the file also contains, or from a parameter that can be
+  recovered from the tensor. The graph then computes the tensor.
+- Neither is known. The tensor keeps its name, and `Unfolding.refused` lists the parameters from
+  which the exporter computed the tensor, so that training the tensor instead of them can be
+  rejected.
 """
 
 from __future__ import annotations
@@ -49,32 +50,31 @@ if TYPE_CHECKING:
     import onnx
 
 ROW = "/row"
-"""Suffix of the name of an expanded parameter's one row."""
+"""Suffix of the name of the single row of an expanded parameter."""
 ROWS = "/rows"
-"""Suffix of the name of a parameter's rows that are looked up at fixed indices."""
+"""Suffix of the name of the distinct rows of a parameter that is indexed by constants."""
 LOGARITHM = "/log"
 """Suffix of the name of a tensor's logarithm."""
 COMPUTED = "/computed"
-"""Suffix of the name of a tensor that the file holds under the name of a parameter that it is
-computed from.
+"""Suffix of the name of a tensor that the file contains under the name of the parameter from which
+it is computed.
 """
 LARGEST = 1 << 30
-"""Maximum bytes of a copy that is compared."""
+"""Maximum bytes of a tensor whose data is compared with another tensor."""
 MASKED = -10.0
-"""Maximum that a mask adds where it hides a position."""
+"""Upper bound of the values that a mask adds at a hidden position."""
 REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
-"""Traced operators after which the rows of one parameter may stand several times."""
+"""Traced operators whose result may contain rows of a parameter several times."""
 TRANSPOSING = frozenset({"t", "transpose", "numpy_T", "permute"})
 """Traced operators that transpose a matrix."""
 REORDERING = TRANSPOSING | {
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "flip", "select", "slice",
     "split", "split_with_sizes", "chunk", "getitem", "unbind", "narrow", "movedim", "swapaxes", "unfold",
 }  # fmt: skip
-"""Traced operators that move elements or leave some out, each element at most once in the result.
-"""
+"""Traced operators that move or drop elements. Each element occurs at most once in the result."""
 INDEXING = frozenset({"arange", "iota", "zeros", "ones", "full"})
-"""Traced operators that make indices: other operators besides them may compute indices, rather than
-elements.
+"""Traced operators that create indices. If one is present, other operators may compute indices
+rather than elements.
 """
 SHIFTING = frozenset({"add", "sub", "neg"})
 """Traced operators that may compute indices of positions."""
@@ -91,35 +91,37 @@ BUCKETING = BOUNDING | {
     "zeros_like",
     "scalar_tensor_default",
 }
-"""Traced operators that compute which bucket of T5's relative positions a distance is in."""
+"""Traced operators that compute the bucket of a distance in T5's relative positions."""
 SUMMING = frozenset({"sum", "mean", "mul", "div", "neg"}) | SAME
 """Traced operators of a sum of elements with a constant factor."""
 NORMALIZING = re.compile(r"batch_norm|instance_norm")
-"""In the target of a traced call: normalizations that an exporter folds into the weights before
-them.
+"""Pattern in the target of a traced call: normalizations that an exporter folds into the weights of
+the preceding layer.
 """
 INDEXED_FIRST = re.compile(r"\(args = \(%\w+, \[%\w+\]\)")
-"""In a traced call of `index`: only the first axis is indexed."""
+"""Pattern of a traced call of `index` in which only the first axis is indexed."""
 UNSQUEEZING = frozenset(
     {("group_norm", 1, "Mul"), ("group_norm", 2, "Add"), ("native_group_norm", 1, "Mul"),
      ("native_group_norm", 2, "Add"), ("prelu", 1, "PRelu"), ("_prelu_kernel", 1, "PRelu")}
 )  # fmt: skip
-"""Traced calls that add axes to a vector, the vector's place among the values that they read, and
-the operator of ONNX's that reads the result.
+"""Traced calls that add axes to a vector: (operator, position of the vector among the values that
+the call reads, ONNX operator that reads the result).
 """
 GROUP_NORM = frozenset({"Shape", "Reshape", "InstanceNormalization", "Mul", "Add"})
-"""Operators that torch's older exporter writes of a normalization of groups of channels."""
+"""Operators that PyTorch's older exporter writes for a group normalization."""
 RECURRENT = frozenset(GATES)
 RARE = 0.02
-"""Maximum fraction of elements that are 0 by chance in a matrix that no mask was applied to."""
+"""Maximum fraction of elements that are 0 by chance in a matrix without a mask."""
 CHUNKED = 0.75
-"""Maximum fraction of different elements in a table whose single elements were looked up."""
+"""Maximum fraction of distinct elements in a tensor for which single elements were indexed from a
+table.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folded:
-    """A tensor of the file that is computed from a parameter, or from another tensor of the
-    file.
+    """A tensor of the file that is computed from `source`, a parameter or the name of another
+    tensor of the file, by the operators `steps`.
     """
 
     value: Value
@@ -129,7 +131,9 @@ class Folded:
     def apply(
         self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
     ) -> np.ndarray:
-        """Return the tensor; `others` has the parameters that are other operands, by name."""
+        """Return the tensor computed from the data `array` of the source. `others` has the data of
+        the other operands by name.
+        """
         return apply_steps(self.steps, array, others)
 
     @property
@@ -140,18 +144,16 @@ class Folded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The invertible change of layout from a module's parameter to the tensor that the file holds
-    of it.
-    """
+    """The invertible change of layout from a parameter of the module to the file's tensor."""
 
     shape: tuple[int, ...]
     """Shape of the module's parameter."""
     steps: tuple[Step, ...]
-    """Operators that make the file's tensor from the module's."""
+    """Operators that compute the file's tensor from the module's parameter."""
 
     @property
     def inverse(self) -> tuple[Step, ...]:
-        """The operators that make the module's tensor from the file's."""
+        """Operators that compute the module's parameter from the file's tensor."""
         shapes = (self.shape, *(step.shape for step in self.steps))
         found = [step.inverse(before) for step, before in zip(self.steps, shapes[:-1], strict=True)]
         return tuple(reversed(found))
@@ -159,28 +161,28 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Unfolding:
-    """Roles of the tensors of a file that are not parameters under their own names, by the tensor's
-    name.
+    """The tensors of a file that are not stored parameters under their own names, by the name of
+    the tensor.
     """
 
     folded: dict[str, Folded] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """By the parameter's name in the module."""
+    """Layout by the parameter's name in the module."""
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the parameters that a tensor is computed from in an unknown way; none if the names
-    are unknown, too.
+    """Names of the parameters from which a tensor is computed in an unknown way; () if the names
+    are unknown too.
     """
     detached: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the parameters that a tensor is a detached copy of."""
+    """Names of the parameters of which a tensor is a detached copy."""
     doubtful: set[str] = field(default_factory=set)
-    """Names of tensors that are taken for parameters because their axes explain why the exporter
+    """Names of tensors that are taken for parameters because added axes explain why the exporter
     computed them.
     """
 
 
 def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
-    """Return the data of a parameter that a `FoldedSlice` of the file `model` holds; None if its
-    type is not one that numpy or this module reads.
+    """Return the data of a parameter with a `FoldedSlice` of the file `model` as storage. None if
+    its element type cannot be read.
     """
     value = parameter.value
     place = parameter.storage
@@ -205,8 +207,8 @@ def unfolded(
     taken: set[str],
     numbers: FoldNumbers,
 ) -> Unfolding:
-    """Return what the tensors `parameters` of a file are computed from. No parameter gets a name of
-    `taken`.
+    """Return how the tensors `parameters` of a file are computed from parameters. New parameters
+    get no name in `taken`.
     """
     if roles.stated is not None:
         return Unfolding()
@@ -238,7 +240,7 @@ class _Folds:
     roles: Roles
     model: Path
     taken: set[str]
-    """Names that no parameter can be given."""
+    """Names that a new parameter cannot have."""
     result: Unfolding = field(default_factory=Unfolding)
 
     def numbers(self, parameter: Parameter) -> np.ndarray | None:
@@ -248,8 +250,8 @@ class _Folds:
         return sliced_numbers(_place(parameter), value.dtype, value.shape, self.model)
 
     def reduced(self, parameters: Mapping[str, Parameter]) -> None:
-        """Find tensors of files that are not torch's that are copies of others, or computed from
-        one row each.
+        """Record the tensors that are copies of others or are computed from one row, for a file
+        that PyTorch did not export.
         """
         copies = dict(self._copies())
         for name, each in parameters.items():
@@ -259,8 +261,8 @@ class _Folds:
         self.result.folded.update(copies)
 
     def signed(self) -> None:
-        """Find what each tensor is computed from, as torch's signature and the traced calls
-        tell.
+        """Record how each tensor is computed, according to the signature and the traced calls in a
+        PyTorch file.
         """
         signature = self.roles.signature
         named = {
@@ -287,8 +289,8 @@ class _Folds:
             self._of_absent(origin, tensors)
 
     def _check_named(self, parameter: Parameter, named: Mapping[str, Parameter]) -> None:
-        """Decide on a tensor that has a parameter's name: exporters also write what they computed
-        under it.
+        """Record how a tensor with a parameter's name is computed, because exporters also write
+        computed tensors under that name.
         """
         name = parameter.value.name
         signature = self.roles.signature
@@ -309,7 +311,7 @@ class _Folds:
             self._refuse_named(parameter, (name, *normalized))
 
     def _refuse_named(self, tensor: Parameter, origins: tuple[str, ...]) -> None:
-        """Refuse a tensor that has the name of one of `origins`, and give it another name."""
+        """Mark a tensor with the name of one of `origins` as refused, and give it another name."""
         name = tensor.value.name
         self.result.refused[name] = origins
         source = replace(tensor, value=replace(tensor.value, name=f"{name}{COMPUTED}"))
@@ -333,8 +335,8 @@ class _Folds:
         return ()
 
     def _is_recurrent(self, name: str) -> bool:
-        """Return True if a tensor is read as the weight of a recurrent layer: the exporter reorders
-        its gates and joins its biases, which moves elements only.
+        """True if a tensor is read as the weight of a recurrent layer. For these weights the
+        exporter reorders gates and concatenates biases, which only moves elements.
         """
         readers = self._calls_of(name)
         return bool(readers) and all(
@@ -342,10 +344,11 @@ class _Folds:
         )
 
     def _detached(self, tensor: Parameter, named: Mapping[str, Parameter]) -> None:
-        """Decide on a tensor that a `detach` is among the traced operators of.
+        """Record a tensor whose traced operators include `detach`.
 
-        It follows the parameter, but no gradient flows back. If the file holds nothing else of the
-        parameter, nothing changes it.
+        If the file contains the parameter, the tensor is computed from it with StopGradient. If no
+        other tensor of the file comes from the parameter, the tensor is a constant copy. Otherwise,
+        or if the operators do more than move elements, it is refused.
         """
         name = tensor.value.name
         signature = self.roles.signature
@@ -366,8 +369,8 @@ class _Folds:
     def _derive_jointly(
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> None:
-        """Record how `tensor` follows from several parameters, if the file holds all of them, or
-        that it is not known.
+        """Record how `tensor` follows from several parameters that the file contains, or mark it as
+        refused.
         """
         name = tensor.value.name
         if tensor.value.elements == 1 and self._derive_decay(tensor, origins, named):
@@ -385,9 +388,9 @@ class _Folds:
     def _derive_decay(
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> bool:
-        """Record that a scalar is a constant times the sum of the squares of parameters, as a
-        weight decay in the loss; return False if it is not, or if the traced operators are not
-        those of such a sum.
+        """Record that a scalar is a constant times the sum of the squares of parameters, as for
+        weight decay in the loss. Return False if it is not, or if the traced operators do not form
+        such a sum.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_sum = operators <= SUMMING - {"detach"} | {"pow", "add"} and "sum" in operators
@@ -406,7 +409,9 @@ class _Folds:
         return True
 
     def _jointly(self, tensor: Parameter, bases: list[Parameter]) -> Derivation | None:
-        """Return how `tensor` follows from all of `bases`, by their data."""
+        """Return how `tensor` follows from all of `bases`, found by comparing their data; None if
+        no derivation is found.
+        """
         if any(
             each.value.dtype is not DType.FLOAT32 or each.value.bytes > LARGEST_LOOK
             for each in (tensor, *bases)
@@ -425,8 +430,8 @@ class _Folds:
         return find_joint_derivation(arrays, result)
 
     def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
-        """Record how `tensor` follows from `base`, another tensor of the file, or that it is not
-        known.
+        """Record how `tensor` follows from `base`, another tensor of the file, or mark it as
+        refused. Return True if it follows.
         """
         name = tensor.value.name
         steps = self.steps(base, tensor)
@@ -437,11 +442,12 @@ class _Folds:
         return True
 
     def _of_absent(self, origin: str, tensors: list[Parameter]) -> None:
-        """Decide on the tensors that are computed from one parameter which the file does not hold.
+        """Record the tensors that are computed from one parameter, `origin`, that the file does not
+        contain.
 
-        One of them that is the parameter in a known layout, else one that is a part of it in an
-        unknown layout, stands for the parameter. The others are computed from that one, or are
-        other parts.
+        A tensor that is the parameter in a known layout represents the parameter; otherwise a
+        tensor that is a part of it in an unknown layout does. The other tensors are computed from
+        that tensor, are further parts, or are refused.
         """
         by_rank = sorted(tensors, key=lambda each: self._rank(each, origin))
         unknown: list[Parameter] = []
@@ -474,7 +480,7 @@ class _Folds:
 
     def _is_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
         """Record that a scalar is a constant times the sum of `bases`, the elements of one
-        parameter; return False if it is not, or if the traced operators are not those of a sum.
+        parameter. Return False if it is not, or if the traced operators do not form a sum.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_read = tensor.value.dtype in (DType.FLOAT32, DType.FLOAT64)
@@ -504,8 +510,9 @@ class _Folds:
         return True
 
     def _rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
-        """Return the place of a tensor among those that may stand for a parameter: known layouts
-        first, then tensors without repeated elements, then the largest.
+        """Return the sort key of a tensor among candidates to represent a parameter: first known
+        layouts, then tensors without repeated elements, then tensors with repeated elements, then
+        all others. Within each group, larger tensors come first.
         """
         name = tensor.value.name
         if self._layout(tensor, origin) is not None:
@@ -524,8 +531,8 @@ class _Folds:
         return None
 
     def _is_new_lookup(self, tensor: Parameter) -> bool:
-        """Return True if elements of a new table, all equal, were looked up: nothing tells which of
-        them are one.
+        """True if a tensor was indexed from a table whose values are all equal, so that the data
+        does not show which elements are shared.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         if operators.isdisjoint(LOOKUPS | {"gather"}) or tensor.value.elements == 1:
@@ -534,7 +541,7 @@ class _Folds:
         return array is not None and array.nbytes <= LARGEST_LOOK and is_uniform(array)
 
     def _overlaps(self, tensor: Parameter, bases: list[Parameter]) -> bool:
-        """Return True if elements of a tensor may be elements of one of `bases`, too."""
+        """True if a value of a tensor also occurs in one of `bases`."""
         mine = self.numbers(tensor)
         if mine is None or mine.nbytes > LARGEST_LOOK:
             return False
@@ -542,7 +549,9 @@ class _Folds:
         return any(bool(np.isin(mine, array).any()) for array in arrays)
 
     def _name(self, tensor: Parameter, origin: str, layout: Layout) -> None:
-        """Give a parameter in a known layout the module's name."""
+        """Give a parameter in a known layout the module's name `origin`, unless the name is
+        taken.
+        """
         if origin in self.taken:
             return
         self.taken.add(origin)
@@ -552,8 +561,8 @@ class _Folds:
             self.result.layouts[origin] = layout
 
     def _layout(self, tensor: Parameter, origin: str) -> Layout | None:
-        """Return how a tensor that is all of a parameter holds it, as far as the file says; None if
-        it does not.
+        """Return the layout of a tensor that holds the full parameter `origin`, or None if the file
+        does not determine it.
         """
         name = tensor.value.name
         shape = tensor.value.shape
@@ -571,18 +580,18 @@ class _Folds:
         if sum(changes.values()) == 1 and changes.keys() == {"flip"} and len(shape) == 1:
             return Layout(shape, (Step("Gather", shape, operand=np.arange(shape[0])[::-1].copy()),))
         if changes.keys() == {"unsqueeze"} and shape.count(1) == changes["unsqueeze"]:
-            # The axes of one element are just those that were added.
+            # The axes of size 1 are exactly the axes that were added.
             return Layout(
                 tuple(extent for extent in shape if extent != 1), (Step("Reshape", shape),)
             )
         return None
 
     def _layout_in_call(self, tensor: Parameter, origin: str) -> Layout | None:
-        """Return the layout that one kind of traced call, which is given the parameter `origin`
-        itself, has it in.
+        """Return the layout of the parameter `origin` in a tensor, inferred from the traced calls
+        that read it; None if they are of several kinds or of an unknown kind.
 
-        A linear layer transposes its weight; a lookup along the first axis keeps the parameter as
-        it is; a normalization of groups of channels adds axes to its scale and offset.
+        A linear layer transposes its weight. Indexing along the first axis keeps the parameter
+        unchanged. A group normalization adds axes to its scale and offset.
         """
         shape = tensor.value.shape
         readers = self.roles.uses.readers.get(tensor.value.name, ())
@@ -606,8 +615,8 @@ class _Folds:
         return None
 
     def _is_given(self, node: onnx.NodeProto, origin: str) -> int:
-        """Return the place of a parameter among the values that the traced call of a node reads; -1
-        if it is none.
+        """Return the position of a parameter among the values that the traced call of a node reads;
+        -1 if the call does not read it.
         """
         arguments = traced_call(node)[1]
         places = [
@@ -618,8 +627,8 @@ class _Folds:
         return places[0] if places else -1
 
     def _is_moved(self, name: str) -> bool:
-        """Return True if the traced operators say that a tensor's elements are a parameter's, each
-        as it is.
+        """True if, according to the traced operators, a tensor's elements are unchanged elements of
+        a parameter.
         """
         signature = self.roles.signature
         operators = signature.operators(name)
@@ -638,10 +647,10 @@ class _Folds:
         return is_indexed and is_last and self._computes_indices(name)
 
     def _computes_indices(self, name: str) -> bool:
-        """Return True if the traced operators of a lookup that are no lookup compute its indices,
-        rather than elements.
+        """True if the operators of an indexed tensor that neither move nor index elements compute
+        indices, not elements.
 
-        Sums are not told apart: to train p + 1 is to train p.
+        Additions are not distinguished, because training p + 1 is equivalent to training p.
         """
         counted = self.roles.signature.operator_counts(name)
         others = counted.keys() - (REORDERING | SAME | REPEATS | INDEXING | SHIFTING)
@@ -658,8 +667,8 @@ class _Folds:
         )
 
     def _has_form(self, tensor: Parameter, origin: str) -> bool:
-        """Record how a tensor is computed from a parameter that follows from it; return False if
-        none does.
+        """Record how a tensor is computed from a parameter that can be recovered from it as a
+        logarithm. Return False if none can.
         """
         array = self.numbers(tensor)
         operators = self.roles.signature.operators(tensor.value.name)
@@ -677,10 +686,10 @@ class _Folds:
         return True
 
     def _is_plain_exponential(self, tensor: Parameter, folded: Folded) -> bool:
-        """Return True if a tensor is exp(p) or -exp(p), in the layout of the parameter p.
+        """True if a tensor is exp(p) or -exp(p), in the layout of the parameter p.
 
-        A name that the exporter made is that of an operator behind the exponential, which may
-        change the layout.
+        A tensor with a name that the exporter made is the result of an operator after the
+        exponential, which may change the layout; then return False.
         """
         name = tensor.value.name
         counted = self.roles.signature.operator_counts(name)
@@ -694,8 +703,8 @@ class _Folds:
         return counted.keys() <= {"exp", "neg"} | (SAME - {"view", "expand"})
 
     def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
-        """Return how `copy`, told apart from another fold, is 1 minus a parameter: of several in a
-        new model that hold equal data, the one that is read last before it.
+        """Return how `copy` is 1 minus a parameter, or None. If several parameters match, as in a
+        new model with equal data, the last one read before `copy` is used.
         """
         numbers = self.numbers(copy)
         if numbers is None or is_uniform(numbers):
@@ -710,8 +719,8 @@ class _Folds:
         return None
 
     def lifted(self, numbers: FoldNumbers) -> None:
-        """Find what torch's older exporter folded. Its files have no metadata: names of nodes and
-        data decide.
+        """Record the tensors that PyTorch's older exporter folded. Its files have no metadata, so
+        names of nodes and data are examined.
         """
         copies = dict(self._copies())
         modules = _module_nodes(self.roles.uses)
@@ -744,18 +753,18 @@ class _Folds:
                         self.result.doubtful.add(name)
             if folded is not None:
                 self.result.folded[name] = folded
-        # What is computed from another tensor stands behind it.
+        # A computed tensor follows the tensor from which it is computed.
         self.result.folded.update(copies)
 
     def _transposed_only(
         self, candidates: Mapping[str, str], numbers: FoldNumbers
     ) -> dict[str, str]:
-        """Return the tensors that are the weights `candidates` of linear layers, transposed and
-        nothing else.
+        """Return the tensors in `candidates` (tensor -> weight of a linear layer) that are the
+        weight, only transposed.
 
-        A module may also give a function of its weight to a linear layer, or multiply by one.
-        Numbers of folded tensors that say so of one tensor make all doubtful of which they say
-        nothing.
+        A module may also pass a function of its weight to a linear layer, or multiply by one.
+        `numbers` counts the operators folded into a tensor, or has None. If any count differs from
+        1, all tensors without a count are omitted.
         """
         found: dict[str, str] = {}
         unknown: dict[str, str] = {}
@@ -779,8 +788,8 @@ class _Folds:
         return found if is_other_found else found | unknown
 
     def _adds_bias_last(self, tensor: Parameter) -> bool:
-        """Return True if the sum of a product with a tensor and a parameter has the product first:
-        the exporter writes the bias of a linear layer first.
+        """True if the result of a matmul with the tensor is the first operand of an addition with a
+        parameter. For a linear layer, the exporter writes the bias first.
         """
         readers = self.roles.uses.readers
         products = [node.output[0] for node, _ in self._calls_of(tensor.value.name)]
@@ -793,9 +802,9 @@ class _Folds:
         return any(slot == 0 and node.input[1] in self.parameters for node, slot in sums)
 
     def _follows_from_named(self, tensor: Parameter) -> bool:
-        """Return True if a tensor is computed from a parameter of as many elements that the file
-        holds under the module's name, and not only moved: equal data may be those of a copied
-        layer.
+        """True if a tensor is computed from a parameter of equal size that the file contains under
+        the module's name, by operators that do more than move elements. Equal data alone may come
+        from a copied layer.
         """
         for name, each in self.parameters.items():
             if each.value.elements == tensor.value.elements and not LIFTED.fullmatch(name):
@@ -805,7 +814,7 @@ class _Folds:
         return False
 
     def _is_masked_matrix(self, tensor: Parameter) -> bool:
-        """Return True if single elements of a matrix are 0, as a mask leaves them."""
+        """True if more single elements of a matrix are 0 than by chance, as after a mask."""
         array = self.numbers(tensor)
         if array is None or tensor.value.bytes > LARGEST or is_uniform(array):
             return False
@@ -814,8 +823,8 @@ class _Folds:
         return int((zeros & ~rows).sum()) > RARE * array.size
 
     def _linear_weight(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> str:
-        """Return the name of the weight of a linear layer that a tensor may be, transposed; "" if
-        it is none.
+        """Return the name of the linear layer's weight that a tensor may be, transposed; "" if it
+        is none.
 
         A linear layer is a module that consists of a MatMul, and of the Add of its bias if it has
         one.
@@ -825,7 +834,7 @@ class _Folds:
             return ""
         if any(node.op_type != "MatMul" or slot != 1 for node, slot in readers):
             return ""
-        # A module that is called again has a number behind its name.
+        # A module that is called again has a number after its name.
         path = min((_path_of(node) for node, _ in readers), key=len)
         nodes = modules.get(path, [])
         if not path or len(nodes) > 2:
@@ -838,8 +847,8 @@ class _Folds:
         return f"{path}.weight"
 
     def _calls_of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
-        """Return the nodes that read a tensor, also under the names that an Identity gives it, and
-        the operands.
+        """Return the nodes that read a tensor, directly or through an Identity, with the operand
+        positions.
         """
         readers = self.roles.uses.readers
         found: list[tuple[onnx.NodeProto, int]] = []
@@ -851,8 +860,8 @@ class _Folds:
         return found
 
     def _from_named(self, tensor: Parameter) -> Folded | None:
-        """Return how a tensor follows from one of the parameters that the file holds under the
-        module's names.
+        """Return how a tensor follows from a parameter that the file contains under the module's
+        name; None if no such parameter is found.
         """
         if tensor.value.bytes > LARGEST_LOOK:
             return None
@@ -865,12 +874,13 @@ class _Folds:
         return None
 
     def _is_weight_of_module(self, tensor: Parameter, numbers: FoldNumbers) -> bool:
-        """Return True if a tensor is read as the second factor of products within a submodule and
-        has the data of a weight, as the joint projections of an attention, or if it is a logarithm
-        or a table that is resized.
+        """True if a tensor is a parameter of a module: a matmul weight of a submodule with the data
+        of a weight (such as the joint projections of attention), a logarithm, a resized table, or a
+        bias of attention.
 
-        It is none if several operators were folded into it and it is the only folded tensor of the
-        module, or if the file also holds a matrix of the module: then it is computed from that one.
+        A matmul weight does not count if several operators were folded into it and no other folded
+        matrix of the module exists, or if the file contains a matrix of the module under its name:
+        then it is computed from that matrix.
         """
         readers = self._calls_of(tensor.value.name)
         slots = self.roles.uses.slots(tensor.value.name)
@@ -896,9 +906,8 @@ class _Folds:
         return array is None or is_uniform(array) or is_random(array)
 
     def _is_bias_of_attention(self, tensor: Parameter) -> bool:
-        """Return True if a tensor is one of the two parts of `in_proj_bias` in an
-        `nn.MultiheadAttention` whose queries are other values than its keys: the first third, or
-        the other two.
+        """True if a tensor is one of the two parts of `in_proj_bias` (the first third, or the other
+        two thirds) of an `nn.MultiheadAttention` whose queries differ from its keys.
         """
         readers = self._calls_of(tensor.value.name)
         if (
@@ -926,8 +935,8 @@ class _Folds:
         )
 
     def _is_unsqueezed(self, tensor: Parameter) -> bool:
-        """Return True if modules read a tensor with an axis of one element that was probably only
-        added: without it, the parameter would have been read as it is.
+        """True if modules read a tensor with an axis of size 1 that the exporter probably added.
+        Without that axis the file would contain the parameter unchanged.
 
         Mamba, DeBERTa and GPT-OSS add axes to vectors and tables.
         """
@@ -948,8 +957,8 @@ class _Folds:
         return array is not None and (is_uniform(array) or is_random(array))
 
     def _is_of_layer(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """Return True if only layers that add axes to their parameters read a tensor: modules with
-        the operators of a normalization of groups of channels, or with a PRelu alone.
+        """True if a tensor is only read by layers that add axes to their parameters: modules with
+        the operators of a group normalization, or with a PRelu alone.
         """
         found = [
             frozenset(each.op_type for each in modules.get(_path_of(node), ()))
@@ -961,11 +970,11 @@ class _Folds:
         )
 
     def _is_weight_of_submodule(self, node: onnx.NodeProto, slot: int) -> bool:
-        """Return True if a convolution reads the bias of a submodule, so that its weight is the
-        submodule's, too.
+        """True if a node is a convolution with the bias of a submodule, so that its weight belongs
+        to that submodule too.
 
-        Where the exporter folds a normalization, it computes the bias as well; a module that
-        computes its own weight has the convolution in itself.
+        If the exporter folds a normalization, it computes the bias as well. A module that computes
+        its own weight contains the convolution itself.
         """
         if node.op_type != "Conv" or slot != 1 or len(node.input) < 3:
             return False
@@ -974,8 +983,8 @@ class _Folds:
         return last == "bias" and owner.startswith(f"{_path_of(node)}.")
 
     def _copies(self) -> Iterator[tuple[str, Folded]]:
-        """Yield the tensors that torch's older exporter folded and whose data are those of another
-        tensor, moved.
+        """Yield the tensors that PyTorch's older exporter folded and whose data can be computed
+        from another tensor, by moving its elements or as 1 minus it.
         """
         if not any(LIFTED.fullmatch(name) for name in self.parameters):
             return
@@ -985,7 +994,7 @@ class _Folds:
             seen = len(each.value.shape) > 1 and each.value.bytes <= LARGEST
             array = self.numbers(each) if seen else None
             if array is not None:
-                # Moving elements keeps the first and the last where they are.
+                # Moving elements keeps the first and the last in their positions.
                 ends = np.array((array[(0,) * array.ndim], array[(-1,) * array.ndim]))
                 size = each.value.dtype, each.value.elements
                 groups.setdefault((*size, ends.tobytes()), []).append(each)
@@ -993,7 +1002,7 @@ class _Folds:
                     complements.setdefault((*size, (1 - ends).tobytes()), []).append(each)
         for key, group in groups.items():
             bases = list(complements.get(key, ()))
-            # What a module names comes first: the others are copies of it.
+            # Tensors with a name of the module come first, because the others are copies.
             for each in sorted(group, key=lambda one: bool(LIFTED.fullmatch(one.value.name))):
                 name = each.value.name
                 for base in bases if LIFTED.fullmatch(name) else ():
@@ -1007,8 +1016,8 @@ class _Folds:
                     bases.append(each)
 
     def _may_be_one(self, base: str, copy: str) -> bool:
-        """True if equal numbers are no accident: a module's own tensor, or the same module called
-        again.
+        """True if equal data is not accidental: `base` has a name of the module, or both tensors
+        are read by the same modules.
         """
         if not LIFTED.fullmatch(base):
             return True
@@ -1018,8 +1027,8 @@ class _Folds:
         }
 
     def steps(self, base: Parameter, copy: Parameter) -> tuple[Step, ...] | None:
-        """Return the operators that make `copy` of `base`, by their data; None if none of
-        `derivations` do.
+        """Return the operators that compute `copy` from `base`, found by comparing their data; None
+        if `derivations` finds none.
         """
         if base.value.dtype is not copy.value.dtype or copy.value.bytes > LARGEST:
             return None
@@ -1035,8 +1044,8 @@ class _Folds:
     def _stated_steps(
         self, base: Parameter, copy: Parameter, first: np.ndarray, second: np.ndarray
     ) -> tuple[Step, ...] | None:
-        """Return the change of layout that the file states of `copy`, if `base` is the parameter
-        itself.
+        """Return the change of layout that the file declares for `copy`, if `base` is the parameter
+        itself and the data agrees; otherwise None.
         """
         origin = base.value.name
         if origin not in self.roles.signature.parameters:
@@ -1047,8 +1056,8 @@ class _Folds:
         return layout.steps if np.array_equal(apply_steps(layout.steps, first), second) else None
 
     def _is_ambiguous(self, first: np.ndarray, copy: Parameter) -> bool:
-        """Return True if equal data do not tell where the elements of `copy` come from, as those of
-        a new layer.
+        """True if the data does not show which elements of `copy` come from which elements of the
+        base, as for the equal values of a new layer.
         """
         if not is_uniform(first):
             return (
@@ -1069,7 +1078,9 @@ class _Folds:
         }
 
     def _in_form(self, parameter: Parameter) -> Folded | None:
-        """How a tensor is computed from a parameter of another form."""
+        """Return how a tensor is computed from a parameter with other data: a masked table, an
+        expanded row, indexed rows, or a logarithm. None if it is none of these.
+        """
         value = parameter.value
         if (
             value.bytes > LARGEST_LOOK
@@ -1090,7 +1101,9 @@ class _Folds:
         return self._looked_up(parameter, array) or self._logarithm(parameter, array)
 
     def _looked_up(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """The rows that a tensor holds several times; None where it may not come from a lookup."""
+        """Return how a tensor is indexed from a table of its distinct rows; None if it may not come
+        from indexing.
+        """
         name = parameter.value.name.removesuffix(ROW)
         if not parameter.trainable or is_uniform(array):
             return None
@@ -1109,9 +1122,7 @@ class _Folds:
         return found
 
     def _signed_lookup(self, name: str) -> bool:
-        """True if the signature says that rows of a parameter may stand several times in a
-        tensor.
-        """
+        """True if the traced operators may repeat rows of a parameter in a tensor."""
         return not REPEATS.isdisjoint(self.roles.signature.operators(name))
 
     def _masked_table(self, parameter: Parameter) -> Folded | None:
@@ -1121,11 +1132,11 @@ class _Folds:
         return self._masked(parameter, array)
 
     def _masked(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """A table to which the exporter added a mask: one row of the first axis, and what hides
-        positions from it.
+        """Return how a table with a mask added is computed from one unmasked row of its first axis
+        and the mask; None if it is not.
 
-        Shifted windows (Swin) add 0 or -100 to the same biases. Some row must be without a mask, or
-        nothing tells the biases that it hides.
+        Shifted windows (Swin) add 0 or -100 to the same biases. At least one row must be unmasked;
+        otherwise hidden biases cannot be recovered.
         """
         operators = self.roles.signature.operators(parameter.value.name)
         if not parameter.trainable or array.ndim < 2 or "masked_fill" not in operators:
@@ -1143,8 +1154,8 @@ class _Folds:
         )
 
     def _of_row(self, parameter: Parameter, array: np.ndarray, at: int, step: Step) -> Folded:
-        """A tensor that `step` makes of one row of its first axis, which may hold rows of a
-        table.
+        """Return how a tensor is computed by `step` from row `at` of its first axis. If that row
+        itself is indexed from a table, the steps start at that table.
         """
         value = parameter.value
         place = _place(parameter)
@@ -1162,8 +1173,8 @@ class _Folds:
         )
 
     def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
-        """True if equal rows may come from an expansion along the samples, rather than from a new
-        model.
+        """True if equal rows may come from an expansion along the batch, not from a new model's
+        initial values.
         """
         if value.shape[0] < 2:
             return False
@@ -1173,7 +1184,9 @@ class _Folds:
         return wide and value.shape[0] in self.roles.samples and not is_uniform(array)
 
     def _logarithm(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """The parameter whose exponential, perhaps negated, the exporter computed."""
+        """Return how a tensor is computed as exp(p) or -exp(p) from its logarithm p; None if it is
+        not.
+        """
         operators = self.roles.signature.operators(parameter.value.name)
         if "exp" not in operators or not parameter.trainable:
             return None
@@ -1197,8 +1210,8 @@ class _Folds:
 
 
 def _is_bounded(array: np.ndarray) -> bool:
-    """Return True if the least or the greatest element is a short number, or none is negative, as a
-    bound leaves it.
+    """True if the elements look clamped: the minimum or maximum has at most three significant
+    digits, or no element is negative.
     """
     ends = np.array([array.min(), array.max()])
     if float(ends[0]) >= 0:
@@ -1207,7 +1220,7 @@ def _is_bounded(array: np.ndarray) -> bool:
 
 
 def _transposed(shape: tuple[int, ...]) -> Layout | None:
-    """Return the layout of a matrix that the file holds transposed; None for a tensor of other
+    """Return the layout of a matrix that the file stores transposed; None if the tensor has not two
     dimensions.
     """
     if len(shape) != 2:
@@ -1216,15 +1229,15 @@ def _transposed(shape: tuple[int, ...]) -> Layout | None:
 
 
 def _path_of(node: onnx.NodeProto) -> str:
-    """Return the path of the module that a node of torch's older exporter is in; "" for the
-    outermost one.
+    """Return the path of the module that contains a node of PyTorch's older exporter; "" for the
+    outermost module.
     """
     return ".".join(each for each in node.name.split("/")[:-1] if each)
 
 
 def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
-    """Return the nodes in each module, by its path, without those in its submodules and those that
-    read nothing.
+    """Return the nodes of each module by its path, without nodes of its submodules and nodes
+    without inputs.
     """
     found: dict[str, dict[str, onnx.NodeProto]] = {}
     for readers in uses.readers.values():
@@ -1234,10 +1247,10 @@ def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
 
 
 def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
-    """The rows of a table that an exporter looked up at fixed places; None where no row stands
-    twice.
+    """Return how a tensor is indexed from a table of its distinct rows at fixed indices; None if no
+    row occurs twice.
 
-    Of several axes along which rows do, the one that leaves the smallest table.
+    If rows repeat along several axes, the axis with the smallest table is used.
     """
     value = parameter.value
     place = _place(parameter)
@@ -1251,7 +1264,7 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
     if best is None:
         return None
     _, axis, first, inverse = best
-    order = np.argsort(first)  # Rows in the order in which they stand.
+    order = np.argsort(first)  # Rows in order of first occurrence.
     rank = np.argsort(order)
     others = [at for at in range(len(value.shape)) if at != axis]
     outer = tuple(value.shape[at] for at in others)
@@ -1272,11 +1285,11 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
 
 
 def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | None:
-    """Return how a tensor looks up single elements of a vector at fixed indices; None if hardly any
-    element stands twice.
+    """Return how a tensor indexes single elements of a vector at fixed indices; None if few
+    elements occur twice.
 
-    Elements of few bits are equal by chance, too: then equal ones must lie along diagonals, as
-    those of a table of relative positions do.
+    Elements of few bits can be equal by chance. They must therefore be equal along diagonals, as in
+    a table of relative positions.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     elements, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
@@ -1284,7 +1297,7 @@ def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
         return None
     value = parameter.value
     place = _place(parameter)
-    order = np.argsort(first)  # Elements in the order in which they stand.
+    order = np.argsort(first)  # Elements in order of first occurrence.
     begins = tuple(first[order].tolist())
     table = Value(f"{value.name}{ROWS}", value.dtype, (len(elements), 1))
     stored = FoldedSlice(place.file, place.offset, place.length, begins, 1)
@@ -1294,11 +1307,11 @@ def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
 
 
 def _is_fine(elements: np.ndarray) -> bool:
-    """Return True if different elements have more significant bits than half precision has."""
+    """True if an element has more significant bits than half precision."""
     bits = np.abs(elements.astype(np.float32)).view(np.uint32)
     return bool((bits & 0x1FFF).any())
 
 
 def _is_diagonal(array: np.ndarray) -> bool:
-    """Return True if the elements along each diagonal of the last two axes are equal."""
+    """True if the elements along each diagonal of the last two axes are equal."""
     return array.ndim > 1 and np.array_equal(array[..., 1:, 1:], array[..., :-1, :-1])

@@ -1,8 +1,8 @@
-"""An ONNX file as a parsed, ordered, checked list of nodes. The file is untrusted; its weights stay
-where they are.
+"""Loading of an ONNX file into a parsed, ordered, checked list of nodes. The file is untrusted. Its
+weights are not loaded.
 
-A file's own functions are put in place of their calls, within bounds: a few that call each other
-spell a huge graph.
+Functions defined in the file are inlined up to a limit, because a few functions that call each
+other can expand to a huge graph.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 Key = tuple[str, str, str]
 """Domain, name and overload of a function."""
 MOST_NODES = 100_000
-"""Nodes that functions may become: several times a large export's."""
+"""Maximum number of nodes after inlining of functions, several times the size of a large export."""
 MOST_BYTES = 1 << 28
-"""Bytes that functions' nodes may become."""
+"""Maximum bytes of the nodes after inlining of functions."""
 DEEPEST = 64
-"""Functions that may call one another in a row."""
+"""Maximum depth of nested function calls."""
 
 
 class Extent(NamedTuple):
-    """The size of a call when nothing in it is a call any more."""
+    """Size of a call after all functions in it are inlined."""
 
     nodes: int
     bytes: int
@@ -47,8 +47,8 @@ class Extent(NamedTuple):
 
 
 def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without functions of its own. Raises ModelError where that cannot be, or becomes
-    too large.
+    """Return the model with its local functions inlined. Raise ModelError if that fails or the
+    result is too large.
     """
     import onnx.checker
     import onnx.inliner
@@ -64,8 +64,8 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _state_defaults(model: onnx.ModelProto) -> None:
-    """Add the defaults of functions' attributes to the calls that leave these attributes out:
-    onnx's inliner loses them.
+    """Add the default attributes of functions to the calls that omit them, because onnx's inliner
+    loses the defaults.
     """
     defaults = {_function_key(function): function.attribute_proto for function in model.functions}
     graphs = (model.graph.node, *(function.node for function in model.functions))
@@ -81,14 +81,16 @@ def _function_key(function: onnx.FunctionProto) -> Key:
 
 
 def _require_bounded(model: onnx.ModelProto) -> None:
-    """Raise ModelError, naming the call, where functions call one another for too long or become
-    too much.
+    """Raise ModelError, naming the call, if function calls are nested too deeply or recursively, or
+    if inlining produces too many nodes or bytes.
     """
     functions = {_function_key(function): function for function in model.functions}
     extents: dict[Key, Extent] = {}
 
     def extent(key: Key, callers: tuple[Key, ...], where: str) -> Extent:
-        """The extent of a call of a function from within `callers`."""
+        """Return the size of a call of a function. `callers` are the functions that contain the
+        call.
+        """
         if key in callers:
             raise ModelError(
                 f"its functions cannot be inlined: {f'{key[0]}::{key[1]}'!r} calls itself",
@@ -109,7 +111,7 @@ def _require_bounded(model: onnx.ModelProto) -> None:
             ]
             extents[key] = Extent(
                 len(nodes) + sum(each.nodes for each in called),
-                # Every level puts its own mark before the names inside.
+                # Each level of inlining adds a prefix to the names inside.
                 function.ByteSize()
                 + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
                 1 + max((each.depth for each in called), default=0),
@@ -139,36 +141,38 @@ def _key(node: onnx.NodeProto) -> Key:
 
 
 OLDEST_OPSET = 7
-"""Before opset 7 broadcasting was an attribute of its own."""
+"""Oldest supported opset. Before opset 7, broadcasting was an attribute of the operators."""
 MOST_DOMAINS = 1000
-"""Operator sets that a file may import: each is handed to the inference of each node."""
+"""Maximum number of operator sets that a file may import. Type inference of each node gets all of
+them.
+"""
 LARGEST_OPSET = 2**31 - 1
 """Maximum version of an operator set: onnx stores it as int32."""
 MOST_NAMED = 5
-"""Models of a folder that a message names."""
+"""Maximum number of model files of a folder that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parsed file: nodes in topological order, functions inlined, without the numbers of its
-    large tensors.
+    """A parsed file: nodes in topological order, functions inlined, without the data of large
+    tensors.
     """
 
     path: Path
     digest: str
-    """SHA-256 of the file without the numbers of its large tensors and without annotations."""
+    """SHA-256 of the file without the data of its large tensors and without annotations."""
     graph: onnx.GraphProto
     nodes: tuple[onnx.NodeProto, ...]
     positions: tuple[int, ...]
-    """Where each of `nodes` stands among the nodes of `graph`."""
+    """Position of each of `nodes` among the nodes of `graph`."""
     opsets: tuple[tuple[str, int], ...]
-    """Version by domain; "" is ONNX's own."""
+    """Version by domain. The domain "" is ONNX's default domain."""
     slices: dict[str, FileSlice | VarintSlice]
-    """Where the numbers taken out lie in the file, by value."""
+    """Location in the file of the data that was not loaded, by tensor name."""
     metadata: dict[str, str]
     producer: str
     apart: Apart
-    """Parameters that the file has merged, each a tensor of its own in `graph`."""
+    """Parameters that the exporter merged, each a separate tensor in `graph`."""
     configurations: tuple[Configuration, ...]
     warnings: tuple[str, ...]
 
@@ -178,8 +182,8 @@ class Source:
 
 
 def load(path: Path) -> Source:
-    """Parse `path`. Raises ModelError, naming the file, where it is no ONNX model or not a sound
-    graph.
+    """Parse the file at `path`. Raise ModelError, naming the file, if it is not an ONNX model or
+    its graph is invalid.
     """
     try:
         return _load(path)
@@ -188,7 +192,7 @@ def load(path: Path) -> Source:
 
 
 def located(error: ModelError, path: Path) -> ModelError:
-    """The error with the file's name before the place in it."""
+    """Return the error with the file's name before its location."""
     return ModelError(
         error.message, hint=error.hint, where=f"{path}: {error.where}" if error.where else str(path)
     )
@@ -243,8 +247,8 @@ def _load(path: Path) -> Source:
 
 
 def file_digest(path: Path) -> str:
-    """Return `Source.digest` of the file without a parse of its graph. Raises ModelError if the
-    file cannot be read.
+    """Return `Source.digest` of the file without parsing its graph. Raise ModelError if the file
+    cannot be read.
     """
     try:
         return _digest(strip_weights(opened(path))[0])
@@ -257,7 +261,9 @@ def _digest(stripped: bytes) -> str:
 
 
 def _texts(model: onnx.ModelProto) -> Iterator[object]:
-    """Every name in a model that is read here; protobuf gives bytes for what is not UTF-8."""
+    """Yield every name of the model that autopipe reads. Protobuf returns bytes for a name that is
+    not UTF-8.
+    """
     graph = model.graph
     yield graph.name
     for opset in model.opset_import:
@@ -283,8 +289,8 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
 
 
 def opened(path: Path) -> memoryview:
-    """The bytes of a file, read where they are looked at. Raises ModelError where it cannot be
-    read.
+    """Return the bytes of a file, memory-mapped. Raise ModelError if the file is missing, is empty
+    or cannot be read.
     """
     if not path.exists():
         raise ModelError("no such file")
@@ -299,7 +305,8 @@ def opened(path: Path) -> memoryview:
                 raise ModelError("the file is empty")
             if pointer := lfs_error(path):
                 raise ModelError(*pointer)
-            # Not closed by hand: views of it live on in the traceback of an error.
+            # The map is not closed explicitly, because the traceback of an error may keep views of
+            # it.
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise ModelError(f"cannot be read: {error.strerror}") from error
@@ -336,8 +343,8 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
 
 
 def _without_annotated_calls(model: onnx.ModelProto) -> bool:
-    """Take out the annotations that inlining would leave without their tensors; True if there are
-    any.
+    """Remove the annotations that would lose their tensors when functions are inlined. Return True
+    if there were any.
     """
     functions = {(function.domain, function.name) for function in model.functions}
     calls = [
@@ -351,9 +358,9 @@ def _without_annotated_calls(model: onnx.ModelProto) -> bool:
 
 
 def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
-    """Where the nodes stand in the file, in topological order, else as there.
+    """Return the positions of the nodes in topological order. Ties are in file order.
 
-    Raises ModelError on cycles and values written twice.
+    Raise ModelError for a cycle or a value that is written twice.
     """
     writer: dict[str, int] = {}
     sources = {each.name for each in graph.input} | {each.name for each in graph.initializer}

@@ -218,7 +218,9 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A floating-point tensor of the file that the graph reads, and whether and why it is trained."""
+    """A floating-point tensor of the file that the graph reads, and whether and why it is
+    trained.
+    """
 
     value: Value
     trained: bool
@@ -363,7 +365,9 @@ def require_readable(source: Source) -> None:
 
 
 def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
-    """True if ONNX defines an operator as deprecated, for example GroupNormalization of opset 18."""
+    """True if ONNX defines an operator as deprecated, for example GroupNormalization of opset
+    18.
+    """
     import onnx.defs
 
     return bool(onnx.defs.get_schema(node.op_type, opset, domain).deprecated)
@@ -478,7 +482,9 @@ def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
 
 
 def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
-    """True if a tensor of a graph is trainable but is computed from parameters in an unknown way."""
+    """True if a tensor of a graph is trainable but is computed from parameters in an unknown
+    way.
+    """
     role = roles.get(parameter.value.name)
     return parameter.trainable and role is not None and role.refused
 

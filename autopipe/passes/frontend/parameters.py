@@ -1,9 +1,9 @@
-"""Which values are trained: parameters, buffers, and what is merely a number in the graph.
+"""Roles of a file's tensors: parameters, buffers and constants.
 
-ONNX does not say, so it is decided by evidence, best first: the user's choice, what the file states
-(the metadata `autopipe.parameters`, torch's signature of the traced program), then how a tensor is
-named, used and what its numbers are. A tensor that gradients reach is trained unless it is a
-running statistic or a table computed from positions.
+ONNX does not record roles, so they are inferred. The evidence in descending priority: the user's
+choice; the file's declarations (the metadata `autopipe.parameters`, PyTorch's signature of the
+traced program); and the name, uses and values of a tensor. A tensor that gradients reach is trained
+unless it is a running statistic or a table computed from positions.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ BUFFERS = frozenset(
         "running_var", "embed_scale", "attn_mask", "relative_coords_table",
     }
 )  # fmt: skip
-"""Last parts of names that torch's public models give to floating-point buffers."""
+"""Last components of the names that PyTorch's public models give to floating-point buffers."""
 LARGEST_LOOK = 1 << 24
-"""Bytes up to which the numbers of a tensor that may be no weight are looked at."""
+"""Maximum bytes of a tensor whose values are examined to infer its role."""
 SCALES = frozenset(
     {("Mul", 0), ("Mul", 1)}
     | {(operator, slot) for operator, slot in AFFINE_SLOTS if operator.endswith("Normalization")}
 )
-"""Operands that are ones or zeros in a new model of torch's."""
+"""Operands that are ones or zeros in a newly initialised PyTorch model."""
 SCALES_OF_WEIGHTS = frozenset(
     {("MatMulNBits", 2), ("MatMulNBits", 3), ("MatMulBnb4", 2), ("GatherBlockQuantized", 2)}
     | {("QMoE", slot) for slot in (3, 6, 9)}
 )
-"""Operands that say what packed whole numbers mean."""
+"""Operands that are scales or zero points of packed integers."""
 MATRICES = frozenset({("MatMul", 1), ("Gemm", 1), ("Conv", 1)})
 """Operands that are the matrix of a layer."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
 """Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""
 RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
-"""Operands that are a table of positions that is resized, and the rows that are not."""
+"""Operands that are a resized table of positions, or its rows that are not resized."""
 BESIDE = (("Exp", 0), ("Resize", 0))
-"""Operands by which scales of similarities and tables that are resized are known."""
+"""Operands that identify scales of similarities and resized tables."""
 STATED = "autopipe.parameters"
-"""Key of a file's metadata: a JSON list of the names of all tensors that are trained."""
+"""Metadata key of a JSON list of the names of all trained tensors."""
 UNRECORDED = ("no_grad", "requires_grad=False")
-"""Facts of a module's gradients that no exporter of torch's records."""
+"""Properties of a module's gradients that no PyTorch exporter records."""
 FROZEN = "autopipe.frozen"
-"""Key of a file's metadata: a JSON list of the names of the parameters that are not trained.
-`autopipe export` lists those whose `requires_grad` is False.
+"""Metadata key of a JSON list of the names of parameters that are not trained. `autopipe export`
+lists the parameters whose `requires_grad` is False.
 """
 NAMED = 3
-"""Maximum names in a message before the rest is only counted."""
+"""Maximum number of names in a message. Further names are only counted."""
 Numbers = Callable[[], "np.ndarray | None"]
 
 
@@ -89,23 +89,23 @@ class Role:
     trained: bool
     why: str
     doubtful: bool = False
-    """True if the evidence is weak enough that the user should look."""
+    """True if the evidence is weak and the user should check the role."""
     constant: bool = False
-    """True if it is a number in the graph rather than kept from step to step."""
+    """True if the tensor is a constant of the graph, not a buffer."""
     refused: bool = False
-    """True if it is computed from parameters in an unknown way, so that a plan may not train it in
-    their place.
+    """True if the tensor is computed from parameters in an unknown way, so that a plan may not
+    train it instead of them.
     """
 
 
 def quoted(names: tuple[str, ...]) -> str:
-    """Return the first names of several, quoted, and how many more there are."""
+    """Return the first names, quoted, and the number of further names."""
     return listed([repr(name) for name in names], NAMED)
 
 
 def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
     """Return the role of a tensor that the exporter computed from the parameters `origins`; () if
-    unknown ones.
+    the parameters are unknown. `legacy` is True for PyTorch's older exporter.
     """
     option = "do_constant_folding=False" if legacy else "optimize=False"
     if not origins:
@@ -123,48 +123,49 @@ SIGNED = Role(True, "a parameter, as the signature says")
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Decides what each floating-point tensor of a file is."""
+    """Decides the role of each floating-point tensor of a file."""
 
     uses: Uses
     stated: frozenset[str] | None
-    """The weights' names where the file itself says (its metadata `autopipe.parameters`)."""
+    """Names in the file's metadata `autopipe.parameters`; None if the file has none."""
     frozen: frozenset[str] | None
-    """The names of parameters that are not trained where the file says which (its metadata
-    `autopipe.frozen`): then all others of its signature are trained.
+    """Names in the file's metadata `autopipe.frozen`; None if the file has none. If present, all
+    other parameters of the signature are trained.
     """
     signature: Signature
     from_torch: bool
-    """True if one of torch's exporters wrote the file, which keep every parameter among the
-    initializers.
+    """True if a PyTorch exporter wrote the file. These exporters store every parameter as an
+    initializer.
     """
     settled: bool
-    """True if the scales that torch's modules name all have numbers of their own: the model has
-    been trained.
+    """True if the file has named scales and none of them has equal values. The model has then been
+    trained.
     """
     folded_scopes: Mapping[tuple[str, int], frozenset[str]]
-    """For each operand of `BESIDE` the modules that read a folded tensor there; none in files that
-    are not torch's.
+    """For each operand of `BESIDE`, the modules that read a folded tensor as this operand. Empty
+    for files that PyTorch did not export.
     """
     samples: frozenset[int]
-    """The first extents of the inputs, where the file fixes them."""
+    """First dimensions of the inputs that the file fixes."""
 
     @property
     def unrecorded(self) -> tuple[str, ...]:
-        """Ways of torch to keep gradients from flowing that a file of its exporters does not
-        record.
+        """Ways to stop gradients in PyTorch that the file does not record; () if the file was not
+        exported by PyTorch or declares its parameters.
         """
         if not self.from_torch or self.stated is not None or self.frozen is not None:
             return ()
         return UNRECORDED if self.signature else ("detach", "padding_idx", *UNRECORDED)
 
     def role(self, value: Value, numbers: Numbers, in_node: bool = False) -> Role:
-        """The role of a tensor of the file; `in_node` is one that a Constant node holds."""
+        """Return the role of a floating-point tensor. `in_node` is True for the tensor of a
+        Constant node.
+        """
         name = value.name
         slots = self.uses.slots(name)
         if self.is_statistic(name):
-            return Role(
-                False, "a running statistic"
-            )  # Whatever the file states: it follows the data, not a gradient.
+            # The statistic follows the data and has no gradient, whatever the file declares.
+            return Role(False, "a running statistic")
         if self.stated is not None:
             if name in self.stated:
                 return Role(True, "stated by the file")
@@ -186,15 +187,15 @@ class Roles:
         return self._by_use(value, numbers, slots)
 
     def _is_spectral_vector(self, name: str) -> bool:
-        """Return True if torch's spectral normalization keeps a vector under a name, next to the
+        """True if PyTorch's spectral normalization stores a vector under this name, next to the
         weight.
         """
         base = re.fullmatch(r"(.+)_[uv]", name)
         return base is not None and f"{base[1]}_orig" in self.uses.readers
 
     def _are_frequencies(self, value: Value, numbers: Numbers) -> bool:
-        """Return True if a tensor that only sines and cosines depend on may be a series of
-        frequencies, rather than a parameter.
+        """True if a tensor that only sines and cosines read is probably a series of frequencies,
+        not a parameter.
         """
         wide = sum(extent > 1 for extent in value.shape)
         if not self.from_torch or wide < 1:
@@ -204,10 +205,11 @@ class Roles:
         return bool(self._table(value, numbers, named=False))
 
     def fills(self, name: str) -> bool:
-        """True if the result of a ConstantOfShape node is a weight: read where operators take
-        weights.
+        """True if the result of a ConstantOfShape node is a weight: operators read it as a weight,
+        scale or offset.
 
-        Torch's exporters write none so.
+        PyTorch's exporters never write weights this way. The metadata `autopipe.parameters`, if
+        present, decides.
         """
         if self.from_torch or self.stated is not None:
             return self.stated is not None and name in self.stated
@@ -230,7 +232,7 @@ class Roles:
             if table.startswith("a table"):
                 return Role(
                     False, table
-                )  # An embedding that is not trained, which the signature does not say.
+                )  # An embedding that is not trained, which the signature does not record.
         if name in self.signature.parameters:
             return SIGNED
         origins = quoted(self.signature.origins(name))
@@ -263,7 +265,7 @@ class Roles:
             return Role(False, "an initial state", constant=True)
         table = self._table(value, numbers, named=not lifted)
         if table:
-            # A weight may begin as the identity, but a fixed matrix looks the same.
+            # A weight may be initialised as the identity, but a fixed matrix has equal values.
             is_weight = self.from_torch and not lifted and bool(slots) and slots <= MATRICES
             return Role(
                 is_weight,
@@ -278,8 +280,8 @@ class Roles:
         return Role(True, "by its use")
 
     def _uniform(self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool) -> Role:
-        """A tensor all of whose numbers are equal: a new scale or offset, or a default that nobody
-        trains.
+        """Return the role of a tensor with equal values: a newly initialised scale or offset, or an
+        untrained default.
         """
         wide = [extent for extent in value.shape if extent > 1]
         if slots and slots <= AFFINE_SLOTS:
@@ -291,17 +293,19 @@ class Roles:
         elementwise = bool(slots) and all(operator in ELEMENTWISE for operator, _ in slots)
         if elementwise and len(wide) <= 1:
             if self.from_torch and lifted and len(value.shape) == 2 and value.shape[0] == 1:
-                # A layer's own offset has one axis and its name: this is a buffer (BART's bias of
-                # logits).
+                # A layer's offset has one axis and a name. This tensor is a buffer, such as BART's
+                # bias of logits.
                 return Role(False, "equal numbers", constant=True, doubtful=True)
             told = value.shape[:1] != (1,) or value.shape[-1:] == (1,) if self.from_torch else False
             return Role(True, "by its use", doubtful=not told)
         if self.uses.is_weight(value.name) and len(wide) > 1:
             return Role(True, "by its use")
         if elementwise and self.from_torch and len(value.shape) > 1 and value.shape[-3:-2] != (1,):
-            return Role(True, "by its use", doubtful=True)  # A new table of biases, such as Swin's.
+            # A new table of biases, for example in Swin.
+            return Role(True, "by its use", doubtful=True)
         if self.from_torch and slots <= RESIZED and self._is_beside(value.name, ("Resize", 0)):
-            return Role(True, "by its use", doubtful=True)  # Parts of a new table, such as BEiT's.
+            # Parts of a new table, for example in BEiT.
+            return Role(True, "by its use", doubtful=True)
         return Role(
             False,
             "equal numbers",
@@ -310,7 +314,7 @@ class Roles:
         )
 
     def _is_beside(self, name: str, slot: tuple[str, int]) -> bool:
-        """True if a module that reads `name` reads a folded tensor, perhaps `name` itself, as
+        """True if a module that reads `name` also reads a folded tensor, which may be `name`, as
         operand `slot`.
         """
         return not self.folded_scopes[slot].isdisjoint(_scopes(self.uses, name))
@@ -322,8 +326,8 @@ class Roles:
         return "" if array is None else table_of(array, named)
 
     def _is_affine(self, name: str) -> bool:
-        """True if a value is the scale or offset of a channel, as Unsqueeze and then Mul or Add
-        spell it.
+        """True if a tensor is the scale or offset of a channel, written as Unsqueeze followed by
+        Mul or Add.
         """
         readers = self.uses.readers.get(name, ())
         if not readers or any(node.op_type != "Unsqueeze" for node, _ in readers):
@@ -332,8 +336,8 @@ class Roles:
 
 
 def roles_of(source: Source) -> Roles:
-    """The roles in a file; raises ModelError where its own statement of parameters is not a list of
-    names.
+    """Return the roles of a file. Raise ModelError if its metadata does not declare parameters as a
+    list of names.
     """
     signature = Signature.of(source.graph, source.metadata)
     stated = _stated(source.metadata, STATED)
@@ -367,19 +371,19 @@ def roles_of(source: Source) -> Roles:
 
 
 def _scopes(uses: Uses, name: str) -> set[str]:
-    """The modules that read a tensor; an Identity is in none."""
+    """Return the modules that read a tensor, ignoring Identity nodes."""
     return {scope_of(node) for node, _ in uses.readers.get(name, ()) if node.op_type != "Identity"}
 
 
 def _is_angle(uses: Uses, name: str) -> bool:
-    """True if sines and cosines are all that a tensor is read for."""
+    """True if a tensor is only used to compute sines and cosines."""
     ends = uses.slots(name, ANGLE_STEPS)
     return bool(ends) and all(operator in ANGLES for operator, _ in ends)
 
 
 def _is_settled(source: Source, uses: Uses) -> bool:
-    """True if there are scales with names of their own, and no tensor with such a name has equal
-    numbers.
+    """True if there are scales with names of the module, and no named vector has equal or missing
+    values.
     """
     scales = 0
     for tensor in source.graph.initializer:
@@ -396,8 +400,8 @@ def _is_settled(source: Source, uses: Uses) -> bool:
 
 
 def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
-    """Return the names that the file lists under `key` of its metadata; None if it has no such
-    key.
+    """Return the names that the file lists under `key` of its metadata; None if the key is missing.
+    Raise ModelError if the entry is not a JSON list of names.
     """
     text = metadata.get(key)
     if text is None:
@@ -413,17 +417,19 @@ def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The patterns of `model.trainable` and `model.frozen`. What both match is trained."""
+    """The patterns of `model.trainable` and `model.frozen`. A name that matches both is trained."""
 
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     matched: set[str] = field(default_factory=set)
-    """Filled with the patterns that have matched a name."""
+    """Patterns that have matched a name so far."""
     names: set[str] = field(default_factory=set)
-    """Filled with the names that were compared."""
+    """Names that were compared so far."""
 
     def trained(self, name: str) -> bool | None:
-        """Return True if a tensor is trained, None if no pattern matches its name."""
+        """Return True if a tensor is trained, False if it is frozen, and None if no pattern matches
+        its name.
+        """
         self.names.add(name)
         trainable, frozen = (
             [pattern for pattern in patterns if matches(pattern, name, key)]
@@ -436,7 +442,7 @@ class Chosen:
         return bool(trainable) if trainable or frozen else None
 
     def require_matched(self) -> None:
-        """Raise ConfigurationError for a pattern that has matched nothing."""
+        """Raise ConfigurationError for a pattern that has matched no name."""
         for key, patterns in (("model.trainable", self.trainable), ("model.frozen", self.frozen)):
             for pattern in patterns:
                 if pattern not in self.matched:
@@ -446,8 +452,8 @@ class Chosen:
                     )
 
     def _better(self, pattern: str, key: str) -> str:
-        """Return a hint with the pattern that matches names of which `pattern` matches a part; ""
-        if there is none.
+        """Return a hint with a longer pattern that matches names of which `pattern` matches a part,
+        or with a similar name; "" if there is none.
         """
         prefix, text = ("re:", pattern[3:]) if pattern.startswith("re:") else ("", pattern)
         anything = ".*" if prefix else "*"

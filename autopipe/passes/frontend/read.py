@@ -1,4 +1,4 @@
-"""Reading of an ONNX file into a `Model`: the steps in their order."""
+"""Reading of an ONNX file into a `Model`, step by step."""
 
 from __future__ import annotations
 
@@ -77,24 +77,32 @@ def read_model(
     scores: Scores | None = None,
     opened: bool = False,
 ) -> Model:
-    """The graph of one evaluation of the model in `file`, a path or the `Model.source` of one, on
-    `batch` samples.
+    """Return the model in `file`, a path or the `Model.source` of a model, with the graph of one
+    forward pass on `batch` samples.
 
-    Without `batch` there are as many samples as the file fixes, else one. `dims` binds symbolic
-    dimensions by name or INPUT:AXIS; of a Range's RESULT:0 it is the most numbers that data may
-    tell. `fixed_inputs` are inputs that are one number, whatever is computed. `batch_axes` says
-    which axis of an input counts samples where it is not axis 0 (None: no axis does). `loss` is an
-    output or a loss to add; without it the model's own is found, if it has only one
-    (`Model.loss_choices` are several). `mode` defaults to training where there is a loss. Unless
-    `training`, which defaults to the mode, nothing is dropped and BatchNormalization reads its
-    running statistics. Parameters whose names match `frozen` (globs, or regular expressions after
-    `re:`) are not trained, tensors whose names match `trainable` are, whatever else speaks against
-    it. Operators without a row are refused, or listed in the result `with_unsupported`. `normalize`
-    is `loss.normalize`. `scores` says whether the loss keeps its scores for backward or recomputes
-    them, None leaves it to the plan: the model keeps them and has the other form beside it if there
-    is one to consider (`Model.other`). With `opened` the model is read on `batch` samples even if
-    its file fixes the batch to one sample. Raises ModelError, naming file and node, for what cannot
-    be read, and ConfigurationError for dimensions, batches and losses that do not fit.
+    - `dims` binds symbolic dimensions by name or INPUT:AXIS. For RESULT:0 of a Range it is the
+      maximum length if the length depends on data.
+    - `batch` defaults to the batch size that the file fixes, otherwise 1.
+    - `batch_axes` gives the batch dimension of an input if it is not axis 0; None if the input has
+      none.
+    - `fixed_inputs` gives inputs that are a constant number.
+    - `loss` is the name of an output or a loss to add. By default the model's loss is found if
+      there is only one candidate; `Model.loss_choices` lists several.
+    - `normalize` is the option `loss.normalize`.
+    - `mode` defaults to training if there is a loss.
+    - `training` defaults to the mode. If False, dropout is disabled and BatchNormalization uses its
+      running statistics.
+    - `frozen` and `trainable` are patterns of tensor names (globs, or regular expressions after
+      `re:`). Parameters that match `frozen` are not trained. Tensors that match `trainable` are
+      trained regardless of other evidence.
+    - `with_unsupported` lists unsupported operators in the result instead of raising an error.
+    - `scores` selects whether the loss saves its logits for backward or recomputes them. None
+      leaves the choice to the plan: the model saves them, and `Model.other` is the other form if
+      that is considered.
+    - `opened` reads the model on `batch` samples even if its file fixes the batch to one sample.
+
+    Raise ModelError, naming file and node, if the file cannot be read. Raise ConfigurationError for
+    dimensions, batch sizes and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     losses = loss, normalize, scores
@@ -118,12 +126,12 @@ def read_model(
 
 
 _MORE_SAMPLES = (2, 16, 128)
-"""Numbers of samples on which a model is tried that cannot be read on one sample."""
+"""Batch sizes that are tried for a model that cannot be read on one sample."""
 
 
 def _on_more_samples(source: Source, error: ModelError, read: Callable[[int], Model]) -> ModelError:
-    """Return the error of a model that cannot be read on one sample, with the samples on which it
-    can be read.
+    """Return the error of a model that cannot be read on one sample. If a larger batch can be read,
+    the error names its size.
     """
     for samples in _MORE_SAMPLES:
         try:
@@ -194,8 +202,8 @@ def _read(
         graph = rebatched(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
     behind = behind_stops(graph)
-    # A tensor behind a StopGradient gets no gradient, but it still follows the parameters that it
-    # is computed from.
+    # A tensor behind a StopGradient gets no gradient, but it still depends on the parameters from
+    # which it is computed.
     stale = {
         name
         for each in graph.parameters
@@ -263,8 +271,8 @@ def _read(
 
 
 def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
-    """A warning if an output has another type than the file states; dimensions with a name count
-    for nothing.
+    """Return a warning if an output has another type than the file declares. Symbolic dimensions
+    are not compared.
     """
     found = []
     for info in source.graph.output:
@@ -312,11 +320,13 @@ def _verify_uses(graph: Graph) -> None:
 
 
 def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:
-    """The graph cleaned and fused, with its loss, and the loss's name, "" where there is none."""
+    """Return the cleaned and fused graph, with its loss, and the name of the loss; "" if there is
+    none.
+    """
     graph = fused(cleaned(read))
     lost = set(read.parameters) ^ set(graph.parameters)
-    # Zeros to which fused experts were added are no loss; any other is a mistake of ours, not of
-    # the file.
+    # Zeros of fused experts may be removed. Any other change of the parameters is an internal
+    # error, not an error of the file.
     lost = {each for each in lost if each.trainable or not isinstance(each.storage, Fill)}
     if lost:
         raise ModelError(
@@ -331,12 +341,12 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
 
 
 def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that let a sample's result depend on other samples, so that micro-batches change
-    what is computed.
+    """Return the nodes whose result for a sample depends on other samples, so that micro-batches
+    change the result.
 
-    Operators that say so themselves (batch statistics, means over labels that may be ignored),
-    products of two batches, such as the scores of a contrastive loss, and what reads samples beside
-    a value of all of them, such as an If's condition.
+    These are operators that mix samples by definition (batch statistics, means over labels that may
+    be ignored), products of two batches (for example the logits of a contrastive loss), and nodes
+    that combine samples with a value of the complete batch (for example the condition of an If).
     """
     axes = batch_axes_of(graph)
     beside = {node.name for node in nodes_beside_all(graph)}
@@ -351,8 +361,8 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
 
 
 def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that read samples beside a value computed from all samples of a batch, which
-    carries none.
+    """Return the nodes that read samples together with a value that is computed from all samples of
+    a batch and has no batch dimension.
     """
     axes = batch_axes_of(graph)
     found = []
@@ -371,10 +381,11 @@ def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
 
 
 def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> tuple[str, ...]:
-    """Return warnings of nodes that mix samples.
+    """Return warnings about nodes that mix samples.
 
-    With `by_label` no loss does, as its labels are counted over the step. Nor does a loss that
-    weighs classes, of which micro-batches add up losses and weights, or are rejected.
+    With `by_label`, losses do not mix samples, because their labels are counted over the step. A
+    loss with class weights does not mix samples either: micro-batches either accumulate losses and
+    weights separately, or are rejected.
     """
     others = [node for node in mixing if node.op not in LOSSES]
     losses = [node for node in mixing if node.op in LOSSES and not any(node.inputs[2:3])]
