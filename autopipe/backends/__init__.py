@@ -1,5 +1,6 @@
-"""Where programs run: `torch` writes, launches and verifies them, `onnxruntime` is the reference
-that they are held to.
+"""Backends that run programs. `torch` generates, launches and verifies programs; `onnxruntime` runs
+the original model as the reference for verification.
 
-It imports ir alone: passes and backends meet only through data and files.
+Backends import only `autopipe.ir` of autopipe's other packages. Passes and backends exchange data
+and files only.
 """

@@ -1,6 +1,6 @@
-"""The command line: one module a command, and what several commands share (options, requests, plan
-folders, output).
+"""The command line: one module per command, and modules that several commands share (options,
+requests, plan folders, output).
 
-It may import everything; heavy modules inside the functions that use them. `main` alone catches
-errors.
+This package may import every other package. Heavy modules are imported inside the functions that
+use them. Only `main` catches errors.
 """

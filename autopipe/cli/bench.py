@@ -1,4 +1,4 @@
-"""`autopipe bench`: says where the papers' benchmarks are."""
+"""`autopipe bench`: reports where the benchmarks of the papers are."""
 
 from __future__ import annotations
 

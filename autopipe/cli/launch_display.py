@@ -1,5 +1,6 @@
-"""The terminal of a launch: a live line, or lines, or JSON lines while steps run, and in the end
-what was predicted beside what was measured; and the timelines of `launch --profile`.
+"""Terminal output of `autopipe launch`: the progress of the steps (a live line, plain lines, or
+JSON lines), a table of predicted and measured values at the end, and the timelines of `launch
+--profile`.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A launch as its display sees it: `steps` are those it goes up to, None where that is not
-    known; `gpus` those that its ranks use.
+    """The properties of a launch that its display needs. `steps` is the step number at which the
+    launch ends, or None if it is unknown. `gpus` is the number of GPUs that its ranks use.
     """
 
     manifest: Manifest
     steps: int | None
     ranks: int
-    """On this node."""
+    """Number of ranks on this node."""
     gpus: int
 
     @property
@@ -52,9 +53,11 @@ class Run:
 
 
 class StepDisplay:
-    """Shows records of steps as they come: with --json each as a line of stdout, on a terminal in
-    one live line, otherwise as a line every N steps. `lines` reports to a stderr that is no
-    terminal if no step's line is due.
+    """Shows the records of steps as the ranks report them.
+
+    With --json, each record is a line of stdout. On a terminal, one live line is updated.
+    Otherwise, a line is printed every `every` steps. `lines` reports progress on a stderr that is
+    no terminal.
     """
 
     def __init__(self, run: Run, output: Output, every: int, lines: LineBar) -> None:
@@ -69,7 +72,7 @@ class StepDisplay:
         self._live = Live(console=console, auto_refresh=False) if shown else None
         self._since: list[Record] = []
         self._first: tuple[int, float] | None = (
-            None  # The first step's number, and when it was reported.
+            None  # Number of the first reported step, and the time of its report.
         )
 
     def __enter__(self) -> StepDisplay:
@@ -94,7 +97,7 @@ class StepDisplay:
             self._live.console.print(text, soft_wrap=True)
 
     def take(self, record: Record) -> None:
-        """Show a record of the report file."""
+        """Show one record of the report file: a note, a step, or an evaluation."""
         from autopipe.backends.torch.runtime.modes.evaluation import EvaluationReport
 
         if "note" in record:
@@ -133,9 +136,11 @@ class StepDisplay:
 
 
 def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str:
-    """One line of at most `width` characters; where there is not room for all, memory is left out,
-    then the learning rate, then tokens a second. A step takes `each_s` seconds of a clock, with all
-    that comes between two.
+    """Return the progress as one line of at most `width` characters.
+
+    If the line is too long, the memory is omitted first, then the learning rate, then the samples
+    or tokens per second. `each_s` is the mean wall-clock time per step in seconds, including the
+    time between steps; None if it is not known yet.
     """
     done = record["step"] + 1
     left = ""
@@ -172,12 +177,12 @@ def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str
 
 
 def _digits(value: float) -> str:
-    """Three digits or so: `61.2`, `9000`."""
+    """Format a value with about three digits: `61.2`, `9000`."""
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def _exponent(value: float) -> str:
-    """`3e-4`."""
+    """Format a value below 0.01 as `3e-4`, other values with two significant digits."""
     if not 0 < value < 1e-2:
         return f"{value:.2g}"
     mantissa, _, exponent = f"{value:.1e}".partition("e")
@@ -185,7 +190,7 @@ def _exponent(value: float) -> str:
 
 
 def _thousands(value: float) -> str:
-    """`8.4k`."""
+    """Format a value with the suffix k or M: `8.4k`."""
     for unit, scale in (("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{_digits(value / scale)}{unit}"
@@ -193,16 +198,16 @@ def _thousands(value: float) -> str:
 
 
 def clock_text(seconds: float) -> str:
-    """`1:02`, `3:04:05`."""
+    """Format a duration as minutes and seconds, or hours, minutes and seconds: `1:02`,
+    `3:04:05`.
+    """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_measured(run: Run, steps: Sequence[Record], output: Output) -> None:
-    """On a terminal and where lines are for a person, a table of what was predicted beside what was
-    measured.
-    """
+    """Print the table of predicted and measured values, unless the output is JSON or quiet."""
     if steps and not output.as_json and output.verbosity > Verbosity.QUIET:
         output.line(measured_table(run, steps))
         if line := core_line(run):
@@ -210,8 +215,10 @@ def show_measured(run: Run, steps: Sequence[Record], output: Output) -> None:
 
 
 def measured_table(run: Run, steps: Sequence[Record]) -> Table:
-    """The plan's figures beside the median of the steps, the first left out, which also warms
-    up.
+    """Return a table that compares the plan's predictions with the measured steps.
+
+    The measured values are medians over all steps but the first, which includes warm-up. The memory
+    is the peak of all steps.
     """
     manifest = run.manifest
     settled = steps[1:] or steps
@@ -224,7 +231,7 @@ def measured_table(run: Run, steps: Sequence[Record]) -> Table:
     predicted_s = manifest.predicted_step_s
 
     def add_rate(name: str, each_step: float, measured: float, form: str, note: str = "") -> None:
-        # The predicted step of a graph that only moves data takes no time.
+        # The predicted step time is 0 for a graph that only moves data.
         predicted = f"{each_step / predicted_s:{form}}" if predicted_s else "-"
         table.add_row(name, predicted, f"{measured:{form}}", note)
 
@@ -253,7 +260,9 @@ def measured_table(run: Run, steps: Sequence[Record]) -> Table:
 
 
 def core_line(run: Run) -> str:
-    """How many ranks share a core of this node; "" where each has its own, or a GPU."""
+    """Return a note that several ranks share a CPU core of this node, or "" if each rank has its
+    own core or a GPU.
+    """
     cores = own_cores()
     if run.gpus or run.ranks <= cores:
         return ""
@@ -266,7 +275,9 @@ def core_line(run: Run) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledSteps:
-    """The steps `first` to `last`, and the folder for a trace a rank and for `timeline.json`."""
+    """The steps `first` to `last` (inclusive) that are profiled, and the folder for one trace per
+    rank and for `timeline.json`.
+    """
 
     first: int
     last: int
@@ -274,7 +285,7 @@ class ProfiledSteps:
 
     @staticmethod
     def of(text: str, folder: Path) -> ProfiledSteps:
-        """Of `3` or `3-5`. Raises click's BadParameter for anything else."""
+        """Parse `3` or `3-5`. Raise click's BadParameter for any other text."""
         first, dash, last = text.partition("-")
         try:
             found = ProfiledSteps(int(first), int(last if dash else first), folder)
@@ -287,7 +298,9 @@ class ProfiledSteps:
         return found
 
     def check(self, steps: int) -> None:
-        """Raise ConfigurationError where a run up to `steps` steps has none of these."""
+        """Raise ConfigurationError if a run of `steps` steps ends before the first profiled
+        step.
+        """
         if self.first >= steps:
             hint = f"the steps are 0 to {steps - 1}; --steps sets their number"
             raise ConfigurationError(
@@ -295,7 +308,9 @@ class ProfiledSteps:
             )
 
     def arguments(self, times: Path) -> dict[str, object]:
-        """Flags of the ranks, which leave the times of their tasks in the folder `times`."""
+        """Return the flags for the ranks. The ranks write the times of their tasks to the folder
+        `times`.
+        """
         return {
             "profile": self.folder.absolute(),
             "profile_times": times,
@@ -304,8 +319,8 @@ class ProfiledSteps:
         }
 
     def finish(self, times: Path, manifest: Manifest, output: Output) -> None:
-        """Write `timeline.json` from what the ranks left in `times`, and show where their time
-        went.
+        """Write `timeline.json` from the task times in the folder `times`, and print how the ranks
+        spent their time. Do nothing if there are no task times.
         """
         from autopipe.cli.drawing.bubbles import bubble_screen, measured_steps
         from autopipe.cli.drawing.trace import chrome_trace
@@ -315,7 +330,7 @@ class ProfiledSteps:
         if not measured.tasks:
             return
         picture = _predicted(manifest, output)
-        # Nodes may share the folder, and each knows its own ranks.
+        # Several nodes may share the folder, and each has the times of its own ranks only.
         own = (
             "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
         )
@@ -333,8 +348,8 @@ class ProfiledSteps:
 
 
 def _predicted(manifest: Manifest, output: Output) -> Picture | None:
-    """The picture of the plan that the program was made from; None where that is not in the folder
-    above it.
+    """Return the predicted timeline of the plan that the program was generated from, or None if the
+    folder above the program does not contain that plan.
     """
     from autopipe.api.plan_folder import open_prediction
     from autopipe.cli.drawing.timeline_figure import plan_picture

@@ -1,5 +1,5 @@
-"""The `autopipe` command: the table of sub-commands, and what goes wrong as one line and an exit
-code.
+"""The `autopipe` command: the table of its sub-commands, and the conversion of errors to messages
+and exit codes.
 """
 
 from __future__ import annotations
@@ -42,26 +42,29 @@ COMMANDS: Final = {
     "bench": "Say where the papers' tables and figures are computed again.",
     "config": "Show and check configurations, list cluster presets.",
 }
-"""Entries of the list of commands, in the order a user meets them; command NAME stands in
-`autopipe.cli.NAME`.
+"""Commands and their descriptions, in the order in which `autopipe --help` lists them. The function
+of command NAME is in the module `autopipe.cli.NAME`.
 """
 
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 YOUNG_OBJECTS: Final = 100_000
-"""New objects between two looks for cycles. Graphs and tables are many small values without any:
-the default of 700 costs a search an eighth of its time.
+"""Number of allocations between two runs of the garbage collector. Graphs and tables consist of
+many small objects without reference cycles. With Python's default of 700, a search takes an eighth
+longer.
 """
 _MOST_LETTERS: Final = 4000
-"""Characters of an error's line."""
+"""Maximum number of characters in the line of an error."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk that has no room."""
+"""Error numbers of a full disk or an exceeded quota."""
 _STARTING_RANKS: Final = ("launch", "generate", "verify")
 """Commands that start ranks through a fork server."""
 _STARTING_NONE: Final = frozenset({"-h", "--help", "--dry-run", "--static"})
-"""Flags with which these commands do not."""
+"""Flags with which these commands start no ranks."""
 RUN_EXTRA: Final = frozenset({"torch"})
-"""Modules that come with the extra `run`; everything else autopipe imports is always installed."""
+"""Modules that only the extra `run` installs. All other modules that autopipe imports are always
+installed.
+"""
 
 
 REPORTED_PACKAGES: Final = (
@@ -88,8 +91,8 @@ class CommandTable(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that `args` begin with; raises ConfigurationError with the nearest match for
-        an unknown one.
+        """Return the command that `args` begin with. Raise ConfigurationError for an unknown
+        command, with the most similar name as the hint.
         """
         if args[0] not in COMMANDS:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
@@ -127,15 +130,18 @@ def main(
 ) -> int:
     """Run the command line `arguments` (default: those of the process) and return the exit code.
 
-    `command` is `autopipe` unless another program of that `name` has these options and errors, too.
+    `command` is `autopipe` by default. Another program, called `name`, can pass its own command to
+    get the same options and error handling.
 
-    Nothing else catches: an AutopipeError becomes `error:` and `hint:` lines and its own exit code,
-    a mistake in the command line 2, an interrupt 130, anything else 70. With --json the error also
-    goes to stdout as one object, with --debug the traceback to stderr.
+    Only this function catches errors. An AutopipeError is printed as `error:` and `hint:` lines and
+    returns its own exit code; an error in the command line returns 2, an interrupt 130, any other
+    error 70. With --json the error is also printed to stdout as one JSON object, with --debug the
+    traceback is printed to stderr.
     """
     gc.set_threshold(YOUNG_OBJECTS)
     own = sys.__stdout__
-    if own is not None and sys.stdout is own:  # What somebody put in its place is theirs to close.
+    # A stream that other code has assigned is closed by that code.
+    if own is not None and sys.stdout is own:
         if isinstance(own, io.TextIOWrapper):
             own.reconfigure(
                 errors="replace"
@@ -154,8 +160,8 @@ def main(
             code = (command or autopipe).main(args=words, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone (`autopipe show … | head`); keep the interpreter from flushing into
-        # the closed pipe again.
+        # The reader has closed the pipe (`autopipe show … | head`). Keep the interpreter from
+        # flushing into the closed pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (KeyboardInterrupt, click.Abort):
@@ -201,12 +207,12 @@ class _WarningPrinter:
 
 
 def starts_ranks(words: Sequence[str]) -> bool:
-    """True if a command line starts ranks, unless it is wrong."""
+    """Return True if a valid command line with these words starts ranks."""
     return bool(words) and words[0] in _STARTING_RANKS and _STARTING_NONE.isdisjoint(words)
 
 
 def _described(error: Exception) -> AutopipeError:
-    """The error as the user shall read it."""
+    """Return the error in the form in which the user sees it."""
     match error:
         case AutopipeError():
             return error
@@ -222,8 +228,8 @@ def _described(error: Exception) -> AutopipeError:
                 f"this command needs {error.name}", hint="pip install 'autopipe[run]'"
             )
         case OSError() if error.filename is not None and error.strerror:
-            # The file system's word on a path that was given: a name that is too long, a folder
-            # that may not be read.
+            # The operating system's message about a path that the user gave: the name is too long,
+            # or the folder may not be read.
             return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
         case OSError() if error.errno in _FULL:
             hint = f"make room, also in the folder of temporary files, {tempfile.gettempdir()}"
@@ -258,8 +264,9 @@ def version_report() -> str:
 
 
 def _report(error: AutopipeError, as_json: bool) -> None:
-    """Print the error's lines on stderr and, for `as_json`, its object on stdout. Where a file has
-    names or lists of megabytes, a line's beginning and end are printed.
+    """Print the error's lines on stderr and, with `as_json`, its JSON object on stdout. Of a very
+    long line, which a file with megabytes of names can cause, only the beginning and the end are
+    printed.
     """
     from autopipe.ir.words import printable
 
@@ -269,7 +276,7 @@ def _report(error: AutopipeError, as_json: bool) -> None:
         if text:
             line = text if len(text) <= _MOST_LETTERS else f"{text[:half]} ... {text[-half:]}"
             told = f"{kind}: {printable(line)}"
-            if sys.stderr.isatty():  # Elsewhere an error is one line.
+            if sys.stderr.isatty():  # Without a terminal, an error is one line.
                 columns = max(20, os.get_terminal_size(sys.stderr.fileno()).columns)
                 told = textwrap.fill(told, columns, break_long_words=False, break_on_hyphens=False)
             click.echo(told, err=True)
@@ -284,12 +291,12 @@ def _report(error: AutopipeError, as_json: bool) -> None:
 
 
 def whole_writes(stream: TextIO) -> TextIO:
-    """The stream, such that each write is written whole.
+    """Return a stream that writes each text completely.
 
-    Unbuffered, as PYTHONUNBUFFERED asks for in most containers, Python drops what a pipe did not
-    take at once when a signal comes meanwhile: a long result would end in the middle, and the
-    command in success. The stream itself has to be kept by somebody: what is made here closes it
-    when it ends.
+    If stdout is unbuffered, as PYTHONUNBUFFERED requests in most containers, and a signal arrives
+    during a write, Python drops the rest of the text that the pipe has not accepted. A long result
+    would be truncated although the command succeeds. The caller must keep a reference to `stream`,
+    because the returned object closes it when it is deleted.
     """
     raw = getattr(stream, "buffer", None)
     if isinstance(raw, io.RawIOBase):

@@ -1,5 +1,5 @@
-"""Output of commands: results on stdout, notes, progress and warnings on stderr; figures, tables
-and files of text.
+"""Output of commands: results on stdout, and notes, progress and warnings on stderr. Also the
+formatting of numbers and tables, and writing text files.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopipe.ir.placement import node_ranges
 from autopipe.ir.words import in_units, plural, printable
 
 _PIPED_WIDTH = 160
-"""Characters a line where stdout is no terminal and COLUMNS says nothing."""
+"""Line width in characters if stdout is no terminal and COLUMNS is not set."""
 
 
 class Verbosity(enum.IntEnum):
-    """How much is said on stderr besides warnings and errors."""
+    """Amount of output on stderr besides warnings and errors."""
 
     QUIET = 0
     NORMAL = 1
@@ -43,13 +43,13 @@ class Verbosity(enum.IntEnum):
 
 
 def printable_lines(text: str) -> str:
-    """`text` with its line breaks, each line as `printable` shows it."""
+    """Return `text` with its line breaks; each line is escaped by `printable`."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 @dataclass(frozen=True, slots=True)
 class _Printable:
-    """A renderable whose own text is shown; styles stay as they are."""
+    """A renderable whose text is escaped by `printable`; its styles are unchanged."""
 
     part: RenderableType
 
@@ -70,15 +70,15 @@ def _console(stderr: bool = False) -> Console:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number with its noun in the plural that agrees: `1 device`, `1,024 devices`."""
+    """Return a number with its noun in the matching form: `1 device`, `1,024 devices`."""
     return f"{count:,} {plural(count, noun)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The two streams of a command: stdout carries the result alone, with `as_json` as one JSON
-    object, stderr notes, progress and warnings. Names from models are never rich markup, and their
-    control characters are shown.
+    """The output streams of a command. Stdout has the result only, as one JSON object with
+    `as_json`. Stderr has notes, progress and warnings. Names from models are not interpreted as
+    rich markup, and their control characters are escaped.
     """
 
     as_json: bool = False
@@ -90,7 +90,7 @@ class Output:
 
     @property
     def width(self) -> int:
-        """Characters a line of stdout."""
+        """Characters per line of stdout."""
         return self.stdout.width
 
     @property
@@ -98,8 +98,8 @@ class Output:
         return self.stdout.is_terminal and not self.stdout.no_color
 
     def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:
-        """Print the command's result, once: `data` as JSON, or `shown` (text, tables) for a
-        person.
+        """Print the command's result once: `data` as JSON with `as_json`, otherwise `shown` (text,
+        tables).
         """
         if self.as_json:
             self.stdout.file.write(json.dumps(_plain(data), allow_nan=False) + "\n")
@@ -108,20 +108,18 @@ class Output:
             self._print(self.stdout, part)
 
     def report(self, data: Mapping[str, object], *shown: RenderableType) -> None:
-        """As `result`, of a command that makes something: what a person reads of that is left out
-        with -q.
-        """
+        """Print the result of a command that creates something. With -q, `shown` is not printed."""
         self.result(data, *(shown if self.verbosity > Verbosity.QUIET else ()))
 
     def height(self, part: RenderableType) -> int:
-        """Lines of stdout that `part` takes."""
+        """Return the number of lines that `part` takes on stdout."""
         if isinstance(part, str) and not self.stdout.is_terminal:
             return part.count("\n") + 1
         return len(self.stdout.render_lines(part))
 
     def line(self, part: RenderableType) -> None:
-        """Print a part of a result that grows while the command runs, such as a step's; on stderr
-        with `as_json`.
+        """Print a part of a result that grows while the command runs, for example the line of a
+        step. With `as_json`, the part goes to stderr.
         """
         if not self.as_json:
             self._print(self.stdout, part)
@@ -129,32 +127,32 @@ class Output:
             self._print(self.stderr, part)
 
     def record(self, data: Mapping[str, object]) -> None:
-        """With `as_json`, print a part of a result that grows as one JSON line."""
+        """With `as_json`, print a part of a growing result as one JSON line."""
         if self.as_json:
             self.stdout.file.write(json.dumps(_plain(data), allow_nan=False) + "\n")
             self.stdout.file.flush()
 
     def note(self, text: str) -> None:
-        """Say on stderr what is being done; silent with -q."""
+        """Print a note on stderr, unless -q was given."""
         if self.verbosity >= Verbosity.NORMAL:
             self._print(self.stderr, text)
 
     def detail(self, text: str) -> None:
-        """Say on stderr what only -v asks for."""
+        """Print a detail on stderr if -v was given."""
         if self.verbosity >= Verbosity.DETAILED:
             self._print(self.stderr, text)
 
     def warn(self, message: str, hint: str = "") -> None:
-        """Warn on stderr in one line; never silenced."""
+        """Print a warning on stderr, also with -q."""
         advice = f" ({hint})" if hint else ""
         text = Text.assemble(("warning: ", "yellow"), f"{message}{advice}")
         self.stderr.print(_Printable(text), soft_wrap=not self.stderr.is_terminal)
 
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Work]:
-        """Show progress on stderr for the length of the block: a bar on a terminal, otherwise a
-        line every `interval_s`, and nothing with -q. `total` is the amount of all work, in the unit
-        that `Progress.advance` counts; None if it is not known.
+        """Context manager that shows progress on stderr: a bar on a terminal, otherwise a line
+        every `interval_s` seconds, and nothing with -q. `total` is the amount of all work, in the
+        unit that `Progress.advance` counts; None if it is not known.
         """
         if not self.stderr.is_terminal:
             with self.progress_lines(description, total) as lines:
@@ -174,8 +172,8 @@ class Output:
 
     @contextmanager
     def progress_lines(self, description: str, total: float | None = None) -> Iterator[LineBar]:
-        """Print a line of progress every `interval_s` if stderr is no terminal and -q was not
-        given. For work that shows its progress on terminals itself.
+        """Context manager that prints a line of progress every `interval_s` seconds if stderr is no
+        terminal and -q was not given. It is for work that shows its progress on terminals itself.
         """
         bar = LineBar(self.note, description, total, self.interval_s)
         if self.stderr.is_terminal or self.verbosity is Verbosity.QUIET:
@@ -185,9 +183,9 @@ class Output:
             yield bar
 
     def _print(self, console: Console, part: RenderableType) -> None:
-        """Print `part`. Prose is wrapped between words at a terminal's width, and stays on its line
-        elsewhere; a `Text` (a row of a timeline, a command to copy) keeps its own line breaks
-        however narrow the terminal is.
+        """Print `part`. On a terminal, prose is wrapped between words. Elsewhere it stays on one
+        line. A `Text` (a row of a timeline, a command to copy) keeps its own line breaks, however
+        narrow the terminal is.
         """
         plain = printable_lines(part) if isinstance(part, str) else _Printable(part)
         kept = isinstance(part, Text) or (isinstance(part, str) and not console.is_terminal)
@@ -195,8 +193,8 @@ class Output:
 
 
 def _plain(value: object) -> object:
-    """`value` in JSON's own types; a figure that is infinite or no number becomes "inf" or "nan",
-    as JSON has no such number.
+    """Convert `value` to the types of JSON. An infinite number or NaN becomes "inf", "-inf" or
+    "nan", because JSON has no such numbers.
     """
     match value:
         case enum.Enum():
@@ -223,8 +221,8 @@ def _plain(value: object) -> object:
 
 
 def plain_table(*heads: str, right: int | None = None, no_wrap: bool = False) -> Table:
-    """A table without lines; its columns from number `right` on stand to the right, on one line
-    with `no_wrap`.
+    """Return a table without lines. Columns from number `right` on are right-aligned, and stay on
+    one line with `no_wrap`.
     """
     table = Table(*heads, box=None, pad_edge=False)
     for column in table.columns[right:] if right is not None else ():
@@ -234,7 +232,7 @@ def plain_table(*heads: str, right: int | None = None, no_wrap: bool = False) ->
 
 
 def facts_table() -> Table:
-    """A table of two columns without heads: a name, and what is said of it."""
+    """Return a table of two columns without headers: a name and a description."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -243,27 +241,33 @@ def facts_table() -> Table:
 
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _LONGEST_GROUP = 32
-"""Characters of a group of devices within a sentence."""
+"""Maximum number of characters that a list of devices takes in a sentence before it is
+shortened.
+"""
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with three digits: `41.2 ms`."""
+    """Format a time with three digits: `41.2 ms`."""
     return in_units(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
 
 
 def kinds_text(names: Sequence[str], devices: Iterable[int]) -> str:
-    """The kinds of some devices, by the names of all: `A100`, or `6 A100 and 2 V100`."""
+    """Return the device types of some devices, from the type names of all devices: `A100`, or `6
+    A100 and 2 V100`.
+    """
     own = [names[device] for device in devices]
     return own[0] if len(set(own)) == 1 else counted_text(own)
 
 
 def counted_text(names: Iterable[str]) -> str:
-    """Names with how often each comes: `6 A100 and 2 V100`."""
+    """Return each name with its number of occurrences: `6 A100 and 2 V100`."""
     return " and ".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
 def devices_text(devices: Sequence[int]) -> str:
-    """Devices as ranges: `0-3,8`; in another order than ascending, one by one."""
+    """Return devices as ranges: `0-3,8`. If they are not in ascending order, they are listed one by
+    one.
+    """
     if list(devices) != sorted(devices):
         return ",".join(map(str, devices))
     parts = node_ranges(devices)
@@ -273,8 +277,8 @@ def devices_text(devices: Sequence[int]) -> str:
 
 
 def group_text(devices: Sequence[int]) -> str:
-    """A group of devices within a sentence: of many that are no run, the first ones, the last and
-    how many.
+    """Return a group of devices for use in a sentence. If the text would be too long, return the
+    first two devices, the last one, and the number of devices.
     """
     text = devices_text(devices)
     if len(text) <= _LONGEST_GROUP:
@@ -283,8 +287,8 @@ def group_text(devices: Sequence[int]) -> str:
 
 
 def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
-    """Write each text under a temporary name next to its path, then rename them all. Raises
-    ConfigurationError if one may not be replaced or cannot be written; none of them is then.
+    """Write each text to a temporary file next to its path, then rename all of them. Raise
+    ConfigurationError if a path may not be replaced or cannot be written.
     """
     for target in texts:
         if isinstance(target, OutputFile):
@@ -306,7 +310,7 @@ def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigurationError if no file can be written at `path`: this is asked before the long
+    """Raise ConfigurationError if no file can be written at `path`. Commands check this before long
     work begins.
     """
     if path.is_dir():

@@ -1,5 +1,5 @@
-"""A plan in words and tables: what was decided and predicted, what is trained, the other
-candidates, what changed.
+"""Text and tables about a plan: decisions and predictions, trained tensors, other candidates, and
+changes relative to an earlier plan.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from autopipe.ir.training import LRScheduler, Training
 from autopipe.ir.words import plural
 
 _LEAST = 5e-4
-"""Share of a step that is worth a word."""
+"""Fraction of a step below which a part is not listed."""
 _EXCHANGES = ("exposed P2P", "collectives", "gradients")
 
 
 def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
-    """The ideal of the devices, by kind, and the parts of the step on top of it, the largest first.
-    Communication is one part, told by its own.
+    """Yield the ideal time of the devices, and the parts of the step beyond it, the largest first.
+    The kinds of communication are combined to one part and listed in parentheses.
+
+    `kinds` is the number of device types.
     """
     ideal_s = breakdown.ideal_s
     step_s = breakdown.step_s
@@ -81,13 +83,15 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
 def candidates_screen(
     alternatives: Sequence[Alternative], chosen_s: float, most: int | None = None
 ) -> Iterator[RenderableType]:
-    """A row for the best candidate of each strategy, then why others have no plan; nothing where
-    there were none. With `most` rows of the first ones behind the chosen one alone. `chosen_s` are
-    the seconds of the chosen plan's step.
+    """Yield a table with the best candidate of each strategy, then the reasons why other strategies
+    have no plan. Yield nothing if there are no candidates.
+
+    `chosen_s` is the step time of the chosen plan in seconds. With `most`, only the best `most`
+    candidates after the chosen one are listed.
     """
     best = best_of_each(alternatives)
     if most is not None:
-        # Of strategies that came to the same plan one is enough.
+        # One row suffices for strategies that found the same plan.
         plans = {
             (each.step_time_s, each.peak_memory_bytes): each
             for each in reversed(best)
@@ -109,7 +113,8 @@ def candidates_screen(
         memory = each.peak_memory_bytes
         schedule = each.choice.schedule or "any"
         at_least, least_s = ("≥ ", bound_s) if each.step_time_s is None else ("", each.step_time_s)
-        # Without a schedule it was left out because none of its placement could be the shortest.
+        # A candidate without a schedule was skipped because the lower bound of its placement
+        # exceeds the chosen plan's step time.
         if least_s is None or (each.step_time_s is None and each.choice.schedule is not None):
             reasons.setdefault(each.refused or "", []).append(each.choice.strategy)
             continue
@@ -154,12 +159,12 @@ def _change(before: float, now: float) -> str:
 
 
 REASONS = 4
-"""Reasons named in a line before the rest is only counted."""
+"""Maximum number of reasons listed in a line. The others are only counted."""
 
 
 def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str, str]]:
-    """A word and a text each: what is trained, what is not, what is doubtful, with the reasons;
-    then `every` tensor.
+    """Yield pairs of a word and a text: the trained tensors, the tensors that are not trained, and
+    the doubtful ones, with the reasons. With `every`, a pair per tensor follows.
     """
     for word, chosen in (("trained", True), ("not trained", False)):
         found = [each for each in tensors if each.trained is chosen]
@@ -177,8 +182,8 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
 
 
 def gradient_lines(model: Model) -> Iterator[tuple[str, str]]:
-    """Yield a word and a text if the file cannot tell where the module that it came from stops
-    gradients.
+    """Yield a word and a text if the ONNX file does not record where the PyTorch module that it was
+    exported from stops gradients.
     """
     if model.mode is Mode.TRAIN and model.unrecorded:
         listed = ", ".join(model.unrecorded)
@@ -204,19 +209,19 @@ def _reasons(tensors: Sequence[Tensor]) -> str:
 
 
 _SAME = 5e-4
-"""Relative changes below this are none to a reader."""
+"""Relative changes below this count as none."""
 
 
 def plan_delta(
     folder: Path, before: Plan, now: Plan
 ) -> tuple[dict[str, object], list[RenderableType]]:
-    """A plan against the one that `folder` held: for programs, and the figures and the verdict for
-    a person.
+    """Compare a plan with the one that `folder` held before. Return the comparison for JSON output,
+    and the table and the verdict for the terminal.
     """
     same = plan_digest(before) == plan_digest(now)
     was = before.summary
     is_now = now.summary
-    # Samples that the plan before takes while this one takes one: above 1 where this one is worse.
+    # Samples of the old plan per sample of this one, in equal time; above 1 if this plan is worse.
     ratio = was.samples_per_s / is_now.samples_per_s if is_now.samples_per_s else 1.0
     form = {"plan": folder, "same": same, "worse": ratio > 1, "before": encode(was)}
     if same:
@@ -251,10 +256,12 @@ def plan_delta(
 
 
 _MOST_ROWS = 16
-"""Stages in a table; of more, the first and the last ones."""
+"""Maximum number of stages in a table. If there are more, only the first and the last are
+listed.
+"""
 _FEWEST_ROWS = 3
 MOST_LINES = 20
-"""Lines of the answer to `plan`; -v lifts the limit."""
+"""Maximum number of lines that `autopipe plan` prints; -v removes the limit."""
 _NEXT_BEST = 3
 
 
@@ -269,8 +276,8 @@ def plan_screen(
     """Yield the decisions, the predictions, the next best candidates, the plan's folder and the
     next commands.
 
-    Stages are listed as far as `MOST_LINES` has room. `found` says how the devices became known;
-    `untried` are the options that only strategy `auto` would have tried.
+    The stages are listed if `MOST_LINES` allows it. `found` describes how the devices were
+    determined. `untried` are the options that only strategy `auto` would have tried.
     """
     plan = planned.plan
     problem = planned.problem
@@ -334,7 +341,9 @@ def _batch_line(planned: PlanResult, request: Request) -> str:
 
 
 def trained_summary(tensors: Sequence[Tensor]) -> Iterator[str]:
-    """How many elements are trained, and how many not; then what is doubtful."""
+    """Yield the number of elements and tensors that are trained and that are not trained, then the
+    doubtful tensors.
+    """
     trained, frozen = ([each for each in tensors if each.trained is want] for want in (True, False))
 
     def told(found: Sequence[Tensor]) -> str:
@@ -351,8 +360,8 @@ def trained_summary(tensors: Sequence[Tensor]) -> Iterator[str]:
 
 
 def reason_lines(plan: Plan) -> Iterator[RenderableType]:
-    """The lines that `plan_screen` leaves to `explain`: notes and proofs of the search, the parts,
-    candidates.
+    """Yield the lines that only `explain` prints: notes and proofs of the search, the parts of the
+    step, and the candidates.
     """
     yield from (f"note: {note}" for note in plan.placement.notes)
     yield from _proof_lines(plan.summary)
@@ -364,8 +373,8 @@ def reason_lines(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _memory_limits(plan: Plan) -> str:
-    """The memory that devices have; where there are several kinds, with the peak on those of
-    each.
+    """Return the memory capacity of the devices. If there are several device types, return the peak
+    and the capacity per type.
     """
     if len(set(plan.device_names)) < 2:
         return f" of {bytes_text(plan.memory_limits[0])}"
@@ -402,8 +411,8 @@ def traffic_line(summary: Summary) -> str:
 
 
 def scores_lines(summary: Summary) -> Iterator[str]:
-    """Yield one line if the losses can keep or recompute their scores: the choice, its memory, and
-    the other's time.
+    """Yield one line if the losses can keep or recompute their logits: the choice, its memory, and
+    the time of the other choice.
     """
     scores = summary.scores
     if scores is None:
@@ -440,8 +449,8 @@ def _proof_lines(summary: Summary) -> Iterator[str]:
 
 
 def schedule_line(plan: Plan) -> str:
-    """Return a line that names the scheduler whose order the plan has, and how far the schedule may
-    be from optimal.
+    """Return a line that names the scheduler whose order the plan uses, and how far the schedule
+    may be from optimal.
     """
     schedule = plan.schedule
     summary = plan.summary
@@ -465,15 +474,17 @@ def schedule_line(plan: Plan) -> str:
 
 
 def gap_text(summary: Summary) -> str:
-    """Return by how much the schedule may be longer than the shortest one for its placement."""
+    """Return the maximum fraction by which the schedule may be longer than the shortest one for its
+    placement.
+    """
     if summary.optimal:
         return "0, proven"
     return "unknown" if summary.gap is None else f"at most {summary.gap:.1%}"
 
 
 def host_help_lines(plan: Plan) -> Iterator[str]:
-    """Yield a line if stages are bound by the host: the part of the step that is lost, and what
-    helps.
+    """Yield a line if stages are bound by the host: the fraction of the step that is lost, and the
+    remedies.
     """
     if not plan.host_bound_stages or plan.breakdown is None:
         return
@@ -486,7 +497,9 @@ def host_help_lines(plan: Plan) -> Iterator[str]:
 
 
 def host_time_lines(plan: Plan) -> Iterator[str]:
-    """Yield a line if stages are bound by the host: both times of the slowest of these stages."""
+    """Yield a line if stages are bound by the host: the host time and the device time of the
+    slowest of these stages.
+    """
     if not (bound := plan.host_bound_stages):
         return
     stages = plan.prediction.stages
@@ -507,9 +520,12 @@ def host_time_lines(plan: Plan) -> Iterator[str]:
 
 
 def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
-    """The figures of the stages, a column each: those that fit a terminal, or with `full` all that
-    are predicted. Kinds of devices, pipelines and micro-batches have a column where stages differ
-    in them, the halves of a backward where the schedule has them.
+    """Return the properties of the stages, one column per property. With `full`, all predicted
+    values are included; otherwise only those that fit a terminal.
+
+    Device types and micro-batch sizes have a column if they differ between stages. With `full`,
+    pipelines have a column if there are several, and so do the halves of a backward if the schedule
+    splits backwards.
     """
     stages = plan.placement.stages
     predicted = plan.prediction.stages
@@ -557,8 +573,8 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
 
 
 def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
-    """A row a stage; of more than `most` the first and the last, and one that stands for those
-    between.
+    """Return a table with one row per stage. If there are more than `most` stages, the first and
+    the last are listed, with a row `...` between them.
     """
     columns = stage_columns(plan, full=False)
     table = plain_table(*columns, right=3 if "kind" in columns else 2)
@@ -572,7 +588,9 @@ def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
 
 
 def update_line(name: str, lr: float, scheduler: LRScheduler, training: Training) -> str:
-    """Such as `adamw, lr 0.001 with 100 warm-up steps, then cosine; max_norm 1`."""
+    """Describe the optimizer and its settings, for example `adamw, lr 0.001 with 100 warm-up steps,
+    then cosine decay; max_norm 1`.
+    """
     text = f"{name}, lr {lr:g}"
     rate = []
     if scheduler.warmup_steps:

@@ -1,5 +1,5 @@
-"""How a user follows the passes: a bar, timings with -v, and the values asked for by
---dump-after.
+"""Progress of the compiler passes: a bar, the time of each pass with -v, and the values requested
+with --dump-after.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autopipe.passes.pipeline import Observer, Request, pass_names
 
 
 def dumped(value: object) -> Iterator[str]:
-    """A graph node by node, a placement stage by stage, a schedule as its grid; anything else field
-    by field.
+    """Yield the lines of --dump-after for the result of a pass. A graph is listed node by node, a
+    placement stage by stage, a schedule as its grid; other values are pretty-printed.
     """
     match value:
         case Model(graph=graph):
@@ -62,7 +62,7 @@ def names_of(request: Request) -> tuple[str, ...]:
 
 
 class Watcher(Observer):
-    """An observer of the pipeline that shows what it hears."""
+    """A pipeline observer that shows the progress of the passes in the terminal."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Watcher(Observer):
         self._bar = bar
         self._dump_after = frozenset(dump_after)
         self._debug = debug
-        """True if a mistake of ours in a candidate ends the command."""
+        """True if an internal error in a candidate ends the command."""
         self._furthest = 0
         self._best = ""
 
@@ -104,7 +104,9 @@ class Watcher(Observer):
         )
 
     def failed(self, error: InternalError) -> None:
-        """Warn of what is left out for a mistake of ours; with --debug it is raised."""
+        """Warn that a candidate is skipped because of an internal error. With --debug, raise the
+        error.
+        """
         if self._debug:
             raise error
         self._output.warn(f"left out: {error.where}: {error.message}", error.hint)

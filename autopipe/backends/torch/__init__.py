@@ -1,6 +1,7 @@
-"""PyTorch: `codegen` writes programs, `runtime` is what they import, `launcher` starts their ranks
-(`elastic_agent` and `rendezvous` over several machines), `checkpoint` reads states, `profiler`
-measures, `verification` compares.
+"""The PyTorch backend. `codegen` generates programs and `runtime` has the modules that programs
+import. `launcher` starts the ranks, with `elastic_agent` and `rendezvous` for several machines.
+`checkpoint` reads saved states, `profiler` measures, and `verification` compares results.
 
-It imports ir alone; emission and checkpoint need no torch.
+This package imports only `autopipe.ir` of autopipe's other packages. `codegen` and `checkpoint`
+need no torch.
 """

@@ -1,10 +1,14 @@
-"""Torch elastic's agent, told which failures are worth another try and which rank hangs.
+"""torch elastic's agent, extended by two decisions: whether a failure is retried, and which rank
+hangs.
 
-Elastic's own launcher starts ranks again whatever they ended with; this agent stops at what would
-only fail again, such as a data file that is missing. By the ranks' heartbeats, one that waits for
-others is not to blame, however long it waits. One is that does not progress in a task of its own
-(an endless loop), gives no sign of life at all (stopped, or stuck while it holds Python's lock), or
-never began. Where all wait for one another, it is the one that waits longest.
+Elastic restarts the ranks after every failure. This agent does not restart them after a final
+failure, for example a missing data file, because the next attempt would fail again.
+
+Each rank writes heartbeats. A rank hangs if it makes no progress in a task that waits for no other
+rank (an endless loop), if its heartbeats end (the process is stopped, or stuck while it holds
+Python's global lock), or if it never starts. A rank that waits for another rank is not reported
+while some rank does not wait. If all ranks wait for one another, the rank that has waited longest
+is reported.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ from autopipe.ir.words import plural
 
 _LOOKS_S = 0.25
 _ABSENCE_S = 5.0
-"""A watcher that has not looked for so long was stopped itself, and the ranks perhaps with it."""
+"""Seconds. If two calls of `Watchdog.look` are further apart than this, the launcher itself was
+suspended, and the ranks perhaps with it. The timeouts then start again.
+"""
 
 
 def _spelled(task: str) -> str:
@@ -65,8 +71,11 @@ def _spelled(task: str) -> str:
 
 
 def waits_of(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
-    """For whom a rank waits, for whom that one does, and so on to one that comes again, waits for
-    several, or is on another node. Empty where the first waits for no rank alone.
+    """Return the chain of ranks that a rank waits for, as text. Each rank of the chain waits for
+    the next one.
+
+    The chain ends at a rank that occurs in it already, that waits for its process group, or that
+    runs on another node. Return "" if `rank` does not wait for one particular rank.
     """
     parts: list[str] = []
     seen: set[int] = set()
@@ -85,14 +94,16 @@ def waits_of(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
 class HungRank:
     rank: int
     task: str
-    """Empty where the rank has not even begun."""
+    """Empty if the rank has not started."""
     seconds: float
     waits: bool = False
-    """For others, as they all do."""
+    """True if the rank waits for other ranks, as all ranks of this node do."""
     chain: str = ""
-    """For whom it waits, and for whom that one does."""
+    """Text of `waits_of`: the rank that this one waits for, the rank that that one waits for, and
+    so on.
+    """
     host: str = ""
-    """This machine, where there are several."""
+    """Name of this machine; empty if the launch has one node."""
 
     def message(self) -> str:
         name = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
@@ -130,9 +141,12 @@ def find_hung_rank(
     timeouts: Timeouts,
     nodes: int,
 ) -> HungRank | None:
-    """The rank that hangs, of those that began at `began`, by rank; of several the one that has
-    done so longest. Where other nodes have ranks too, all of this one's may wait twice as long, for
-    theirs to be found there.
+    """Return the rank that hangs, or None. If several hang, return the one that has hung longest.
+
+    `records` has the latest heartbeat of each rank of this node, or None for a rank that has not
+    written one. `began` is the time at which the ranks started. If all ranks of this node wait,
+    each may wait for its timeout on a single node, and for twice its timeout if there are other
+    nodes, because the rank to blame may run on another node and be found there.
     """
     running = {
         rank: record for rank, record in records.items() if record is None or record.task != ENDED
@@ -183,7 +197,7 @@ class Watchdog:
             record = read_heartbeat(heartbeat_file(self.folder, rank))
             if (
                 record is not None
-            ):  # Nothing in it counts as older than the time since watching began.
+            ):  # The times of a heartbeat are not before the time at which watching began.
                 record = replace(
                     record, at=max(record.at, self._began), since=max(record.since, self._began)
                 )
@@ -194,15 +208,15 @@ class Watchdog:
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
-"""For a rank that hangs to write what its threads are doing."""
+"""Seconds that a hanging rank gets to write the stacks of its threads before it is killed."""
 
 
 _NETWORK = "AUTOPIPE_NETWORK"
 
 
 def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the network for the ranks of a node: those set on the first node, but for those
-    set on it.
+    """Return the network variables that the ranks of a node take over from the first node: those in
+    `first` that are not set in `own`.
     """
     return {
         name: str(first[name]) for name in NETWORK_VARIABLES if name in first and name not in own
@@ -210,7 +224,9 @@ def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[s
 
 
 class Agent(LocalElasticAgent):
-    """Runs this node's ranks, again after a failure that may not come back."""
+    """An elastic agent that runs the ranks of this node, and restarts them after a failure that is
+    not final.
+    """
 
     def __init__(
         self,
@@ -223,8 +239,8 @@ class Agent(LocalElasticAgent):
         network: Mapping[str, str],
         stop_s: float = 0.0,
     ) -> None:
-        """`network`: variables of the network that this node's user has set. `stop_s`: how long
-        ranks that are asked to stop may take to save.
+        """`network`: the network variables that the user of this node has set. `stop_s`: seconds
+        that ranks have to save a checkpoint after a request to stop; 0 if they save none.
         """
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
         self._logs = logs
@@ -236,12 +252,12 @@ class Agent(LocalElasticAgent):
         self._hang: HungRank | None = None
         self._stop_s = stop_s
         self.failure: Failure | None = None
-        """The one that ended the latest attempt."""
+        """The failure that ended the latest attempt, or None."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # Torch 2.13 keeps one store for all attempts, and gloo would find in it where the ranks of
-        # the last one listened. Nodes may differ in how often they have restarted, so a token tells
-        # attempts apart.
+        # Torch 2.13 uses one store for all attempts. Gloo would find in it the addresses at which
+        # the ranks of the previous attempt listened. The number of restarts can differ between
+        # nodes, so a random token identifies the attempt.
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
             store.set(ATTEMPT, uuid.uuid4().hex)
@@ -285,7 +301,8 @@ class Agent(LocalElasticAgent):
         self, death_sig: signal.Signals = signal.SIGTERM, *further: Any, **options: Any
     ) -> None:
         """Stop all ranks. After Ctrl-C or SIGTERM, which elastic raises as SignalException, ranks
-        that save end with a last checkpoint. A second Ctrl-C ends the ranks at once.
+        that save checkpoints write a last checkpoint before they end. A second Ctrl-C ends the
+        ranks at once.
 
         `further`, `options`: further arguments of elastic, passed on unchanged. Torch 2.13 passes a
         time limit; torch 2.11 passes the signal only and accepts nothing else.
@@ -304,8 +321,8 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig, *further, **options)
 
     def _end(self, worker_group: WorkerGroup, rank: int) -> None:
-        """End a rank that hangs; elastic then ends the others. It may be deaf to all but
-        SIGKILL.
+        """Let a hanging rank write its stacks, then kill its process group. Elastic then ends the
+        other ranks. The signal is SIGKILL because a hanging process may ignore all other signals.
         """
         pid = next(worker.id for worker in worker_group.workers if worker.global_rank == rank)
         with contextlib.suppress(ProcessLookupError):
@@ -327,13 +344,17 @@ def run_agent(
     stop_s: float = 0.0,
     server: ForkServer | None = None,
 ) -> Failure | None:
-    """Meet the other nodes, run `ranks` processes of `command`, as `python_command` takes it, to
-    their end.
+    """Join the rendezvous with the other nodes and run `ranks` processes of `command` until they
+    end.
 
-    `poll` is called at each look at them. Returns the failure that ended them, None where all went
-    well. With `timeouts` a rank that hangs has failed, too. `server` forks the ranks; without it,
-    each is a new interpreter. What they write goes to files in `logs`, but for rank 0's stdout with
-    `live`. Raises torch's SignalException and RendezvousError.
+    `command` has the form that `python_command` takes. The agent calls `poll` each time that it
+    looks at the ranks. With `timeouts`, a rank that hangs counts as failed. A `server` that has
+    been entered forks the ranks; otherwise each rank is a new interpreter. The output of the ranks
+    goes to files in `logs`, except for the stdout of the first rank of the node if `live` is set.
+
+    Return the failure that ended the ranks, or None if all ranks succeeded. Raise torch's
+    SignalException after a signal, RendezvousError if the rendezvous fails before any rank has
+    failed, and LaunchError if another node ended the run.
     """
     handler = Handler(place, ranks)
     entry, *words = python_command(*command)
@@ -343,7 +364,7 @@ def run_agent(
     )  # fmt: skip
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
-    starter = server or ForkServer()  # One that has not been entered starts interpreters.
+    starter = server or ForkServer()  # A server that has not been entered starts interpreters.
 
     def start(
         command: tuple[str, ...],
@@ -360,10 +381,11 @@ def run_agent(
         with environment(_ranks_environment(handler, place)), starting_processes_by(start):
             result = agent.run()
     except SignalException:
-        # Without closing the rendezvous: other nodes may go on with one that takes this one's
-        # place.
+        # The rendezvous stays open: the other nodes may continue with a node that replaces this
+        # one.
         raise
-    except RendezvousError:  # No other attempt: the ranks' failure says more.
+    # There is no other attempt. The failure of a rank, if there is one, says more.
+    except RendezvousError:
         handler.shutdown()
         if agent.failure is None:
             raise
@@ -378,8 +400,9 @@ def run_agent(
 
 
 def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
-    """Environment of the ranks. They listen on the interface of this node's address, or, where
-    there are several nodes, on those that a user names.
+    """Return the environment variables of the ranks. On a single node, the ranks listen on the
+    interface of this node's address. With several nodes, they listen on the interfaces that the
+    user's environment names, if it names any.
     """
     found = {
         PARENT: str(os.getpid()),
@@ -392,7 +415,9 @@ def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:
-    """The failure, among those by rank, that came first and not because of another one."""
+    """Return the earliest failure that is no consequence of another failure. If all of them are
+    consequences, return the earliest.
+    """
     found = [_failure(rank, failure, logs) for rank, failure in failures.items()]
     return min(found, key=lambda failure: (failure.consequence, failure.time))
 
@@ -404,7 +429,9 @@ def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
     name = failure.signal_name() if failure.exitcode < 0 else ""
     message = f"killed by {name}"
     hint = "the machine may be out of memory" if name == "SIGKILL" else ""
-    if not name:  # It failed before it could say more than the last line that it wrote.
+    # The process ended without a report of its failure. The last line of its stderr is the best
+    # message available.
+    if not name:
         files = sorted(
             logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"),
             key=lambda path: path.stat().st_mtime,
@@ -414,7 +441,7 @@ def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
             (line for line in reversed(lines) if line.strip()),
             f"ended with exit code {failure.exitcode}",
         )
-    stopped = name == "SIGTERM"  # As elastic stops the ranks that are left.
+    stopped = name == "SIGTERM"  # Elastic stops the remaining ranks with SIGTERM.
     code = LaunchError.exit_code
     return Failure(
         rank, "", message, hint, "", failure.timestamp, code, final=False, consequence=stopped

@@ -1,8 +1,8 @@
-"""How nodes meet: torch elastic's rendezvous, with its state as signed JSON in a store of one
-interface.
+"""Rendezvous of the nodes of a launch: torch elastic's protocol, with its state as signed JSON in a
+TCPStore that listens on one interface.
 
-Elastic's own `c10d` backend listens on all interfaces and unpickles what it finds there. A launch
-listens at one address of this machine, and at no other.
+Elastic's own `c10d` backend listens on all interfaces and unpickles the data that it finds in the
+store. The store of a launch listens on one address of this machine only.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ from autopipe.ir.words import plural
 _ANSWER_S = 60
 _KEEP_ALIVE_S = 5
 _MISSED = 3
-"""Signs of life that a node may miss."""
+"""Number of heartbeats that a node may miss."""
 _LOOKS_S = 1.0
 _RUN = "autopipe/run"
 _STATE = "autopipe/state"
 _REJECTED = "autopipe/rejected"
-"""Key of the store that a node with another key sets, unsigned, before it ends."""
+"""Key of the store that a node with a different secret key sets before it ends. Its value is not
+signed.
+"""
 _NEIGHBOUR_S = 3.0
 """Seconds within which a store of another process on this machine answers."""
 _HANDSHAKE_S = 10.0
@@ -69,28 +71,32 @@ _RETRY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the nodes of a launch meet, what they alone know, and which of them this one is."""
+    """Configuration of the rendezvous: its address, its secret key, and which of the nodes this one
+    is.
+    """
 
     nodes: int = 1
     endpoint: str = ""
-    """HOST:PORT. One node needs none: it listens on its loopback interface."""
+    """HOST:PORT. Not needed for a single node, which listens on its loopback interface."""
     name: str = "autopipe"
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     node: int | None = None
-    """This node's number, where it is given: ranks are numbered in the order of nodes."""
+    """Number of this node, or None if it is not given. Ranks are numbered in the order of the
+    nodes.
+    """
     local_address: str = ""
-    """This node's address, where it is not the one from which it reaches the endpoint."""
+    """Address of this node, if it is not the one from which this node reaches the endpoint."""
     gpus: int = 0
-    """GPUs of this node that ranks may use."""
+    """Number of GPUs of this node that ranks may use."""
     hosts: tuple[str, ...] = ()
-    """Names of the nodes by number, where a job manager says them."""
+    """Names of the nodes by number; empty if no job manager provides them."""
     join_s: float = DEFAULTS.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as the others know it. Elastic orders nodes by this text, and gives ranks in that
-    order.
+    """Description of a node for the other nodes. Elastic sorts nodes by the text of this object and
+    numbers the ranks in that order.
     """
 
     number: int | None
@@ -110,7 +116,9 @@ class Node:
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:
-    """Raise ConfigurationError where the nodes that have come do not fit one another."""
+    """Raise ConfigurationError if the nodes contradict one another: equal or partly missing
+    numbers, different numbers of ranks, or GPUs that suffice for the ranks on some nodes only.
+    """
     seen: dict[int | None, Node] = {}
     first = nodes[0]
     for node in nodes:
@@ -141,7 +149,7 @@ def check_nodes(nodes: Sequence[Node]) -> None:
 
 
 def missing_nodes(place: Place, came: Sequence[Node]) -> str:
-    """Which nodes of a place did not come, in a line."""
+    """Return a line that names the nodes that did not join."""
     numbers = {node.number for node in came}
     here = ", ".join(sorted(node.host for node in came)) or "none"
     if None in numbers or not came:
@@ -155,20 +163,21 @@ def missing_nodes(place: Place, came: Sequence[Node]) -> str:
 
 
 class Handler(DynamicRendezvousHandler):
-    """Elastic's protocol of nodes that come and go, listening at one address alone."""
+    """Elastic's dynamic rendezvous, listening on one address only."""
 
     def __init__(self, place: Place, ranks: int = 1) -> None:
         endpoint = (
             endpoint_of(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
         )
         if place.local_address:
-            interface_of(place.local_address)  # It is one of this machine's.
+            # Raises an error if the address belongs to another machine.
+            interface_of(place.local_address)
         self.address = place.local_address or endpoint.own
-        """This node's address, the only one that its ranks listen at."""
+        """Address of this node. Its ranks listen on no other address."""
         self._place = place
         join = timedelta(seconds=place.join_s)
         self.raw = _store_at(endpoint, join)
-        """Where the nodes' state stands."""
+        """The store that holds the shared state of the nodes."""
         self.signer = Signer(place.key, _run_of(self.raw, place))
         patience = RendezvousTimeout(join=join)
         alive = timedelta(seconds=_KEEP_ALIVE_S)
@@ -183,8 +192,8 @@ class Handler(DynamicRendezvousHandler):
         super().__init__(node, settings, "autopipe", store, self._holder)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Raises ConfigurationError where they do not fit one another,
-        LaunchError where some do not come.
+        """Join the other nodes. Raise ConfigurationError if the nodes contradict one another, and
+        LaunchError if some nodes do not join in time.
         """
         try:
             found: RendezvousInfo = super().next_rendezvous()
@@ -195,13 +204,13 @@ class Handler(DynamicRendezvousHandler):
         check_nodes([Node.parse(each.addr) for each in sorted(self._holder.state.participants)])
         master = found.bootstrap_store_info
         assert master is not None, "ranks use a store that is made here"
-        # Another object: elastic keeps this one for its next round.
+        # A copy, because elastic uses the original object in its next round.
         master = replace(master, master_addr=Node.parse(master.master_addr).address)
         return RendezvousInfo(found.store, found.rank, found.world_size, master)
 
     def num_nodes_waiting(self) -> int:
-        """None where the store has gone with its node: ranks find out themselves whom they have
-        lost.
+        """Return the number of nodes that wait to join. Return 0 if the store ended with its node:
+        the ranks themselves find out which node they have lost.
         """
         try:
             return int(super().num_nodes_waiting())
@@ -210,7 +219,7 @@ class Handler(DynamicRendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use a store that is made here."""
+        """Return True: the ranks use the store that the agent creates."""
         return True
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
@@ -224,11 +233,11 @@ _NODES = NodeDescGenerator()
 
 
 def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
-    """Return the store at which nodes meet.
+    """Return the store of the rendezvous.
 
-    It is this process's own if the address is this machine's and the port is free. Raises
-    LaunchError if the port is in use by a process that is no store, or if no store answers within
-    `patience`.
+    This process creates the store if the address belongs to this machine and the port is free.
+    Otherwise it connects to the store. Raise LaunchError if the port is in use by a process that is
+    not a store, or if no store answers within `patience`.
     """
     here = endpoint.own == endpoint.address
     made = _listening(endpoint.address, endpoint.port) if here else None
@@ -275,16 +284,15 @@ def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
 
 
 def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
-    """Return a client of the store at an endpoint whose port accepts connections. Raises
+    """Return a client of the store at an endpoint whose port accepts connections. Raise
     RuntimeError or TimeoutError if no store answers there.
 
-    Torch waits without a limit, and deaf to Ctrl-C, for the answer of a listener that accepts
-    connections and is silent. The connection is therefore made in a thread, which is abandoned if
-    no answer comes.
+    If a listener accepts connections but never answers, torch waits without a limit and ignores
+    Ctrl-C. The connection is therefore made in a thread, which is abandoned if no answer comes.
 
-    A thread that returns from torch while Python shuts down aborts the process. Where torch itself
-    gives up, it does so after twice its limit at most, because the pauses between its attempts
-    grow; the launcher waits that long, so that only a thread that never returns is abandoned.
+    A thread that returns from torch while Python shuts down aborts the process. If torch itself
+    gives up, it does so after at most twice its limit, because the pauses between its attempts
+    grow. The launcher waits that long, so that only a thread that never returns is abandoned.
     """
     found: Future[TCPStore] = Future()
 
@@ -302,8 +310,9 @@ def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
 
 
 def _listening(address: str, port: int) -> TCPStore | None:
-    """A store of this process that listens at this address and no other; port 0 stands for any.
-    None where another process has the port.
+    """Return a store of this process that listens on this address only, or None if the address
+    cannot be bound, for example because another process uses the port. Port 0 selects any free
+    port.
     """
     listener = socket.socket(family(address), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -320,8 +329,9 @@ def _listening(address: str, port: int) -> TCPStore | None:
 
 
 def _run_of(store: Store, place: Place) -> str:
-    """Return the run's random name, which one of the nodes gives it. Raises LaunchError, after a
-    note to the other nodes, if that node has another key.
+    """Return the random name of the run. The first node that writes a name determines it. Raise
+    LaunchError if that node signed the name with another key; before that, leave a note for the
+    other nodes.
     """
     signer = Signer(place.key, place.name)
     mine = signer.sign(_RUN, secrets.token_hex(16).encode())
@@ -335,7 +345,7 @@ def _run_of(store: Store, place: Place) -> str:
 
 
 def _unhex(text: bytes) -> bytes:
-    """Bytes of hexadecimal digits; empty where they are none."""
+    """Return the bytes that hexadecimal digits encode, or b"" if the text is not hexadecimal."""
     try:
         return bytes.fromhex(text.decode())
     except ValueError:
@@ -343,9 +353,11 @@ def _unhex(text: bytes) -> bytes:
 
 
 class StateHolder(BackendRendezvousStateHolder):
-    """The state that nodes share: who takes part, who waits, and when each gave its last sign of
-    life. A state has a number, one more than the one that it follows, so that one of this run that
-    is put back is found out.
+    """The state that the nodes share: the participants, the waiting nodes, and the time of each
+    node's last heartbeat.
+
+    Each state has a number, which is one more than that of its predecessor. An earlier state of
+    this run that an attacker writes back is therefore detected.
     """
 
     def __init__(self, store: Store, signer: Signer, settings: RendezvousSettings) -> None:
@@ -353,18 +365,21 @@ class StateHolder(BackendRendezvousStateHolder):
         self._store = store
         self._signer = signer
         self._held = b""
-        """Last state read from the store."""
+        """Latest state read from the store, signed."""
         self._number = 0
         self.came: set[str] = set()
-        """Nodes that have been seen in this round."""
+        """Nodes that have joined in this round."""
         self._round = 0
         self._met = False
-        """True if all nodes have met once."""
+        """True once all nodes have met."""
 
     def sync(self) -> bool | None:
-        """Write the state where it has been changed, and take what the store then holds. Returns
-        whether it was written, None where it was only read. Raises RendezvousStateError where the
-        store holds what no node of this run wrote there last.
+        """Write the state if this node has changed it, and replace it with the state that the store
+        then holds.
+
+        Return True if the state was written, False if another node wrote first, and None if the
+        state was not changed. Raise RendezvousStateError if the stored state has a wrong signature
+        or is older than one that this node has read, or if a node had another key.
         """
         written: bool | None = None
         if self._dirty:
@@ -393,8 +408,8 @@ class StateHolder(BackendRendezvousStateHolder):
         return written
 
     def _check_keys(self) -> None:
-        """Raise LaunchError if a node had another key. After the nodes have met, the note of one
-        more is ignored: it shall not end a run.
+        """Raise LaunchError if a node had another key. Once all nodes have met, such a note is
+        ignored, so that a further node cannot end the run.
         """
         self._met |= self._state.complete
         if not self._met and _ask_store(lambda: b"1" if self._store.check([_REJECTED]) else b""):
@@ -416,7 +431,9 @@ class StateHolder(BackendRendezvousStateHolder):
 
 
 def _ask_store(ask: Callable[[], bytes]) -> bytes:
-    """Answer of the store, with its errors in elastic's form."""
+    """Return the result of `ask`, which reads or writes the store. Convert errors to elastic's
+    RendezvousConnectionError.
+    """
     try:
         return ask()
     except (ValueError, RuntimeError, TimeoutError) as error:

@@ -1,5 +1,5 @@
-"""Timelines and memory over time as text: a row a device, of one step or of several on one
-scale.
+"""Timelines and memory over time as text, with one row per device: of one step, or of several steps
+on one time scale.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from autopipe.ir.timeline import EndKind, EndSpan
 from autopipe.ir.words import plural
 
 _LEAST_TASK = 3
-"""Columns that the shortest kind of task should have."""
+"""Minimum number of columns for a task of typical length."""
 _GAP = 3
-"""Columns that stand for time left out."""
+"""Columns between two time windows. They represent the omitted time."""
 _REPETEND_SHARE = 6
-"""Least share of the row, as one part in N, for repetitions, however long warm-up and cool-down
-are.
+"""The repetitions of the steady state get at least 1/N of the row, however long warm-up and
+cool-down are.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TimeWindow:
-    """A stretch of time that is drawn, and the columns it takes."""
+    """A range of time, and the columns in which it is drawn."""
 
     start: float
     end: float
@@ -50,17 +50,23 @@ class TimeWindow:
     columns: int
 
     def column_of(self, time: float) -> int:
-        """The column of an instant; the nearest edge's for one outside."""
+        """Return the column of a time. For a time outside of the window, return the nearest
+        edge.
+        """
         share = (time - self.start) / (self.end - self.start)
         return self.column + min(self.columns, max(0, round(share * self.columns)))
 
 
 Axis = tuple[TimeWindow, ...]
-"""Times to columns, through one window or several with `_GAP` columns between them."""
+"""Time windows in ascending order. They map times to columns, with `_GAP` columns between two
+windows.
+"""
 
 
 def _time_axis(picture: Picture, columns: int) -> Axis:
-    """An axis of `columns` characters on which the shortest kind of task can be read."""
+    """Return a time axis of `columns` characters. If a typical task would be too narrow to be read,
+    the axis has several windows and omits the time between them.
+    """
     end = picture.end or 1.0
     whole = (TimeWindow(0.0, end, 0, columns),)
     lengths: dict[tuple[int, Phase], float] = {}
@@ -75,7 +81,7 @@ def _time_axis(picture: Picture, columns: int) -> Axis:
         head = columns * 3 // 5
         tail = columns - head - _GAP
         return _axis([(0.0, head), (end - tail / scale, tail)], scale, columns)
-    # One repetition takes at most half of the row, however fine its tasks are.
+    # One repetition takes at most half of the row, however short its tasks are.
     scale = min(_LEAST_TASK / typical, columns // 2 / state.period)
     if scale * end <= columns:
         return whole
@@ -85,9 +91,12 @@ def _time_axis(picture: Picture, columns: int) -> Axis:
 def _cut(
     state: SteadyState, width: float, end: float, scale: float, columns: int, unit: float
 ) -> Axis:
-    """Warm-up from its start, as many repetitions of `width` as there is room for, and cool-down to
-    its end. `unit` is what the columns of a part are a multiple of, for times that are whole
-    numbers; 0 for any.
+    """Return an axis that shows warm-up from its start, as many repetitions as fit, and cool-down
+    to its end.
+
+    `width` is the number of columns per repetition and `scale` the number of columns per unit of
+    time. The columns of warm-up and cool-down are multiples of `unit`, which keeps integer times on
+    whole columns; 0 allows any number.
     """
     least = min(state.count, max(1, int(columns / _REPETEND_SHARE / width)))
     room = columns - 2 * _GAP - math.ceil(least * width)
@@ -98,7 +107,7 @@ def _cut(
     count = min(state.count, least + int((room - head - tail) / width))
     body = round(count * width)
     pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
-    if head == warm_up:  # nothing is left out before the repetitions
+    if head == warm_up:  # No time is omitted before the repetitions.
         pieces[:2] = [(0.0, round(state.start * scale) + body)]
     if count == state.count and tail == cool_down:
         pieces[-2:] = [(pieces[-2][0], pieces[-2][1] + tail)]
@@ -110,7 +119,9 @@ def _whole_units(columns: int, unit: float) -> int:
 
 
 def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
-    """Windows from (start, columns), one after the other; the last one ends the row."""
+    """Return one window per (start, columns), with `_GAP` columns between two windows. The last
+    window ends at the end of the row.
+    """
     windows = []
     column = 0
     for index, (start, width) in enumerate(pieces):
@@ -132,14 +143,15 @@ _FILL = {
 
 
 def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
-    """Lines of at most `width` characters: the devices' tasks, the repetend's bracket, the scale.
+    """Yield lines of at most `width` characters: a row of tasks per device, the bracket of the
+    steady state, and the time scale.
 
-    A task is its name as far as it fits, filled with `-` (forward), `=` (backward), `+` or `~`
-    (input or weight gradient); with `colour` on its stage's colour. On a device of several stages
-    it is its phase's letter, or without colour its stage's number, and a key stands below. A key
-    also tells gradient sums (`G:`) and updates (`U#`), which take at least a column. Where the step
-    does not fit, warm-up, some repetitions and cool-down are drawn, and a last line says what is
-    left out.
+    A task shows its name if the name fits, followed by `-` (forward), `=` (backward), `+` (input
+    gradient) or `~` (weight gradient). With `colour`, the background is the colour of its stage. On
+    a device of several stages, the name is the letter of the phase, or the number of the stage
+    without `colour`, and a key follows below. The key also explains gradient sums (`G:`) and
+    updates (`U#`), which take at least one column. If the step does not fit, warm-up, some
+    repetitions and cool-down are drawn, and a last line lists the omitted time.
     """
     margin = len(str(len(picture.memory) - 1)) + 1
     columns = max(20, width - margin)
@@ -169,8 +181,8 @@ _MOST_DEVICES = 64
 
 
 def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
-    """Devices with the label of their row; None for the row that stands for those left out in the
-    middle.
+    """Yield (device, label) for each drawn row. If there are more than `_MOST_DEVICES` devices,
+    those in the middle are omitted, and one pair with the device None stands for them.
     """
     count = len(picture.memory)
     half = _MOST_DEVICES // 2
@@ -223,10 +235,10 @@ def _task_row(label: str, bars: list[Bar], ends: list[EndSpan], axis: Axis, colo
 
 
 def _end_columns(ends: list[EndSpan], window: TimeWindow) -> list[tuple[EndKind, int, int]]:
-    """Return the columns from which and up to which gradient sums and the update of a device are
-    drawn in a window.
+    """Return (kind, first column, end column) of the gradient sums and the update of a device in a
+    window.
 
-    Each takes at least one. If there is no room at the window's end, they move to the left, over
+    Each takes at least one column. If the window has no columns left, they move to the left, over
     the last task.
     """
     found: list[tuple[EndKind, int, int]] = []
@@ -241,13 +253,13 @@ def _end_columns(ends: list[EndSpan], window: TimeWindow) -> list[tuple[EndKind,
 
 
 def _has_numbered_stages(picture: Picture) -> bool:
-    """Return True if a device has several stages that names of tasks tell apart by number."""
+    """Return True if a device has several stages that only a stage number distinguishes."""
     return any(_letters_repeat(bars) and bars[0].name[:1].isdigit() for bars in picture.rows)
 
 
 def _letters_repeat(bars: list[Bar]) -> bool:
-    """True if a device has several stages whose tasks have the same letters: F3 and f3 tell two
-    stages apart.
+    """Return True if a device has several stages whose phase letters have the same case. F3 and f3
+    distinguish two stages.
     """
     stages = Counter(
         is_upper for _, is_upper in {(bar.stage, bar.letter.isupper()) for bar in bars}
@@ -258,22 +270,25 @@ def _letters_repeat(bars: list[Bar]) -> bool:
 def _names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
     if not several:
         return bar.label, bar.letter
-    if not bar.name[:1].isdigit():  # Blocks that somebody gave names to.
+    if not bar.name[:1].isdigit():  # Blocks with names chosen by the user.
         return bar.name, bar.label, bar.letter
     return (bar.letter,) if colour else (str(bar.stage),)
 
 
 def _cell(bar: Bar, width: int, names: tuple[str, ...]) -> str:
-    """The first of the names that fits, filled as the phase is."""
+    """Return the first of the names that fits in `width` characters, followed by the fill character
+    of the phase.
+    """
     name = next((each for each in names if len(each) <= width), "")
-    # A block may be called anything; what is no letter of one column would break the row, or worse.
+    # The user may give a block any name. A character that does not take exactly one column would
+    # break the row, and a control character could change the terminal's state.
     told = "".join(letter if letter == "·" or " " < letter <= "~" else "?" for letter in name)
     return told + _FILL[bar.phase] * (width - len(told))
 
 
 def _key(pictures: Sequence[Picture], colour: bool, width: int, margin: int) -> Iterator[Text]:
-    """The letters and fills of phases and of the work at the step's end, and with `colour` the
-    stages on theirs.
+    """Yield the lines of the key: the letters and fill characters of the phases, gradient sums and
+    updates, and with `colour` the number of each stage on its colour.
     """
     legend = legend_of(pictures)
     numbered = not colour and any(map(_has_numbered_stages, pictures))
@@ -301,7 +316,9 @@ def _key(pictures: Sequence[Picture], colour: bool, width: int, margin: int) -> 
 
 
 def _bracket(state: SteadyState, axis: Axis) -> str:
-    """The repetend, with a mark where each repetition begins where there is room for marks."""
+    """Return the bracket below the steady state. It has a mark at the start of each repetition if
+    the marks fit.
+    """
     window = next(
         (each for each in axis if state.start < each.end and state.end > each.start), axis[0]
     )
@@ -359,15 +376,19 @@ def _hidden(picture: Picture, start: float, end: float) -> Iterator[str]:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _LEAST_COLUMNS = 10
-"""In fewer than these no limits are told beside the peaks."""
+"""If the bars get fewer columns than this, the labels show the peaks without the limits."""
 _NEAR = 2
-"""A limit within this many times the highest peak is what a full bar stands for."""
+"""A full bar represents the limit if the limit is between the highest peak and this multiple of
+it.
+"""
 
 
 def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
-    """A heading, then a line a device: its memory over the whole step, its peak and its limit. A
-    full bar is the largest limit where that is near, otherwise the highest peak of all devices. A
-    peak above the device's limit is told in words.
+    """Yield a heading, then one line per device: its memory over the whole step, its peak and its
+    limit.
+
+    A full bar is the largest limit if it is near the highest peak (`_NEAR`), otherwise the highest
+    peak of all devices. The label says if a peak is above its device's limit.
     """
     margin = len(str(len(picture.memory) - 1)) + 1
     peaks = picture.peaks
@@ -402,7 +423,9 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
 
 
 def _memory_bars(curve: Curve, end: float, columns: int, full: int) -> str:
-    """The most memory in use in each of `columns` equal parts of the step, as bars."""
+    """Return a bar per column: the maximum memory in use in each of `columns` equal parts of the
+    step.
+    """
     highest = [0] * columns
     times = [*(time for time, _ in curve), end]
     columns_of = (
@@ -415,7 +438,7 @@ def _memory_bars(curve: Curve, end: float, columns: int, full: int) -> str:
 
 
 def _bar(used: int, full: int) -> str:
-    """A character that is as high as `used` is of `full`."""
+    """Return a character whose height represents `used / full`."""
     return (
         _BARS[min(len(_BARS) - 1, int(used / full * len(_BARS)))]
         if full and used >= 0
@@ -424,18 +447,21 @@ def _bar(used: int, full: int) -> str:
 
 
 _MOST_ROWS = 32
-"""Rows of one step of several."""
+"""Maximum number of device rows per step if several steps are drawn."""
 _LEAST_WIDTH = 2
-"""Columns that tasks take in the middle; where they take fewer, how busy a device is is drawn
-instead.
+"""Minimum number of columns of the median task. If the median task is narrower, the rows show how
+busy each device is instead of its tasks.
 """
 
 Named = tuple[str, Picture]
 
 
 def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
-    """The steps' timelines on one axis of time, each with its length where it ends. Tasks are drawn
-    where all of them are wide enough; of finer ones each column is as high as its device is busy.
+    """Yield the timelines of several steps on one time axis. The heading of each step has its
+    length, at the column in which the step ends.
+
+    Tasks are drawn if the median task is wide enough. Otherwise, the height of each column is the
+    fraction of the time in which the device is busy.
     """
     axis, margin = _common_axis(steps, width)
     lengths = sorted(bar.end - bar.start for _, picture in steps for bar in picture.bars)
@@ -459,8 +485,8 @@ def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator
 
 
 def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
-    """Each device's memory over time on the same axis, all of one height, with its peak behind
-    it.
+    """Yield the memory of each device over time, on one time axis and one memory scale for all
+    steps. Each row ends with the peak.
     """
     peaks = {picture.memory_text(peak) for _, picture in steps for peak in picture.peaks}
     axis, margin = _common_axis(steps, width - 1 - max(map(len, peaks), default=0))
@@ -481,14 +507,16 @@ def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[
 
 
 def _common_axis(steps: Sequence[Named], width: int) -> tuple[TimeWindow, int]:
-    """The axis to the end of the longest step, and the characters before a row."""
+    """Return an axis that ends with the longest step, and the number of characters before a row."""
     margin = max(len(str(picture.device_of(len(picture.memory) - 1))) for _, picture in steps) + 1
     end = max(picture.end for _, picture in steps) or 1.0
     return TimeWindow(0.0, end, 0, max(20, width - margin)), margin
 
 
 def _heading(name: str, picture: Picture, axis: TimeWindow, margin: int) -> Text:
-    """The step's name, and its length as far to the right as it ends where both fit."""
+    """Return a line with the name of a step and its length. The length is at the column in which
+    the step ends if both fit, otherwise directly after the name.
+    """
     length = picture.time_text(picture.end) + " ▏"
     stop = margin + axis.column_of(picture.end) + 1
     if len(name) + len(length) + 1 <= stop:
@@ -497,7 +525,9 @@ def _heading(name: str, picture: Picture, axis: TimeWindow, margin: int) -> Text
 
 
 def _end_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
-    """The rows that are drawn, with their labels; None for a line that says what is not."""
+    """Yield (row, label) for the drawn rows. The last pair may have the row None and a label that
+    describes the omitted rows.
+    """
     count = len(picture.memory)
     for row in range(min(count, _MOST_ROWS)):
         yield row, f"{picture.device_of(row)} ".rjust(margin)

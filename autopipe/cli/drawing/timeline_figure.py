@@ -1,5 +1,5 @@
-"""A picture: a step or a schedule of blocks as bars on devices over time, with its memory, steady
-state and colours.
+"""`Picture`: the data of a timeline figure. It has the tasks of a step, or of a schedule of blocks,
+as bars on devices over time, with memory, steady state and colours.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from autopipe.ir.timeline import EndKind, EndSpan, Span, Timeline, Transfer
 from autopipe.ir.words import bytes_text, plural
 
 Curve = tuple[tuple[float, int], ...]
-"""(time, memory in use from then on), ascending, the first at 0."""
+"""(time, memory in use from this time on), ascending by time; the first time is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One task on one of its devices."""
+    """A task on one of its devices."""
 
     device: int
     start: float
     end: float
     name: str
-    """The task in full, such as 2F3."""
+    """Full name of the task, for example 2F3."""
     stage: int
-    """Stage that sets its colour: tasks of one stage share a hue."""
+    """Stage that determines the colour. Tasks of one stage have one hue."""
     phase: Phase
     unit: int
-    """Its micro-batch, or its unit of several."""
+    """Micro-batch of the task. In a schedule of blocks: its unit, which may be several
+    micro-batches.
+    """
     letter: str
-    """The phase as the task's name spells it."""
+    """Letter of the phase, as in the name of the task."""
 
     @property
     def label(self) -> str:
@@ -47,41 +49,43 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """Times from `start` to `end` in which every device repeats, `count` times."""
+    """The time from `start` to `end`, in which every device repeats its tasks `count` times."""
 
     start: float
     end: float
     count: int
     period: float | None = None
-    """Length of one repetition; None where repetitions take different times."""
+    """Length of one repetition; None if the repetitions take different times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A step, or a schedule of blocks, ready to be drawn: both look the same from here on."""
+    """The data of a figure of a step or of a schedule of blocks. The drawing code treats both
+    equally.
+    """
 
     title: str
     bars: tuple[Bar, ...]
-    """By device, then by start."""
+    """Sorted by device, then by start."""
     memory: tuple[Curve, ...]
-    """One curve a device."""
+    """One curve per device."""
     limits: tuple[int | None, ...]
-    """Room on each device, where it is known."""
+    """Memory capacity of each device, or None if it is unknown."""
     end: float
     physical: bool
-    """True if times are seconds and memory bytes; else both are plain numbers in units of the
-    user's choice.
+    """True if times are in seconds and memory is in bytes. Otherwise both are plain numbers in
+    units of the user's choice.
     """
     steady: SteadyState | None = None
     transfers: tuple[Transfer, ...] = ()
     devices: tuple[int, ...] = ()
     """The device of each row, where rows are not all devices in order."""
     ends: tuple[EndSpan, ...] = ()
-    """Gradient sums and updates, by row, then by start."""
+    """Gradient sums and updates, sorted by row, then by start."""
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """Most memory in use, a device each."""
+        """Maximum memory in use per device."""
         return tuple(max((used for _, used in curve), default=0) for curve in self.memory)
 
     @property
@@ -100,7 +104,9 @@ class Picture:
 
     @property
     def end_kinds(self) -> tuple[EndKind, ...]:
-        """The kinds of work at the step's end that the picture has."""
+        """The kinds of work at the end of the step (gradient sums, updates) that occur in the
+        figure.
+        """
         return tuple(kind for kind in EndKind if any(span.kind is kind for span in self.ends))
 
     def device_of(self, row: int) -> int:
@@ -135,8 +141,9 @@ def step_picture(
     limits: tuple[int | None, ...],
     turns: tuple[int, ...] = (),
 ) -> Picture:
-    """The picture of a simulated step; `turns` are the stages' ratios of micro-batches, as
-    `StageGraph` has them.
+    """Return the figure of a simulated step. `turns` has the number of micro-batches that each
+    stage processes per micro-batch of the step, as `micro_batch_ratios` returns it; () stands for 1
+    per stage.
     """
     bars = (
         Bar(
@@ -167,16 +174,19 @@ def step_picture(
 
 _by_device = attrgetter("device", "start", "end")
 _TOLERANCE = 1e-2
-"""Share of a period by which repetitions may differ and still count as alike."""
+"""Fraction of a period by which repetitions may differ and still count as equal."""
 
 
 def steady_state(
     schedule: Schedule, timeline: Timeline, turns: tuple[int, ...] = ()
 ) -> SteadyState | None:
-    """Where the devices' repetends overlap in time; None where they do not. `turns` are those of
-    the stages. Best is a stretch in which all devices move on at one pace. A step too short for
-    that still has the stretch in which each device is in its repetend: the same tasks again and
-    again, though they come at different intervals.
+    """Return the time in which the repetitions of all devices overlap, or None if they do not
+    overlap.
+
+    `turns` are the micro-batch ratios of the stages. If there is a time of at least two repetitions
+    in which all devices advance at the same pace, the result has its period. A short step may have
+    none. The result is then the time in which each device is in its repetend and repeats its tasks
+    at varying intervals, and its period is None.
     """
     devices: list[list[Span]] = [[] for _ in timeline.memory]
     for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
@@ -206,9 +216,12 @@ def steady_state(
 def _regular(
     repetend: Repetend, spans: list[Span], turns: tuple[int, ...]
 ) -> tuple[float, float, float, float]:
-    """(start, end, period, pace) of the longest stretch of one device whose repetitions come a
-    period apart. The pace is the period of one micro-batch of the step, of which a stage may take
-    several turns.
+    """Return (start, end, period, pace) of the longest time in which the repetitions of one device
+    start at equal intervals.
+
+    The pace is the period divided by the number of micro-batches of the step that a repetition
+    advances. A stage with a micro-batch ratio above 1 processes several smaller micro-batches for
+    each of them.
     """
     body = spans[repetend.start : repetend.start + repetend.length * repetend.count]
     starts = np.array([span.start for span in body]).reshape(repetend.count, repetend.length)
@@ -228,8 +241,9 @@ def _regular(
 
 
 def block_picture(schedule: BlockSchedule, title: str) -> Picture:
-    """The picture of a schedule of blocks; a block on several devices stands on each one's row. A
-    block's name tells its colour: F0 and B0 are two phases of one stage, as are TPf and TPb.
+    """Return the figure of a schedule of blocks. A block on several devices has a bar in the row of
+    each device. The name of a block determines its colour: F0 and B0 are two phases of one stage,
+    as are TPf and TPb.
     """
     kinds = block_kinds(schedule.graph.blocks)
     bars = (
@@ -258,9 +272,11 @@ def block_picture(schedule: BlockSchedule, title: str) -> Picture:
 
 
 def block_kinds(blocks: tuple[Block, ...]) -> tuple[tuple[int, Phase, str], ...]:
-    """The stage and the phase that each block's name tells, with the phase's letter as the name has
-    it. A name whose F (or f) becomes B, I or W names another phase of the same stage. A block with
-    no such name is a stage of its own: a backward if it frees memory, a forward otherwise.
+    """Return (stage, phase, letter of the phase) per block, derived from the names of the blocks.
+
+    Two blocks belong to one stage if the name of one becomes the name of the other when its B, I or
+    W (or b, i or w) is replaced with F (or f). Any other block is a stage of its own: a backward if
+    it frees memory, otherwise a forward.
     """
     names = {block.name for block in blocks}
     stages: dict[str, int] = {}
@@ -283,8 +299,8 @@ def block_kinds(blocks: tuple[Block, ...]) -> tuple[tuple[int, Phase, str], ...]
 
 
 def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
-    """A block's change counts from its start on; at one instant the device's blocks count in their
-    order.
+    """Return the memory of each device over time. A block changes the memory at its start. Blocks
+    of a device that start at one time are added up in their order.
     """
     curves = []
     for tasks in schedule.tasks:
@@ -300,8 +316,9 @@ def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
 
 
 def _steady(schedule: BlockSchedule) -> SteadyState | None:
-    """The longest run of repetitions that are as the repetend says: the r-th has block i of unit r
-    + offset of i. The first and the last ones may differ: their blocks start as soon as they can.
+    """Return the longest sequence of repetitions that follow the repetend: repetition r starts
+    block i for unit r + offset of i. The first and the last repetitions may differ, because their
+    blocks start as early as possible. None if there is no such sequence.
     """
     repetend = schedule.repetend
     period = schedule.period
@@ -325,12 +342,13 @@ def _steady(schedule: BlockSchedule) -> SteadyState | None:
 
 
 MOST_DEVICES = 16
-"""Devices of one step that are all drawn where several steps are."""
+"""Maximum number of devices per step that are all drawn if several steps are drawn."""
 
 
 def one_of_each(picture: Picture) -> Picture:
-    """The picture of one device of those with the same tasks in the same order, where they are more
-    than a few. Of messages those between devices that are left are drawn.
+    """Return a figure with one device of each group of devices that run the same tasks in the same
+    order. A figure of at most `MOST_DEVICES` devices is returned unchanged. Only messages between
+    the remaining devices are drawn.
     """
     if len(picture.memory) <= MOST_DEVICES:
         return picture
@@ -359,7 +377,7 @@ def one_of_each(picture: Picture) -> Picture:
 
 _HUES = (213, 79, 183, 53, 246, 138, 316, 4, 29, 30)
 _SATURATIONS = (0.72, 0.45, 0.48, 0.60, 0.62, 0.42, 0.58, 0.70, 0.82, 0.28)
-"""In an order in which neighbours differ for those, too, who do not tell red from green."""
+"""Ordered so that neighbouring stages differ for people with red-green colour blindness, too."""
 _LIGHTNESS = {
     Phase.FORWARD: 0.76,
     Phase.BACKWARD: 0.40,
@@ -367,13 +385,14 @@ _LIGHTNESS = {
     Phase.WEIGHT_GRADIENT: 0.30,
 }
 _LIGHTER = 0.03
-"""Lightness by which even stages are above, and odd ones below, that of the phase."""
+"""Even stages are lighter than their phase's lightness by this amount, odd stages darker."""
 
 
 def stage_colour(stage: int, phase: Phase) -> str:
-    """A colour for a stage's tasks as `#rrggbb`; the hues repeat after ten stages. Forwards are
-    light, backwards dark. Of the halves of a backward the input gradient is lighter than a whole
-    one, the weight gradient darker and greyer.
+    """Return the colour of a stage's tasks as `#rrggbb`. The hues repeat after ten stages.
+
+    Forwards are light and backwards dark. If a backward is split, its input gradient is lighter
+    than a full backward, and its weight gradient is darker and greyer.
     """
     saturation = _SATURATIONS[stage % len(_HUES)] * (0.6 if phase is Phase.WEIGHT_GRADIENT else 1.0)
     lightness = _LIGHTNESS[phase] + (-_LIGHTER if stage % 2 else _LIGHTER)
@@ -383,12 +402,12 @@ def stage_colour(stage: int, phase: Phase) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EndStyle:
-    """How work at the end of a step is drawn: in greys, which no stage has."""
+    """Style of the work at the end of a step. Its colours are greys, which no stage has."""
 
     letter: str
     fill: str
     ink: str
-    """Colour of text on `fill`."""
+    """Text colour on `fill`."""
 
 
 END_STYLES = {
@@ -401,24 +420,24 @@ PHASE_NAMES = {
     Phase.INPUT_GRADIENT: "gradients of inputs",
     Phase.WEIGHT_GRADIENT: "gradients of weights",
 }
-"""Names of phases in a legend."""
+"""Names of the phases in the legend."""
 MOST_STAGES = 32
-"""Maximum number of stages in a legend; the hues repeat long before."""
+"""Maximum number of stages in a legend. The hues repeat after fewer stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Legend:
-    """The colours and letters of pictures."""
+    """The phases, kinds of work and stages that occur in some figures."""
 
     phases: tuple[tuple[str, Phase], ...]
-    """Letter and phase."""
+    """Pairs of a letter and its phase."""
     ends: tuple[EndKind, ...]
     stages: tuple[int, ...]
 
     @property
     def entries(self) -> list[tuple[str, str]]:
-        """(colour, text) of each phase in the shade of the first stage, of the work at the step's
-        end, and of stages, of which the last ones are left out if there are many.
+        """(colour, text) of each phase, of the work at the end of the step, and of at most
+        `MOST_STAGES` stages. The phases have the colours of the first stage.
         """
         first = self.stages[0] if self.stages else 0
         phases = [
@@ -437,13 +456,13 @@ class Legend:
 
     @property
     def more(self) -> str:
-        """How many stages are left out, "" for none."""
+        """Text with the number of omitted stages, or "" if there are none."""
         left_out = len(self.stages) - MOST_STAGES
         return f"and {count_text(left_out, 'more stage')}" if left_out > 0 else ""
 
 
 def legend_of(pictures: Sequence[Picture]) -> Legend:
-    """Return the legend of what the pictures have."""
+    """Return the legend of the phases, kinds of work and stages in the figures."""
     bars = [bar for picture in pictures for bar in picture.bars]
     letters = {bar.phase: bar.letter for bar in reversed(bars)}
     kinds = {kind for picture in pictures for kind in picture.end_kinds}
@@ -455,5 +474,5 @@ def legend_of(pictures: Sequence[Picture]) -> Legend:
 
 
 def text_colour(phase: Phase) -> str:
-    """A colour that can be read on `stage_colour`."""
+    """Return a text colour that is legible on the `stage_colour` of the phase."""
     return "#10131a" if phase in (Phase.FORWARD, Phase.INPUT_GRADIENT) else "#ffffff"

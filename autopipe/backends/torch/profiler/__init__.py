@@ -1,5 +1,5 @@
-"""Times of operators, tasks, messages and collectives on the device at hand, which
-`ir.measured_costs` holds.
+"""Measurement of operators, tasks, messages and collectives on the available device.
+`ir.measured_costs` holds the results.
 
-May import torch, and of ours ir, the emission, the runtime and the launcher.
+May import torch, and of autopipe's packages `ir`, `codegen`, the runtime and the launcher.
 """

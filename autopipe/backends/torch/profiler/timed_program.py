@@ -1,7 +1,8 @@
-"""One-device programs, timed in processes of their own by marks around what they call.
+"""Timing of one-device programs, each in a process of its own. Marks are taken before and after
+selected calls of the program.
 
-`… -m autopipe.backends.torch.profiler.timed_program FILE KIND PROGRAM DEVICE SECONDS` writes what
-`numbers_of` gives.
+`python -m autopipe.backends.torch.profiler.timed_program FILE KIND PROGRAM DEVICE SECONDS` writes
+the result of `numbers_of` to FILE, as JSON.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from autopipe.ir.measured_costs import Timing
 from autopipe.ir.output_files import scratch_folder
 
 LEAST = 5
-"""Repetitions of even the slowest work."""
+"""Minimum number of timed repetitions, however slow the work is."""
 MOST = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Times work on one device: on a CPU by the processor time of a thread that works alone, which
-    other processes on the machine do not add to, and by the clock where there are several; by
-    events on a CUDA stream.
+    """Timer of work on one device.
+
+    On CUDA it records events on the current stream. On a CPU it reads the CPU time of the thread if
+    torch uses one thread, so that other processes on the machine do not count. If torch uses
+    several threads, it reads the wall clock.
     """
 
     device: torch.device
@@ -55,7 +58,9 @@ class Stopwatch:
         return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def spans(self, marks: Sequence[Mark]) -> list[float]:
-        """Seconds from each mark to the next, without what looking at the clock takes."""
+        """Return the seconds from each mark to the next. On a CPU, the time that reading the clock
+        takes is subtracted.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return [max(0.0, seconds_between(*pair)) for pair in itertools.pairwise(marks)]
@@ -70,8 +75,11 @@ class Stopwatch:
 
 
 def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:
-    """`run` gives what each of several parts took; the median of each, after a warm-up, of as many
-    runs as `seconds` of the clock allow.
+    """Call `run` repeatedly and return a `Timing` per part.
+
+    Each call of `run` returns the seconds of several parts. The first call is a warm-up and is not
+    counted. Then `run` is called at least LEAST times, and until it has been called MOST times or
+    `seconds` have passed.
     """
     run()
     started = time.perf_counter()
@@ -90,8 +98,11 @@ def averaged(timings: Sequence[Timing]) -> Timing:
 
 
 def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[float]:
-    """Seconds of the parts of a program, of a `kind` of `KINDS`, measured for about `seconds` in
-    another process. Raises LaunchError with the last line that it wrote where it fails.
+    """Measure a program in another process for about `seconds`, and return the seconds of its
+    parts.
+
+    `kind` is a key of `KINDS`; the functions listed there define the parts. Raise LaunchError with
+    the last line of the process's output if the process fails.
     """
     with scratch_folder("profile") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"
@@ -111,8 +122,9 @@ class TimedProgram:
 
     @staticmethod
     def of(program: Path, data: Path, device: torch.device) -> TimedProgram:
-        """The program in folder `program`, set up. One step's samples are drawn and written to
-        `data`, from where it reads them: drawing is no part of a step.
+        """Load the program in folder `program` and set its rank up. The samples of one step are
+        generated first and written to `data`, and the program reads them from there, so that
+        generating samples does not count as a part of the step.
         """
         sys.path.insert(0, str(program))
         sys.argv = ["rank_000.py", "--device", device.type, "--data", str(data)]
@@ -123,8 +135,8 @@ class TimedProgram:
         return TimedProgram(rank, names["step"], Stopwatch(device))
 
     def seconds_inside(self) -> dict[str, float]:
-        """Seconds inside generated functions and autograd, under the task's stage and phase, such
-        as `0F`.
+        """Return the seconds that generated functions and autograd take. The keys are a stage and a
+        phase, for example `0F`.
         """
         calls: list[tuple[Any, str]] = [(stage, "function") for stage in self.rank.stages.values()]
         calls.append((output_edges, "accumulate_gradients"))
@@ -133,9 +145,12 @@ class TimedProgram:
     def seconds_of(
         self, calls: Sequence[tuple[Any, str]], key: Callable[[str], str] = str
     ) -> dict[str, float]:
-        """Run a step with marks around the calls of these attributes alone, for others would count
-        in what they are made around. Returns mean seconds by `key` of an attribute's name, asked
-        for behind the call.
+        """Run one step with marks around the calls of these attributes. Return the mean seconds per
+        key.
+
+        `calls` has pairs of an object and the name of a method. `key` maps the name of a method to
+        a key of the result; it is called after the method has returned. Only these calls have
+        marks, because marks inside another timed call would count in the time of that call.
         """
         found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
 
@@ -158,9 +173,12 @@ class TimedProgram:
 
 
 def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
-    """Of a program of one stage: a forward's and a backward's operators, and what both tasks take
-    besides them. A forward's operators are what its generated function takes, a backward's what
-    autograd does; 0 for a backward where there is none.
+    """Return a function that times the parts of a program of one stage.
+
+    The function returns [forward operators, backward operators, rest of the forward task, rest of
+    the backward task], in seconds. The operators of a forward are timed as its generated function,
+    the operators of a backward as the call of autograd. Both backward parts are 0 if there is no
+    backward.
     """
     tasks = [(timed.rank.stages[0], task) for task in ("forward", "backward")]
 
@@ -175,9 +193,12 @@ def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
 
 
 def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
-    """Of a program of two equal stages, of which the second's backward is split: what a forward and
-    a backward of the first take besides their operators, how much longer a micro-batch of the
-    second takes, and an update. Reading samples counts.
+    """Return a function that times the parts of a program of two equal stages. The backward of the
+    second stage is split into the gradients of inputs and of weights.
+
+    The function returns, in seconds, [rest of the first stage's forward task, rest of its backward
+    task, extra time of the second stage per micro-batch, optimizer update]. The rest of a task is
+    its time minus that of its operators; reading samples counts.
     """
     rank = timed.rank
     tasks: list[tuple[Any, str]] = [(rank.stages[0], "forward"), (rank.stages[0], "backward")]
