@@ -1,5 +1,5 @@
-"""Models and single operators under ONNX Runtime: the reference of `verify`, and times for the
-profiler.
+"""ONNX Runtime backend: runs ONNX models as the reference of `verify`, and times single operators
+for the profiler.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ _WARM_UP = 2
 def measure_operations(
     lap: Sequence[Sample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the forward of each distinct sample of `lap` for at most about `seconds`, and say why
-    some could not run. Each is a model of one node; the figure is the median of its kernel's times.
-    Files go to `folder`.
+    """Measure the forward of each distinct operation in `lap`, for about `seconds` in all. Return
+    the costs, and the reasons why some operations could not run.
+
+    Each operation is run as an ONNX model. Its time is the median over the runs of its kernel
+    times. Files go to `folder`.
     """
     samples = {sample.operation: sample for sample in lap}.values()
     found: list[OperationCost] = []
@@ -81,9 +83,11 @@ def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Tim
 def _session(
     model: bytes | str, optimized: bool = False, folder: Path | None = None, **settings: object
 ) -> Any:
-    """A model opened as it is written, without any fusion that reorders arithmetic unless
-    `optimized`; with a profile where settings name its file. `folder` has the weights of a model
-    that is no file.
+    """Return an inference session of a model.
+
+    Graph optimizations, which may reorder arithmetic, are disabled unless `optimized`. `folder` has
+    the external weights if `model` is given as bytes. `settings` are further session options; if
+    there are any, profiling is enabled.
     """
     import onnxruntime
 
@@ -102,7 +106,9 @@ def _session(
 
 
 def _kernel_times(path: Path, runs: int) -> Timing:
-    """The median of the runs, but for the first ones; an operator may be several kernels."""
+    """Return the kernel times per run, without the warm-up runs. The times of an operator with
+    several kernels are added up.
+    """
     events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
     kernels = [
@@ -114,7 +120,9 @@ def _kernel_times(path: Path, runs: int) -> Timing:
 
 
 def _model(sample: Sample) -> bytes:
-    """The operation as an ONNX model, its known numbers stored in it."""
+    """Return the operation as a serialized ONNX model. Its known operands are stored in the
+    model.
+    """
     from onnx import TensorProto, helper, numpy_helper
 
     def info(value: Value) -> Any:
@@ -155,7 +163,9 @@ def _model(sample: Sample) -> bytes:
 
 
 def _opset(signature: Signature) -> int:
-    """The model's version of ONNX; for an operator that came later, the one that it came with."""
+    """Return the opset version of the sample's model, or the first version that has the operator if
+    that is later.
+    """
     from onnx import defs
 
     node = signature.node
@@ -174,14 +184,14 @@ _RANDOM = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
 _MADE_OF_ZEROS = frozenset(
     {"Cast", "Identity", "Mul", "Reshape", "Slice", "Transpose", "Unsqueeze"}
 )
-"""Operators that make zeros of zeros."""
+"""Operators whose results are zeros if their operands are zeros."""
 _DEPTH = 8
-"""Operators, one behind the other, to a product with zero."""
+"""Maximum number of consecutive operators searched for a multiplication by zero."""
 
 
 def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
-    """The operators that draw numbers, but for those whose numbers are multiplied by zero: noise of
-    no scale.
+    """Yield the types of the operators that generate random numbers, except for operators whose
+    random numbers are all multiplied by zero (noise of scale 0).
     """
     from onnx import numpy_helper
 
@@ -224,21 +234,21 @@ def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
 
 
 _INLINE_LIMIT = 2**30
-"""Bytes of weights above which they go to a file beside the model: protobuf ends at 2 GiB."""
+"""Size of the weights in bytes above which they are written to a file next to the model. Protobuf
+messages are limited to 2 GiB.
+"""
 
 
 _NO_KERNEL = "NOT_IMPLEMENTED : "
 
 
 class NoKernelError(ModelError):
-    """ONNX Runtime knows an operator, but not for these types on a CPU, such as Erf in double
-    precision.
-    """
+    """ONNX Runtime has no CPU kernel of an operator for these types, for example Erf in float64."""
 
 
 class ReferenceModel:
-    """An ONNX file opened for execution, with numbers for the weights it lacks, and without
-    Dropout.
+    """An ONNX model that is opened for execution, with Dropout switched off and with values for the
+    weights that the file does not store.
     """
 
     def __init__(
@@ -248,9 +258,10 @@ class ReferenceModel:
         train: bool = True,
         fixed: Mapping[str, bool | int | float] = MappingProxyType({}),
     ) -> None:
-        """`weights` are parameters that the file names without storing, `fixed` inputs that are one
-        number. Unless `train`, batches are normalised by running statistics. Raises ModelError
-        where it cannot be opened, and NoKernelError where nothing is wrong with it.
+        """`weights`: values of parameters that the file names without storing them. `fixed`: inputs
+        with the same value in every element. Unless `train`, batch normalization uses running
+        statistics. Raise ModelError if the model cannot be opened; its subclass NoKernelError if
+        the model is valid, but ONNX Runtime has no kernel for it.
         """
         self._scratch = scratch = ExitStack()
         weakref.finalize(self, scratch.close)
@@ -261,11 +272,11 @@ class ReferenceModel:
             if each.name in fixed
         }
         self.random = tuple(sorted(set(_drawing(proto))))
-        """Operators of it that draw numbers, which are none of ours, unless all that is made of
-        these is zero.
+        """Types of the operators that generate random numbers, which differ from those of autopipe.
+        Operators whose random numbers are multiplied by zero are not included.
         """
         self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
-        """Of its Dropouts those that were switched off."""
+        """Number of Dropout operators that were switched off."""
         kept = sum(map(_switch_to_single, _nodes(proto)))
         used = {each.name for each in proto.graph.output}.union(
             *(node.input for node in _nodes(proto))
@@ -292,9 +303,9 @@ class ReferenceModel:
         self._is_float64 = False
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """All outputs by name for one evaluation, the tensors of a sequence as NAME/0 and so on.
-        Raises ModelError for numbers that the file does not take, such as those that choose other
-        rows than its shapes say.
+        """Run the model and return all outputs by name. The tensors of a sequence are named NAME/0,
+        NAME/1 and so on. Raise ModelError if the model rejects the input data, for example because
+        data-dependent indices contradict its shapes.
         """
         from onnxruntime.capi import onnxruntime_pybind11_state as states
 
@@ -321,8 +332,8 @@ class ReferenceModel:
         return found
 
     def watch(self, names: Collection[str]) -> None:
-        """From now on, `run` gives those of these values that a node of the file writes, in the
-        order of its nodes.
+        """Make `run` return the values in `names` that a node of the model writes, in the order of
+        the nodes, instead of the outputs.
         """
         import onnx
 
@@ -335,15 +346,15 @@ class ReferenceModel:
         self._outputs = written
 
     def optimize(self) -> None:
-        """From now on, run as ONNX Runtime does by itself, with its fusions."""
+        """Make `run` use ONNX Runtime's default optimizations, which include fusions."""
         self._session = _open(self._path, optimized=True)
 
     def widen(self) -> None:
-        """From now on, compute in float64. Operators for which ONNX Runtime has no float64 kernel
+        """Make `run` compute in float64. Operators for which ONNX Runtime has no float64 kernel
         compute in float32.
 
-        Raises ModelError if ONNX Runtime cannot run the rest in float64, or if the file has
-        functions or branches.
+        Raise ModelError if ONNX Runtime cannot run the other operators in float64, or if the file
+        has functions or branches.
         """
         import onnx
         from onnx import external_data_helper
@@ -396,7 +407,9 @@ def _widened(array: np.ndarray) -> np.ndarray:
 
 
 def _full(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
-    """An input full of one number; what is symbolic of its shape is one."""
+    """Return a tensor for an input with `number` in every element. Symbolic dimensions have
+    size 1.
+    """
     from onnx import helper
 
     kind = info.type.tensor_type
@@ -405,8 +418,9 @@ def _full(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
 
 
 def node_of(model: Path, tensors: Collection[str], last: bool = False) -> tuple[str, str]:
-    """The first node of a file that reads or gives one of some tensors, or the last one, and the
-    tensor; neither where none does, such as where the file calls functions.
+    """Return (node, tensor) for the first node of a model that reads or writes one of `tensors`, or
+    for the last such node with `last`. Return two empty strings if there is none, for example
+    because a function of the model contains it.
     """
     nodes = _loaded(model).graph.node
     for node in reversed(nodes) if last else nodes:

@@ -1,4 +1,4 @@
-"""`autopipe compare`: plans side by side, their figures, decisions, timelines and memory."""
+"""`autopipe compare`: compares the metrics, decisions, timelines and memory of several plans."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ class ComparisonPlan:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """A figure of each plan, and which plans' are the best, where they differ and one is better
-    than another.
+    """One metric of each plan. `best` has the indices of the plans with the best value; it is empty
+    if all values are equal or none is better than another.
     """
 
     name: str
@@ -128,15 +128,15 @@ def speedup(first: Summary, other: Summary) -> float | None:
 
 
 def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
-    """Decisions and predictions of the plans, a row each; per device too where numbers of devices
-    differ.
-    """
+    """Yield one row per decision or prediction of the plans."""
     summaries = [plan.summary for plan in plans]
 
     def row(
         name: str, text: Callable[[Summary], str], cost: Callable[[Summary], float] | None = None
     ) -> ComparisonRow:
-        """The best are those of the least `cost`, and all that read the same."""
+        """Return a row. The best plans are the one with the minimum `cost` and all plans with the
+        same text.
+        """
         texts = tuple(map(text, summaries))
         if cost is None or len(set(texts)) == 1:
             return ComparisonRow(name, texts)
@@ -200,15 +200,15 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
 
 
 _LEAST_S = 5e-10
-"""Less than this is what rounding leaves."""
+"""Seconds below which a difference is a rounding error."""
 
 PARTS = tuple(field.name.removesuffix("_s") for field in dataclasses.fields(Breakdown))
-"""Parts of a step's seconds, the ideal first; their sum is the step."""
+"""Names of the parts of a step's time, the ideal time first. Their sum is the step time."""
 
 
 def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
-    """Seconds of a step by what they go to, on average over the devices; nothing where no plan
-    says.
+    """Yield one row per part of the step time, as an average over the devices. Yield nothing if no
+    plan has a breakdown.
     """
 
     def text(seconds: float | None) -> str:
@@ -226,19 +226,21 @@ def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
 
 
 _MOST_LINES = 6
-"""Lines for each kind of decision; what concerns most nodes comes first."""
+"""Maximum number of changes listed per kind of decision. Changes that affect the most nodes come
+first.
+"""
 _MOST_ENTRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Nodes of which one plan says `before` and the other `after`."""
+    """Nodes for which one plan decided `before` and the other plan `after`."""
 
     before: str
     after: str
     nodes: tuple[int, ...]
     entries: tuple[NodeEntry, ...]
-    """Short names of the nodes."""
+    """Short names for the nodes; a pair is a range."""
 
     def __str__(self) -> str:
         named = [
@@ -256,22 +258,24 @@ def _nodes_text(changes: Sequence[Change]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """Decisions of a plan that differ from those of the plan it is compared with."""
+    """Decisions of a plan that differ from those of the plan that it is compared with."""
 
     same: bool
     """True if the decisions and their predictions are equal."""
     known: bool
-    """True if their nodes can be compared: both models are there, and have the same nodes."""
+    """True if the nodes can be compared: both models are available and have the same nodes."""
     orders: bool
-    """True if tasks are in another order, though stages are equal."""
+    """True if the order of the tasks differs."""
     changes: tuple[tuple[str, tuple[Change, ...]], ...] = ()
-    """For each kind of decision that differs (`devices`, `splits`, `recompute`) its changes, the
-    largest first.
+    """For each kind of decision that differs (`devices`, `splits`, `recompute`), its changes; those
+    of the most nodes come first.
     """
 
     @property
     def lines(self) -> Iterator[str]:
-        """For the terminal: of each kind the largest changes, and how many more there are."""
+        """Lines for the terminal: the largest changes of each kind, and the number of further
+        changes.
+        """
         if self.same:
             yield "the same decisions"
         elif not self.known:
@@ -302,7 +306,7 @@ class PlanDiff:
 
 
 def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
-    """Return how each plan differs from the first."""
+    """Return the differences of each plan from the first plan."""
     graphs: dict[tuple[str, str], Graph | None] = {}
     diffs: list[PlanDiff] = []
     first = plans[0].plan
@@ -310,7 +314,7 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
         plan = each.plan
         key = plan.model, plan.graph_digest
         if key not in graphs:
-            graphs[key] = None  # Its model may be gone, or have changed.
+            graphs[key] = None  # The model may be missing or changed.
             with suppress(AutopipeError, OSError):
                 if len(plans) > 1:
                     graph = graph_of_plan(each.folder, plan)
@@ -334,8 +338,9 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
 def _changes(
     graph: Graph, before: Placement, after: Placement
 ) -> Iterator[tuple[str, tuple[Change, ...]]]:
-    """Changes of each kind by node of `graph`: where it runs, how it is split, and whether it is
-    computed again. Of several pipelines the decisions of each are told.
+    """Yield the changes per kind of decision: the devices of each node of `graph`, its splits, and
+    whether it is recomputed. If there are several pipelines, a decision lists the values of all of
+    them.
     """
     names = NodeNames(graph)
     samples = sample_axes(graph)

@@ -1,4 +1,4 @@
-"""`autopipe inspect`: what a model is, in one screen."""
+"""`autopipe inspect`: describes a model on one screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 _MOST = 8
-"""Inputs, outputs, operators and branches listed before the rest is only counted."""
+"""Maximum number of inputs, outputs, operators and branches listed. Further ones are only
+counted.
+"""
 
 
 @click.command()
@@ -75,7 +77,7 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
     table = facts_table()
     for name, text in _rows(read, work, branches, form, output.verbosity is Verbosity.DETAILED):
-        table.add_row(name, Text(text))  # Names from the model are no markup.
+        table.add_row(name, Text(text))  # Names from the model are not interpreted as rich markup.
     output.result(_data(read, work, branches, form), table)
 
 
@@ -143,14 +145,14 @@ def _typed(value: Value) -> dict[str, object]:
 
 
 def operators(graph: Graph) -> dict[str, int]:
-    """Number of nodes by operator, most first."""
+    """Return the number of nodes per operator, the most frequent operator first."""
     names = (f"{node.domain}.{node.op}" if node.domain else node.op for node in graph.nodes)
     return dict(Counter(names).most_common())
 
 
 def initial_values(graph: Graph) -> dict[str, int]:
-    """Number of parameters by how they begin, most first: `stored` in the model's files, or how
-    they are drawn.
+    """Return the number of parameters per kind of initial value, the most frequent first. The kind
+    is `stored` for values from the model's files, otherwise the distribution.
     """
 
     def told(storage: Storage) -> str:
@@ -173,7 +175,9 @@ def _rows(
     form: LossForm | None,
     every: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Names, and what is said of them; no name where the one above still holds."""
+    """Yield (name, description) pairs. The name is empty if the description continues the one
+    above.
+    """
     graph = model.graph
     axes = dict(model.graph.batch_axes)
     samples = (
@@ -242,7 +246,9 @@ def _rows(
 
 
 def _several(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Several lines under one name, the last of which only counts where they are too many."""
+    """Yield several lines under one name. If there are too many, the last line has the number of
+    omitted lines.
+    """
     if len(lines) > _MOST:
         lines = [*lines[: _MOST - 1], f"and {len(lines) - _MOST + 1} more"]
     for number, line in enumerate(lines):

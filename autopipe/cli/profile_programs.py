@@ -1,10 +1,10 @@
-"""Programs that the profiler runs: laps of operators, synthetic stages, the whole model, the model
-on two ranks.
+"""Programs that the profiler runs: sequences of operators, synthetic stages, the full model on one
+device, and the model on two ranks.
 
-Operators one by one find operands in the caches, and gradients leave them, otherwise than in the
-model, where the operator before has just written what the next one reads: the model as a whole
-corrects them. Likewise the model's pipeline corrects what messages take of a rank's own time:
-moving them interrupts its tasks.
+Times of single operators deviate from those in the model: in the model, an operator finds its
+operands in the caches because the previous operator has just written them. A run of the full model
+corrects for this. A run of the model's two-stage pipeline corrects the time that messages take from
+a rank, because moving messages interrupts its tasks.
 """
 
 from __future__ import annotations
@@ -55,23 +55,24 @@ from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards, 
 from autopipe.passes.schedule.simulate import simulate
 
 _LAP = 400
-"""Places of a lap: a few layers show what many take."""
+"""Maximum number of samples in a lap. A few layers are representative of many."""
 _LAP_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples that are measured together, as often and in the order in which they are run."""
+    """Samples that are measured together, in the order and as often as the model runs them."""
 
     note: str
     size: int
-    """Samples in a micro-batch."""
+    """Number of samples of the batch per micro-batch."""
     lap: tuple[Sample, ...]
 
 
 def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int, Model], ...]:
-    """The model on micro-batches of each of `sizes`; of those among 1, 2 and 4 that it takes where
-    None. Raises the reason where there is none.
+    """Return (size, model) for each micro-batch size in `sizes`. If `sizes` is None, use 1, 2, 4
+    and the model's batch size, as far as the model supports them. Raise the first error if a size
+    in `sizes` is not supported, or if no size is.
     """
     read = read_for(request, None)
     wanted = sizes or tuple(
@@ -92,10 +93,11 @@ def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int,
 def groups_of(
     models: Sequence[tuple[int, Model]], precision: str, degrees: Sequence[int]
 ) -> Iterator[Group]:
-    """Yield all samples: whole nodes of each size first, then the shards that splits `degrees` ways
-    leave.
+    """Yield all samples: the unsplit operators of each micro-batch size first, then the shards of
+    operators that are split in each of `degrees`.
 
-    A model with losses that may keep or recompute their scores has the samples of both forms.
+    If the losses of a model can keep or recompute their logits, both forms of the model are
+    included.
     """
     seen: set[Operation] = set()
     forms = [(size, form) for size, model in models for form in model.forms]
@@ -112,7 +114,9 @@ def groups_of(
 
 
 def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample]:
-    """Samples to measure, of every node in order; equal ones are put together once."""
+    """Yield the samples to measure, for every node in order. Samples of equal nodes are created
+    only once.
+    """
     operations = Operations(model.graph, precision)
     known: dict[Hashable, tuple[Sample, ...]] = {}
     for index, work in enumerate(annotate(operations.graph, operations.precision)):
@@ -126,8 +130,8 @@ def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample
 
 
 def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
-    """The samples in laps that are short enough and fit into memory, each one's first place in one
-    of them.
+    """Yield the samples in laps of limited length and memory. Each distinct operation occurs in a
+    lap; repetitions of an operation may be dropped once a lap is full.
     """
     seen: set[Operation] = set()
     lap = list[Sample]()
@@ -149,13 +153,15 @@ def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
 
 
 def bytes_of(sample: Sample) -> int:
-    """Bytes of operands and results, each with its gradient."""
+    """Return the size in bytes of the operands and results, each with its gradient."""
     values = [value for each in sample.signatures for value in (*each.operands, *each.results)]
     return 2 * sum(value.bytes for value in values if value is not None)
 
 
 def parsed_sizes(text: str, flag: str) -> tuple[int, ...]:
-    """Numbers of at least 1 between commas. Raises ConfigurationError."""
+    """Parse integers of at least 1, separated by commas. Raise ConfigurationError for any other
+    text.
+    """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if any(not word.isascii() or not word.isdigit() or not 0 < int(word) < 2**31 for word in words):
         raise ConfigurationError(
@@ -169,29 +175,28 @@ _OPERATORS = (
     "Mul", "MatMul", "Relu", "MatMul", "Softmax", "Add", "MatMul", "Tanh", "LayerNormalization", "MatMul",
     "Sigmoid", "MatMul", "Erf", "Abs",
 )  # fmt: skip
-"""Of a layer; the first has a parameter, so that gradients flow through all products of both
-stages.
+"""Operators of a layer. The first one has a parameter, so that gradients flow through all matmuls
+of both stages.
 """
 _LAYERS = 3
-"""Of a stage."""
+"""Layers per stage."""
 _FIRST_LAYERS = 2
-"""Of the first of two stages of which the second shall be the slower one."""
+"""Layers of the first stage, if the second stage must be the slower one."""
 _MICRO_BATCHES = 4
 _MANY_MICRO_BATCHES = 12
 _WHOLE = 0
 _SPLIT = 1
 LONGER = 4
-"""How many times as many layers the longer one of two stages has, by which it is measured what any
-stage takes.
+"""Ratio of the layers of the longer program to those of the shorter one. The constant time per task
+follows from the times of both.
 """
 MESSAGE_BYTES = 4 * math.prod(_SHAPE)
-"""Of what one stage sends to another."""
+"""Size in bytes of one result that a stage sends to another."""
 
 
 def write_overhead_stage(folder: Path) -> int:
-    """Write a one-device program that trains two stages of the same layers of different operators.
-    The backward of the second is split. Returns how many of its operators' parameters have
-    gradients that wait.
+    """Write a one-device program that trains two equal stages of different operators. The backward
+    of the second is split. Return the number of its operators whose weight gradients are deferred.
     """
     phases = (
         (_WHOLE, Phase.FORWARD), (_SPLIT, Phase.FORWARD), (_SPLIT, Phase.INPUT_GRADIENT),
@@ -202,7 +207,9 @@ def write_overhead_stage(folder: Path) -> int:
 
 
 def write_rows(folder: Path) -> tuple[Path, Path]:
-    """Write two one-device programs of one stage each, of one layer and of `LONGER` layers."""
+    """Write two one-device programs of one stage each: one with a single layer, one with `LONGER`
+    layers.
+    """
     programs = folder / "short", folder / "long"
     schedule = _in_turn(_MICRO_BATCHES, ((0, Phase.FORWARD), (0, Phase.BACKWARD)))
     for layers, program in zip((1, LONGER), programs, strict=True):
@@ -211,8 +218,8 @@ def write_rows(folder: Path) -> tuple[Path, Path]:
 
 
 def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
-    """Write a program of two stages, of which the second is slower, on one rank or on two under
-    1F1B. The second reads `messages` results of the first, of `MESSAGE_BYTES` each.
+    """Write a program of two stages under 1F1B, on one rank or on two. The second stage is slower.
+    It reads `messages` results of the first stage, of `MESSAGE_BYTES` each.
     """
     if ranks == 1:
         phases = (0, Phase.FORWARD), (1, Phase.FORWARD), (1, Phase.BACKWARD), (0, Phase.BACKWARD)
@@ -228,8 +235,8 @@ def write_pair(folder: Path, ranks: int, messages: int = 1) -> None:
 
 
 def _in_turn(count: int, phases: Sequence[tuple[int, Phase]]) -> Schedule:
-    """One device's schedule of `count` micro-batches, one after the other: stages and phases of
-    each.
+    """Return a schedule for one device that runs `count` micro-batches one after the other.
+    `phases` lists the stages and phases of each micro-batch in order.
     """
     return Schedule(
         count,
@@ -244,8 +251,8 @@ def _write(
     schedule: Schedule,
     messages: int = 1,
 ) -> None:
-    """Write the program of stages of these numbers of layers, on these devices; each adds up
-    `messages` results of the one before.
+    """Write a program with stages of these numbers of layers on these devices. Each stage but the
+    first adds up the last `messages` results of the previous stage.
     """
     weights = {"matrix": _SHAPE[-1:] * 2, "vector": _SHAPE[-1:]}
     operands = {
@@ -306,18 +313,18 @@ def _write_program(
 
 
 _MOST_BYTES = 2**32
-"""Of the model with all that it holds: a larger one is not run as a whole."""
+"""Maximum size in bytes of the model with its activations. A larger model is not run as a whole."""
 _STANDSTILL = Optimizer(lr=0.0)
-"""Some models diverge where they train on random samples for long."""
+"""The learning rate is 0 because some models diverge when they train on random samples for long."""
 
 
 def is_small(model: Model, precision: str) -> bool:
-    """True if the model may run as a whole."""
+    """Return True if the model is small enough to run as a whole."""
     return sum(map(bytes_of, samples_of(model, precision))) <= _MOST_BYTES
 
 
 def write_timed(model: Model, precision: str, program: Program, folder: Path) -> None:
-    """Write the files of a program that trains the model, and leaves it as it is."""
+    """Write a program that runs training steps of the model with learning rate 0."""
     _write_program(
         program, str(model.path.absolute()), model.digest, _STANDSTILL, precision, folder
     )
@@ -333,18 +340,21 @@ class Pipeline:
 
     folder: Path
     period_s: float
-    """From one micro-batch to the next as predicted, if the ends of messages took nothing."""
+    """Predicted seconds between two micro-batches if sending and receiving take no time of the
+    ranks.
+    """
     messages: int
-    """Values that go from one stage to the other."""
+    """Number of values that one stage sends to the other."""
     size_bytes: int
-    """Of all of them."""
+    """Size of all these values in bytes."""
 
 
 def write_pipeline(
     model: Model, precision: str, costs: DeviceCosts, folder: Path
 ) -> Pipeline | None:
-    """Write the model in two stages, cut where `costs` say that they take equally long without the
-    ends of messages. None where it is not trained, cannot be cut, or is too large.
+    """Write the model as a program of two stages. According to `costs`, both take equal time,
+    without the overhead of sending and receiving. Return None if the model is not trained, cannot
+    be partitioned, or is too large.
     """
     if model.mode is not Mode.TRAIN or not is_small(model, precision):
         return None
@@ -442,8 +452,8 @@ def in_pipeline(
 
 
 def _through(line: Affine, seconds: float, size: int) -> Affine:
-    """The line of the same slope, or a flatter one from 0, that gives `seconds` for `size`
-    bytes.
+    """Return the line with the slope of `line` that has the value `seconds` at `size` bytes. If
+    that line would be negative at 0 bytes, return the line through 0 instead.
     """
     if seconds < line.per_byte_s * size:
         return Affine(0.0, seconds / size)
@@ -451,21 +461,23 @@ def _through(line: Affine, seconds: float, size: int) -> Affine:
 
 
 _MOST = 0.6
-"""Part of a task that its start takes at most: starts are measured of larger tasks than the
-smallest there are.
+"""Maximum fraction of a task's time that its start overhead takes. Start overheads are measured on
+tasks that are larger than the smallest tasks that occur.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCorrection:
-    """How much longer operators take in the model than one by one."""
+    """Factors by which operators are slower in the model than one by one, and the time of tasks
+    besides their operators.
+    """
 
     forward: float = 1.0
     backward: float = 1.0
     forward_s: float = 0.0
-    """Seconds of a forward besides its operators, with the extra of the first ones."""
+    """Seconds of a forward task besides its operators, including the start overhead."""
     backward_s: float = 0.0
-    """Seconds of a backward besides its operators."""
+    """Seconds of a backward task besides its operators, including the start overhead."""
 
     def tasks(self, costs: TaskCosts) -> TaskCosts:
         return replace(costs, forward_s=self.forward_s, backward_s=self.backward_s)
@@ -492,17 +504,20 @@ def measure_whole(
     folder: Path,
     seconds: float,
 ) -> ModelCorrection | None:
-    """Run the model for about `seconds` and compare; `costs` are what its operations took, `starts`
-    what the first ones of a task take more. Files go to `folder`. None where something of it was
-    not measured, or where it is too large or does not run in one process.
+    """Run the model for about `seconds` and compare its times with the sums of its operators'
+    times.
+
+    `costs` are the measured times of its operations and `starts` the start overhead of a task.
+    Files go to `folder`. Return None if some operation of the model was not measured, or if the
+    model is too large or does not run in one process.
     """
     samples = tuple(samples_of(model, precision))
     known = {each.operation: each for each in costs}
     own = [known[sample.operation] for sample in samples if sample.operation in known]
     if len(own) < len(samples) or not is_small(model, precision):
         return None
-    # Some forwards and backwards, one after the other: by itself one would find the caches as the
-    # update left them.
+    # Several forwards and backwards run one after the other. A single forward would find the caches
+    # in the state in which the update left them.
     loss = model.loss if model.mode is Mode.TRAIN else None
     try:
         program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
@@ -513,7 +528,7 @@ def measure_whole(
     except AutopipeError:
         return None
     if tasks is not None:
-        # All backwards of a step but the first add their gradients to earlier ones.
+        # All backwards of a step except the first add their gradients to earlier gradients.
         sizes = [each.value.bytes for each in model.graph.parameters if each.trainable]
         backward -= (1 - 1 / _MICRO_BATCHES) * tasks.accumulate.seconds(len(sizes), sum(sizes))
     first = min(starts.forward_s, _MOST * forward)

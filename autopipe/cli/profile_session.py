@@ -1,4 +1,4 @@
-"""One run of the profiler: what is measured in which order, and how long for."""
+"""One run of the profiler: the order of the measurements, and the time that each gets."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ _WHOLE = 0.15
 _TASKS = 0.1
 _STARTS = 0.15
 _EXCHANGES = 0.3
-"""Parts of the time."""
+"""Fractions of the total time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profiling:
     request: Request
     sizes: tuple[int, ...] | None
-    """Micro-batch sizes; the profiler's choice where None."""
+    """Micro-batch sizes, or None to let the profiler choose."""
     degrees: tuple[int, ...]
-    """Ways to split operators."""
+    """Numbers of shards into which operators are split."""
     device: str
     """`auto`, `cuda` or `cpu`."""
     name: str | None
     threads: int
     ranks: int | None
-    """How many exchange messages; exchanges are not measured where None."""
+    """Number of ranks that communicate, or None if communication is not measured."""
     source: str
     """`torch` or `onnxruntime`."""
     seconds: float
 
     def check_ranks(self) -> None:
-        """Raise ConfigurationError unless each rank on the CPU has processors of its own."""
+        """Raise ConfigurationError if the ranks on the CPU would share cores."""
         most = max(2, processor_count() // self.threads)
         if self.ranks is not None and self.device != "cuda" and self.ranks > most:
             message = (
@@ -77,8 +77,9 @@ class Profiling:
             raise ConfigurationError(message, f"--ranks {most}", "--ranks")
 
     def run(self, bar: Progress) -> tuple[DeviceCosts, tuple[str, ...]]:
-        """Measure; returns costs, and why some operators could not be measured. Raises
-        ConfigurationError where the device is not there, AutopipeError as reading the model does.
+        """Measure. Return the costs, and the reasons why some operators could not be measured.
+        Raise ConfigurationError if the device is not available, and AutopipeError if the model
+        cannot be read.
         """
         device = self._device()
         torch.set_num_threads(self.threads)
@@ -99,8 +100,8 @@ class Profiling:
                 tasks = measure_tasks(
                     Stopwatch(device), scratch / "tasks", waiting, _TASKS * self.seconds
                 )
-            # How operators go in the model, by the size of its micro-batches, where that can be
-            # told.
+            # Corrections of the operator times from runs of the full model, by micro-batch size,
+            # for the sizes that can be measured.
             wholes: dict[int, ModelCorrection] = {}
             if self.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
@@ -115,8 +116,8 @@ class Profiling:
                     if whole is not None:
                         wholes[size] = whole
         if tasks is not None:
-            # On the smallest micro-batches task costs matter most; without the model those of the
-            # synthetic stage do.
+            # The overhead of tasks matters most for the smallest micro-batches. If the full model
+            # was not measured, the overhead of the synthetic stage is used.
             tasks = wholes[min(wholes)].tasks(tasks) if wholes else starts.added_to(tasks)
         is_cuda = device.type == "cuda"
         product = (
@@ -138,7 +139,7 @@ class Profiling:
             ),
             tasks=tasks,
             exchanges=(),
-            # A CPU starts operators itself, and their measured times contain it.
+            # The CPU starts operators itself, and their measured times include that.
             host_launch_s=measure_host_launch(device, self.request.precision) if is_cuda else 0.0,
         )
         if self.ranks is not None:
@@ -171,8 +172,8 @@ class Profiling:
         folder: Path,
         bar: Progress,
     ) -> tuple[list[tuple[int, OperationCost]], list[str]]:
-        """All groups, one after the other, an equal part of the time each; by the size of
-        micro-batches.
+        """Measure all groups one after the other, for equal times. Return the costs with their
+        micro-batch sizes, and the reasons for failures.
         """
         groups = tuple(groups_of(models, self.request.precision, self.degrees))
         rest = (
@@ -206,8 +207,9 @@ class Profiling:
         device: torch.device,
         costs: DeviceCosts,
     ) -> tuple[ExchangeCost, ...]:
-        """Messages and collectives; messages' ends by the model's pipeline, on micro-batches of
-        middling size, which shows what messages interrupt.
+        """Measure P2P messages and collectives. The time that sending and receiving take from a
+        rank is measured with the model's pipeline on the middle one of the micro-batch sizes,
+        because messages interrupt tasks there.
         """
         exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
         if self.source != "torch":
@@ -227,7 +229,7 @@ class Profiling:
         return f"{self.threads} {plural(self.threads, 'thread')}"
 
     def _how(self, device: torch.device, sizes: Sequence[int], train: bool) -> str:
-        """How it was measured, in a line for the file."""
+        """Return a line for the costs file that describes the measurement."""
         version = torch.__version__ if self.source == "torch" else onnxruntime_profiler.version()
         parts = [
             f"{self.source} {version}",
@@ -242,7 +244,7 @@ class Profiling:
 
 
 def processor() -> str:
-    """The processor's product name, as Linux tells it."""
+    """Return the CPU's product name from /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Time operators, forward and backward, as generated code runs them, and what a rank's tasks take
-besides them.
+"""Measurement of operators, forward and backward, as generated code runs them, and of the overhead
+of a rank's tasks.
 
-Operators run one after the other as often and in the order in which the model has them, all
-forwards and then all backwards: run again and again by itself, an operator finds its code and its
-operands in the caches, and a small one takes half of its time in a model; run once among all the
-others, it takes twice.
+Operators run one after the other, as often as in the model and in its order: all forwards, then all
+backwards. If an operator runs repeatedly by itself, its code and its operands are in the caches,
+and a small operator takes half of the time that it takes in a model. If it runs only once among all
+others, it takes twice that time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ from autopipe.ir.measured_costs import Operation, OperationCost, Sample, TaskCos
 from autopipe.ir.program import Block, Bucket, Compute, StageCode
 
 _LARGE_BYTES = 2**16
-"""Gradients of activations from this size on are freed at once, as in a model, where the next
-operator's take their memory.
+"""Size in bytes from which the gradient of an activation is freed at once. In a model, the
+gradients of the next operator reuse its memory.
 """
 
 Tensors = tuple[torch.Tensor, ...]
 Pool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
-"""Numbers by type, shape and limit: operators that follow one another share them."""
+"""Tensors by type, shape and limit of their values. Operators share them, so that a tensor is in
+the caches as it is in a model.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,9 @@ class Operand:
     numbers: torch.Tensor
     wanted: bool
     parameter: bool
-    """True if each layer has numbers of its own; the others find theirs in the caches, as in a
-    model, where the operator before has just written them.
+    """True for a parameter. Every use then gets a copy, as each layer of a model has its own
+    parameters. Other operands are shared, so that they are in the caches, as in a model, in which
+    the previous operator has just written them.
     """
 
     def leaf(self) -> torch.Tensor:
@@ -69,15 +72,18 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Runnable:
-    """The generated forward of one operation, with what it reaches as `p`, and its operands."""
+    """The generated forward function of one operation, bound to its argument `p`, and its
+    operands.
+    """
 
     forward: Callable[..., Tensors]
     operands: tuple[Operand, ...]
 
     @staticmethod
     def of(sample: Sample, watch: Stopwatch, folder: Path, train: bool, pool: Pool) -> Runnable:
-        """The sample on a device, run once; the generated file goes to `folder`. Raises
-        CodegenError, saying why, where it does not run, or needs a group.
+        """Return the operation of a sample on a device, after one run. The generated file goes to
+        `folder`. Raise CodegenError with the reason if the operation does not run, or needs a
+        process group.
         """
         known, inputs = sample.operands()
         group = math.prod(split.degree for split in sample.splits)
@@ -127,8 +133,8 @@ class Runnable:
         return any(each.wanted for each in self.operands)
 
     def step(self) -> tuple[Runnable, Tensors]:
-        """The operation at one place of a lap, with operands of its own, as every layer of a model
-        has them.
+        """Return this operation with new operands, for one position in a lap. Each layer of a model
+        has its own operands, too.
         """
         return self, tuple(each.leaf() for each in self.operands)
 
@@ -154,18 +160,22 @@ def _operands(
 
 _CHAIN = 64
 _CHAIN_S = 0.05
-"""Nodes of a backward by which it is measured what noting them takes, and how long for."""
+"""Number of autograd nodes with which the overhead of the measuring hook is determined, and the
+seconds that this takes.
+"""
 
 
 def measure_operations(
     lap: Sequence[Sample], watch: Stopwatch, folder: Path, train: bool, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the samples of `lap` for at most about `seconds` in all, and say why some could not
-    run. `lap` has them as often and in the order in which they run. Backward is measured with
-    `train`, where gradients flow. Generated files go to `folder`.
+    """Measure the samples of `lap` for about `seconds` in all. Return the costs, and the reasons
+    why some operations could not run.
+
+    `lap` has the samples in the order and as often as they run. With `train`, backward is measured
+    for operations with gradients. Generated files go to `folder`.
     """
     if watch.device.type == "cpu":
-        keep_freed_memory()  # as ranks do
+        keep_freed_memory()  # As ranks do.
     known: dict[Operation, Runnable] = {}
     pool: Pool = {}
     refused: dict[Operation, str] = {}
@@ -195,8 +205,8 @@ def measure_operations(
 
 
 def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: float) -> list[float]:
-    """Seconds of every step's forward, then of every one's backward (0 where there is none).
-    `noting` is what noting the begin of a backward takes.
+    """Return the seconds of each forward, then of each backward (0 if an operation has none).
+    `noting` is the overhead in seconds of marking the start of a backward.
     """
     results: list[Tensors] = []
     marks = [watch.mark()]
@@ -210,9 +220,11 @@ def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: fl
 def _backwards(
     results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Stopwatch
 ) -> list[float]:
-    """Run all backwards at once. Autograd takes the latest operator first, so each ends where the
-    next one begins. Gradients are asked for rather than added to leaves, which would copy some of
-    them: in a model they go on to the next operator.
+    """Run all backwards in one call of autograd and return the seconds of each.
+
+    Autograd runs the latest operator first, so each backward ends when the next one starts. The
+    gradients are returned instead of accumulated in leaves, because accumulation would copy some of
+    them. In a model, they are passed to the next operator.
     """
     marks: list[Mark] = []
     order: list[int] = []
@@ -231,8 +243,8 @@ def _backwards(
     found = [0.0] * len(results)
     if ends:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        # One gradient for all results of a kind: in a model the operator behind has just written
-        # it.
+        # All results of equal type and shape have one gradient: in a model, the following operator
+        # has just written it.
         kinds = {(each.dtype, each.shape): each for each in ends}
         seeds = {
             kind: torch.ones_like(each, memory_format=torch.contiguous_format)
@@ -248,9 +260,9 @@ def _backwards(
 
 
 def _noting_seconds(watch: Stopwatch) -> float:
-    """Seconds of the Python hook that marks where a backward begins."""
+    """Return the seconds that the Python hook takes to mark the start of a backward."""
     if watch.device.type != "cpu":
-        return 0.0  # The device does not wait for that.
+        return 0.0  # The device does not wait for the hook.
 
     def run() -> list[float]:
         spans = []
@@ -268,28 +280,28 @@ def _noting_seconds(watch: Stopwatch) -> float:
 
 
 def _as_run(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The context in which a rank runs its forwards."""
+    """Return the context in which a rank runs its forwards."""
     set_products(precision)
     return autocast(precision, device)
 
 
 _TENSORS = 16
 _ELEMENTS = (2**8, 2**18)
-"""Of each of the tensors: few, so that what a tensor takes shows, and many, so that a byte's share
-does.
+"""Number of elements of each tensor: few, to measure the time per tensor, and many, to measure the
+time per byte.
 """
 _OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
     lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     torch.optim.AdamW,
 )
-"""By the number of states."""
+"""Optimizers by the number of their states per parameter: 0, 1 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStartOverhead:
-    """How much longer a task's first operators take, in seconds: they find neither their code nor
-    their data in the caches after those of another task.
+    """Additional seconds that the first operators of a task take, because after another task
+    neither their code nor their data is in the caches.
     """
 
     forward_s: float = 0.0
@@ -304,9 +316,9 @@ class TaskStartOverhead:
 def measure_starts(
     watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float
 ) -> TaskStartOverhead:
-    """Measure the constant part of a task's operator time. The programs have one stage each on one
-    device; `long` has `longer` times the operators of `short`. Raises LaunchError where one does
-    not run.
+    """Measure the constant part of a task's operator time. Each program has one stage on one
+    device, and `long` has `longer` times the operators of `short`. Raise LaunchError if a program
+    fails.
     """
     few, many = (
         numbers_of("whole", each, watch.device.type, seconds / 2)[:2] for each in (short, long)
@@ -320,10 +332,12 @@ def measure_starts(
 
 
 def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float) -> TaskCosts:
-    """Measure tasks without their start overhead, updates, and adding up gradients. `program` is a
-    one-device program of two equal stages of a few small operators; the backward of the second is
-    split, and `waiting` of its operators defer their weight gradients. Raises LaunchError where it
-    does not run.
+    """Measure the time of tasks without their start overhead, of optimizer updates, and of adding
+    up gradients.
+
+    `program` is a one-device program of two equal stages of a few small operators. The backward of
+    the second stage is split, and `waiting` of its operators defer their weight gradients. Raise
+    LaunchError if the program fails.
     """
     forward, backward, split, update = numbers_of("tasks", program, watch.device.type, seconds / 2)
     sums, buckets = (
@@ -334,12 +348,15 @@ def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float)
 
 
 Timed = Callable[[Stopwatch, int], Callable[[], float]]
-"""From a number of elements to a run over `_TENSORS` tensors of that size, which gives its seconds.
+"""Takes a number of elements. Returns a function that performs the work on `_TENSORS` tensors of
+that size and returns the seconds that it took.
 """
 
 
 def _by_tensor(watch: Stopwatch, timed: Timed, seconds: float) -> TensorCosts:
-    """From tensors of few and of many elements, measured for about `seconds` each."""
+    """Return the time per tensor and per byte, from tensors of few and of many elements. Each of
+    the two sizes is measured for about `seconds`.
+    """
     runs = (timed(watch, count) for count in _ELEMENTS)
     few, many = (repeated(lambda: [run()], seconds)[0].seconds / _TENSORS for run in runs)  # noqa: B023 - called here
     per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS[1] - _ELEMENTS[0])))
@@ -357,7 +374,9 @@ def _gradients(watch: Stopwatch, count: int) -> list[torch.Tensor]:
 def _update(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], watch: Stopwatch, count: int
 ) -> Callable[[], float]:
-    """An update as a rank makes it, with what it does to the gradients."""
+    """Return a function that times an optimizer update, including the reset of the gradients, as
+    ranks run it.
+    """
     parameters = _parameters(watch, count)
     gradients = _gradients(watch, count)
     optimizer = make(parameters)
@@ -375,7 +394,7 @@ def _update(
 
 
 def _accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
-    """Adding a micro-batch's gradients to those before."""
+    """Return a function that times adding the gradients of a micro-batch to earlier gradients."""
     sums = _gradients(watch, count)
     gradients = _gradients(watch, count)
 
@@ -387,15 +406,17 @@ def _accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
 
 
 class _Alone(Transport):
-    """A rank whose gradients are the sums already."""
+    """A transport whose all-reduce returns the gradients unchanged, as if they were summed
+    already.
+    """
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
         return PendingRecv(None, tensor, tensor.device)
 
 
 def _bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
-    """How much longer a backward takes that copies gradients into a bucket as they come, and the
-    sums back.
+    """Return a function that times gradient bucketing: the additional seconds of a backward that
+    copies gradients into buckets, and of copying the sums back.
     """
     own = _parameters(watch, count)
     shared = _parameters(watch, count)
