@@ -1,36 +1,38 @@
-"""A folder of checkpoints, and how one is written, committed, merged, checked and read.
+"""The folder of checkpoints: writing, committing, merging, checking and reading checkpoints.
 
 A checkpoint is written under a temporary name and renamed when every byte is on the disk, so that a
-crash never loses the last. The newest and the one before stay; an older one goes only when a newer
-one is committed.
+crash does not lose the previous one. By default, the two newest checkpoints are kept. An older one
+is removed only after a newer one has been committed.
 
-A checkpoint is a folder `step_00000012` with files `rank_00000.safetensors`, one a rank, and
-`manifest.json`. What is saved is known by the parameter's name and the block of it, not by ranks:
-any plan of the same model can read it. `manifest.json` is one JSON object:
+A checkpoint is a folder `step_00000012` with one file `rank_00000.safetensors` per rank and
+`manifest.json`. The manifest identifies saved data by the name of the parameter and the block of
+it, not by rank, so that any plan of the same model can read it. It is one JSON object:
 
     format       "autopipe.checkpoint/2"
     sha256       SHA-256 of the object without this member, as JSON with sorted keys, no spaces, and ASCII only
-    model        {"path", "sha256"}: the ONNX file, and the digest that plans have of it
-    plan         digest of the plan whose ranks saved
-    world_size   their number
-    step         steps done
-    samples      samples taken from the data so far: where a run goes on, whatever its batch is
-    forwards     micro-batches of all steps so far; absent if an earlier release has saved a part of the run
-    seed         of the random data and of the parameters' first numbers
-    optimizer    the settings it was made with: {"name", "lr", "momentum", ..., "shard"}
+    model        {"path", "sha256"}: the ONNX file, and its digest as in plans
+    plan         digest of the plan whose ranks saved the checkpoint
+    world_size   number of these ranks
+    step         number of completed steps
+    samples      number of samples read from the data: where a resumed run continues
+    forwards     micro-batches of all steps so far; absent if they were not counted
+    seed         seed of the random data and of the parameters' initial values
+    optimizer    settings of the optimizer: {"name", "lr", "momentum", ..., "shard"}
     files        [{"name", "bytes", "sha256"}]
     parameters   [{"name", "trainable", "value", "state", "scalars"}], by name
-                 value: a tensor; state: {"exp_avg": tensor, ...}, what the optimizer keeps of each
-                 element;
-                 scalars: {"step": 12.0}, what it keeps once
-    random       [{"rank", "device", "state"}]: torch's generator on "cpu" or "cuda" of a rank; state is a tensor
-    loss_scale   {"scale", "good_steps"}, of a run in fp16: the scale, and the steps since without an overflow
-    eval_loss    of the best so far, in the folder `best`: its validation loss
+                 value: a tensor; state: {"exp_avg": tensor, ...}, optimizer state per
+                 element; scalars: {"step": 12.0}, optimizer state per parameter
+    random       [{"rank", "device", "state"}]: state (a tensor) of torch's generator of random
+                 numbers on "cpu" or "cuda" of a rank
+    loss_scale   {"scale", "good_steps"}, for fp16 only: the loss scale, and the number of steps
+                 without an overflow since it changed
+    eval_loss    validation loss, for the best checkpoint in the folder `best` only
 
-A tensor is {"dtype", "shape", "blocks"}: element type by ONNX's name, and global shape. Its blocks
-do not overlap and cover it: [{"starts", "stops", "file", "offset", "key"}], half-open in each
-dimension; the block's elements lie row by row, little-endian, at byte `offset` of file number
-`file`, where safetensors calls them `key`.
+A tensor is {"dtype", "shape", "blocks"}: the ONNX name of its element type, its global shape, and
+its blocks, [{"starts", "stops", "file", "offset", "key"}]. The blocks cover the tensor and do not
+overlap. `starts` and `stops` are half-open ranges per dimension. The elements of a block are stored
+in row-major order, little-endian, from byte `offset` of file number `file` on, under the
+safetensors name `key`.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ from autopipe.ir.words import plural
 
 FORMAT = "autopipe.checkpoint/2"
 AVERAGE = "ema"
-"""Name among a parameter's state of its exponential moving average."""
+"""Name of the exponential moving average in the state of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,13 @@ class Block:
     box: Annotated[TensorSlice, Inline()]
     file: Index
     offset: Index
-    """Bytes from the start of the file."""
+    """Offset from the start of the file in bytes."""
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of global `shape`; `dtype` is ONNX's name of its element type in lower case."""
+    """A tensor of global shape `shape`. `dtype` is the lower-case ONNX name of its element type."""
 
     dtype: str
     shape: tuple[Index, ...]
@@ -85,7 +87,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """A parameter's numbers, and what the optimizer keeps of it, by torch's names."""
+    """The value of a parameter, and its optimizer state under torch's names."""
 
     name: str
     trainable: bool
@@ -114,7 +116,7 @@ class LossScale:
 FileName = Annotated[
     str, Fits(lambda name: Path(name).name == name != "..", "a file of the checkpoint")
 ]
-"""A name that leads nowhere else."""
+"""A file name without folders, so that it cannot refer to a file outside of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Checkpoint:
     optimizer: dict[str, Any]
     files: tuple[StoredFile, ...]
     parameters: tuple[StoredParameter, ...]
-    """By name."""
+    """Sorted by name."""
     random: tuple[StoredGenerator, ...]
     loss_scale: Annotated[LossScale | None, OmitDefault()] = None
     eval_loss: Annotated[float | None, OmitDefault()] = None
@@ -149,16 +151,20 @@ class Checkpoint:
 
 MANIFEST = "manifest.json"
 BEST = "best"
-"""Folder, in that of a run's checkpoints, of the one with the lowest validation loss."""
+"""Name of the subfolder for the checkpoint with the lowest validation loss, in a run's checkpoint
+folder.
+"""
 KEPT = 2
-"""Checkpoints that stay where nothing else is said: the newest and the one before."""
+"""Default number of checkpoints that are kept: the newest one and its predecessor."""
 _COMMITTED = re.compile(r"step_(\d{8,})")
 _TEMPORARY = re.compile(r"step_\d{8,}\.tmp-.*")
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write into one line that says what is not lost."""
+    """Context manager that converts a failure to write into a LaunchError, whose hint says that
+    earlier checkpoints are unchanged.
+    """
     try:
         yield
     except OSError as error:
@@ -182,16 +188,18 @@ _LOCK = ".lock"
 
 
 class FolderLock:
-    """Holds a folder until `release`, or the end of the process, however it ends."""
+    """Locks a folder until `release`, or until the process ends for any reason."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigurationError where another run holds the folder, LaunchError where it cannot
-        be made.
+        """Raise ConfigurationError if another run has locked the folder, and LaunchError if the
+        folder cannot be created.
         """
         self._descriptor = -1
         self._folder = folder
         self.held = False
-        """Stays False where the file system has no locks: then nothing of others may be removed."""
+        """False if the file system has no locks. In that case, no files of other runs may be
+        removed.
+        """
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -212,11 +220,11 @@ class FolderLock:
         return True
 
     def claim(self, run: str) -> None:
-        """Note that the folder is that of `run`. Raises ConfigurationError if it holds checkpoints
-        and is that of another run, which ended after this one was started.
+        """Record that the folder belongs to `run`. Raise ConfigurationError if the folder has
+        checkpoints of another run, which ended after this one was started.
         """
         if os.pread(self._descriptor, _LONGEST_RUN, 0) == run.encode():
-            return  # The ranks of this run were started again.
+            return  # The ranks of this run were restarted.
         check_unused(self._folder)
         with writing(self._folder):
             os.ftruncate(self._descriptor, 0)
@@ -231,12 +239,12 @@ class FolderLock:
 
 
 _PATIENCE_S = 15.0
-"""How long a run that was killed may take to be gone, for one that takes its place."""
+"""Seconds that a run waits for a killed run, which it replaces, to end."""
 _PAUSE_S = 0.1
 _LONGEST_RUN = 4096
-"""Maximum bytes of a run's name."""
+"""Maximum size of a run's name in bytes."""
 _SHORT_PATIENCE_S = 2.0
-"""Seconds that a run which starts anew waits for the ranks of one that was killed."""
+"""Seconds that a run without --resume waits for the ranks of a killed run to end."""
 
 
 def _in_use(folder: Path) -> ConfigurationError:
@@ -247,10 +255,11 @@ def _in_use(folder: Path) -> ConfigurationError:
 
 
 def check_savable(folder: Path) -> None:
-    """Raise ConfigurationError if checkpoints cannot be saved in `folder`, which need not exist.
+    """Raise ConfigurationError if checkpoints cannot be saved in `folder`, which may not exist yet.
 
-    A temporary folder is made and removed in the nearest folder that exists: permissions do not
-    tell of a read-only file system, and do not bind root.
+    A temporary folder is created and removed in the nearest existing folder. File permissions are
+    not sufficient for the check: they do not show that a file system is read-only, and they do not
+    apply to root.
     """
     folder = folder.absolute()
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
@@ -258,8 +267,8 @@ def check_savable(folder: Path) -> None:
         raise _unsavable(folder, f"{there} is {_kind_of(there)}")
     try:
         with held_folder(".autopipe-check-", there) as made:
-            # What is still missing is made there, too: its names may be longer than the file system
-            # takes.
+            # The missing folders are created in the temporary folder, too, because their names may
+            # be longer than the file system allows.
             names = [name for name in folder.relative_to(there).parts if name != ".."]
             made.joinpath(*names).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -272,7 +281,7 @@ def _unsavable(folder: Path, reason: str) -> ConfigurationError:
 
 
 def _kind_of(path: Path) -> str:
-    """Return a noun for what is at `path`, which is no folder."""
+    """Return a noun for the object at `path`, which is not a folder."""
     if not path.exists():
         return "a link to nothing"
     return (
@@ -285,8 +294,8 @@ def _kind_of(path: Path) -> str:
 
 
 def check_free(folder: Path) -> None:
-    """Raise ConfigurationError if another run holds `folder`, or its lock may not be opened.
-    Nothing is written.
+    """Raise ConfigurationError if another run has locked `folder`, or if its lock file cannot be
+    opened. Nothing is written.
     """
     try:
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
@@ -312,7 +321,7 @@ def check_free(folder: Path) -> None:
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Steps of the committed checkpoints, ascending."""
+    """Return the steps of the committed checkpoints, in ascending order."""
     try:
         names = [entry.name for entry in folder.iterdir()]
     except FileNotFoundError:
@@ -326,8 +335,8 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def check_unused(folder: Path) -> None:
-    """Raise ConfigurationError where a run that starts anew would save beside the checkpoints of
-    another.
+    """Raise ConfigurationError if the folder has checkpoints. A run without --resume does not save
+    next to the checkpoints of another run.
     """
     if steps := committed_steps(folder):
         hint = "give --resume to go on from it, or choose another folder"
@@ -345,13 +354,15 @@ def rank_file(rank: int) -> str:
 
 
 def temporary_path(folder: Path, step: int, token: str) -> Path:
-    """Where a checkpoint is written before it is committed; `token` sets runs apart."""
+    """Return the path at which a checkpoint is written before it is committed. `token`
+    distinguishes runs.
+    """
     return folder / f"step_{step:08d}.tmp-{token}"
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what crashed runs left, but for folders that hold files of others. No run may be
-    saving here: see `FolderLock`.
+    """Remove the temporary folders of crashed runs, except for folders with files that do not
+    belong to a checkpoint. No run may be saving in `folder` meanwhile; see `FolderLock`.
     """
     with writing(folder):
         for path in folder.iterdir():
@@ -363,15 +374,15 @@ _PART = re.compile(r"rank_\d{5,}\.safetensors|manifest\.json")
 
 
 def _holds_only_shards(folder: Path) -> bool:
-    """Return True if a folder holds nothing but the files of a checkpoint."""
+    """Return True if a folder has only the files of a checkpoint."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(_PART.fullmatch(each.name) and not each.is_dir() for each in folder.iterdir())
 
 
 def commit(temporary: Path, manifest: str) -> Path:
-    """Give a checkpoint whose files are all on the disk its manifest and its final name. One rank
-    alone does this.
+    """Write the manifest of a checkpoint and rename the checkpoint to its final name. All of its
+    other files must be on the disk. Only one rank calls this.
     """
     final = temporary.with_name(temporary.name.partition(".")[0])
     with writing(final):
@@ -379,7 +390,7 @@ def commit(temporary: Path, manifest: str) -> Path:
         path.write_text(manifest, encoding="utf-8")
         flush(path)
         flush(temporary)
-        if final.exists():  # The best of before, at a step that was done again.
+        if final.exists():  # An earlier best checkpoint of this step, which has been repeated.
             if _holds_only_shards(final):
                 _remove(final)
             else:
@@ -390,8 +401,8 @@ def commit(temporary: Path, manifest: str) -> Path:
 
 
 def prune(folder: Path, latest: int = KEPT, every: int = 0) -> None:
-    """Remove all checkpoints but the `latest` newest ones, 0 for all, and those after a multiple of
-    `every` steps. A checkpoint whose folder holds a file of others stays, too.
+    """Remove old checkpoints. The `latest` newest ones are kept (0: all), and so are checkpoints
+    whose step is a multiple of `every`, and checkpoints with foreign files in their folder.
     """
     old = committed_steps(folder)[:-latest] if latest else []
     _remove_steps(folder, [step for step in old if not every or step % every])
@@ -410,7 +421,9 @@ def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
 
 
 def _remove(old: Path) -> None:
-    """Remove a checkpoint. Renamed first, so that no half-removed one looks whole."""
+    """Remove a checkpoint. It is renamed first, so that a partly removed checkpoint is not taken
+    for a complete one.
+    """
     gone = old.with_name(f"{old.name}.tmp-old")
     os.rename(old, gone)
     shutil.rmtree(gone)
@@ -426,8 +439,8 @@ def flush(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The manifest of the checkpoint in folder `path`. Raises LaunchError where it is damaged or of
-    another format.
+    """Return the manifest of the checkpoint in folder `path`. Raise LaunchError if it is damaged or
+    has another format.
     """
     try:
         document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -454,24 +467,27 @@ def _digest(document: dict[str, Any]) -> str:
 
 
 def document_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The manifest as a JSON object, without its digest."""
+    """Return the manifest as a JSON object, without its digest."""
     return {"format": FORMAT, **encode(checkpoint)}
 
 
 def parsed(document: dict[str, Any], where: str = "") -> Checkpoint:
-    """The manifest that a JSON object says. Raises ConfigurationError where it is none."""
+    """Parse the manifest in a JSON object. Raise ConfigurationError if it is invalid."""
     found: Checkpoint = decode(JsonRecord(document, where), Checkpoint)
     return found
 
 
 def numpy_type(dtype: str) -> np.dtype:
-    """The type of stored elements, by ONNX's name. Raises ValueError where there is none."""
+    """Return the numpy type of stored elements for an ONNX type name. Raise ValueError for an
+    unknown name.
+    """
     return DType(dtype).stored
 
 
 def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint whose files, blocks and generators are those of all parts; the rest is equal
-    in all of them. Blocks have the numbers that the files get here: part N's one file is number N.
+    """Merge the manifests that the ranks wrote. The result has the files, blocks and generators of
+    all parts; the other fields are equal in all parts. The file number in each block must already
+    be its number in the result: the one file of part N has number N.
     """
     pieces: dict[str, list[StoredParameter]] = defaultdict(list)
     for parameter in (parameter for part in parts for parameter in part.parameters):
@@ -502,7 +518,7 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """A tensor to be stored: its elements' bytes row by row, little-endian."""
+    """A tensor to be stored. `data` has its elements in row-major order, little-endian."""
 
     key: str
     dtype: str
@@ -511,12 +527,12 @@ class Content:
 
 
 def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, dict[str, int]]:
-    """Write a file, down to the disk. Returns what it is, and each tensor's offset in bytes by key.
-    Raises LaunchError where it cannot be written.
+    """Write a file and wait until it is on the disk. Return its description, and the offset of each
+    tensor in bytes by key. Raise LaunchError if it cannot be written.
     """
     ordered = sorted(
         contents, key=lambda each: -numpy_type(each.dtype).itemsize
-    )  # So that each is aligned.
+    )  # Larger element types first, so that each tensor is aligned.
     header, offsets, size = safetensors_header(
         (each.key, DType(each.dtype), each.shape) for each in ordered
     )
@@ -533,8 +549,8 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
 
 
 def verify_file(path: Path, file: StoredFile) -> None:
-    """Read a whole file of the checkpoint in `path`. Raises LaunchError unless it is the one that
-    was written.
+    """Read a whole file of the checkpoint in `path`. Raise LaunchError if its size or digest
+    differs from the manifest.
     """
     where = path / file.name
     try:
@@ -550,8 +566,8 @@ def verify_file(path: Path, file: StoredFile) -> None:
 
 
 class Reader:
-    """The tensors of the checkpoint in folder `path`. Its files are taken as they are:
-    `verify_file` looks at them.
+    """Reads tensors of the checkpoint in folder `path`. The contents of the files are not verified;
+    see `verify_file`.
     """
 
     def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
@@ -560,8 +576,9 @@ class Reader:
         self._mapped: dict[int, np.ndarray] = {}
 
     def read(self, tensor: StoredTensor, box: TensorSlice | None = None) -> np.ndarray:
-        """A block of a tensor, all of it unless `box` says which; bfloat16 comes as the bits, in
-        uint16. Raises LaunchError where the checkpoint lacks a part of it.
+        """Return a block of a tensor, or the full tensor if `box` is None. The elements of bfloat16
+        are returned as their bits, in uint16. Raise LaunchError if the checkpoint does not have all
+        of the block.
         """
         wanted = full_slice(tensor.shape) if box is None else box
         found = np.empty(wanted.shape, numpy_type(tensor.dtype))
@@ -599,8 +616,9 @@ class Reader:
 def check_checkpoint(
     path: Path, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Read all of the checkpoint in folder `path`. Raises LaunchError, naming the file, at the
-    first that is wrong. `progress` is told the bytes of every file.
+    """Read the full checkpoint in folder `path`. Raise LaunchError for the first damaged file or
+    tensor. `progress` is called with the size of each file in bytes after the file has been
+    verified.
     """
     for name, tensor in tensors_of(checkpoint):
         if flaw := _flaw(tensor, checkpoint):
@@ -611,7 +629,7 @@ def check_checkpoint(
 
 
 def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
-    """Every tensor, and what a person calls it."""
+    """Yield a readable name and the tensor, for every stored tensor."""
     for parameter in checkpoint.parameters:
         yield f"parameter {parameter.name!r}", parameter.value
         for name, tensor in parameter.state:
@@ -621,8 +639,8 @@ def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
-    """Describe the first defect of a tensor's blocks; "" where they lie inside it, do not overlap,
-    cover it, and lie within their files.
+    """Describe the first defect of a tensor's blocks, or return "". The blocks must lie inside the
+    tensor and inside their files, cover the tensor, and not overlap.
     """
     try:
         size = numpy_type(tensor.dtype).itemsize

@@ -1,4 +1,4 @@
-"""Starting the ranks of a program through torch elastic, and reading what they report."""
+"""Starts the ranks of a program through torch elastic, and reads their report files."""
 
 from __future__ import annotations
 
@@ -27,35 +27,39 @@ _TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
     nodes: tuple[int, int] = (1, 1)
-    """Fewest and most nodes; the program's world size fixes the number within."""
+    """Minimum and maximum number of nodes. The program's world size determines the number within
+    this range.
+    """
     ranks_per_node: int | None = None
-    """The program's ranks shared equally among the nodes, where not given."""
+    """Number of ranks per node. If None, the program's ranks are divided by the maximum number of
+    nodes.
+    """
     rendezvous_endpoint: str = ""
     rendezvous_id: str = ""
     rendezvous_key: bytes = field(default=b"", repr=False)
     """Secret shared by the nodes."""
     node: int | None = None
-    """This node's number, from 0."""
+    """Number of this node, from 0."""
     local_address: str = ""
-    """This node's address, where it shall not be the one from which it reaches the endpoint."""
+    """Address of this node, if it is not the one from which this node reaches the endpoint."""
     hosts: tuple[str, ...] = ()
-    """Names of the nodes by number, where a job manager says them."""
+    """Names of the nodes by number; empty if no job manager provides them."""
     gpus: int = 0
-    """GPUs of this node that its ranks may use."""
+    """Number of GPUs of this node that its ranks may use."""
     max_restarts: int = 0
     timeouts: Timeouts = DEFAULTS
-    """How long a rank may take in each phase before it counts as hanging."""
+    """Time that a rank may take in each phase before it counts as hanging."""
     live: bool = False
-    """Rank 0's stdout is this process's."""
+    """True if rank 0 writes to the stdout of this process."""
     debug: bool = False
-    """Elastic's own log lines are shown."""
+    """True if elastic's log lines are shown."""
     saves: bool = False
-    """The ranks save a last checkpoint when they are stopped."""
+    """True if the ranks save a last checkpoint when they are stopped."""
 
 
 def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
-    """(nodes, ranks on each). Raises ConfigurationError where they do not make up the program's
-    world size.
+    """Return (number of nodes, ranks per node). Raise ConfigurationError if they do not match the
+    program's world size.
     """
     low, high = config.nodes
     world = manifest.world_size
@@ -97,11 +101,14 @@ def launch_program(
     poll: Callable[[], None] = lambda: None,
     server: ForkServer | None = None,
 ) -> None:
-    """Run the program's ranks of this node to their end. `arguments` are those of a rank's file.
-    `note` is told of restarts; `poll` is called several times a second meanwhile, and at the end.
-    `server` forks the ranks; without it, a fork server is started for this launch. Raises the first
-    failing rank's error: ConfigurationError where the rank could not take what it was given,
-    otherwise LaunchError; KeyboardInterrupt after Ctrl-C, when all ranks have ended.
+    """Run the program's ranks of this node until they end.
+
+    `arguments` are the arguments of each rank. `note` is called with a text on restarts. `poll` is
+    called several times a second while the ranks run, and at the end. `server` forks the ranks;
+    without it, a fork server is started for this launch.
+
+    Raise the error of the first rank that failed: ConfigurationError if the rank rejected its
+    inputs, otherwise LaunchError. Raise KeyboardInterrupt after Ctrl-C, when all ranks have ended.
     """
     if server is None:
         with fork_server() as own:
@@ -163,11 +170,12 @@ def launch_program(
 
 @contextmanager
 def _elastic_contained(debug: bool) -> Iterator[None]:
-    """Put back the signal handlers that elastic takes for itself, and keep its log lines off the
-    terminal unless `debug` wants them.
+    """Context manager that restores the signal handlers that elastic replaces. Unless `debug`,
+    elastic's log lines are not printed.
     """
     saved = {each: signal.getsignal(each) for each in _TAKEN_SIGNALS}
-    # Each of its modules has a logger with a level of its own; all hand their lines to this one.
+    # Each elastic module has a logger with its own level. All of them pass their lines to this
+    # logger.
     logger = logging.getLogger("torch.distributed.elastic")
     nowhere = logging.NullHandler()
     propagate = logger.propagate
@@ -186,11 +194,11 @@ def _elastic_contained(debug: bool) -> Iterator[None]:
 def run_child(
     words: Sequence[str], changes: dict[str, str], server: ForkServer | None = None
 ) -> str:
-    """Run `words`, as `python_command` takes them, to the end, with changes to the environment;
-    `server` forks the process. Returns "" if it succeeds, otherwise the last line that it wrote to
-    stderr.
+    """Run a process to its end. `words` is its command in the form of `python_command`, and
+    `changes` are changes to the environment. `server` forks the process. Return "" if the process
+    succeeds, otherwise the last line that it wrote to stderr.
     """
-    starter = server or ForkServer()  # One that has not been entered starts interpreters.
+    starter = server or ForkServer()  # A server that has not been entered starts interpreters.
     with tempfile.TemporaryFile("w+") as errors, open(os.devnull, "r+") as nothing:
         process = starter.start(list(words), os.environ | changes, (nothing, nothing, errors))
         try:
@@ -213,8 +221,10 @@ def run_alone(
     server: ForkServer | None = None,
 ) -> None:
     """Run one rank of a program in a separate process: all of a one-rank program, or one rank of a
-    dry run, if `fake_cuda` is given on the device of that library. `server` forks the process;
-    without it, a new interpreter runs the rank. Raises the rank's error.
+    dry run.
+
+    With `fake_cuda`, the rank runs on the simulated device of that library. `server` forks the
+    process; without it, a new interpreter runs the rank. Raise the rank's error.
     """
     with scratch_folder("rank") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
@@ -238,12 +248,14 @@ def run_alone(
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """A JSON line for each step, in order: of a step done again after a restart, the last."""
+    """Return the records of the steps in a report file, in order. If a step ran again after a
+    restart, its last record is returned.
+    """
     return _by_step(path, evaluations=False)
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """Of the same file a JSON line for each validation."""
+    """Return the records of the validations in a report file."""
     return _by_step(path, evaluations=True)
 
 
@@ -260,18 +272,18 @@ def _by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
 
 
 class ReportFollower:
-    """Reads a report file as it grows."""
+    """Reads a report file while it grows."""
 
     def __init__(self, path: Path, takers: Sequence[Callable[[dict[str, Any]], None]]) -> None:
-        """Each of `takers` is called with each record: a step's figures, or a `note` to be
-        shown.
+        """Each of `takers` is called with each record: the metrics of a step, or a `note` for the
+        user.
         """
         self._path = path
         self._takers = takers
-        self._read = 0  # Bytes.
+        self._read = 0  # Number of bytes read.
 
     def poll(self) -> None:
-        """Take the lines that have been completed since the last time."""
+        """Read the lines that have been completed since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -286,7 +298,9 @@ class ReportFollower:
 
 
 def read_times(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """By rank, the times of steps that this node's ranks left in `folder` (`runtime/watch/report.py`)."""
+    """Return, by rank, the task times per step that the ranks of this node left in `folder` (see
+    `runtime/watch/report.py`).
+    """
     return {
         int(path.stem.removeprefix("rank_")): read_reports(path)
         for path in sorted(folder.glob("rank_*.jsonl"))

@@ -1,5 +1,5 @@
-"""The log of a run: every N steps a line of `metrics.jsonl`, TensorBoard's events, and a W&B run.
-The launcher writes it from what rank 0 reports, so that no rank waits for a log.
+"""The metrics log of a run: `metrics.jsonl` with a line every N steps, TensorBoard events, and a
+W&B run. The launcher writes the log from the reports of rank 0, so that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from autopipe.ir.output_files import naming, replacing
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
 _FLUSH_S = 10
-"""To write TensorBoard's events out at each step takes longer than a short step."""
+"""Seconds between two flushes of TensorBoard's events. A flush at each step can take longer than
+the step.
+"""
 _RATES = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu", "bubble_rate")
 
 
 class MetricsWriter(Protocol):
-    """Takes records in the order of their steps. A step that comes again, after a restart, replaces
-    what was written of it and of later ones.
+    """Writes records, which come in the order of their steps. After a restart, steps are repeated.
+    Their records replace the earlier records of these steps and of later ones.
     """
 
     @property
     def path(self) -> Path:
-        """The file or folder that is written."""
+        """The file or folder that the log is written to."""
 
     def write(self, record: Record) -> None: ...
 
@@ -40,7 +42,7 @@ class MetricsWriter(Protocol):
 
 
 class JsonLines:
-    """A file with a JSON object a line."""
+    """A file with one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,13 +65,11 @@ class JsonLines:
             file.writelines(line for line in lines if json.loads(line)["step"] < step)
 
     def close(self) -> None:
-        """Each line is in the file already."""
+        """Nothing to do: each line has been written to the file already."""
 
 
 def _steps(path: Path) -> Iterator[int]:
-    """Yield the steps of a log. Raises ConfigurationError for a file that autopipe did not
-    write.
-    """
+    """Yield the steps of a log. Raise ConfigurationError for a file that autopipe did not write."""
     if not path.exists():
         return
     *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -95,8 +95,8 @@ def _not_a_step(path: Path, number: int) -> ConfigurationError:
 
 
 def _whole_step(line: str) -> int | None:
-    """Return the step of a last line that lacks its end alone, None if a part of its object is
-    missing.
+    """Return the step of a last line that lacks only its line break; None if a part of its JSON
+    object is missing.
     """
     try:
         return int(json.loads(line)["step"])
@@ -105,8 +105,8 @@ def _whole_step(line: str) -> int | None:
 
 
 def _end_last_line(path: Path, content: bytes) -> None:
-    """End the last line of a log; take it off if a part is missing, for example because the machine
-    stopped.
+    """Complete the last line of a log with a line break, or remove the line if a part is missing,
+    for example because the machine stopped.
     """
     end = content.rfind(b"\n") + 1
     if _whole_step(content[end:].decode(errors="replace")) is None:
@@ -117,7 +117,7 @@ def _end_last_line(path: Path, content: bytes) -> None:
 
 
 class TensorBoard:
-    """An event file of TensorBoard's."""
+    """A TensorBoard event file."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -128,7 +128,7 @@ class TensorBoard:
         step = record["step"]
         if self._writer is None or step < self._last:
             self.close()
-            # What an earlier start has written of these steps is no longer shown.
+            # TensorBoard no longer shows what an earlier start has written for these steps.
             module: Any = import_module("torch.utils.tensorboard")
             self._writer = module.SummaryWriter(
                 str(self.path), purge_step=step, flush_secs=_FLUSH_S
@@ -144,10 +144,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B's, whose files are in `folder`."""
+    """A W&B run, whose files are in `folder`."""
 
     def __init__(self, project: str, folder: Path, settings: Record) -> None:
-        """`settings` are kept as the run's configuration."""
+        """`settings` are stored as the configuration of the run."""
         self.path = folder
         self._start = {"project": project, "dir": str(folder), "config": dict(settings)}
         self._run: Any = None
@@ -167,8 +167,8 @@ class WeightsAndBiases:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """The numbers of a record by the names that TensorBoard and W&B show them under, such as
-    `train/loss`.
+    """Yield the values of a record with the names under which TensorBoard and W&B show them, for
+    example `train/loss`.
     """
     for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
         if record.get(name) is not None:
@@ -185,9 +185,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 class MetricsLog:
-    """Hands every N-th step's record to the writers: loss, rate and norm are that step's, times and
-    rates the mean of the steps since the one before. A writer that fails is left out from then on,
-    and a run goes on.
+    """Passes the record of every N-th step to the writers. Loss, learning rate and gradient norm
+    are those of that step; times and rates are means over the steps since the previous record. A
+    writer that fails is removed, and the run continues.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class MetricsLog:
         self._since: list[Record] = []
 
     def add(self, record: Record) -> None:
-        """Take a record of the report file; what is of no step is not logged."""
+        """Process a record of the report file. A record without a step is ignored."""
         if "step_time_s" not in record:
             if "step" in record:
                 self._write(record)
@@ -218,7 +218,7 @@ class MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write the steps that are left over, and close."""
+        """Write the remaining steps and close the writers."""
         if self._since:
             self._write(mean_of_steps(self._since))
             self._since = []
@@ -234,8 +234,8 @@ class MetricsLog:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Return the file that cannot be written, `path` unless the error names one, and why, on one
-    line.
+    """Return, on one line, the file that cannot be written and the reason. The file is `path`
+    unless the error names another one.
     """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or path}: {error.strerror}"
@@ -247,8 +247,8 @@ def _finite(value: Any) -> Any:
 
 
 def mean_of_steps(records: list[Record]) -> dict[str, Any]:
-    """The last of some steps' records, with the mean of their times, and rates over all of their
-    time.
+    """Return the last of some consecutive records, with the mean of the step times, and rates
+    averaged over the total time.
     """
     found = dict(records[-1])
     if len(records) == 1:
@@ -264,15 +264,15 @@ def mean_of_steps(records: list[Record]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Where a launch logs, and how often."""
+    """Folder and interval of the log of a launch."""
 
     folder: Path
     every: int = 1
     wandb_project: str | None = None
 
     def check(self, resume: bool) -> None:
-        """Raise ConfigurationError where the log cannot be written, or the folder holds that of
-        another run and `resume` does not ask to go on with it. Nothing is written.
+        """Raise ConfigurationError if the log cannot be written, or if the folder has the log of
+        another run and `resume` is not set. Nothing is written.
         """
         path = self.folder / METRICS_FILE
         there = next(
@@ -301,8 +301,9 @@ class LogSettings:
             )
 
     def open(self, run: Record, warn: Callable[[str], None]) -> MetricsLog:
-        """Make the folder and the log in it. W&B keeps `run` as what the run is. Raises
-        ConfigurationError if the folder cannot be made or the file's last line cannot be ended.
+        """Create the folder and the log in it. W&B stores `run` as the configuration of the run.
+        Raise ConfigurationError if the folder cannot be created or the last line of the file cannot
+        be completed.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

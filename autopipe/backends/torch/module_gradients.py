@@ -1,8 +1,8 @@
-"""Loss and gradients of a module on example inputs, as PyTorch computes them: what an exported file
-is compared with.
+"""Loss and gradients that PyTorch computes for a module on example inputs. An exported ONNX file is
+compared with them.
 
-Nothing of the module changes: buffers are copies, gradients are returned, random numbers are drawn
-apart.
+The module is not changed: buffers are copied, gradients are returned instead of stored, and torch's
+random state is not advanced.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from autopipe.backends.torch.exporter import Subject, loss_among
 from autopipe.backends.torch.torch_interfaces import tensors_within
 
 _RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Functions of `torch` whose only floating-point argument is the probability between layers;
-`train` follows it.
+"""Functions of `torch` whose only floating-point argument is the dropout probability between
+layers. The argument `train` follows it.
 """
 _TRAINING: Final = ("training", "train")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results and gradients of a module on one example, if nothing is dropped."""
+    """Results and gradients of a module on one example, with dropout switched off."""
 
     results: tuple[np.ndarray, ...]
     loss: int | None
-    """Position of the loss among the results; None if the module returns none."""
+    """Position of the loss among the results; None if the module returns no loss."""
     gradients: Mapping[str, np.ndarray | None]
-    """By parameter; None if no gradient reaches it. Frozen parameters are not listed."""
+    """Gradient by parameter; None if no gradient reaches the parameter. Frozen parameters are not
+    listed.
+    """
     functions: tuple[str, ...]
     """Names of the custom `torch.autograd.Function`s through which the gradient flows."""
     dropped: tuple[float, ...]
@@ -55,8 +57,8 @@ class Evaluation:
 
 
 class _NothingDropped(TorchFunctionMode):
-    """Calls what drops with probability 0, and lists the probabilities that the module asked
-    for.
+    """Calls dropout functions with probability 0, and records the probabilities that the module
+    passed.
     """
 
     def __init__(self) -> None:
@@ -92,12 +94,12 @@ class _NothingDropped(TorchFunctionMode):
         ):
             return (
                 found.detach()
-            )  # With probability 0 it may be the operand itself, which has a gradient.
+            )  # With probability 0, the result may be the operand itself, which has a gradient.
         return found
 
     def _without_probability(self, args: Sequence[Any]) -> list[Any]:
-        """Return the arguments of a recurrent layer, whose probability is the only floating-point
-        one.
+        """Return the arguments of a recurrent layer with probability 0. The probability is its only
+        floating-point argument.
         """
         place = next(place for place, each in enumerate(args) if isinstance(each, float))
         layers = args[place - 1]
@@ -134,11 +136,11 @@ class _NothingDropped(TorchFunctionMode):
 def evaluate(
     subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0
 ) -> Evaluation:
-    """Return what the module computes of these inputs: with a loss in the modes of its submodules,
-    else in `eval()`.
+    """Return the results and gradients of the module for these inputs. If the module returns a
+    loss, its submodules run in their current modes, otherwise in `eval()`.
 
-    `ulps` moves each parameter by this many units in its last place, up or down at random: what
-    roundings change.
+    `ulps` changes each parameter by this many units in the last place, up or down at random. This
+    shows the effect of rounding.
     """
     found = _evaluated(subject, tensors, seed, ulps)
     if found.loss is not None:
@@ -193,10 +195,11 @@ def _evaluated(
 
 @contextmanager
 def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Let a module read other tensors in place of its parameters and buffers, by the `id` of these.
+    """Context manager in which a module reads `tensors`, which has replacements of its parameters
+    and buffers by the `id` of the original.
 
-    `torch.func.functional_call` does not give a module its own tensors back that has a submodule
-    under several names.
+    `torch.func.functional_call` does not restore the original tensors of a module that has one
+    submodule under several names.
     """
     tables: list[dict[str, Any]] = []
     for each in module.modules():
@@ -213,7 +216,7 @@ def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterato
 
 
 def _differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of the tensors that are not equal."""
+    """Return the names of the tensors that differ."""
     return [
         name
         for name, each in before.items()
@@ -231,7 +234,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
-    """Return a copy of a parameter, each number moved by `ulps` units in the last place."""
+    """Return a copy of a parameter with each element moved by `ulps` units in the last place."""
     if not parameter.is_floating_point():
         return parameter.detach()
     signs = torch.randint(0, 2, parameter.shape, device=parameter.device) * 2 - 1

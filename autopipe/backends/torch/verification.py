@@ -1,4 +1,6 @@
-"""Compare losses and gradients that two runs have recorded: ranks against one device."""
+"""Comparison of the losses and gradients that two runs have recorded: those of the ranks and those
+of one device.
+"""
 
 from __future__ import annotations
 
@@ -16,58 +18,65 @@ from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import Parameter
 
 _ROUNDING = 1e-6
-"""A gradient whose norm is below this share of all gradients' norm is zero but for rounding: a
-key's bias before a softmax has none, and what is left of it in float32 has no digits to compare. It
-is compared absolutely.
+"""A gradient counts as zero if its norm is below this fraction of the norm of all gradients. For
+example, the exact gradient of a key's bias before a softmax is zero, and its float32 value consists
+of rounding errors only. It is compared with an absolute tolerance.
 """
 _RESPONSES = 4
-"""How many times what a rounding of every input and weight changes may come of the roundings of a
-whole step: a layer's roundings are as if its weights had been rounded (Higham and Mary, "Sharper
+"""Factor between the change by one rounding of all inputs and weights, and the tolerance for the
+roundings of a full step.
+
+The roundings of a layer have the effect of rounding its weights (Higham and Mary, "Sharper
 Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with Random Data", SIAM
-Journal on Scientific Computing 42(5), 2020), forwards and back in each of two runs, √4 times what
-one such rounding changes, and by chance twice that.
+Journal on Scientific Computing 42(5), 2020). Forward and backward in two runs are four such
+roundings, with √4 times the change by one, and a safety factor of 2 covers random variation.
 """
 _SPREADS = 2
-"""How many times a reference's distance from itself may lie between it and another right result."""
+"""A correct result may differ from the reference by this multiple of the distance between two
+results of the reference implementation.
+"""
 _NO_DIGITS = 0.1
-"""A tensor that is changed by more than this has no digits to compare: it is held against all that
-is compared.
+"""A tensor that one rounding changes by more than this relative amount has no reliable digits. Its
+error is compared with the norm of all compared tensors instead.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a tensor is from its reference: ‖a − b‖₂ / ‖b‖₂ in float64, absolute where ‖b‖ is
-    0.
+    """Difference of a tensor from its reference, ‖a − b‖₂ / ‖b‖₂ in float64. If ‖b‖₂ is 0, the
+    difference is absolute.
     """
 
     tensor: str
     relative: float
     share: float = 1.0
-    """How large the reference is beside all that is compared, by norms."""
+    """Norm of the reference as a fraction of the norm of all compared tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far ONNX Runtime's results for a tensor are from its results in another way, as relative
-    differences.
+    """Relative differences between results for one tensor that ONNX Runtime computes in different
+    ways.
     """
 
     optimizations: float
-    """With its graph optimizations."""
+    """Difference of the result with graph optimizations from the one without."""
     float64: float | None = None
-    """In float64. None if ONNX Runtime cannot compute the model in float64."""
+    """Difference of the float64 result. None if ONNX Runtime cannot compute the model in
+    float64.
+    """
     one_device: float | None = None
-    """How far one device's results are from ONNX Runtime's in float64."""
+    """Difference of one device's result from ONNX Runtime's float64 result."""
 
     def raised(self, limit: float, unit: float) -> float:
-        """Return the limit of one device's difference from ONNX Runtime, given the `limit` without
-        the spread.
+        """Return the maximum difference between one device and ONNX Runtime. `limit` is the maximum
+        without regard to the spread.
 
-        Both may be as far from the exact result as ONNX Runtime is from itself, so the limit rises
-        by twice that distance, at most to half of the digits of a type with unit roundoff `unit`.
-        If one device's results are within `limit` of those in float64, the rise is the distance of
-        ONNX Runtime from the latter, whatever its size.
+        Both results may be as far from the exact result as ONNX Runtime's results are from one
+        another. The limit therefore rises by twice that distance, but not above half of the digits
+        of a type with unit roundoff `unit`. If the result of one device is within `limit` of the
+        float64 result, the limit may rise to `limit` plus the distance of ONNX Runtime's result
+        from the float64 result, however large that is.
         """
         known = [
             each
@@ -90,8 +99,8 @@ class Spread:
 
 
 def limit_of(bound: float, found: Difference, response: float) -> float:
-    """The largest difference for a tensor that one step of every input and weight changes by
-    `response`, where it is `bound` for one that is well conditioned.
+    """Return the maximum difference for a tensor that rounding all inputs and weights changes by
+    `response`. `bound` is the maximum for a well-conditioned tensor.
     """
     if response > _NO_DIGITS:
         return bound / max(found.share, bound)
@@ -101,9 +110,11 @@ def limit_of(bound: float, found: Difference, response: float) -> float:
 def difference(
     name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0
 ) -> Difference:
-    """The difference of two arrays; infinite where shapes, infinities, NaNs or (of whole numbers)
-    any element differ. With `scale`, the norm of all that is compared, a reference that is zero but
-    for rounding is compared in its units.
+    """Return the difference of two arrays. It is infinite if the shapes, infinities, NaNs, or any
+    elements of integer arrays differ.
+
+    `scale` is the norm of all compared tensors. If it is given, a reference that is zero except for
+    rounding errors is compared relative to it.
     """
     unequal = Difference(name, math.inf)
     if ours.shape != reference.shape:
@@ -131,11 +142,11 @@ def tensor_differences(
     step: int = 0,
     trainable: bool = True,
 ) -> Iterator[Difference]:
-    """Return one difference per trained parameter, or per buffer unless `trainable`: the worst of
+    """Return the maximum difference per trained parameter, or per buffer unless `trainable`, over
     its blocks.
 
-    `recorded` and `expected` are folders of recorded gradients or `parameters` of a step. Raises
-    VerificationError if a parameter is not recorded, or no rank has it.
+    `recorded` and `expected` are folders with the recorded gradients or `parameters` of a step.
+    Raise VerificationError if a parameter was not recorded, or no rank has it.
     """
     trained = {
         str(index) for index, each in enumerate(ranks.parameters) if _is_compared(each, trainable)
@@ -173,8 +184,8 @@ def tensor_differences(
 
 
 def has_buffers(manifest: Manifest) -> bool:
-    """True if the program holds floating-point tensors that are not trained, such as running
-    statistics.
+    """Return True if the program has floating-point tensors that are not trained, for example
+    running statistics.
     """
     return any(_is_compared(each, trainable=False) for each in manifest.parameters)
 
@@ -184,8 +195,8 @@ def _is_compared(parameter: Parameter, trainable: bool) -> bool:
 
 
 def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
-    """Put the ranks' recorded gradients together, for one device to update by. Returns the number
-    of steps.
+    """Assemble the recorded gradients of all ranks, so that one device can update its parameters
+    with them. Return the number of steps.
     """
     target.mkdir(exist_ok=True)
     steps = 0
@@ -215,13 +226,13 @@ def _read(folder: Path, kind: str, step: int, rank: int) -> dict[str, np.ndarray
 
 
 def read_losses(report: Path) -> list[float]:
-    """Of the steps in a report, in which there may be notes too."""
+    """Return the losses of the steps in a report. Other records, for example notes, are skipped."""
     records = map(json.loads, report.read_text(encoding="utf-8").splitlines())
     return [float(each["loss"]) for each in records if "loss" in each]
 
 
 def read_outputs(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """The outputs of an inference run by name."""
+    """Return the outputs of an inference run by name."""
     with np.load(path, allow_pickle=False) as stored:
         return {
             output.value.name: stored[key]

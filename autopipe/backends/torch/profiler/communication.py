@@ -1,8 +1,8 @@
-"""Times of messages and collectives between ranks of this machine, and of posting them in a
-pipeline.
+"""Times of P2P messages and collectives between ranks of this machine, and the CPU time that
+starting them takes in a pipeline.
 
-`torchrun … -m autopipe.backends.torch.profiler.communication FILE DEVICE SECONDS` is one of several
-ranks that time messages and collectives together; rank 0 writes what they took.
+`torchrun … -m autopipe.backends.torch.profiler.communication FILE DEVICE SECONDS` runs one of
+several ranks that time messages and collectives together. Rank 0 writes the times to FILE.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from autopipe.ir.program import Channel
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Messages between two of `ranks`, and collectives of groups of up to all of them, for about
-    `seconds`. Raises LaunchError where a rank fails.
+    """Time messages between two of `ranks` ranks, and collectives of groups of up to all of them,
+    for about `seconds`. Raise LaunchError if a rank fails.
     """
     from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import Place
@@ -60,8 +60,8 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
 
 
 def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
-    """The line of least relative squared error through times by bytes, neither coefficient below
-    0.
+    """Return the line through times by size in bytes with the minimum squared relative error.
+    Neither of its coefficients is negative.
     """
     sizes = np.array([size for size, _ in samples], dtype=float)
     weights = 1 / np.array([timing.seconds for _, timing in samples])
@@ -77,25 +77,26 @@ def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
 _STEPS = 32
 _WARM_UP_STEPS = 4
 Spans = dict[str, tuple[float, float]]
-"""When tasks of a step began and ended, in seconds."""
+"""Start and end of each task of a step, in seconds."""
 
 
 def measure_post_overhead(
     together: Path, apart: Path, laden: Path, messages: int, device: str
 ) -> tuple[float, float]:
-    """Seconds of a rank's own time that an end of a message takes: of a task's first message, and
-    of each further one.
+    """Return the seconds of a rank's time that sending or receiving takes: for the first message of
+    a task, and for each further message.
 
-    The folders hold programs of two same stages, the second the slower one. `together` has them on
-    one rank, each micro-batch through both before the next; `apart` on two ranks under 1F1B, with
-    one message there and one back for each micro-batch; `laden` has `messages` there and as many
-    back. What passes longer between the second stage's tasks is what its ends of these messages
-    take. Raises LaunchError where a program fails.
+    The folders have programs of two stages, the second of which is slower. All three programs have
+    the same stages. `together` runs both stages on one rank, and each micro-batch passes through
+    both before the next one starts. `apart` runs them on two ranks under 1F1B, with one message in
+    each direction per micro-batch. `laden` sends `messages` in each direction. The additional time
+    between the tasks of the second stage is the time that sending and receiving these messages
+    take. Raise LaunchError if a program fails.
     """
 
     def between(spans: Spans, index: int, until: str) -> float:
-        """Seconds from a micro-batch's forward in the second stage until a task, without its own
-        two tasks.
+        """Return the seconds from a micro-batch's forward in the second stage until the task
+        `until` starts, without the micro-batch's own backward in the second stage.
         """
         forward = spans[f"1F{index}"]
         backward = spans[f"1B{index}"]
@@ -117,9 +118,9 @@ def measure_post_overhead(
 
 
 def measure_period(program: Path, device: str) -> float:
-    """Seconds from one micro-batch to the next in the second of two stages on two ranks under 1F1B,
-    at least four micro-batches a step: that of the slower stage, whichever it is. Raises
-    LaunchError where the program fails.
+    """Return the seconds between two micro-batches in the second of two stages, which run on two
+    ranks under 1F1B with at least four micro-batches per step. This is the time of the slower
+    stage. Raise LaunchError if the program fails.
     """
 
     return _of_steps(
@@ -131,8 +132,8 @@ def measure_period(program: Path, device: str) -> float:
 
 
 def period_of(starts: Sequence[float]) -> float:
-    """The median from one to the next of when a stage's forwards begin, after the first: a pipeline
-    fills meanwhile.
+    """Return the median time between two consecutive forwards of a stage. `starts` are the start
+    times of its forwards; the first one is not counted, because the pipeline is being filled.
     """
     return statistics.median(second - first for first, second in itertools.pairwise(starts[1:]))
 
@@ -140,7 +141,7 @@ def period_of(starts: Sequence[float]) -> float:
 def _of_steps(
     program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]
 ) -> float:
-    """The median over steps of what `seconds` says of one."""
+    """Return the median over the steps of the result of `seconds` for one step."""
     manifest = read_manifest(program)
     with scratch_folder("profile") as name:
         data = Path(name) / "samples.npz"
@@ -169,24 +170,27 @@ def _of_steps(
     return statistics.median(found)
 
 
-# One of several ranks that time exchanges.
+# The following code runs in each of several ranks that time communication.
 
 SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
-"""Bytes."""
+"""Message sizes in bytes."""
 _LEAST = 7
 _MOST = 100
 _WARM_UP = 2
 _ROUNDS = 8
-"""How often ranks compute and exchange messages while it is measured what ends take."""
+"""Number of rounds of computing and exchanging messages per measurement."""
 _TASKS = 6
-"""Computation between messages, about half a millisecond."""
+"""Number of computations between messages; together they take about half a millisecond."""
 _LEAST_WAY = 0.1
-"""Part of the time from rank to rank that a message is on its way at least, whatever its ends take.
+"""Minimum fraction of the measured time that is attributed to the transfer of a message, whatever
+time sending and receiving take.
 """
 
 
 Case = tuple[str, int, int, Callable[[], float]]
-"""Kind of an exchange, ranks of its group, bytes, and what gives its seconds."""
+"""Kind of the communication, number of ranks in its group, size in bytes, and a function that
+performs it and returns its seconds.
+"""
 
 
 def _cases(transport: Transport, sizes: Sequence[int]) -> Iterator[Case]:
@@ -209,8 +213,8 @@ def _synchronize(transport: Transport) -> None:
 def _collective(
     transport: Transport, kind: str, tensor: torch.Tensor, group: Group | None
 ) -> float:
-    """Seconds of one collective of a tensor with as many rows as ranks; nothing on a rank outside
-    of the group.
+    """Return the seconds of one collective on a tensor with one row per rank. A rank outside of the
+    group does nothing.
     """
     arguments = {
         "all_reduce": (tensor,),
@@ -225,12 +229,13 @@ def _collective(
 
 
 def _way(transport: Transport, channel: int, size: int) -> float:
-    """Seconds that a message between ranks 0 and 1 is on its way: half of there and back, without
-    the ends' own time.
+    """Return the seconds that a message between ranks 0 and 1 takes to be transferred: half of a
+    round trip, without the CPU time that sending and receiving take.
 
-    There and back has four ends. On a CPU all that a rank's threads do for an end counts, gloo's
-    among them, since they run on the rank's processor; elsewhere the call alone does. Ends of a
-    large message work at the same time, so that little may be left of its way.
+    A round trip has two sends and two receives. On a CPU, the CPU time of all threads of the rank
+    is subtracted, including gloo's, because they run on the rank's core. On other devices, only the
+    time of the calls is subtracted. Sender and receiver of a large message work at the same time,
+    so that little may remain of the transfer time.
     """
     tensor = torch.ones(size // 4, device=transport.device)
     like = (tensor.dtype, tuple(tensor.shape))
@@ -257,18 +262,21 @@ def _way(transport: Transport, channel: int, size: int) -> float:
 
 
 def _end(transport: Transport, channel: int, size: int) -> float:
-    """CPU time of rank 0 for one end of a message between ranks 0 and 1: the difference between its
-    rounds with and without messages. It includes the calls and, on a CPU, gloo's threads and waking
-    the other rank.
+    """Return the CPU time of rank 0 for one send or receive of a message between ranks 0 and 1:
+    half of the difference between its rounds with messages and without. It includes the calls and,
+    on a CPU, gloo's threads and waking the other rank.
     """
     alone = _round_seconds(transport, None, size)
     return (_round_seconds(transport, channel, size) - alone) / 2
 
 
 def _round_seconds(transport: Transport, channel: int | None, size: int) -> float:
-    """Seconds of a round of rank 0's: it computes all the time, and in between sends a message over
-    the channel. As in a pipeline's slowest stage what comes from rank 1 is there when rank 0 waits
-    for it: rank 1 computes half as long and waits for the rest of a round. Others compute alone.
+    """Return the seconds of a round of rank 0. In a round, rank 0 computes and exchanges a message
+    with rank 1 over the channel, if there is one.
+
+    As in the slowest stage of a pipeline, the message from rank 1 has arrived when rank 0 waits for
+    it: rank 1 computes half as long and waits for the rest of the round. Other ranks compute
+    without messages.
     """
     tensor = torch.ones(size // 4, device=transport.device)
     slow = transport.rank == 0
@@ -287,7 +295,7 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
     wait: Callable[[], object] = lambda: None  # noqa: E731 - nothing has been sent yet
     start = time.perf_counter()
     for number in range(_ROUNDS):
-        # The last round's message of rank 1 would be waited for by nobody.
+        # No rank would wait for a message of rank 1 in the last round.
         goes_on = number + 1 < _ROUNDS
         if slow:
             wait()
@@ -307,7 +315,7 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
 
 
 def _work(transport: Transport, tasks: int = 1) -> None:
-    """Fill the caches as a task before the message would."""
+    """Compute, which fills the caches as a task before a message does."""
     for _ in range(tasks):
         rows = torch.ones(64, 64, device=transport.device)
         for _ in range(4):
@@ -316,7 +324,7 @@ def _work(transport: Transport, tasks: int = 1) -> None:
 
 
 def _timed(exchange: Callable[[], float], seconds: float) -> Timing:
-    """The median on rank 0; the others run as often as it does."""
+    """Return the timing on rank 0. The other ranks repeat `exchange` as often as rank 0."""
     found: list[float] = []
     started = time.perf_counter()
     again = torch.ones(1)
@@ -330,7 +338,9 @@ def _timed(exchange: Callable[[], float], seconds: float) -> Timing:
 
 
 def main(target: Path, device: str, seconds: float) -> None:
-    """Measure, and write the samples from rank 0. Groups have powers of two of ranks, and all."""
+    """Measure, and write the samples on rank 0. The group sizes are the powers of two below the
+    number of ranks, and the number of ranks.
+    """
     transport = Transport(device)
     transport.start()
     world = transport.world_size
