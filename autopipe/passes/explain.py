@@ -1,7 +1,7 @@
-"""Why a plan is as it is: reports of devices and nodes, and what other choices and other problems
-would give.
+"""Explanations of a plan: reports of devices and nodes, and the step times of edited plans and of
+changed problems.
 
-The price of a change is the step of the edited placement, scheduled by the plan's own scheduler.
+The cost of a change is the step time of the edited placement, scheduled by the plan's scheduler.
 """
 
 from __future__ import annotations
@@ -44,23 +44,26 @@ from autopipe.passes.schedule.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """A device's step, in seconds that add up to all of it."""
+    """Breakdown of a device's step, in seconds. Tasks, gradients, update, waits, messages and end
+    add up to the step time.
+    """
 
     device: int
     stages: tuple[int, ...]
     tasks: tuple[tuple[str, int, float], ...]
-    """For each stage and phase, such as `2F`, how many tasks and their seconds together."""
+    """For each stage and phase, for example `2F`: the number of tasks and their total seconds."""
     gradients_s: float
     update_s: float
     waits: tuple[tuple[int, float], ...]
-    """Seconds that it waits for other devices to compute, the longest first."""
+    """Seconds of waiting for other devices to compute, by device, longest first."""
     messages_s: float
-    """Seconds that it waits for messages on their way."""
+    """Seconds of waiting for P2P messages in transit."""
     end_s: float
-    """Seconds that it waits at the end, for gradients of others or for the last device to be done.
+    """Seconds of waiting at the end of the step, for the gradients of other devices or for the last
+    device.
     """
     first_s: float
-    """When its first task starts."""
+    """Start time of the first task."""
     static_bytes: int
     peak_bytes: int
 
@@ -100,9 +103,11 @@ def device_report(
 def _waits(
     placement: Placement, timeline: Timeline, spans: list[Span]
 ) -> tuple[Mapping[int, float], float]:
-    """Seconds by device that is waited for, and seconds of waiting for messages on their way.
+    """Return the seconds of waiting by device waited for, and the seconds of waiting for messages
+    in transit.
 
-    A task starts at the very float at which the task or message that it waited for ends.
+    A task starts at exactly the floating-point time at which the task or message that it waited for
+    ends.
     """
     ends: defaultdict[float, list[Span]] = defaultdict(list)
     for span in timeline.spans:
@@ -135,33 +140,33 @@ def _waits(
 
 
 _MOST_S = 5.0
-"""Seconds that the strategy may have taken for it to be run again for each what-if."""
+"""Maximum search time of a strategy, in seconds, for which it is run again for each what-if."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A change of what a plan is made for, in words, and the step under it."""
+    """A change of the problem that a plan solves, in words, and the throughput after it."""
 
     what: str
     planned_again: bool
-    """True if the strategy was run again; else the placement is that of the plan, scheduled anew.
-    """
+    """True if the strategy was run again. Otherwise the plan's placement was scheduled again."""
     samples_per_s: float | None = None
     refused: str | None = None
-    """Why there is no such step."""
+    """Reason why there is no step; None if there is one."""
 
 
 def opened_request(planned: PlanResult) -> Request:
-    """Return the request of a plan with those options open that its strategy chose."""
+    """Return the request of a plan with the options open that its strategy chose."""
     strategy, _ = strategy_and_scheduler(planned.request)
     return replace(planned.request, strategy=with_open_options(strategy, planned.plan))
 
 
 def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
-    """Yield one change at a time, in words and as a request: twice the memory, links as fast, or
-    more micro-batches.
+    """Yield single changes, each in words and as a request: twice the memory, twice the bandwidth,
+    or more micro-batches.
 
-    If stages are bound by the host, also fewer micro-batches, and hosts whose time does not count.
+    If stages are bound by kernel launches on the host, also yield fewer micro-batches and no launch
+    overhead.
     """
     request = opened_request(planned)
     problem = planned.problem
@@ -198,22 +203,24 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
 
 
 def is_quick(planned: PlanResult) -> bool:
-    """True if the strategy took so little time that it can be run again for each what-if."""
+    """True if the strategy took at most `_MOST_S` seconds, so that it can be run again for each
+    what-if.
+    """
     strategy, _ = strategy_and_scheduler(planned.request)
     return dict(planned.plan.summary.search_time_s).get(strategy.name, 0.0) <= _MOST_S
 
 
 def _samples_per_s(samples: int, seconds: float) -> float:
-    """Return 0 for a step that takes no time, as `Summary.samples_per_s` does."""
+    """Return the throughput; 0 for a step that takes no time, as `Summary.samples_per_s` does."""
     return samples / seconds if seconds else 0.0
 
 
 def granted(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
-    """Result of a change: planned `again` by strategy and scheduler, or the placement as it is
-    where that is better.
+    """Return the result of a change: the better of the plan's placement under the change and, if
+    `again`, a new plan.
 
-    A search that is no exact one may end with a worse plan under better conditions: the placement
-    that there is stays its floor, in the plan's own order and in one made anew.
+    A heuristic search may find a worse plan under better conditions. The existing placement, with
+    the plan's order and with a new schedule, is therefore a lower bound of the throughput.
     """
     problem = planned.problem
     count = request.micro_batches or problem.micro_batches
@@ -247,7 +254,7 @@ def granted(planned: PlanResult, what: str, request: Request, again: bool) -> Wh
 
 
 def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
-    """The step of a placement under the plan's own scheduler."""
+    """Return the timeline of a placement under the plan's scheduler."""
     runner = Runner()
     (_, scheduler) = strategy_and_scheduler(planned.request)
     return schedule_placed(placed, scheduler, runner)[1].timeline
@@ -255,21 +262,25 @@ def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that a node reads or writes, and how it gets from one to the other."""
+    """A value that a node reads or writes, and its communication between the two nodes."""
 
     value: str
     reads: bool
-    """True if the node reads it; else it writes it."""
+    """True if the node reads the value, False if the node writes it."""
     node: str
-    """The node at the other end; "" for the model's own inputs and outputs, and parameters."""
+    """Name of the node at the other end; "" for inputs and outputs of the model, and for
+    parameters.
+    """
     stage: int | None
-    """That node's stage."""
+    """Stage of the node at the other end; None if there is no such node."""
     bytes: int
-    """Of the whole value, of one of the node's micro-batches."""
+    """Bytes of the full value for a micro-batch of the problem."""
     exchanges: tuple[str, ...]
-    """Exchanges of the stage's devices for the layouts in which it is read: collectives by kind."""
+    """Kinds of the collectives with which the stage's devices redistribute the value to the layouts
+    in which it is read.
+    """
     exchange_s: float
-    """Seconds of these for a micro-batch, forward and backward."""
+    """Seconds of these collectives per micro-batch, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +292,13 @@ class NodeReport:
     devices: tuple[int, ...]
     splits: tuple[Split, ...]
     share: float
-    """The part of it that each device computes."""
+    """Fraction of the node that each device computes."""
     forward_s: float
-    """Seconds of a micro-batch on a device."""
+    """Seconds per micro-batch on a device."""
     backward_s: float
     recomputed: bool
-    """True if each stage that reads its values computes it for itself, as it costs less than
-    sending.
+    """True if each stage that reads the node's values computes the node locally, because that costs
+    less than communication.
     """
     edges: tuple[Edge, ...]
 
@@ -346,32 +357,34 @@ def _edge(
 
 
 _MOST = 6
-"""Changes that are scheduled anew, before it is given up to find as many as are wanted."""
+"""Maximum number of changes that are scheduled in the search for `wanted` feasible changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An edited placement, what was edited, in words, and, where it is priced, its step, or why
-    there is none.
+    """An edited placement and the edit in words. If its cost was computed, also its step time, or
+    the reason why there is no step.
     """
 
     kind: str
-    """Of changes of one kind only the best is of interest."""
+    """Only the best change of each kind is reported."""
     what: str
     placement: Placement
     step_s: float | None = None
     peak_memory_bytes: int | None = None
-    """The most on any device."""
+    """Maximum peak memory of any device."""
     refused: str | None = None
 
     @property
     def rank(self) -> float:
-        """Seconds of the step, infinite where there is none."""
+        """Seconds of the step; infinite if there is none."""
         return math.inf if self.step_s is None else self.step_s
 
 
 def priced(planned: PlanResult, change: Change) -> Change:
-    """The change with its price, under the plan's own scheduler."""
+    """Return the change with its step time and peak memory under the plan's scheduler, or with the
+    reason why it is not feasible.
+    """
     try:
         timeline = _timeline(planned, _placed(planned, change.placement))
     except REFUSALS as error:
@@ -380,10 +393,11 @@ def priced(planned: PlanResult, change: Change) -> Change:
 
 
 def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[Change, ...]:
-    """The best change of each kind, the one that costs least first; then those that looked as cheap
-    and have no plan.
+    """Return the best change of each kind, fastest first, followed by changes that looked as good
+    but are not feasible.
 
-    All are weighed in the order of the plan's schedule, the most promising are scheduled anew.
+    All changes are estimated with the order of the plan's schedule. At most `_MOST` of them are
+    scheduled, best estimate first, until `wanted` are feasible.
     """
     by_placement: dict[Placement, Change] = {}
     for change in changes:
@@ -403,7 +417,7 @@ def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tup
 
 
 def _weight(planned: PlanResult, change: Change) -> float:
-    """About what a change's step takes: infinite where it cannot be placed."""
+    """Return an estimate of the step time after a change; infinite if it is not feasible."""
     try:
         placed = _placed(planned, change.placement)
     except REFUSALS:
@@ -414,7 +428,7 @@ def _weight(planned: PlanResult, change: Change) -> float:
                 planned.plan.schedule, placed.graph.stage_devices, placed.prediction
             ).end
         except InfeasibleError:
-            pass  # The order cannot run any more: its scheduler finds another one.
+            pass  # The order is no longer feasible; the scheduler would find another order.
     return lower_bound(placed.problem, placed.placement, placed.prediction)
 
 
@@ -424,8 +438,8 @@ def _placed(planned: PlanResult, placement: Placement) -> Placed:
 
 
 def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The other splits of a node, alone, over the devices of its stage in the first pipeline: a
-    kind for any axes.
+    """Yield changes to the splits of a single node over the devices of its stage, in the first
+    pipeline. The kind is the list of split axes.
     """
     index = placement.stage_of()[node]
     stage = placement.stages[index]
@@ -444,8 +458,8 @@ def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator
 
 
 def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, ...]]:
-    """Splits of a node over `group` devices: along one axis in any degree, or two that take all of
-    them.
+    """Yield the valid splits of a node over `group` devices: no split, one axis with any divisor as
+    degree, or two axes that together use all devices.
     """
     yield ()
     axes = [
@@ -469,11 +483,11 @@ def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, 
 
 
 def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """The node in the stage before or after its own in the first pipeline, samples shared there
-    where they can be.
+    """Yield moves of the node to the stage before or after its stage, in the first pipeline.
 
-    With it go the nodes of its stage that it reads from, or that read from it: stages are run one
-    after the other.
+    Nodes of its stage that read from it (for the later stage), or from which it reads (for the
+    earlier stage), move along, because stages run in sequence. Moved nodes are split over samples
+    if their splits do not fit.
     """
     index = placement.stage_of()[node]
     nodes = placement.stages[index].nodes
@@ -491,7 +505,7 @@ def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[
 
 
 def _neighbours(placement: Placement, index: int) -> Iterator[int]:
-    """The stages before and after a stage in its pipeline."""
+    """Yield the stages before and after a stage in its pipeline."""
     pipeline = placement.stages[index].pipeline
     own = [place for place, stage in enumerate(placement.stages) if stage.pipeline == pipeline]
     at = own.index(index)
@@ -500,8 +514,8 @@ def _neighbours(placement: Placement, index: int) -> Iterator[int]:
 
 
 def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tuple[int, ...]:
-    """The node with all of a stage's, ascending, that read from it, directly or not; else with all
-    it reads from.
+    """Return, in ascending order, the node and all of the stage's `nodes` that directly or
+    indirectly read from it, or, if not `readers`, from which it reads.
     """
     found = {node}
     for each in nodes if readers else reversed(nodes):
@@ -516,10 +530,11 @@ def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tu
 def _moved_nodes(
     problem: Problem, placement: Placement, nodes: tuple[int, ...], source: int, target: int
 ) -> Placement | None:
-    """The placement with nodes of one stage in another, split as before on as many devices, else by
+    """Return the placement with `nodes` moved from stage `source` to stage `target`, with their
+    splits if both stages have equally many devices and equal micro-batches, otherwise split over
     samples.
 
-    None where samples cannot be shared there.
+    None if samples cannot be split there.
     """
     old = placement.stages[source]
     new = placement.stages[target]
@@ -548,21 +563,21 @@ def _moved_nodes(
 
 
 def _with_stages(placement: Placement, stages: dict[int, Stage]) -> Placement:
-    """The placement with other stages in place of some."""
+    """Return the placement with the given stages replaced, by index."""
     return Placement(
         tuple(stages.get(index, stage) for index, stage in enumerate(placement.stages))
     )
 
 
 def _samples_of(problem: Problem, stage: Stage) -> SampleAxes:
-    """The sample axes of the graph on the stage's own micro-batches."""
+    """Return the sample axes of the graph for the micro-batch size of the stage."""
     graph = problem.graph
     size = stage.micro_batch_size
     return sample_axes(graph if size == problem.micro_batch_size else rebatched(graph, size))
 
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""By how many nodes a stage's end is moved."""
+"""Numbers of nodes by which the boundary of a stage is moved."""
 
 
 def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterator[Change]:
@@ -586,7 +601,7 @@ def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterato
 
 
 def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
-    """The end between two stages some nodes further on, either way."""
+    """Yield moves of the boundary between two stages by several nodes, in both directions."""
     for source, target in ((index, other), (other, index)):
         nodes = placement.stages[source].nodes
         for count in _COUNTS:
@@ -608,7 +623,9 @@ def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) 
 def _moved_devices(
     problem: Problem, placement: Placement, index: int, other: int
 ) -> Iterator[Change]:
-    """Half of one stage's devices for its neighbour, both sharing out samples."""
+    """Yield moves of half of one stage's devices to its neighbour, with both stages split over
+    samples.
+    """
     for giver, taker in ((index, other), (other, index)):
         old = placement.stages[giver]
         new = placement.stages[taker]
@@ -632,7 +649,7 @@ def _moved_devices(
 
 
 def _merged(problem: Problem, placement: Placement, first: int, second: int) -> Iterator[Change]:
-    """A stage and the next as one, on the devices of both."""
+    """Yield the merge of a stage and the next stage, on the devices of both."""
     old = placement.stages[first]
     new = placement.stages[second]
     devices = tuple(dict.fromkeys((*old.devices, *new.devices)))
@@ -646,8 +663,8 @@ def _merged(problem: Problem, placement: Placement, first: int, second: int) -> 
 def _by_samples(
     problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]
 ) -> Stage | None:
-    """The stage with other devices and nodes, sharing samples; None where these cannot be shared
-    so.
+    """Return the stage with other devices and nodes, split over samples; None if samples cannot be
+    split over them.
     """
     try:
         splits = _samples_of(problem, stage).splits(nodes, len(devices))

@@ -1,8 +1,8 @@
-"""Weights of a model from other files, safetensors or the ONNX file of another model, and the
+"""Weights of a model from other files (safetensors or the ONNX file of another model), and the
 layouts of a module.
 
-Tensors are matched by the names that the module has for its parameters. They are read a piece at a
-time. An export for training and one for evaluation are one model if they differ in nothing else.
+Tensors are matched by the module's names of the parameters and read in pieces. An export for
+training and an export for evaluation are the same model if they differ only in training behaviour.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MatchedWeights:
-    """`numbers` for the parameters of a model, the `missing` ones and what the file holds besides,
-    `unused`.
+    """Result of matching a weights file with a model: `numbers` for the parameters of the model,
+    parameters `missing` from the file, and `unused` tensors of the file.
     """
 
     numbers: Mapping[str, Numbers]
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     passed_over: tuple[str, ...]
-    """Tensors of the file that no training needs: counters of batches, and second names of tied
+    """Tensors of the file that training does not require: batch counters, and second names of tied
     parameters.
     """
     kept: tuple[str, ...] = ()
-    """Parameters that are no part of the module's `state_dict`, as those of its loss, and not in
-    the file.
+    """Parameters that are not in the module's `state_dict`, for example parameters of its loss, and
+    not in the file.
     """
 
 
 COUNTER: Final = "num_batches_tracked"
-"""Last part of the name of BatchNorm's counter of batches, which no ONNX operator reads."""
+"""Last component of the name of BatchNorm's batch counter, which no ONNX operator reads."""
 
 
 def matched_weights(weights: Path, model: Path) -> MatchedWeights:
-    """Return the tensors of `weights` under the names, in the layouts and the element types of the
-    parameters of `model`.
+    """Return the tensors of `weights` with the names, layouts and element types of the parameters
+    of `model`.
 
-    Each trained parameter and running statistic of the model must be there, under one of the names
-    that the record of the module has for it, and each parameter that the forward does not read.
-    Tables, constants and counters may be. Raises ModelError for a tensor of another shape and for
-    data of tied names that differ, ConfigurationError if a file cannot be read.
+    Required are each trained parameter and running statistic of the model, under one of the names
+    recorded for it in the module, and each floating-point parameter that the forward pass does not
+    read. Tables, constants and counters are optional. Raise ModelError for a tensor of another
+    shape and for tied names with different data. Raise ConfigurationError if a file cannot be read.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
@@ -140,9 +140,7 @@ def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
 
 
 def _kept(table: Weights) -> dict[str, Parameter]:
-    """Return the tensors of a model that a file of weights may hold, by the names that the graph
-    has for them.
-    """
+    """Return the tensors of a model that a weights file may contain, by their names in the graph."""
     found: dict[str, Parameter] = {}
     for each in table.initializers().values():
         held = each.source if isinstance(each, Folded) else each
@@ -165,9 +163,7 @@ def _named_by_nodes(source: Source) -> set[str]:
 
 
 def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: Path) -> Numbers:
-    """Return a tensor of the file `weights` in the layout and the element type of a model's
-    parameter.
-    """
+    """Return a tensor of the file `weights` in the layout and element type of a model's parameter."""
     value = held.value
     shape = value.shape if layout is None else layout.shape
     if numbers.value.shape != shape:
@@ -184,8 +180,8 @@ def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: 
 
 
 def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Numbers]) -> bool:
-    """Return True if a model needs nothing of a tensor that it does not hold: a counter of batches,
-    or a second name of a tied parameter whose data are equal to the first name's.
+    """True if a tensor of the file is not required by a model: a batch counter, or a second name of
+    a tied parameter with data equal to the first name's.
     """
     name = numbers.value.name
     signature = table.roles.signature
@@ -203,8 +199,8 @@ def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Number
 
 
 def _converted(numbers: Numbers, value: Value) -> Numbers:
-    """The same numbers in the element type of `value`. Raises ModelError where one of the types is
-    no float.
+    """Return the data in the element type of `value`. Raise ModelError if the types differ and
+    cannot be converted.
     """
     own = numbers.value.dtype
     if own is value.dtype:
@@ -225,10 +221,11 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
 
 
 def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
-    """Return (tensors, needed) of an ONNX file:
+    """Return (tensors, needed) of an ONNX file.
 
-    its parameters and constants, by the module's names and in the module's layouts, and what it
-    holds of the module besides, the names of its own trained parameters and running statistics.
+    tensors: its parameters and constants, and its other tensors of the module, by the module's
+    names and in the module's layouts. needed: the names of its trained parameters and running
+    statistics.
     """
     source = load(path)
     table = Weights(source, roles_of(source), Chosen())
@@ -258,15 +255,15 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
 
 
 def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
-    """Return a parameter that is computed from a tensor of the file; None if the tensor is no
-    floating-point one.
+    """Return a parameter that is computed from a tensor of the file; None if the tensor's type
+    cannot be read.
     """
     array = folded_numbers(parameter, path)
     return None if array is None else Numbers(parameter.value, partial(block, array))
 
 
 def layouts_of(model: Path) -> Mapping[str, Layout]:
-    """Return the layouts of the parameters that an ONNX file holds in another layout than the
+    """Return the layouts of the parameters that an ONNX file stores in another layout than the
     module, by name.
     """
     source = load(model)
@@ -276,9 +273,9 @@ def layouts_of(model: Path) -> Mapping[str, Layout]:
 
 
 def are_one_model(one: Source, other: Source) -> bool:
-    """True if two files compute the same where nothing is dropped and BatchNormalization reads
-    running statistics, from tensors of the same names. What values in between and nodes are called
-    does not count.
+    """True if two files compute the same outputs at inference (without dropout, with running
+    statistics in BatchNormalization) from tensors of the same names. Names of nodes and
+    intermediate values are ignored.
     """
     if sorted(one.opsets) != sorted(other.opsets) or _interface(one) != _interface(other):
         return False
@@ -290,7 +287,7 @@ def _interface(source: Source) -> tuple[list[str], list[str]]:
 
 
 def _computed(source: Source) -> Iterator[object]:
-    """All that decides on the outputs: nodes with their operands by where these come from, and
+    """Yield everything that determines the outputs: nodes with the origins of their operands, and
     tensors by name.
     """
     same: dict[str, str] = {}
@@ -318,7 +315,7 @@ def _computed(source: Source) -> Iterator[object]:
         places |= {name: (number, index) for index, name in enumerate(_results(node))}
     yield [places.get(same.get(each.name, each.name), each.name) for each in source.graph.output]
     tensors = {each.name: each for each in source.graph.initializer if each.name in needed}
-    # Large ones are read without their numbers, which may differ.
+    # Large tensors were loaded without their data, which may differ.
     yield sorted(
         (name, each.SerializeToString(deterministic=True)) for name, each in tensors.items()
     )
@@ -329,7 +326,9 @@ def _is(node: onnx.NodeProto, operator: str) -> bool:
 
 
 def _results(node: onnx.NodeProto) -> list[str]:
-    """Without the new statistics that a BatchNormalization gives in training."""
+    """Return the results of a node, without the updated statistics of BatchNormalization in
+    training.
+    """
     return list(node.output[:1] if _is(node, "BatchNormalization") else node.output)
 
 

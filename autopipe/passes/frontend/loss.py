@@ -1,4 +1,4 @@
-"""The loss of a graph: an output of the model, or a cross-entropy put behind one of its values."""
+"""The loss of a graph: an output of the model, or a cross-entropy added after one of its values."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "Lin
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """The mean cross-entropy between scores and labels.
+    """The mean cross-entropy between logits and labels.
 
-    `logits` names a value of shape (samples, …, classes), `labels` the int64 input of that shape
-    without the classes, which is added where the model has none of that name. The mean is over all
-    positions. Axes of extent 1 behind the classes are not counted: convolutional networks may end
-    in (samples, classes, 1, 1).
+    `logits` names a value of shape (samples, …, classes). `labels` names the int64 input of that
+    shape without the classes; the input is added if the model has no input of that name. The mean
+    is over all positions. Dimensions of size 1 after the classes are ignored, because convolutional
+    networks may end in (samples, classes, 1, 1).
     """
 
     logits: str
     labels: str = "labels"
     ignored: int | None = None
-    """A label that counts for nothing."""
+    """Label that is ignored in the loss; None if all labels count."""
 
 
 _SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 
 
 def leaves_out(graph: Graph, node: Node) -> bool:
-    """True if a loss may leave labels out: not where they are known, or of a type without the one
-    that is left out.
+    """True if a loss may ignore labels. False if the labels are constants without the ignored
+    label, or if their type cannot represent it.
     """
     if not node.has("ignore_index"):
         return False
@@ -61,11 +61,10 @@ def leaves_out(graph: Graph, node: Node) -> bool:
 
 
 def loss_choices(graph: Graph) -> tuple[str, ...]:
-    """Return the outputs that can each be the loss of the model; several if nothing in the graph
-    settles which.
+    """Return the outputs that can be the loss of the model.
 
-    An output called 'loss' settles it. Otherwise each floating-point output counts that has one
-    element and that a loss operator writes, and each scalar through which a parameter can be
+    An output called 'loss' is the only choice. Otherwise the choices are the floating-point outputs
+    of one element that a loss operator writes, and the scalars through which a parameter can be
     trained.
     """
     numbers = [name for name in graph.outputs if _is_scalar(graph.type_of(name))]
@@ -77,7 +76,7 @@ def loss_choices(graph: Graph) -> tuple[str, ...]:
 
 
 def own_loss(graph: Graph) -> str:
-    """Return the only output that can be the loss; "" if there is none, or several."""
+    """Return the only output that can be the loss; "" if there is none, or if there are several."""
     choices = loss_choices(graph)
     return choices[0] if len(choices) == 1 else ""
 
@@ -88,8 +87,8 @@ def _is_written_by_loss(graph: Graph, name: str) -> bool:
 
 
 def _trains(graph: Graph, name: str) -> bool:
-    """Return True if `name` is a scalar that has a gradient by a trainable parameter. A tensor of
-    one element is none: it may be the score of a batch of one sample.
+    """True if `name` is a scalar with a gradient for a trainable parameter. A tensor of shape other
+    than () does not count, because it may be the logit of a batch of one sample.
     """
     is_scalar = graph.type_of(name).shape == ()
     return is_scalar and any(each.trainable for each in only_reached(graph, name).parameters)
@@ -114,7 +113,9 @@ def require_loss(graph: Graph, name: str) -> None:
 
 
 def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
-    """The graph with the loss behind its logits as a further output, and that output's name."""
+    """Return the graph with the loss of the logits as an additional output, and the name of that
+    output.
+    """
     known = {value.name for value in graph.values}
     if choice.logits not in known:
         near = difflib.get_close_matches(choice.logits, [*graph.outputs, *known], n=1) or list(
@@ -153,7 +154,7 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
         operands = (value.name, added.shape_operand(value.name, shape))
         return append("Reshape", operands, added.value(f"{value.name}_rows", value.dtype, shape))
 
-    # ONNX's loss has the classes on axis 1.
+    # ONNX's loss requires the classes on axis 1.
     scores = rows(logits, counted[-1]) if len(logits.shape) > 2 else logits.name
     targets = rows(labels) if len(labels.shape) > 1 else labels.name
     loss = added.value("loss", logits.dtype, ())
@@ -175,6 +176,6 @@ def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:
                     f"{logits!r} needs int64{list(labels.shape)}"
                 )
             return graph
-    # Samples are counted by the logits' first axis, whatever the inputs do.
+    # The batch dimension of the labels is the first axis of the logits.
     axes = (*graph.batch_axes, (labels.name, 0)) if graph.batch_axes else ()
     return dataclasses.replace(graph, inputs=(*graph.inputs, labels), batch_axes=axes)

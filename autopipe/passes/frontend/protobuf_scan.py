@@ -1,8 +1,9 @@
-"""An ONNX file without its weights: where their numbers lie is read from the protobuf framing, the
-numbers are not.
+"""Parsing of the protobuf framing of an ONNX file, to separate the model from the data of its
+weights.
 
-Only the framing is looked at (https://protobuf.dev/programming-guides/encoding): field numbers,
-wire types, lengths. Whatever is not a large tensor is copied unread, and the real parser judges it.
+Only the framing is parsed (https://protobuf.dev/programming-guides/encoding): field numbers, wire
+types, lengths. All bytes except the data of large tensors are copied and then checked by the
+protobuf parser.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from autopipe.ir.graph import FileSlice, VarintSlice
 from autopipe.ir.state_names import is_for_state_only
 
 LARGE_FLOATS = 1024
-"""Bytes from which the numbers of a floating-point tensor stay in the file."""
+"""Minimum bytes of a floating-point tensor whose data stays in the file."""
 LARGE_TABLE = 16 << 20
-"""Bytes from which those of other tensors do; smaller ones may be needed to tell shapes."""
+"""Minimum bytes of other tensors whose data stays in the file. Smaller tensors may be required to
+infer shapes.
+"""
 VARINT = 0
 FIXED64 = 1
 LENGTH = 2
@@ -44,39 +47,41 @@ TENSOR_DOUBLES = 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 HALVES = frozenset({10, 16})
-"""Numbers of float16 and bfloat16 in TensorProto: the file may hold their elements as varints."""
+"""TensorProto's numbers for float16 and bfloat16. The file may store their elements as varints."""
 BYTES = frozenset({2, 3, *range(17, 27)})
-"""And for types of 8 bits and less, which hold weights, not shapes."""
+"""TensorProto's numbers for types of at most 8 bits, which are used for weights, not for shapes."""
 CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-"""Operators whose attributes hold graphs."""
+"""Operators whose attributes contain graphs."""
 DEEPEST_BODY = 16
-"""Graphs that may lie in one another."""
+"""Maximum depth of nested graphs."""
 Piece = bytes | memoryview
 
 
 def nested(number: int, name: str) -> str:
-    """The key of a tensor in the body `number` of a file, counted as bodies begin in it."""
+    """Return the key of a tensor in control-flow body `number` of a file. Bodies are numbered in
+    file order of their beginnings.
+    """
     return f"{number}\0{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a message, as places in the file."""
+    """A field of a message, as byte offsets in the file."""
 
     number: int
     wire: int
     start: int
-    """Where the field begins, tag included."""
+    """Offset of the field, tag included."""
     payload: int
     end: int
 
 
 def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | VarintSlice]]:
-    """Return (stripped, places). Raises ModelError if the framing is broken.
+    """Return (stripped, places). Raise ModelError if the framing is broken.
 
-    stripped: a serialised ModelProto without the numbers of its large tensors, and of the tensors
-    that are there for the module's `state_dict` only. places: the places of these numbers, and of
-    the numbers of small floating-point tensors, by name of the value.
+    stripped: a serialized ModelProto without the data of its large tensors, and without the data of
+    tensors that are only present for the module's `state_dict`. places: the locations of this data,
+    and of the data of small floating-point tensors, by name of the value.
     """
     slices: dict[str, FileSlice | VarintSlice] = {}
     numbers = itertools.count()
@@ -138,8 +143,8 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
 def _rewritten(
     data: memoryview, start: int, end: int, change: Callable[[Field], bytes | None]
 ) -> bytes:
-    """The message from `start` to `end`, with what `change` gives in place of a field's payload,
-    None for the same.
+    """Return the message from `start` to `end` with payloads replaced by the results of `change`. A
+    result of None keeps the field.
     """
     pieces: list[Piece] = []
     for field in fields_of(data, start, end):
@@ -151,8 +156,8 @@ def _rewritten(
 
 
 def _is_looked_at(data: memoryview, node: Field) -> bool:
-    """True if a node can be a Constant with numbers or hold a graph; most are known at a glance not
-    to.
+    """True if a node may be a Constant with data or may contain a graph. A cheap test; most nodes
+    are rejected.
     """
     size = node.end - node.payload
     if size >= LARGE_FLOATS:
@@ -204,7 +209,7 @@ def _strip_tensor(
 
 
 def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
-    """The fields of the message from `position` to `end`. Raises ModelError where its framing is
+    """Yield the fields of the message from `position` to `end`. Raise ModelError if its framing is
     broken.
     """
     while position < end:
@@ -228,9 +233,7 @@ def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
 
 
 def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
-    """The number at `position`, and where the next field begins. Raises ModelError where it is
-    broken.
-    """
+    """Return the number at `position` and the offset after it. Raise ModelError if it is malformed."""
     value = shift = 0
     while position < end and shift < 70:
         byte = data[position]
@@ -251,7 +254,7 @@ def header(number: int, length: int) -> bytes:
 
 
 def encoded(value: int) -> bytes:
-    """A number from 0 as a varint."""
+    """Return a non-negative number as a varint."""
     found = bytearray()
     while value >= 0x80:
         found.append(value & 0x7F | 0x80)
@@ -261,8 +264,8 @@ def encoded(value: int) -> bytes:
 
 
 def unannotated(data: memoryview) -> Iterator[Piece]:
-    """The model's bytes, piece by piece, without annotations and the version of the format, which
-    they raise.
+    """Yield the model's bytes without annotations and without the format version, which annotations
+    may raise.
     """
     fields = list(fields_of(data, 0, len(data)))
     annotated = any(field.number == MODEL_CONFIGURATION for field in fields)
