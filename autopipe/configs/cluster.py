@@ -357,8 +357,8 @@ def read_cluster(path: str | Path) -> ClusterDescription:
 
 
 def with_presets(description: ClusterDescription, where: str) -> ClusterDescription:
-    """Return the description with names of presets replaced by their devices, and with the levels
-    of the preset in groups without levels. Raise ConfigurationError, with `where`, for an unknown
+    """Return the description with each preset name replaced by the preset's device. Groups without
+    levels get the levels of that preset. Raise ConfigurationError, with `where`, for an unknown
     preset or a preset with several device types.
     """
     groups = []
@@ -376,6 +376,8 @@ def with_presets(description: ClusterDescription, where: str) -> ClusterDescript
 
 
 def is_cluster(path: str | Path) -> bool:
-    """True if a YAML file describes a cluster rather than a configuration, by the keys it has."""
+    """True if a YAML file describes a cluster instead of a configuration: if it has a key `device`,
+    `levels` or `groups`.
+    """
     document = read_file(path).value
     return isinstance(document, dict) and not {"device", "levels", "groups"}.isdisjoint(document)

@@ -269,7 +269,7 @@ class Constraint(problem.Constraint):
     """Devices of the nodes' stage, or `all`."""
 
     def for_problem(self) -> problem.Constraint:
-        """Return the constraint for the passes, in which () stands for all devices."""
+        """Return the constraint for the planner, which represents `all` devices by ()."""
         settings = {name: getattr(self, name) for name in self.written}
         return problem.Constraint(
             **{**settings, "devices": () if self.devices == "all" else self.devices}
@@ -416,7 +416,7 @@ _LACKS = {
     "lion": ("momentum", "nesterov", "eps"),
     "muon": (),
 }
-"""Keys that an optimizer does not have."""
+"""Keys that an optimizer does not support, by the optimizer's name."""
 
 
 def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
@@ -553,8 +553,8 @@ def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
 
 
 def _lay(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry:
-    """Return `base` with the keys of `over` replaced. `hint` is the type of the value, None if it
-    is not known; `path` is the dotted key of the value.
+    """Return `base` with the keys of `over` replaced. `hint` is the type of the value, None if the
+    type is unknown. `path` is the dotted key of the value.
     """
     kinds = typing.get_args(unwrap(hint)[0]) or (unwrap(hint)[0],)
     schema: Any = next(filter(dataclasses.is_dataclass, kinds), None)
@@ -563,7 +563,7 @@ def _lay(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry:
         over = with_present_keys(over, schema, path)
     scalar = getattr(schema, "scalar", None)
     if scalar is not None and isinstance(base.value, str) and isinstance(over.value, dict):
-        base = Entry({scalar: base}, base.place)  # The scalar abbreviates a mapping with this key.
+        base = Entry({scalar: base}, base.place)  # A scalar is short for {key: scalar}.
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     chosen = {name for name in getattr(schema, "selectors", ()) if name in over.value}
@@ -593,9 +593,9 @@ def load_configuration(
     over: str | Path | None = None,
     batch_axes: Sequence[str] = (),
 ) -> Configuration:
-    """Return the configuration of the YAML files `file` and `over` and of a command line, whose
-    parts are those of `settings`. `over` overrides `file`; the command line overrides both. Raise
-    ConfigurationError with `file:line` or the flag.
+    """Return the configuration from the YAML files `file` and `over` and from a command line.
+    `over` overrides `file`; the command line overrides both. The other parameters are parameters of
+    `settings`. Raise ConfigurationError with `file:line` or the flag.
     """
     documents = [read_file(each) for each in (file, over) if each is not None]
     return effective(

@@ -1,6 +1,4 @@
-"""Detection of the devices of this machine without torch: GPUs through NVML, otherwise CPU
-cores.
-"""
+"""Detection of the devices of this machine without torch: GPUs by NVML, otherwise CPU cores."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _PRESETS = (
 """Pairs (pattern of an NVML product name, cluster preset)."""
 _LEAST_MEMORY = 0.9
 """Minimum memory of a GPU as a fraction of its preset's memory. A GPU with less memory is a
-different product, such as the A100 with 40 GB.
+different product, for example the A100 with 40 GB.
 """
 _CPU = "cpu-local"
 _MOST_CORES = 8
@@ -63,8 +61,9 @@ class _Memory(ctypes.Structure):
 
 @functools.cache
 def local_cluster() -> LocalCluster:
-    """The preset of the GPUs that a process sees, with as many devices; else `cpu-local` with a
-    device a core.
+    """Return the preset and the number of the GPUs that are visible to this process. Return
+    `cpu-local`, with one device per CPU core and at most `_MOST_CORES`, if there is no GPU, or if
+    the GPUs have different presets or no preset.
     """
     cores = own_cores()
     count = min(cores, _MOST_CORES)
@@ -84,8 +83,8 @@ def local_cluster() -> LocalCluster:
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs of this machine in NVML's order; none where its driver is not installed or
-    does not answer.
+    """Return the NVIDIA GPUs of this machine in the order of NVML; () if the driver is not
+    installed or does not respond.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -111,15 +110,16 @@ def installed_gpus() -> tuple[Gpu, ...]:
                 texts = (each.value.decode(errors="replace") for each in (name, uuid))
                 gpus.append(Gpu(next(texts), memory.total, next(texts)))
     except AttributeError:
-        return ()  # An older library.
+        return ()  # An older NVML library lacks one of the functions.
     finally:
         library.nvmlShutdown()
     return tuple(gpus)
 
 
 def visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES, `variable`, leaves: by number or by how a UUID begins, up
-    to the first word that names none.
+    """Return the GPUs that `variable`, the value of CUDA_VISIBLE_DEVICES, selects by index or by
+    the beginning of a UUID; None selects all. A word that does not select exactly one new GPU ends
+    the list.
     """
     if variable is None:
         return gpus
@@ -137,7 +137,7 @@ def visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
 
 
 def preset_of(gpu: Gpu) -> str | None:
-    """The preset for a GPU by its name and memory."""
+    """Return the cluster preset for a GPU by its name and memory; None if there is none."""
     for pattern, preset in _PRESETS:
         if re.search(pattern, gpu.name):
             device = cluster_preset(preset).device

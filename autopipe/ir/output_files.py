@@ -1,8 +1,8 @@
 """Writing and removing files and folders without losing a file that autopipe did not write.
 
-A file or a folder appears whole or not at all. Where several files belong together, one of them,
-the head, holds the SHA-256 digests of all ("its seal") and is replaced last. A file that does not
-have its digest was edited.
+A file or a folder appears complete or not at all. If several files belong together, one of them,
+the head, holds the SHA-256 digests of all of them (the seal) and is replaced last. A file whose
+content does not have its digest was edited after autopipe wrote it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pathlib import Path
 from typing import IO, Final
 
 _SEAL: Final = ',\n "sha256": '
-"""Text in front of the digests, the last member of a head's JSON object."""
+"""Text before the digests, which are the last member of a head's JSON object."""
 _AT_CURRENT_FOLDER: Final = -100
 """`AT_FDCWD` of Linux: a relative path is relative to the working folder."""
 _EXCHANGE: Final = 2
-"""`RENAME_EXCHANGE` of Linux's renameat2."""
+"""`RENAME_EXCHANGE`, the flag of Linux's renameat2 that exchanges two paths."""
 _CANNOT_EXCHANGE: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
-"""Errors of a kernel or a file system that has no exchange."""
+"""Error numbers of a kernel or a file system that cannot exchange two paths."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError of the block that names no file, such as a full disk's, or a temporary one of
-    `replacing`, the name `path`.
+    """Add the name `path` to an OSError of the block that has no file name, for example if the disk
+    is full, or that has the name of a temporary file of `replacing`.
     """
     try:
         yield
@@ -52,10 +52,12 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file to write that becomes `path` if the block ends well, and is removed otherwise.
+    """Yield a file to write. It replaces `path` if the block ends without an error; otherwise it is
+    removed.
 
-    A link is followed, and the permissions of a file that is replaced are kept. A device or a pipe
-    is written to. Raises OSError with the name of the file if it cannot be written.
+    If `path` is a link, the file that it refers to is replaced. Permissions of the replaced file
+    are kept. If `path` is a device or a pipe, the bytes are written to it. Raise OSError with the
+    name of the file if it cannot be written.
     """
     with naming(path):
         descriptor = open_descriptor(path)
@@ -76,21 +78,19 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             os.chmod(made, 0o644 if mode is None else stat.S_IMODE(mode))
             os.replace(made, path)
         except BaseException:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # The interruption came after the renaming.
+            with contextlib.suppress(FileNotFoundError):  # An interruption came after the renaming.
                 os.unlink(made)
             raise
 
 
 _DESCRIPTOR: Final = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _MOST_LINKS: Final = 40
-"""Maximum links that lead from one to the next, as on Linux."""
+"""Maximum length of a chain of links, as on Linux."""
 
 
 def open_descriptor(path: Path) -> int | None:
-    """Return the number of the open file that a path such as /dev/stdout stands for, None for any
-    other path.
+    """Return the file descriptor that a path such as /dev/stdout or /dev/fd/3 refers to, None for
+    any other path.
     """
     place = os.path.abspath(path)
     for _ in range(_MOST_LINKS):
@@ -104,12 +104,16 @@ def open_descriptor(path: Path) -> int | None:
 
 
 def followed(path: Path) -> Path:
-    """Return the absolute path of the file that a link leads to, or of `path` itself."""
+    """Return the absolute path of the file that `path` refers to if it is a link, otherwise the
+    absolute path of `path`.
+    """
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
 
 
 def _mode_of(path: Path) -> int | None:
-    """Return the type and the permissions of what is at `path`, None if there is nothing."""
+    """Return the file type and permissions (`st_mode`) of the file at `path`, None if the path does
+    not exist.
+    """
     try:
         return path.stat().st_mode
     except FileNotFoundError:
@@ -117,8 +121,8 @@ def _mode_of(path: Path) -> int | None:
 
 
 def put_in_place(made: Path, path: Path) -> None:
-    """Move the finished file `made` to `path` by the rules of `replacing`. Both lie in one file
-    system, unless `path` is a device or a pipe, to which the bytes are copied.
+    """Move the finished file `made` to `path` by the rules of `replacing`. Both must be in one file
+    system, unless `path` is a device, a pipe or an open descriptor, to which the bytes are copied.
     """
     if open_descriptor(path) is not None:
         with open(made, "rb") as source, replacing(path) as stream:
@@ -138,13 +142,13 @@ def put_in_place(made: Path, path: Path) -> None:
 
 @contextmanager
 def replacing_folder(folder: Path, head: str) -> Iterator[Path]:
-    """Yield an empty folder to fill that takes the place of `folder` if the block ends well, and is
-    removed otherwise.
+    """Yield an empty folder to fill. It replaces `folder` if the block ends without an error;
+    otherwise it is removed.
 
-    At no moment is there neither the old folder nor the new one. Files whose name is `head` are
-    replaced last where the file system cannot exchange two folders, so that `mixed_file` recognises
-    an interruption. Whoever calls this function has made sure that the old folder holds no file of
-    a user. Raises OSError if the folder cannot be written; the old one is then still there.
+    There is no moment at which neither the old nor the new folder exists. If the file system cannot
+    exchange two folders, files are moved one by one, files with the name `head` last, so that
+    `mixed_file` can detect an interruption. The caller must check that the old folder holds no
+    files of a user. Raise OSError if the folder cannot be written.
     """
     folder = Path(os.path.realpath(folder))
     with held_folder(f".{folder.name}.", folder.parent) as scratch:
@@ -158,8 +162,8 @@ def replacing_folder(folder: Path, head: str) -> Iterator[Path]:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two files or folders in one step. Return False if the system or the file system
-    cannot.
+    """Exchange two files or folders atomically. Return False if the system or the file system does
+    not support this.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -176,8 +180,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _move_files(made: Path, folder: Path, head: str) -> None:
-    """Move all files of `made` into `folder`, those called `head` last, and remove the other files
-    of `folder`.
+    """Move all files of `made` into `folder`, files with the name `head` last, and remove the other
+    files of `folder`.
     """
     names = [path.relative_to(made) for path in sorted(made.rglob("*")) if not path.is_dir()]
     for parent in sorted({(folder / name).parent for name in names}):
@@ -187,15 +191,15 @@ def _move_files(made: Path, folder: Path, head: str) -> None:
     )
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
-            with contextlib.suppress(OSError):  # It holds files of the new folder.
+            with contextlib.suppress(OSError):  # The folder is not empty.
                 path.rmdir()
         elif path.relative_to(folder) not in names:
             path.unlink()
 
 
 def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
-    """Rename files in order. An interruption by Ctrl-C waits for the last one, a second
-    interruption does not.
+    """Rename files in order. The first interruption by Ctrl-C is raised after the last renaming, a
+    second interruption at once.
     """
     interruption: KeyboardInterrupt | None = None
     for source, target in moves:
@@ -213,12 +217,12 @@ def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
 
 @contextmanager
 def replacing_files(folder: Path, head: str, prefix: str) -> Iterator[Path]:
-    """Yield an empty folder; the files that are written there take the places of those of their
-    names in `folder` if the block ends well, `head` last. No other file of `folder` is touched.
+    """Yield an empty folder to fill. If the block ends without an error, its files replace the
+    files of equal names in `folder`, `head` last. Other files of `folder` are not changed.
 
-    The new files lie in a folder `prefix`… inside `folder` meanwhile. It stays there if the process
-    is killed while files are renamed, so that `mixed_file` recognises the mixture of old and new
-    files.
+    Until then the new files are in a temporary folder inside `folder` whose name starts with
+    `prefix`. That folder remains if the process is killed while it renames files, so that
+    `mixed_file` can detect the mixture of old and new files.
     """
     remove_dead_folders(folder, prefix)
     scratch, lock = _make_held(prefix, folder)
@@ -235,16 +239,18 @@ def replacing_files(folder: Path, head: str, prefix: str) -> Iterator[Path]:
 
 
 _MARKER: Final = ".autopipe-scratch"
-"""File that marks a folder which autopipe made for itself. A folder without it is never removed."""
+"""Name of the file that marks a temporary folder of autopipe. A folder without this file is never
+removed.
+"""
 
 
 @contextmanager
 def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder in `parent` (default: the folder for temporary files) that is removed when
-    the block ends, unless `keep_folder` was called.
+    """Yield a new folder in `parent` (default: the folder for temporary files). The folder is
+    removed when the block ends, unless `keep_folder` was called.
 
-    The process holds a lock on the folder as long as it lives, so that `remove_dead_folders`
-    recognises a folder whose process was killed.
+    The process holds a lock on the folder until the block ends, so that `remove_dead_folders` can
+    detect a folder whose process was killed.
     """
     path, lock = _make_held(prefix, parent)
     try:
@@ -260,8 +266,8 @@ _TEMPORARY: Final = "autopipe-"
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Yield a new folder among the temporary files that is removed when the block ends, as
-    `held_folder`. Folders of autopipe's dead processes are removed first.
+    """Yield a new temporary folder that is removed when the block ends, as by `held_folder`. First
+    remove temporary folders of autopipe processes that were killed.
     """
     remove_dead_folders(Path(tempfile.gettempdir()), _TEMPORARY)
     with held_folder(f"{_TEMPORARY}{purpose}-") as folder:
@@ -269,12 +275,12 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
 
 
 def keep_folder(folder: Path) -> None:
-    """Let a folder of `held_folder` stay for the user when its block ends."""
+    """Keep a folder of `held_folder` for the user when its block ends."""
     (folder / _MARKER).unlink()
 
 
 def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
-    """Return a new folder and the descriptor that holds the lock on it."""
+    """Return (path, descriptor) of a new folder. The open descriptor holds the folder's lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -282,14 +288,14 @@ def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
             OSError
         ):  # A file system without locks: no process removes the folder either.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Only now may another process take the folder for a dead process's.
+        # The marker comes last: without it, no other process removes the folder.
         (path / _MARKER).touch()
         return path, lock
 
 
 def remove_dead_folders(parent: Path, *prefixes: str) -> None:
-    """Remove the folders in `parent` that processes made with these prefixes and that died before
-    they removed them.
+    """Remove the folders in `parent` whose names start with one of `prefixes` and whose processes
+    ended without removing them.
     """
     try:
         names = [name for name in os.listdir(parent) if name.startswith(prefixes)]
@@ -299,7 +305,7 @@ def remove_dead_folders(parent: Path, *prefixes: str) -> None:
         path = parent / name
         if path.is_symlink() or not (path / _MARKER).is_file():
             continue
-        with contextlib.suppress(OSError):  # Another process holds it, or may alone remove it.
+        with contextlib.suppress(OSError):  # It is locked, or it belongs to another user.
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -314,9 +320,7 @@ def digest_of(content: bytes) -> str:
 
 
 def seal(folder: Path, head: str) -> None:
-    """Add the digests of all files in `folder`, not of those in folders below, to the JSON object
-    in `head`.
-    """
+    """Add the digests of all files directly in `folder` to the JSON object in the file `head`."""
     path = folder / head
     body = path.read_text(encoding="utf-8").rstrip().removesuffix("}").rstrip()
     names = [
@@ -331,13 +335,13 @@ def seal(folder: Path, head: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The digests that the head of a folder holds, by file name."""
+    """The digests in the head of a folder, by file name."""
 
     head: str
     digests: Mapping[str, str]
 
     def holds(self, path: Path) -> bool:
-        """Return True if the file at `path` is as it was written."""
+        """Return True if the file at `path` has not changed since the seal was written."""
         expected = self.digests.get(path.name)
         try:
             content = path.read_bytes()
@@ -350,13 +354,13 @@ class Seal:
 
     @property
     def text(self) -> str:
-        """The end of the head, from the digests on."""
+        """The end of the head, starting with the digests."""
         return f"{json.dumps(self.digests)}}}\n"
 
 
 def read_seal(path: Path) -> Seal | None:
-    """Return the digests in the head at `path`, None if an earlier version of autopipe wrote it or
-    it was edited.
+    """Return the seal in the head at `path`. Return None if the file cannot be read or has no valid
+    seal, for example because an earlier version of autopipe wrote it.
     """
     try:
         text = path.read_text(encoding="utf-8").rpartition(_SEAL)[2]
@@ -369,13 +373,13 @@ def read_seal(path: Path) -> Seal | None:
 
 
 def edited_files(paths: Iterable[Path], seals: Sequence[Seal]) -> list[Path]:
-    """Return the files that are there and that are not as one of the seals says."""
+    """Return the paths that exist and whose content differs from every seal."""
     return [path for path in paths if path.exists() and not any(each.holds(path) for each in seals)]
 
 
 def mixed_file(folder: Path, head: str, leftovers: Iterable[Path]) -> Path | None:
-    """Return a file of `folder` that belongs to a later writing than its head, which was
-    interrupted; None if there is none. `leftovers` are the heads that interrupted processes left.
+    """Return a file of `folder` that was written by a later, interrupted command than the head of
+    `folder`; None if there is none. `leftovers` are the heads that interrupted processes left.
     """
     own = read_seal(folder / head)
     if own is None:

@@ -21,16 +21,16 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import followed, open_descriptor, replacing
 
 _START: Final = 4096
-"""Bytes at the beginning of a file in which its mark is looked for."""
+"""Number of bytes at the beginning of a file that are matched against a pattern."""
 _MOST_HEADER: Final = 100_000_000
-"""Maximum bytes of the header of a safetensors file, as its format bounds it."""
+"""Maximum size of the header of a safetensors file in bytes, as defined by the format."""
 PRODUCER: Final = "autopipe"
 """Name of the producer in the ONNX files of the zoo."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Files that a command writes: the words that a person reads, and the test of a file's
+    """A kind of files that commands write: its description for messages, and a test of a file's
     content.
     """
 
@@ -39,7 +39,7 @@ class FileKind:
 
 
 def _marked(pattern: str) -> Callable[[Path], bool]:
-    """Return a test for a text whose beginning matches `pattern`."""
+    """Return a test that is true for files whose beginning matches `pattern`."""
     mark = re.compile(pattern.encode())
 
     def recognises(path: Path) -> bool:
@@ -50,7 +50,9 @@ def _marked(pattern: str) -> Callable[[Path], bool]:
 
 
 def _of_format(name: str) -> Callable[[Path], bool]:
-    """Return a test for one of autopipe's JSON documents, whose first member is its format."""
+    """Return a test for autopipe's JSON documents of format `name`. The format is the first member
+    of a document.
+    """
     return _marked(rf'\s*\{{\s*"format":\s*"autopipe\.{name}/\d+"')
 
 
@@ -66,7 +68,7 @@ _MOST_VARINT: Final = 10
 
 
 def _onnx_producer(path: Path) -> str | None:
-    """Return the name of the producer of an ONNX model, None if the file is no such model."""
+    """Return the name of the producer of an ONNX model, None if the file is not an ONNX model."""
     size = path.stat().st_size
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
@@ -88,7 +90,7 @@ def _onnx_producer(path: Path) -> str | None:
 
 
 def _varint(file: IO[bytes]) -> int:
-    """Read an integer of protobuf; return -1 if none stands there."""
+    """Read and return a protobuf varint. Return -1 if there is no valid varint."""
     found = 0
     for place in range(_MOST_VARINT):
         byte = file.read(1)
@@ -167,7 +169,7 @@ ORDER: Final = FileKind("a schedule as CSV", _marked(_ORDER))
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file that a command writes, the files and folders that the same command reads, and
+    """A file that a command writes, with the files and folders that the command reads, and its flag
     `--force`.
     """
 
@@ -177,8 +179,8 @@ class OutputFile:
     force: bool = False
 
     def check(self) -> None:
-        """Raise ConfigurationError if the file cannot be written or may not be replaced: this is
-        asked before the long work begins.
+        """Raise ConfigurationError if the file cannot be written or may not be replaced. Call this
+        before a long computation.
         """
         if open_descriptor(self.path) is not None:
             return
@@ -206,7 +208,7 @@ class OutputFile:
             )
 
     def _not_replaceable(self, path: Path) -> str:
-        """Return why the file at `path` may not be replaced, "" if it may."""
+        """Return the reason why the file at `path` may not be replaced, "" if it may."""
         for each in self.inputs:
             if os.path.exists(each) and (
                 each.samefile(path) or path.is_relative_to(os.path.realpath(each))
@@ -224,9 +226,7 @@ class OutputFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Yield the file to write. Raises ConfigurationError as `check`, or if it cannot be
-        written.
-        """
+        """Yield the file to write. Raise ConfigurationError if `check` or writing fails."""
         self.check()
         try:
             with replacing(self.path) as file:
@@ -243,12 +243,14 @@ _HEADS: Final = (
     ("manifest.json", _of_format("program"), "the program"),
     ("manifest.json", _of_format("checkpoint"), "the checkpoint"),
 )
-"""Heads of folders that autopipe writes, and what the folder then is."""
+"""Heads of the folders that autopipe writes: file name, test of the content, and description of the
+folder.
+"""
 
 
 def _holder_of(path: Path) -> str:
-    """Return which plan, program or checkpoint the file at `path` is a part of, "" if it is no such
-    part.
+    """Return the description of the plan, program or checkpoint to which the file at `path`
+    belongs, "" if it belongs to none.
     """
     for head, recognises, words in _HEADS:
         if (path.parent / head).is_file() and recognises(path.parent / head):
@@ -257,8 +259,9 @@ def _holder_of(path: Path) -> str:
 
 
 def check_data_file(model: Path, data: Path, force: bool) -> None:
-    """Raise ConfigurationError if the file `data`, which is to hold the weights of the ONNX file
-    `model`, exists and holds no weights of the ONNX file that is at `model` now.
+    """Raise ConfigurationError if the file `data`, in which the weights of the ONNX file `model`
+    are to be written, exists and does not hold weights of the current file `model`. Nothing is
+    checked with `force` or if `data` is empty.
     """
     if force or not data.exists() or not data.stat().st_size:
         return
@@ -269,8 +272,8 @@ def check_data_file(model: Path, data: Path, force: bool) -> None:
 
 
 def plan_inputs(folder: Path) -> tuple[Path, ...]:
-    """Return the files that a command reads of a plan folder or of a program folder; other files
-    there may be outputs of an earlier command.
+    """Return the files that a command reads from a plan folder or a program folder. Other files in
+    the folder may be outputs of an earlier command. If `folder` is a file, return that file.
     """
     return (
         tuple(folder / name for name in (*_PARTS, "manifest.json"))

@@ -71,7 +71,7 @@ class TwoBranch(ZooModel):
         joined = []
         for index in range(self.branches):
             data = graph.input(f"input_{index}", self.sequence, self.hidden)
-            for repeat in range(self.repeats):  # Without residuals.
+            for repeat in range(self.repeats):  # Without residual connections.
                 with graph.scope(f"branches.{index}"), graph.scope(f"blocks.{repeat}"):
                     data = attention(graph, "attention", layer, data)
                     data = graph.linear(
@@ -106,7 +106,7 @@ class Flava(ZooModel):
             "hidden": 768,
             "heads": 12,
         },
-        # Tessel (HPCA 2024), figure 15: 24 layers, which we give to each of the three encoders.
+        # Tessel (HPCA 2024), figure 15: 24 layers, here for each of the three encoders.
         "paper": {
             **COMMON,
             "text_layers": 24,
@@ -184,7 +184,7 @@ class CandleUno(ZooModel):
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the
         # branches.
         "paper": {**PAPER, "branches": 7},
-        # The widest of its comparison by number of branches.
+        # The largest number of branches in GraphPipe's comparison.
         "16-branches": {**PAPER, "branches": 16},
     }
     branches: Count = 7
@@ -228,7 +228,7 @@ class MultiModalTransformer(ZooModel):
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "paper": {**GRAPHPIPE, "embedding": 1024, "branches": 4, "layers": 8},
-        # The sequential transformer of its evaluation: as many layers in one branch.
+        # The sequential transformer of GraphPipe's evaluation: as many layers in one branch.
         "sequential": {**GRAPHPIPE, "embedding": 1024, "branches": 1, "layers": 32},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)

@@ -224,8 +224,8 @@ class AlexNet(ZooModel):
         wide = 8 * self.width // 3
         widest = 4 * self.width
         data = graph.input("image", 3, self.image, self.image)
-        # Channels, kernel, stride and padding of each convolution; the first two are pooled, and
-        # the last.
+        # Channels, kernel, stride and padding of each convolution. Max pooling follows the first
+        # two convolutions and the last.
         rows = (
             (self.width, 11, 4, 0),
             (wide, 5, 1, 2),
@@ -337,8 +337,7 @@ class WideResNet(ZooModel):
     presets: ClassVar[Mapping[str, Settings]] = {
         "resnet50": _sizes(64, 1),
         "resnet101": _sizes(64, 1, (3, 4, 23, 3)),
-        # Sizes of the family that Alpa (OSDI 2022) and TePDist scale; named by their number of
-        # parameters.
+        # Models of Alpa (OSDI 2022) and TePDist. A name is the number of parameters.
         "250m": _sizes(160, 2),
         "500m": _sizes(224, 2),
         "1b": _sizes(320, 2),

@@ -1,6 +1,6 @@
-"""Outputs of inference. Rank 0 gathers the outputs of each step while the next one runs, and
-appends them to files, which become one `.npz` or `.npy` file at the end. No rank holds the outputs
-of more than two steps.
+"""Outputs of inference. Rank 0 gathers the outputs of a step while the next step runs, and appends
+them to files, which become one `.npz` or `.npy` file at the end. No rank holds the outputs of more
+than two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopipe.ir.layout import TensorSlice
 from autopipe.ir.output_files import followed, naming, put_in_place
 from autopipe.ir.program import Output, OutputPlace, OutputShard
 
-_TAG = 1 << 20  # Above every channel's tag.
+_TAG = 1 << 20  # Larger than the tags of all channels.
 _HEADER = 256
 """Bytes of a `.npy` file before its data. The header is written at the end, when the shape is
 known; this size suffices for any shape.
@@ -32,7 +32,7 @@ _PIECE = 1 << 24
 
 
 class RowFile:
-    """A `.npy` file to which rows are appended."""
+    """A new `.npy` file to which rows are appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,8 +84,8 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 
 class OutputCollector:
-    """This rank's part in gathering outputs. Ranks send their shards to rank 0 at the end of a
-    step. Rank 0 receives them one step later, when they have arrived.
+    """Gathers outputs, on one rank. Ranks send their shards to rank 0 at the end of a step. Rank 0
+    receives the shards one step later.
     """
 
     def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
@@ -93,11 +93,11 @@ class OutputCollector:
         self._transport = transport
         self._path = None if manifest.train or path is None else followed(path)
         self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """By (output, stage) the results of the step by micro-batch."""
+        """Results of the current step: (output, stage) -> micro-batch -> tensor."""
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._waiting: tuple[dict[tuple[int, int], torch.Tensor], int] | None = None
-        """On rank 0, its own shards of the previous step by (output, stage), and that step's number
-        of samples.
+        """On rank 0: its own shards of the previous step by (output, stage), and the number of
+        samples of that step.
         """
         self._files: list[RowFile] = []
         if self._path is not None and transport.rank == 0:

@@ -1,13 +1,13 @@
 """Running mean and variance of BatchNormalization.
 
 Training: r = m r + (1 - m) s for each micro-batch, with running value r, `momentum` m and the
-micro-batch's statistic s, as ONNX defines it. The variance is the biased one; for files of torch's
-exporter, which mark this, the unbiased one. A validation reads the running values.
+micro-batch's statistic s, as ONNX defines it. The statistic of the variance is biased. In files of
+torch's exporter, which declare this, it is unbiased. A validation reads the running values.
 
-They are updated at the end of a step, by all micro-batches in the order of their numbers, and
-within a micro-batch by the calls of a BatchNormalization in the order of the graph, whichever ranks
-ran them. So they are equal for every schedule and number of ranks, and recomputation does not
-change them.
+The running values are updated at the end of a step. The order of the updates is the order of the
+micro-batches, and within a micro-batch the order of the BatchNormalization calls in the graph. It
+does not depend on which ranks ran the calls. So running values are equal for every schedule and
+number of ranks, and recomputation does not change them.
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ NotedStatistic = tuple[Tensor, Tensor, float]
 
 @dataclass(slots=True)
 class RunningStatistics:
-    """The running statistics of a stage: `p.running` of its forward."""
+    """The running statistics of a stage: `p.running` of its forward pass."""
 
     training: bool = True
     _found: list[NotedStatistic] = field(default_factory=list)
-    """Statistics of the current forward."""
+    """Statistics of the current forward pass."""
     _by_micro_batch: dict[int, list[NotedStatistic]] = field(default_factory=dict)
 
     def begin(self, training: bool) -> None:
-        """Start a forward. Statistics of a recomputed forward are discarded."""
+        """Start a forward pass. Statistics that an earlier, recomputed forward pass left are
+        discarded.
+        """
         self.training = training
         self._found.clear()
 
     def end(self, micro_batch: int) -> None:
-        """Keep the statistics of the forward that has just run for the end of the step."""
+        """Store the statistics of the forward pass that has just run until the end of the step."""
         if self._found:
             self._by_micro_batch[micro_batch] = self._found.copy()
 
     def take(self) -> list[NotedStatistic]:
-        """Return the statistics of a forward that is being captured. Each replay overwrites the
-        micro-batch's statistics.
+        """Return the statistics of a forward pass that a CUDA graph captures. Each replay
+        overwrites these tensors.
         """
         found = self._found.copy()
         self._found.clear()
         return found
 
     def give(self, captured: list[NotedStatistic]) -> None:
-        """Note copies of the statistics that the replay of a captured forward has written."""
+        """Record copies of the statistics that the replay of a captured forward pass wrote."""
         if captured:
             # A multiplication by 1 copies all tensors with few kernels.
             own = foreach_mul([own for _, own, _ in captured], 1.0)
@@ -71,7 +73,7 @@ class RunningStatistics:
             ]
 
     def note(self, running: Tensor, own: Tensor, momentum: float) -> None:
-        """Note the statistic `own` of the micro-batch, with which `running` is to be updated."""
+        """Record the micro-batch's statistic `own`, which will update `running`."""
         self._found.append((running, own.detach(), momentum))
 
     def batch_norm(
@@ -85,14 +87,15 @@ class RunningStatistics:
         epsilon: float,
         unbiased: bool = False,
     ) -> Tensor:
-        """Return x normalised with its own mean and variance, which are noted; in a validation,
-        with the running values. The noted variance is biased unless `unbiased`.
+        """Return x normalised with its own mean and variance, and record both. In a validation,
+        return x normalised with the running values. The recorded variance is biased unless
+        `unbiased`.
         """
         if not self.training:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
         own_mean = torch.zeros_like(mean)
         own_variance = torch.zeros_like(variance)
-        # With momentum 1, torch writes the mean and the unbiased variance into the buffers.
+        # With momentum 1, torch stores the batch's mean and unbiased variance in the buffers.
         y = F.batch_norm(
             x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon
         )
