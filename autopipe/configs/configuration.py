@@ -254,7 +254,7 @@ class ClusterChoice:
             return self
         here = local_cluster()
         inside = cluster_preset(here.preset).levels[0].size
-        # All local GPUs are in one node, even if a node of the preset has fewer.
+        # All local GPUs are in one node, even if a node of the preset has fewer GPUs.
         own = here.count if inside is not None and here.count > inside else None
         return replace(self, preset=here.preset, devices_per_node=self.devices_per_node or own)
 

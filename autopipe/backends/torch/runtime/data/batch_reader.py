@@ -65,7 +65,7 @@ class BatchReader:
         return StepData(self.source.count(step), self.source.epoch(step), self.source.left_over)
 
     def close(self) -> None:
-        """Stop reading. This class has nothing to stop."""
+        """Stop reading ahead. Has no effect in this class, which reads on request."""
 
     def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
         """Return a block in the type in which the source has the data: on the device if the data is

@@ -21,14 +21,14 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a run has progressed. Earlier steps may have had another batch size and another
-    number of micro-batches.
+    """The progress of a run. Earlier steps may have had another batch size and another number of
+    micro-batches.
     """
 
     steps: int = 0
     """Number of steps that have run."""
     samples: int = 0
-    """Number of samples by which these steps advanced through the data."""
+    """Number of the first sample of the next step."""
     forwards: int | None = 0
     """Number of micro-batches of all steps that have run; None if they were not counted."""
 

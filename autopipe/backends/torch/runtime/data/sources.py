@@ -362,9 +362,9 @@ class FunctionSource(Source):
     name to array.
 
     A function with a parameter `step` returns the batch of that step, or None after the last batch.
-    Any other function returns an iterable of batches, in which batch i belongs to step i. An
-    iterable cannot start in the middle, so a run that resumes also reads the batches of earlier
-    steps. Its end is the end of an epoch, and training then calls the function again for the next
+    Any other function returns an iterable of the batches of consecutive steps. An iterable cannot
+    start in the middle, so a run that resumes also reads the batches of earlier steps. The end of
+    the iterable is the end of an epoch, and training then calls the function again for the next
     epoch. The function may also have parameters `batch_size` and `seed`.
     """
 

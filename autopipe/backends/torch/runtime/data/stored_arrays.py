@@ -348,9 +348,9 @@ def _type_of_words(words: np.ndarray, vocabulary: int) -> str:
     """Return the element type of a token file, inferred from the 16-bit words at its start and the
     number of tokens in the vocabulary.
 
-    The upper words of a small little-endian integer are 0. If words 2 and 3 of each group of 4 are
-    0, tokens have 64 bits. If the vocabulary exceeds 2^16, or if each second word is 0, tokens have
-    32 bits. Otherwise they have 16 bits.
+    The upper words of a small little-endian integer are 0. If words 2 and 3 (from 0) of each group
+    of 4 are 0, tokens have 64 bits. Otherwise, if the vocabulary exceeds 2^16 or if each second
+    word is 0, tokens have 32 bits. Otherwise they have 16 bits.
     """
     if words.any() and len(words) % 4 == 0 and not words.reshape(-1, 4)[:, 2:].any():
         return "<i8"

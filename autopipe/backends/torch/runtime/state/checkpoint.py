@@ -155,7 +155,9 @@ class Snapshot:
     position: Position
     seed: int
     blocks: Sequence[SavedBlock]
-    counters: Mapping[int, tuple[tuple[str, float], ...]]  # By parameter index.
+    counters: Mapping[
+        int, tuple[tuple[str, float], ...]
+    ]  # Scalar optimizer state by parameter index.
     generators: Mapping[str, torch.Tensor]  # Generator states by device type.
     loss_scale: tuple[float, int] | None = None
     eval_loss: float | None = None

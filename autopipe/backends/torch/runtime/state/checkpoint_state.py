@@ -126,7 +126,7 @@ def boxes_of(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
 
 COUNTERS = frozenset(
     {"step"}
-)  # Names of the state that torch's optimizers keep once a tensor, not for each element.
+)  # Names of optimizer state that torch stores as one scalar per tensor.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
