@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 GRAPHPIPE = preset("sequence hidden heads feed_forward classes", 256, 1024, 16, 4096, 1000)
-"""The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2; the number of classes is
-ours.
+"""The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2. The paper does not define
+the number of classes.
 """
 
 
 def classify_mean(
     graph: GraphBuilder, data: ir.Value, width: int, classes: int, init: Initializer
 ) -> None:
-    """End with a classifier of the mean over positions of `data` [batch, positions, width]."""
+    """End the graph with a classifier of the mean of `data` [batch, positions, width] over
+    positions.
+    """
     data = graph.op("ReduceMean", data, graph.constant([1]), keepdims=0)
     graph.classify(graph.linear("classifier", data, width, classes, init))
 
@@ -31,8 +33,8 @@ def classify_mean(
 def dense_layers(
     graph: GraphBuilder, name: str, data: ir.Value, inputs: int, width: int, count: int
 ) -> ir.Value:
-    """`count` linear layers with Relu, called `name.0`, `name.1`, …: [batch, inputs] -> [batch,
-    width].
+    """Map [batch, inputs] to [batch, width] by `count` linear layers with Relu, called `name.0`,
+    `name.1`, ….
     """
     for index in range(count):
         data = graph.dense(f"{name}.{index}", data, width if index else inputs, width)

@@ -271,7 +271,7 @@ class Gpt(LanguageModel):
         "6.7b": preset(_GPT, 32, 4096, 32, 50257, 2048),
         "13b": preset(_GPT, 40, 5120, 40, 50257, 2048),
         "175b": preset(_GPT, 96, 12288, 96, 50257, 2048),
-        # As in Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022).
+        # The size of Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022).
         "39b": preset(_GPT, 48, 8192, 64, 50257, 2048),
         # Tessel (HPCA 2024), table III. Its "1M" is 1,000,000 here, which gives the parameter
         # counts of the table.

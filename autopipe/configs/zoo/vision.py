@@ -23,16 +23,18 @@ def conv_norm(
     epsilon: float = 1e-5,
     **window: Extent,
 ) -> ir.Value:
-    """Convolution by `window` (kernel, stride, padding) without bias, and batch norm."""
+    """Apply a convolution without bias, with `window` (kernel, stride, padding), and batch norm."""
     with graph.scope(name):
         data = graph.convolution("conv", data, inputs, outputs, False, **window)
         return graph.batch_norm("norm", data, outputs, epsilon)
 
 
 Branch = tuple["ir.Value", int]
-"""A value and its channels."""
+"""(value, number of its channels)."""
 FULL_WIDTH = 32
-"""Channels of the first convolution in the paper, to which all others are in proportion."""
+"""Number of channels of the first convolution in the paper. All other channel counts are in
+proportion to it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class InceptionV3(ZooModel):
 
 
 class _Network:
-    """Adds modules to `graph`, remembering the `channels` that the last one left."""
+    """Adds modules to `graph`. `channels` is the number of channels of the last module's output."""
 
     def __init__(self, graph: GraphBuilder, width: int) -> None:
         self.graph = graph
@@ -91,7 +93,9 @@ class _Network:
         self.channels = 3
 
     def stem(self, image: ir.Value) -> ir.Value:
-        """The layers before the first module, which divide height and width by eight."""
+        """Return the image after the layers before the first module, which divide height and width
+        by about eight.
+        """
         with self.graph.scope("stem"):
             branch = self._unit("0", (image, 3), 32, stride=2)
             data, channels = self._unit("2", self._unit("1", branch, 32), 64, padding=1)
@@ -100,7 +104,9 @@ class _Network:
             return self.graph.max_pool(data, 3, 2)
 
     def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
-        """The channels of several branches one after the other."""
+        """Return the outputs of several branches, concatenated along the channels. `_branch`
+        defines the text of a branch.
+        """
         with self.graph.scope(name):
             data, self.channels = self._concatenated(
                 *(self._branch(branch, data) for branch in branches)
@@ -108,7 +114,9 @@ class _Network:
         return data
 
     def module_e(self, name: str, data: ir.Value) -> ir.Value:
-        """1x1, two branches that fan out into 1x3 and 3x1 side by side, and pooling."""
+        """Add module E: a 1x1 branch, two branches that each fork into parallel 1x3 and 3x1
+        convolutions, and a pooling branch.
+        """
         with self.graph.scope(name):
             inner = [
                 self._branch(each, data) for each in ("three 384:1x1", "double 448:1x1 384:3x3")
@@ -122,9 +130,12 @@ class _Network:
         return data
 
     def _branch(self, text: str, data: ir.Value) -> Branch:
-        """A branch's name, then its convolutions: `64:1x7` has 64 channels (at full width), a
-        kernel of 1 x 7 and keeps the image's extent, `96/2` halves it by 3 x 3. `pool` starts with
-        an average of 3 x 3 windows, the border as zeros; `max` is a pooling that halves the extent.
+        """Return the output of a branch. `text` is the branch's name, followed by its convolutions.
+
+        `64:1x7` is a convolution to 64 channels (at full width) with kernel 1 x 7, which keeps
+        height and width. `96/2` is a 3 x 3 convolution to 96 channels with stride 2. A branch
+        `pool` starts with average pooling over 3 x 3 windows, with zeros beyond the border. A
+        branch `max` is max pooling with stride 2.
         """
         name, *units = text.split()
         if name == "max":
@@ -149,7 +160,9 @@ class _Network:
     def _unit(
         self, name: str, branch: Branch, full: int, kernel: Extent = 3, **window: Extent
     ) -> Branch:
-        """Convolution to `full` channels (scaled by the width) without bias, batch norm, Relu."""
+        """Apply a convolution without bias to `full` channels (scaled by the width), batch norm,
+        and Relu.
+        """
         (data, channels) = branch
         outputs = max(1, full * self.width // FULL_WIDTH)
         data = conv_norm(self.graph, name, data, channels, outputs, 1e-3, kernel=kernel, **window)
@@ -321,7 +334,7 @@ class UNet(ZooModel):
 
 
 EXPANSION = 4
-"""Channels that leave a bottleneck, by those that enter its first convolution's output."""
+"""Ratio of a bottleneck's output channels to the output channels of its first convolution."""
 
 
 def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> Settings:
