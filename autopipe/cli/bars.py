@@ -14,7 +14,7 @@ from rich.progress import Progress, TaskID
 
 @dataclass(frozen=True, slots=True)
 class DrawnBar:
-    """A bar of rich, which redraws it."""
+    """A progress bar of rich. Rich redraws it."""
 
     _progress: Progress
     _task: TaskID
@@ -32,8 +32,9 @@ class DrawnBar:
 
 
 class LineBar:
-    """Prints a line of progress every `interval_s` seconds from a thread of its own, since solvers
-    call nothing for minutes. Work that is shorter prints nothing.
+    """Prints a line of progress every `interval_s` seconds. The lines are printed by a separate
+    thread, because solvers call no other code for minutes. For work that is shorter than the
+    interval, nothing is printed.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class LineBar:
         self._note = note or self._note
 
     def postpone(self) -> None:
-        """Let the next line wait for the whole interval: the work has just been reported by other
-        means.
+        """Restart the interval until the next line, because the progress has just been reported in
+        another way.
         """
         self._shown = self._clock()
 

@@ -1,5 +1,5 @@
-"""The comparison of an exported file with its module: loss, gradients and outputs on two examples,
-which the file's program computes on one device.
+"""Comparison of an exported ONNX file with its PyTorch module: loss, gradients and outputs on two
+examples. A generated program computes the file's results on one device.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ if TYPE_CHECKING:
     from autopipe.backends.torch.module_gradients import Evaluation
 
 _NAMED: Final = 5
-"""Parameters that an error names before the rest is only counted."""
+"""Maximum number of parameters that an error names. Further ones are only counted."""
 _ULPS: Final = 1.0
-"""Units in the last place by which parameters are moved, to measure what roundings change."""
+"""Units in the last place by which parameters are changed to measure the effect of rounding."""
 _WITHOUT: Final = "export with check=False (--no-check) to write the file all the same"
 
 
 def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[str]) -> str:
-    """Compare what the file computes of two examples with what the module computes.
+    """Compare the results of an exported file with those of the module on two examples.
 
-    `moved` are the buffers that training with the file changes. Returns what was compared, "" if
-    nothing was, and adds to `notes` what could not be compared. The dropouts of `file` are taken
-    out of it. Raises VerificationError, naming parameters and the likely cause, if results differ.
+    `moved` are the buffers that training with the file changes. Return a description of the
+    comparison, or "" if nothing was compared, and append to `notes` what could not be compared.
+    Dropout is removed from `file`. Raise VerificationError, with the parameters and the likely
+    cause, if results differ.
     """
     from autopipe.backends.torch.module_gradients import evaluate, late_hooks
 
@@ -93,7 +94,7 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
 
 def reject_changes(names: Sequence[str]) -> None:
     """Raise VerificationError if there are tensors that the module's forward changes and the file
-    does not.
+    does not change.
     """
     if names:
         changed = listed(list(dict.fromkeys(names)), _NAMED)
@@ -106,7 +107,7 @@ def reject_changes(names: Sequence[str]) -> None:
 
 
 def _examples(subject: Subject) -> list[tuple[torch.Tensor, ...]]:
-    """Return the user's example, and a second one if the module has finite results on one."""
+    """Return the user's example, and a second example if the module has finite results on one."""
     from autopipe.backends.torch.module_gradients import evaluate, perturbed
 
     turned = tuple(each.flip(0) if each.dim() else each for each in subject.tensors)
@@ -121,8 +122,8 @@ def _examples(subject: Subject) -> list[tuple[torch.Tensor, ...]]:
 
 
 def _take_dropouts_out(file: Path, asked: Sequence[float]) -> None:
-    """Take the dropouts, which draw other numbers than the module's, out of a file. Raises
-    VerificationError if their probabilities are not those that the module `asked` for.
+    """Remove the dropouts from a file, because their random numbers differ from the module's. Raise
+    VerificationError if their probabilities differ from those that the module `asked` for.
     """
     import onnx
     import onnx.numpy_helper
@@ -162,16 +163,16 @@ def _take_dropouts_out(file: Path, asked: Sequence[float]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """An exported file, and what it is compared with."""
+    """An exported file, and the results that it is compared with."""
 
     subject: Subject
     file: Path
     examples: Sequence[tuple[torch.Tensor, ...]]
     expected: Sequence[Evaluation]
-    """Results of the module on each example."""
+    """Results of the module for each example."""
 
     def of_gradients(self) -> str:
-        """Compare losses and gradients: each example is a training step at learning rate 0. Returns
+        """Compare losses and gradients. Each example is a training step at learning rate 0. Return
         a summary.
         """
         manifest = self._generated("train")
@@ -205,7 +206,7 @@ class _Comparison:
         )
 
     def of_outputs(self) -> str:
-        """Compare the outputs of a module without a loss. Returns what was compared."""
+        """Compare the outputs of a module without a loss. Return a summary."""
         manifest = self._generated("infer")
         forward = read_manifest(manifest.folder / FORWARD)
         count = 0
@@ -222,7 +223,7 @@ class _Comparison:
         )
 
     def _generated(self, mode: str) -> Manifest:
-        """Plan the file for one device and write its program."""
+        """Plan the file for one device and generate its program."""
         rows = max(len(each) for each in self.subject.tensors if each.dim())
         settings: dict[str, Any] = {
             "cluster": {"preset": "cpu-local"},
@@ -243,7 +244,9 @@ class _Comparison:
     def _run(
         self, manifest: Manifest, name: str, examples: Iterable[tuple[torch.Tensor, ...]]
     ) -> Path:
-        """Run the program on the examples, each a step. Returns the folder of its record."""
+        """Run the program with one step per example. Return the folder with the recorded
+        results.
+        """
         folder = manifest.folder.with_name("record")
         folder.mkdir(exist_ok=True)
         columns = zip(*examples, strict=True)
@@ -265,8 +268,8 @@ class _Comparison:
     def _require_same_trained(
         self, trained: set[str], found: Mapping[str, np.ndarray], expected: Evaluation
     ) -> None:
-        """Raise VerificationError if the file has a gradient of other parameters than the
-        module.
+        """Raise VerificationError if the file and the module have gradients for different
+        parameters.
         """
         flowing = {
             name for name, each in expected.gradients.items() if each is not None and np.any(each)
@@ -289,7 +292,7 @@ class _Comparison:
             )
 
     def _require_equal(self, pairs: Sequence[Difference], manifest: Manifest, step: int) -> None:
-        """Raise VerificationError if a difference is larger than what roundings explain."""
+        """Raise VerificationError if a difference is too large to be caused by rounding."""
         bound = manifest.rounding.bound
         if all(each.relative <= bound for each in pairs):
             return
@@ -316,8 +319,8 @@ class _Comparison:
         )
 
     def _responses(self, step: int) -> dict[str, float]:
-        """Return by how much a rounding of each parameter changes the loss, each gradient and each
-        output.
+        """Return the relative change of the loss, each gradient and each output when each parameter
+        is changed by a rounding error.
         """
         from autopipe.backends.torch.module_gradients import evaluate
 
@@ -349,6 +352,6 @@ class _Comparison:
 
 
 def _recorded(folder: Path, step: int, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return the gradients of a step by the parameter's name."""
+    """Return the gradients of a step by the name of the parameter."""
     with np.load(record_file(folder, "gradients", step, 0), allow_pickle=False) as stored:
         return {manifest.parameters[int(index)].value.name: stored[index] for index in stored.files}

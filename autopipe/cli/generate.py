@@ -1,4 +1,4 @@
-"""`autopipe generate`: token by token with a decoder over the ranks of a plan."""
+"""`autopipe generate`: generates tokens with a decoder that runs on the ranks of a plan."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def generate(
     """
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # As in launch: read when torch is imported.
+    )  # As in launch: torch reads this variable when it is imported.
 
     from autopipe.api.program_folder import open_program
     from autopipe.backends.torch.runtime.modes.decoder import Decoder, GenerationRequest
@@ -145,7 +145,8 @@ def generate(
         decoder.check(request)
         check_layout(manifest.model, decoder)
         if planned is not None:
-            # What is written in place has to fit.
+            # A decoder that writes its cache in place cannot feed more tokens than the cache has
+            # room for.
             most = decoder.cache_length - 1 if decoder.in_place else None
             write_prefill(planned, folder, min(longest, prefill_chunk), output.note, most)
         report = run(manifest, request, device, output)
@@ -172,8 +173,8 @@ def generate(
 
 
 def read_prompts(text: str) -> list[list[int]]:
-    """Prompts of a file, or the one that is written out. Raises ConfigurationError for what is no
-    list of token ids.
+    """Return the prompts in a file, or the one prompt in `text`. Raise ConfigurationError if they
+    are not lists of token ids.
     """
     path = Path(text)
     if path.suffix not in (".json", ".npy"):
@@ -211,8 +212,8 @@ def _is_token(value: object) -> bool:
 
 
 def _output_file(target: Path, inputs: tuple[Path, ...], force: bool) -> OutputFile:
-    """Return the file for the new tokens. Raises ConfigurationError for a name that says no
-    format.
+    """Return the file for the new tokens. Raise ConfigurationError if the extension of `target` is
+    not a supported format.
     """
     kind = {".json": TOKENS, ".npy": NPY}.get(target.suffix)
     if kind is None:
@@ -222,9 +223,10 @@ def _output_file(target: Path, inputs: tuple[Path, ...], force: bool) -> OutputF
 
 @contextmanager
 def program_of(folder: Path, model: Path | None) -> Iterator[tuple[Path, PlanResult | None]]:
-    """Give the folder of a program, and its plan or None: `folder` itself, or the program of the
-    plan in `folder`, which exists for the length of the block. `model` is the plan's ONNX file in
-    place of the planned one.
+    """Context manager that yields the folder of a program, and its plan or None.
+
+    If `folder` has a program, it is used without a plan. If `folder` has a plan, its program is
+    written to a temporary folder. `model` replaces the ONNX file of the plan.
     """
     if not (folder / PLAN_FILE).is_file():
         yield folder.absolute(), None
@@ -239,9 +241,11 @@ def program_of(folder: Path, model: Path | None) -> Iterator[tuple[Path, PlanRes
 
 
 def check_layout(model: Path, decoder: Decoder) -> None:
-    """Raise ConfigurationError for a decoder that takes a place in the cache for a position, where
-    sequences lie in it depending on their lengths, or that has them elsewhere. One that sums up its
-    mask counts positions by it.
+    """Raise ConfigurationError if the cache layout of a decoder is not supported.
+
+    A decoder with GroupQueryAttention must write its cache in place. A decoder without the input
+    `position_ids` must write its cache in place, or derive the positions from its attention mask
+    with CumSum.
     """
     from autopipe.passes.frontend.load import load
 
@@ -266,9 +270,10 @@ def write_prefill(
     note: Callable[[str], None],
     most: int | None = None,
 ) -> None:
-    """Put a second program beside that of a plan in `folder`: its steps feed `chunk` tokens of each
-    sequence, if no more than `most`. Where the model or the plan does not allow it, `note` is told
-    why there is none.
+    """Write a second program next to the program of a plan in `folder`. Each of its steps feeds
+    `chunk` tokens of each sequence, rounded up to a multiple that the plan's splits allow. No
+    program is written if that is more than `most`, or if the model or the plan does not allow it.
+    In the latter case, `note` is called with the reason.
     """
     from autopipe.api.codegen import write_programs
     from autopipe.backends.torch.runtime.manifest import read_manifest
@@ -276,7 +281,7 @@ def write_prefill(
     from autopipe.passes.prefill import with_step_length
 
     second = folder.with_name(PREFILL)
-    # Splits along the tokens take any multiple of the devices.
+    # A multiple of the device counts can be split along the tokens.
     even = math.lcm(*(len(stage.devices) for stage in planned.plan.placement.stages))
     length = -(-chunk // even) * even
     if most is not None and length > most:
@@ -296,7 +301,7 @@ def write_prefill(
 
 
 def run(manifest: Manifest, request: Any, device: str, output: Output) -> dict[str, Any]:
-    """Run the request on all ranks, on this machine, and return the report of rank 0."""
+    """Run the request on all ranks on this machine. Return the report of rank 0."""
     from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks
     from autopipe.backends.torch.runtime.modes.decoder import GENERATED_FILE
     from autopipe.cli.launch import placement_note, visible_gpus

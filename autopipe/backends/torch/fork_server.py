@@ -1,10 +1,10 @@
-"""A process that imports torch and the runtime once and forks the ranks of a launch, which then
-need no imports.
+"""A server process that imports torch and the runtime once and forks the ranks of a launch. The
+forked ranks need no further imports.
 
 `ForkServer` is the launcher's side. The server process runs this module with the number of a
-socket. It has one thread and has not initialised CUDA, so that its forks are safe. Per rank it
-forks twice and lets the process in between end: Linux then makes the launcher the rank's parent, as
-if the launcher had started a new interpreter.
+socket. It has one thread and has not initialised CUDA, so that forking is safe. For each rank it
+forks twice, and the intermediate process ends. Linux then makes the launcher the parent of the
+rank, as if the launcher had started a new interpreter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autopipe.backends.torch.child import (
 )
 
 SWITCH: Final = "AUTOPIPE_FORK_SERVER"
-"""Environment variable; 0 starts a new interpreter per rank instead."""
+"""Environment variable. With the value 0, each rank runs in a new interpreter instead."""
 _PRELOADED: Final = (
     "autopipe.backends.torch.runtime.rank",
     "autopipe.backends.torch.runtime.step.stage",
@@ -53,8 +53,8 @@ _WAIT_POLL_S: Final = 0.02
 
 
 class ForkedProcess:
-    """A child process that `ForkServer` forked, with the part of `subprocess.Popen` that callers
-    use.
+    """A child process that `ForkServer` forked. It has the part of the interface of
+    `subprocess.Popen` that callers use.
     """
 
     def __init__(self, pid: int) -> None:
@@ -73,8 +73,8 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code once the process has ended. Raises subprocess.TimeoutExpired after
-        `timeout` seconds.
+        """Wait until the process has ended and return its exit code. Raise
+        subprocess.TimeoutExpired after `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -90,7 +90,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The launcher's side of a fork server; a context manager."""
+    """The launcher's side of a fork server, as a context manager."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -104,16 +104,16 @@ class ForkServer:
         self.close()
 
     def open(self) -> None:
-        """Start the server's process, which imports torch while this process does other work."""
+        """Start the server process. It imports torch while this process does other work."""
         if sys.platform == "linux" and os.environ.get(SWITCH) != "0":
             self._line, theirs = socket.socketpair()
             words = python_command(
                 "autopipe.backends.torch.fork_server", str(theirs.fileno()), *_PRELOADED
             )
             changes = {PARENT: str(os.getpid())}
-            # A session of its own keeps Ctrl-C at the terminal from the server. What fails in its
-            # imports fails again, and is reported, in the interpreters that are started in place of
-            # forks.
+            # The separate session protects the server from Ctrl-C at the terminal. Errors of the
+            # server's imports are not shown: the interpreters that are started instead of forks
+            # raise and report them again.
             self._process = subprocess.Popen(
                 words, env=os.environ | changes, pass_fds=[theirs.fileno()], start_new_session=True,
                 stderr=subprocess.DEVNULL,
@@ -126,11 +126,11 @@ class ForkServer:
         env: Mapping[str, str],
         streams: tuple[int | IO[str] | None, ...] = (None, None, None),
     ) -> ForkedProcess | subprocess.Popen[bytes]:
-        """Start `words`, as `python_command` takes them, as a child process in a session of its
-        own.
+        """Start `words`, in the form that `python_command` takes, as a child process in a new
+        session.
 
-        `streams`: files for standard input, output and errors; None for this process's own. Without
-        a fork server, or if it fails, a new interpreter runs the words.
+        `streams`: files for standard input, output and errors; None stands for those of this
+        process. Without a fork server, or if it fails, a new interpreter runs the words.
         """
         files = tuple(number if each is None else each for number, each in enumerate(streams))
         if self._line is not None:
@@ -148,7 +148,7 @@ class ForkServer:
         )
 
     def close(self) -> None:
-        """End the server. Ranks that it has forked go on."""
+        """End the server. The ranks that it has forked continue."""
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -159,26 +159,29 @@ class ForkServer:
 
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
-"""Environment variables with the settings of torch's allocator. All versions read the first, before
-the second, which newer ones have.
+"""Environment variables with the settings of torch's allocator. Newer torch versions have both and
+read the first one before the second; older versions have only the first.
 """
 _LOG_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
-"""Environment variable that torch reads when it is imported. Warnings of its rendezvous say nothing
-to a user.
+"""Environment variable for torch's log level, which torch reads when it is imported. The warnings
+of its rendezvous do not help the user.
 """
 
 
 @contextlib.contextmanager
 def rank_environment() -> Iterator[None]:
-    """Set the environment that ranks inherit while the block runs: one thread each, this same
-    autopipe, errors of torch's C++ alone, and memory of GPUs in segments that grow, which tensors
-    of changing sizes do not break up. Variables that are set already stay.
+    """Context manager that sets the environment variables that ranks inherit.
+
+    The ranks use one thread each, import the same autopipe as this process, print only errors of
+    torch's C++ code, and allocate GPU memory in expandable segments, which reduces fragmentation if
+    tensor sizes vary. Values of these settings that are already in the environment are kept; the
+    module search path is extended.
     """
     root = Path(__file__).resolve().parents[3]
-    # An empty entry would be the current folder, where anybody may have put a module.
+    # An empty entry would stand for the current folder, in which anybody may have put a module.
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    # An installed autopipe is found anyhow, and site-packages must not come before the standard
-    # library.
+    # An installed autopipe is found without this entry, and site-packages must not precede the
+    # standard library.
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))
     changes = {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
@@ -191,12 +194,13 @@ def rank_environment() -> Iterator[None]:
 
 
 _early: Final[list[ForkServer]] = []
-"""The server that `start_early` has started and that no launch uses yet; empty otherwise."""
+"""The server that `start_early` has started and that no launch has used yet; otherwise empty."""
 
 
 def start_early() -> None:
-    """Start the fork server of the next launch of this process: it imports torch while this process
-    imports and checks what the launch needs. It ends with this process if no launch follows.
+    """Start the fork server of the next launch of this process. The server imports torch while this
+    process imports and checks what the launch needs. It ends with this process if no launch
+    follows.
     """
     server = ForkServer()
     with rank_environment():
@@ -206,8 +210,8 @@ def start_early() -> None:
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    """Yield a fork server with the environment of ranks: the one that was started early, if there
-    is one.
+    """Context manager that yields a fork server with the environment of ranks. If a server was
+    started early, that server is used.
     """
     if not _early:
         start_early()
@@ -216,8 +220,8 @@ def fork_server() -> Iterator[ForkServer]:
 
 
 def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams: list[int]) -> int:
-    """Have the server at the other end of `line` fork a rank, and return its process number. Raises
-    OSError if it does not.
+    """Let the server at the other end of `line` fork a rank. Return the process number of the rank.
+    Raise OSError if the server does not fork.
     """
     ours, theirs = socket.socketpair()
     with ours:
@@ -232,7 +236,7 @@ def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams
             raise ConnectionError("the fork server ended")
         ours.sendall(
             b"\0"
-        )  # Without it, because this process was interrupted, the rank ends at once.
+        )  # If this process is interrupted and does not send it, the rank ends at once.
         return int(_LENGTH.unpack(reply)[0])
 
 
@@ -251,7 +255,7 @@ class _Request:
 
 
 def _receive(line: socket.socket) -> _Request | None:
-    """Return the launcher's next request, None if the launcher has gone."""
+    """Return the next request of the launcher, or None if the launcher has ended."""
     head, files, _, _ = socket.recv_fds(line, _LENGTH.size, _STREAMS + 1)
     if len(head) < _LENGTH.size:
         return None
@@ -266,8 +270,8 @@ def _receive(line: socket.socket) -> _Request | None:
 
 
 def _serve(line: socket.socket) -> list[str] | None:
-    """Fork a process per request. Returns the words to run in each of these processes, and None in
-    the server once the launcher has gone.
+    """Fork a process per request. In each of these processes, return the words that it runs. In the
+    server, return None when the launcher has ended.
     """
     while (request := _receive(line)) is not None:
         pid = os.fork()
@@ -283,8 +287,8 @@ def _serve(line: socket.socket) -> list[str] | None:
 
 
 def _become(request: _Request) -> None:
-    """Give this process, just forked, the session, parent, environment, folder and streams of the
-    request.
+    """Give this process, which was just forked, the session, parent, environment, folder and
+    streams of the request.
     """
     os.setsid()
     end = time.monotonic() + _ADOPTION_S
@@ -304,13 +308,14 @@ def _become(request: _Request) -> None:
     request.close()
     if (
         "numpy.random" in sys.modules
-    ):  # Otherwise all ranks would draw equal numbers where no seed is set.
+    ):  # Otherwise all ranks would generate equal random numbers if no seed is set.
         importlib.import_module("numpy.random").seed()
 
 
 def _is_single_threaded() -> bool:
-    """True if a fork leaves no thread behind. The libraries' own handlers end their idle threads,
-    such as those of OpenBLAS, at a fork; so look after one.
+    """Return True if the process has one thread, so that a fork loses no thread. The fork handlers
+    of some libraries, for example OpenBLAS, end their idle threads, so the threads are counted
+    after a fork.
     """
     pid = os.fork()
     if pid == 0:
@@ -320,17 +325,19 @@ def _is_single_threaded() -> bool:
 
 
 def main() -> None:
-    """Import the modules that the command line names, fork until the launcher ends, and in each
-    fork run its words.
+    """Import the modules that the command line names, and fork until the launcher ends. In each
+    fork, run the words of its request.
     """
     line = socket.socket(fileno=int(sys.argv[1]))
-    # Modules are many objects and few cycles: collections took a fifth of the time of their import.
+    # Importing modules creates many objects and few reference cycles. Garbage collections took a
+    # fifth of the import time.
     gc.disable()
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if not _is_single_threaded():
         return
-    # Collections in ranks leave these objects, and so the memory pages that ranks share, alone.
+    # Garbage collections in the ranks skip these objects, so that the ranks continue to share their
+    # memory pages.
     gc.freeze()
     gc.enable()
     if (words := _serve(line)) is not None:

@@ -1,5 +1,5 @@
-"""A step as one self-contained page: timeline and memory to zoom into, stages or blocks, other
-schedules.
+"""HTML reports of a step or of a schedule of blocks: zoomable timeline and memory, stages or
+blocks, and a comparison of schedules. A report is one self-contained file.
 """
 
 from __future__ import annotations
@@ -36,28 +36,32 @@ from autopipe.ir.timeline import EndSpan, Timeline
 from autopipe.ir.words import bytes_text
 
 _LEAST_SHARE = 5e-4
-"""Share of a step that is worth a row."""
+"""Fraction of a step below which a part has no row."""
 _MOST_TRANSFERS = 20_000
-"""Messages that a page holds; of a step with more, none are drawn."""
+"""Maximum number of messages in a report. If a step has more, none are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A page. `sections` are a heading and markup each, in which every text is escaped already."""
+    """Contents of a report. `sections` are pairs of a heading and markup, in which all text is
+    escaped.
+    """
 
     title: str
     subtitle: str
     figures: tuple[tuple[str, str], ...]
-    """(name, value)."""
+    """Pairs of a name and a value."""
     pictures: tuple[tuple[str, Picture], ...]
-    """Pictures drawn on one time axis, each with its name; one alone needs none."""
+    """Figures on one time axis, each with its name. The name may be empty if there is only one."""
     sections: tuple[tuple[str, str], ...]
     legend: str = ""
-    """Markup below the timeline that says what its colours and letters mean."""
+    """Markup below the timeline that explains its colours and letters."""
 
 
 def report_page(report: Report) -> str:
-    """HTML that loads nothing from anywhere: its security policy forbids that."""
+    """Return the HTML of a report. Its content security policy forbids it to load other
+    resources.
+    """
     figures = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>"
         for name, value in report.figures
@@ -65,7 +69,7 @@ def report_page(report: Report) -> str:
     sections = "\n".join(
         f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections
     )
-    # No text of the data can end the element that it stands in.
+    # Escaped so that no text in the data can end the HTML element that contains it.
     data = json.dumps(_data(report.pictures), allow_nan=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     page = f"""<!DOCTYPE html>
@@ -107,7 +111,7 @@ def report_page(report: Report) -> str:
 </body>
 </html>
 """
-    # A name from JSON may hold half of a letter, which no file can.
+    # A name from JSON may have an unpaired surrogate, which UTF-8 cannot encode.
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -116,8 +120,8 @@ def _asset(name: str) -> str:
 
 
 def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
-    """Data for the page's script: each device's bars and memory as flat lists of numbers, which
-    parse fast.
+    """Return the data for the script of the report: bars and memory of each device as flat lists of
+    numbers, which a browser parses fast.
     """
     pictures = [picture for _, picture in named]
     kinds: dict[tuple[object, ...], int] = {}
@@ -127,7 +131,7 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         first = len(bars)
         bars += ([] for _ in picture.memory)
         for bar in picture.bars:
-            # What the bars of a stage and phase have in common.
+            # Properties that all bars of a stage and phase share.
             stem = bar.name.removesuffix(str(bar.unit))
             phase = bar.phase.name.replace("_", " ").lower()
             colours = stage_colour(bar.stage, bar.phase), text_colour(bar.phase)
@@ -164,7 +168,9 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
 
 
 def _end_numbers(row: Sequence[EndSpan]) -> list[float]:
-    """Return kind, stage (-1 for all), start and end of each span of a row."""
+    """Return kind, stage (-1 for all stages), start and end of each span of a row, as one flat
+    list.
+    """
     kinds = list(END_STYLES)
     found: list[float] = []
     for span in row:
@@ -174,20 +180,22 @@ def _end_numbers(row: Sequence[EndSpan]) -> list[float]:
 
 
 def _short(time: float) -> float:
-    """Ten digits: a nanosecond of ten seconds."""
+    """Round a time to ten significant digits: a nanosecond in ten seconds."""
     return time if isinstance(time, int) else float(f"{time:.10g}")
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleResult:
-    """Result of a schedule on the placement, or why it does not take it."""
+    """Result of a schedule for the placement, or the reason why the schedule does not support
+    it.
+    """
 
     schedule: str
     time: float = 0.0
-    """Length of a step, or of all units of blocks."""
+    """Length of a step, or of all units of a schedule of blocks."""
     bubble_rate: float = 0.0
     peak_memory: tuple[int, ...] = ()
-    """A device each; () where the schedule does not take the placement."""
+    """Peak memory per device; () if the schedule does not support the placement."""
     refusal: str = ""
     chosen: bool = False
 
@@ -198,8 +206,8 @@ def comparison_markup(
     time_text: Callable[[float], str],
     memory_text: Callable[[float], str],
 ) -> str:
-    """A row a schedule, the shortest first, the chosen one marked; at the end those that do not
-    take the placement.
+    """Return a table with one row per schedule, the shortest step first. The chosen schedule is
+    marked. Schedules that do not support the placement follow at the end.
     """
     taken = sorted(
         (each for each in results if each.peak_memory), key=lambda each: (each.time, each.schedule)
@@ -232,8 +240,8 @@ def comparison_markup(
 
 
 def legend_markup(pictures: Sequence[Picture]) -> str:
-    """Markup of the colours and letters of `pictures`: the phases and the work at the step's end
-    that they have, and their stages.
+    """Return the markup of the legend: the colours and letters of the phases, the work at the end
+    of the step, and the stages in `pictures`.
     """
     legend = legend_of(pictures)
     entries = "".join(
@@ -264,7 +272,7 @@ _PARTS = {
 
 
 def breakdown_markup(breakdown: Breakdown) -> str:
-    """A row a part of the step, with a bar of its share."""
+    """Return a table with one row per part of the step, with a bar for its fraction of the step."""
     rows = []
     step_s = breakdown.step_s
     for name, seconds in (("ideal", breakdown.ideal_s), *breakdown.losses):
@@ -282,8 +290,8 @@ def breakdown_markup(breakdown: Breakdown) -> str:
 
 
 def candidates_markup(plan: Plan) -> str:
-    """A row for the best candidate of each strategy, the chosen one marked, then why others have no
-    plan.
+    """Return a table with the best candidate of each strategy. The chosen one is marked. Strategies
+    without a plan have the reason.
     """
     rows = []
     chosen_s = plan.summary.step_time_s
@@ -318,7 +326,7 @@ def candidates_markup(plan: Plan) -> str:
 
 
 def _device_figures(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what a device processes per second, and the MFU."""
+    """Yield the processing rate per device, and the MFU if it is known."""
     rate, unit = summary.rate_per_device
     yield f"{unit} per device", number_text(rate)
     if summary.mfu is not None:
@@ -368,7 +376,9 @@ def plan_report(plan: Plan, timeline: Timeline, results: Sequence[ScheduleResult
 def block_report(
     schedule: BlockSchedule, title: str, subtitle: str, results: Sequence[ScheduleResult]
 ) -> Report:
-    """The page of a schedule of blocks. Without results of other schedules nothing is compared."""
+    """Return the report of a schedule of blocks. It compares schedules only if there are results of
+    other schedules.
+    """
     graph = schedule.graph
     steady = schedule.steady_bubble_rate
     offsets = schedule.repetend.offsets if schedule.repetend is not None else None

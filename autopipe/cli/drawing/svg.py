@@ -1,5 +1,5 @@
-"""SVG for light and dark pages, the timeline of a step and the DAG of stages or blocks; and HTML
-tables.
+"""SVG figures for light and dark pages: the timeline of a step, and the graph of stages or blocks.
+Also HTML tables.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from autopipe.ir.words import bytes_text, plural
 
 
 def escape(text: str) -> str:
-    """`text` as it stands in markup, its control characters made visible: XML may not hold them."""
+    """Return `text` escaped for markup. Its control characters are replaced by visible ones,
+    because XML does not allow them.
+    """
     return html_escape(printable_lines(text))
 
 
 def markup_table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    """A table that scrolls sideways where it is too wide; `rows` are markup."""
+    """Return a table that scrolls horizontally if it is too wide. `rows` are markup."""
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
     return (
         "<div "
@@ -40,7 +42,7 @@ def markup_table(heads: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def markup_row(cells: Sequence[str], colour: str | None = None) -> str:
-    """A row of a table, its texts escaped; `colour` marks the first cell."""
+    """Return a table row with escaped texts. `colour` adds a colour mark to the first cell."""
     mark = f'<i style="background:{colour}"></i>' if colour else ""
     first, *others = (escape(cell) for cell in cells)
     return f"<tr><td>{mark}{first}</td>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>"
@@ -53,24 +55,25 @@ _TOP = 34
 _ROW = 30
 _BAR = 24
 _LETTER = 6.2
-"""Width of a letter of the labels."""
+"""Width of a letter of the labels in pixels."""
 _SWATCH = 10
 _LEGEND_ROW = 18
-"""Width of a colour in the legend, and height of a row of it."""
+"""Width of a colour in the legend, and height of a row of the legend."""
 _STYLE = (
     "text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#24292f}"
     ".paper{fill:#ffffff}.quiet{fill:#656d76}.lane{fill:#f3f4f6}.rule{stroke:#8c959f;fill:none}"
     "@media "
     "(prefers-color-scheme:dark){text{fill:#e6edf3}.paper{fill:#0d1117}.quiet{fill:#9198a1}.lane{fill:#1c2129}}"
 )
-"""The paper is part of the picture: a browser tells it the theme of the system, which its page need
-not have.
+"""The background is a part of the figure, because the colours follow the theme of the system, which
+may differ from that of the page.
 """
 
 
 def timeline_svg(picture: Picture) -> str:
-    """One row per device: its tasks in the stages' colours, numbered by micro-batch, gradient sums
-    and the update at its end, and its peak memory; below them the legend.
+    """Return the timeline of a step as SVG. Each device has a row with its tasks in the colours of
+    the stages, numbered by micro-batch, its gradient sums and update, and its peak memory. The
+    legend is below.
     """
     below = _TOP + len(picture.memory) * _ROW
     scale = below + (38 if picture.steady else 18)
@@ -111,7 +114,7 @@ def timeline_svg(picture: Picture) -> str:
 
 
 def _legend(picture: Picture, top: int) -> list[str]:
-    """Return the rows of the legend, the first one with its text at `top`."""
+    """Return the rows of the legend. The text of the first row is at `top`."""
     legend = legend_of([picture])
     entries = [*legend.entries, *([("none", legend.more)] if legend.more else [])]
     rows = [""]
@@ -151,7 +154,9 @@ def _bar(bar: Bar, end: float) -> str:
 
 
 def _end_bar(span: EndSpan, end: float) -> str:
-    """At least a pixel wide: sums and updates often take a hundredth of the step."""
+    """Return the bar of a gradient sum or update. It is at least one pixel wide, because this work
+    often takes a hundredth of the step.
+    """
     left = _position(span.start, end)
     right = _position(span.end, end)
     top = _TOP + span.device * _ROW
@@ -166,7 +171,7 @@ def _end_bar(span: EndSpan, end: float) -> str:
 
 
 def _label(text: str, left: float, right: float, top: int, colour: str) -> str:
-    """A label in the middle of a bar, "" if the bar is too narrow for it."""
+    """Return a label in the middle of a bar, or "" if the bar is too narrow."""
     if right - left < len(text) * _LETTER + 2:
         return ""
     place = f'x="{(left + right) / 2:.2f}" y="{top + 16}" text-anchor="middle"'
@@ -177,16 +182,18 @@ _BOX = 104
 _HEIGHT = 40
 _ACROSS = 64
 _DOWN = 18
-"""Width and height of a node's box, and the distances between boxes."""
+"""Width and height of the box of a node, and the distances between boxes."""
 _LETTERS = 13
-"""Letters that fit into a box."""
+"""Maximum number of letters in a box."""
 
 Node = tuple[str, tuple[int, ...], int, Phase]
-"""Name and devices, the two lines of a box; the stage and the phase that colour it."""
+"""Name and devices (the two lines of a box), and the stage and phase that determine its colour."""
 
 
 def plan_graph_svg(plan: Plan) -> str:
-    """The stages; edges say what one micro-batch sends along them."""
+    """Return the graph of the stages. The label of an edge is the size of its messages per
+    micro-batch.
+    """
     sent: dict[tuple[int, int], int] = {}
     for message in plan.prediction.messages:
         edge = message.source_stage, message.target_stage
@@ -212,7 +219,9 @@ def block_graph_svg(graph: BlockGraph) -> str:
 
 
 def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int], str]) -> str:
-    """Nodes from left to right by their distance from a start; labels on the edges."""
+    """Return the SVG of a graph. Nodes are ordered from left to right by their distance from a node
+    without predecessors. Edges have labels.
+    """
     places = _places(len(nodes), edges)
     width = max(x for x, _ in places) + _BOX + 8
     height = max(y for _, y in places) + _HEIGHT + 20
@@ -240,8 +249,8 @@ def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int]
 
 
 def _places(nodes: int, edges: Mapping[tuple[int, int], str]) -> list[tuple[int, int]]:
-    """Left upper corner of each node: columns by longest way from a start, rows near those of the
-    nodes before.
+    """Return the upper left corner of each node. Its column is the length of the longest path to
+    it, and its row is near the rows of its predecessors.
     """
     before: dict[int, list[int]] = {node: [] for node in range(nodes)}
     for source, target in sorted(edges):
@@ -269,7 +278,7 @@ def _edge(source: tuple[int, int], target: tuple[int, int], label: str) -> str:
     bottom = target[1] + _HEIGHT // 2
     middle = (left + right) / 2
     long = right - left > _ACROSS
-    # An edge that passes over other nodes goes above them.
+    # An edge that passes other nodes is drawn above them.
     path = (
         f"M{left} {top}C{middle} {top - 60 * long} {middle} {bottom - 60 * long} {right} {bottom}"
     )

@@ -1,5 +1,5 @@
-"""A step as Chrome's trace events (Perfetto), measured tasks read from one, and the CSV of
-PyTorch's schedules.
+"""Chrome trace events (for Perfetto) of a step, measured tasks read from a trace, and schedules in
+the CSV format of PyTorch's pipeline schedules.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ class MeasuredTask:
 
 
 END = "end"
-"""In place of a task: the end of the step, before which gradients are summed and parameters
-updated.
-"""
+"""Task name of the end of a step, in which gradients are summed and parameters are updated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A task's wait for a message from the rank `peer`, in microseconds from the start of the
-    run.
-    """
+    """Wait of a task for a message from rank `peer`, in microseconds from the start of the run."""
 
     peer: int
     channel: int
@@ -46,9 +42,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """A rank's time without a task, before the task `before`, in microseconds from the start of the
-    run.
-    """
+    """Idle time of a rank before the task `before`, in microseconds from the start of the run."""
 
     rank: int
     step: int
@@ -56,7 +50,9 @@ class Bubble:
     start: float
     duration: float
     waits: tuple[Wait, ...]
-    """Of the task, ascending; the rest goes to sending, to reading a batch and to Python."""
+    """Waits of the task, in ascending order. The remaining idle time is spent on sending, on
+    reading a batch, and in Python.
+    """
 
     @property
     def late(self) -> float:
@@ -68,8 +64,8 @@ class Bubble:
 
 
 def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
-    """The tasks in a trace of `launch --trace`, in the file's order. Raises ConfigurationError for
-    any other file.
+    """Return the tasks in a trace of `launch --trace`, in the order of the file. Raise
+    ConfigurationError for any other file.
     """
     try:
         record = JsonRecord(json.loads(path.read_text(encoding="utf-8")), str(path))
@@ -98,9 +94,9 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
 
 PREDICTED = 1
 MEASURED = 2
-"""Processes of the trace; their threads are the ranks."""
+"""Process numbers of the trace. Their threads are the ranks."""
 _LINKS = 1_000_000
-"""Threads from here on are links between ranks."""
+"""Thread numbers from this one on are links between ranks."""
 
 Event = dict[str, object]
 
@@ -108,11 +104,13 @@ Event = dict[str, object]
 def chrome_trace(
     picture: Picture | None, measured: Sequence[MeasuredTask] = (), bubbles: Sequence[Bubble] = ()
 ) -> str:
-    """JSON: a thread a rank with its tasks, one a link with what it sends, and each rank's memory
-    as a counter. Times are in µs; where the picture's have no unit, one stands for a millisecond.
-    With measured tasks the prediction begins where their last step does, so that the two can be
-    compared: the first step also warms up. Measured bubbles stand between the tasks, and the
-    messages waited for within them.
+    """Return a trace as JSON: one thread per rank with its tasks, one thread per link with its
+    messages, and the memory of each rank as a counter.
+
+    Times are in µs. If the figure's times have no unit, one unit of time is shown as a millisecond.
+    If there are measured tasks, the prediction starts at the start of their last step, so that both
+    can be compared; the first step includes warm-up. Measured bubbles are shown between the tasks,
+    with the waits for messages inside them.
     """
     last = max((task.step for task in measured), default=0)
     starts = [task.start for task in measured if task.step == last]
@@ -191,8 +189,8 @@ def _bubble(bubble: Bubble) -> Iterator[Event]:
 
 
 def _predicted(picture: Picture, origin: float, scale: float) -> Iterator[Event]:
-    """Tasks, messages and memory. Messages of one rank may overlap, which a thread cannot show:
-    each link has one.
+    """Yield the events of tasks, messages and memory. Each link has its own thread, because the
+    messages of a rank may overlap, which one thread cannot show.
     """
     for bar in picture.bars:
         start = origin + bar.start * scale
@@ -235,9 +233,9 @@ def _predicted(picture: Picture, origin: float, scale: float) -> Iterator[Event]
 
 
 def orders_csv(picture: Picture) -> str:
-    """Each device's tasks in order as stage, action (F, B, I or W) and micro-batch, such as
-    `0F0,0F1,1F0`. Blocks have the stages that their names tell, numbered in order of their first
-    mention.
+    """Return one line per device with its tasks in order: stage, action (F, B, I or W) and
+    micro-batch, for example `0F0,0F1,1F0`. The stages of blocks follow from their names and are
+    numbered in the order of their first occurrence.
     """
     rows = (
         ",".join(f"{bar.stage}{bar.phase.value}{bar.unit}" for bar in row) for row in picture.rows
