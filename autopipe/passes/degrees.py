@@ -1,4 +1,4 @@
-"""Degrees of parallelism of a placement by any strategy, for every output that shows a plan."""
+"""Degrees of parallelism of a placement by any strategy, for each output that shows a plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DEGREES = ("pipeline", "data", "tensor")
 """Options of strategies that are degrees of parallelism."""
 
 _REST = 0.01
-"""Maximum fraction of a stage's work in products whose degrees are not told."""
+"""Maximum fraction of a stage's FLOPs in matmuls whose degrees are omitted."""
 
 _Degrees = tuple[int, int, int]
 """(data, sequence, tensor)."""
 
 
 def open_degrees(strategy: object) -> tuple[str, ...]:
-    """Return the options of a strategy that are degrees and left open."""
+    """Return the options of a strategy that are degrees and that are open."""
     return tuple(name for name in DEGREES if getattr(strategy, name, 0) is None)
 
 
@@ -78,11 +78,11 @@ def _interval(values: Iterable[int]) -> Interval:
 
 
 def _degrees_of(work: StageWork) -> list[_Degrees]:
-    """Return the degrees of a stage's products, without the rarest, which together are at most
-    `_REST` of the FLOPs.
+    """Return the distinct degrees of a stage's matmuls. The least frequent degrees are omitted if
+    together they are at most `_REST` of the FLOPs.
 
-    Products that read weights count; in a stage without them all products, weighted by FLOPs, and
-    in a stage without products all operators that move data, weighted by bytes.
+    Matmuls that read weights are counted, by FLOPs. A stage without such matmuls counts all
+    matmuls. A stage without matmul FLOPs counts all operators by bytes.
     """
     own = work.problem
     weights = weights_of(work.problem.graph)
@@ -106,12 +106,11 @@ def _degrees_of(work: StageWork) -> list[_Degrees]:
 
 
 def _degrees_of_node(work: StageWork, node: StageNode) -> _Degrees:
-    """Return into how many shards a stage's devices divide the samples, what a sample consists of,
-    and the weights.
+    """Return the numbers of shards (data, sequence, tensor) into which a stage's devices split the
+    samples, the positions within a sample, and the weights.
 
-    A dimension that merges samples and positions is divided first between samples. Axes of a
-    product without weights are counted as axes of weights: its heads are the columns of the product
-    before it.
+    A dimension that merges samples and positions is split first over samples. Axes of a matmul
+    without weights count as tensor axes: its heads are the columns of the preceding matmul.
     """
     samples = sample_axes(work.problem.graph)
     weights = weights_of(work.problem.graph)

@@ -1,6 +1,4 @@
-"""Options of a strategy that a request leaves open, and the values that a plan settles them
-with.
-"""
+"""Options of a strategy that a request leaves open, and the values that a plan gives them."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from autopipe.passes.registry import Strategy
 
 
 def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
-    """Return the strategy with the values of its plan in place of options that are open."""
+    """Return the strategy with its open options set to the values in the plan."""
     defaults = _defaults(strategy)
     settled = {
         name: value
@@ -25,7 +23,7 @@ def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
 
 
 def with_open_options(strategy: Strategy, plan: Plan) -> Strategy:
-    """Return the strategy with those options open that its plan settles."""
+    """Return the strategy with the options open for which the plan contains a value."""
     defaults = _defaults(strategy)
     opened = {name: defaults[name] for name in _settled(plan) if name in defaults}
     return (
@@ -39,5 +37,7 @@ def _settled(plan: Plan) -> dict[str, int | str]:
 
 
 def _defaults(strategy: Strategy) -> dict[str, Any]:
-    """Return the default of each option: the value that leaves it open if it can be open."""
+    """Return the default of each option. For an option that can be open, the default leaves it
+    open.
+    """
     return {field.name: field.default for field in dataclasses.fields(cast(Any, strategy))}

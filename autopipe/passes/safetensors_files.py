@@ -1,7 +1,7 @@
-"""Safetensors files, one or several with an index, as Hugging Face's libraries write and read them.
+"""Safetensors files, single or sharded with an index, in the format of Hugging Face's libraries.
 
 The index of a sharded set, `NAME.safetensors.index.json`, is a JSON object whose member
-`weight_map` has the file of each tensor by name. The files lie in the folder of the index.
+`weight_map` maps the name of each tensor to its file. The files are in the folder of the index.
 """
 
 from __future__ import annotations
@@ -20,27 +20,25 @@ from autopipe.passes.export import Numbers, stored_tensor
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-"""End of the name of the index of a sharded set."""
+"""Suffix of the file name of the index of a sharded set."""
 _METADATA: Final = "__metadata__"
-"""Member of a header that is no tensor."""
+"""Member of a header that is not a tensor."""
 _TYPES: Final = {tag: dtype for dtype, tag in TAGS.items()}
 _MOST_HEADER: Final = 100_000_000
-"""Maximum bytes of a header, as the format bounds it."""
+"""Maximum bytes of a header, as defined by the format."""
 _MOST_INDEX: Final = 100_000_000
-"""Maximum bytes of an index; one of a model of 1,000 layers has about 1 MB."""
+"""Maximum bytes of an index. The index of a model of 1,000 layers has about 1 MB."""
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return True if the name of a file says that it is a safetensors file or the index of
-    several.
-    """
+    """True if the name of a file has the suffix of a safetensors file or of an index."""
     return path.name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
 def read_safetensors(path: Path) -> dict[str, Numbers]:
-    """Return all tensors of a safetensors file, or of all files of an index, by name. Anybody may
-    have written the files. Raises ConfigurationError if a file cannot be read or the index does not
-    fit the files.
+    """Return all tensors of a safetensors file, or of all files of an index, by name. The files are
+    untrusted. Raise ConfigurationError if a file cannot be read or the index does not match the
+    files.
     """
     return _read_index(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
 
@@ -114,8 +112,8 @@ def _count(number: object) -> int:
 
 
 def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers]]:
-    """Return the tensors in consecutive groups of at most `most` bytes; a larger tensor is a group
-    of its own.
+    """Return the tensors in consecutive groups of at most `most` bytes. A larger tensor is a group
+    by itself.
     """
     groups: list[list[Numbers]] = [[]]
     size = 0
@@ -130,7 +128,7 @@ def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers
 
 def safetensors_paths(target: Path, count: int) -> list[Path]:
     """Return the files of a set of `count` safetensors files: `target` alone, or the numbered
-    shards and, last, their index. A `target` that is an index is sharded even if there is one
+    shards followed by their index. If `target` is an index, there is an index even for a single
     shard.
     """
     is_index = target.name.endswith(INDEX_SUFFIX)
@@ -150,14 +148,11 @@ def write_safetensors(
     progress: Progress = lambda _: None,
     most: int | None = None,
 ) -> tuple[list[Path], int]:
-    """Write tensors under their names to `target`, or to shards of at most `most` bytes beside an
-    index if they do not fit. Each file appears whole or not at all, the index last. Return (files,
-    bytes):
+    """Write tensors under their names to `target`, or to shards of at most `most` bytes with an
+    index if they do not fit into one file. Each file is written atomically, the index last. Return
+    (files, bytes): the files that were written, and the total bytes of all tensors.
 
-    the files that were written,
-    the bytes of all tensors.
-
-    Raises ConfigurationError if a file cannot be written, or if safetensors does not know a type.
+    Raise ConfigurationError if a file cannot be written or safetensors has no type for a tensor.
     """
     for value in (each.value for each in tensors):
         if value.dtype not in TAGS:
@@ -185,7 +180,7 @@ def write_safetensors(
 def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> None:
     ordered = sorted(
         tensors, key=lambda each: -each.value.dtype.itemsize
-    )  # So that each is aligned.
+    )  # Descending item sizes keep each tensor aligned.
     listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
     header, _, _ = safetensors_header(listed, {"format": "pt"})
     with replacing(path) as file:

@@ -140,7 +140,9 @@ def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
 
 
 def _kept(table: Weights) -> dict[str, Parameter]:
-    """Return the tensors of a model that a weights file may contain, by their names in the graph."""
+    """Return the tensors of a model that a weights file may contain, by their names in the
+    graph.
+    """
     found: dict[str, Parameter] = {}
     for each in table.initializers().values():
         held = each.source if isinstance(each, Folded) else each
@@ -163,7 +165,9 @@ def _named_by_nodes(source: Source) -> set[str]:
 
 
 def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: Path) -> Numbers:
-    """Return a tensor of the file `weights` in the layout and element type of a model's parameter."""
+    """Return a tensor of the file `weights` in the layout and element type of a model's
+    parameter.
+    """
     value = held.value
     shape = value.shape if layout is None else layout.shape
     if numbers.value.shape != shape:

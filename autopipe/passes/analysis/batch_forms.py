@@ -1,23 +1,24 @@
-"""How the loss of a batch depends on the losses of its parts: whether micro-batches average, add
-up, or do neither.
+"""How the loss of a batch depends on the losses of its parts: whether micro-batches are averaged,
+summed, or neither.
 
-Let A and B be batches and A + B both together. Every value of a graph has one of these forms:
+Let A and B be batches and A + B their concatenation. Every value of a graph has one of these forms:
 
-    FIXED    depends on no sample                        a parameter, and what is computed from parameters
-    UNIFORM  has an entry per sample, all of them equal  a mask of ones
-    EACH     has an entry per sample, computed from that sample alone
-    TOTAL    v(A + B) = v(A) + v(B)                      a sum over samples
-    MIXED    none of these                               a maximum over samples, products of samples with one another
+    FIXED    depends on no sample                              a parameter, or a value computed from parameters
+    UNIFORM  has an entry per sample, all entries equal        a mask of ones
+    EACH     has an entry per sample, computed from it alone   an activation
+    TOTAL    v(A + B) = v(A) + v(B)                            a sum over samples
+    MIXED    none of these                                     a maximum over samples
 
-Each form but MIXED has a degree d: the value is n^d times a value of that form, where n is the
-number of samples. A mean over samples is a TOTAL of degree -1, the number of samples is FIXED of
-degree 1. The forms follow the iteration spaces of the nodes (`ir/space.py`): a sum over the axis
-that counts samples makes a TOTAL of an EACH, an operator that takes this axis whole makes MIXED. A
-constant that is computed from the number of samples gets its degree by comparison of the graphs for
-two numbers of samples.
+Each form except MIXED has a degree d: the value is n^d times a value of that form, where n is the
+number of samples. A mean over samples is a TOTAL of degree -1. The number of samples is FIXED of
+degree 1. The forms follow from the iteration spaces of the nodes (`ir/space.py`): a sum over the
+sample axis turns an EACH into a TOTAL, and an operator that cannot split this axis makes the result
+MIXED. The degree of a constant that is computed from the number of samples is found by comparing
+the graphs for two numbers of samples.
 
-Batch statistics of BatchNormalization, and means over labels of which some are ignored, count as if
-they kept samples apart. That is accepted practice, and the frontend warns of it.
+BatchNormalization with batch statistics, and means over labels of which some are ignored, are
+treated as if they kept samples separate. This is accepted practice, and the frontend warns about
+it.
 """
 
 from __future__ import annotations
@@ -41,34 +42,34 @@ from autopipe.passes.frontend.loss import LOSSES
 
 
 class LossKind(enum.Enum):
-    """How the losses of equal parts of a batch make the loss of the batch."""
+    """How the losses of equal parts of a batch determine the loss of the batch."""
 
     MEAN = "mean"
     SUM = "sum"
     MIXED = "mixed"
     """The losses of the parts do not determine the loss of the batch."""
     RATIO = "ratio"
-    """The totals that it is computed from, added up over the parts, determine the loss of the batch
-    (`Ratio`).
+    """The loss is computed from totals. Summed over the parts, these totals determine the loss of
+    the batch (`Ratio`).
     """
     UNKNOWN = "unknown"
-    """The graph does not tell."""
+    """The graph does not determine the kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """The result of `loss_form`. `reason` says for a MIXED loss which node mixes samples, and how;
-    for an UNKNOWN loss it says why the graph does not tell.
+    """The result of `loss_form`. For a MIXED loss, `reason` names the node that mixes samples. For
+    an UNKNOWN loss, `reason` is why the graph does not determine the kind.
     """
 
     kind: LossKind
     reason: str = ""
     samples: int | None = None
-    """Number of samples to which the file fixes the batch; None if it is open."""
+    """Batch size that the file fixes; None if it is open."""
     divisor: int | None = None
-    """Divisor of a sum that is a multiple of `samples`; None if there is none."""
+    """Constant divisor of a sum, a multiple of `samples`; None if there is none."""
     ratio: Ratio | None = None
-    """For a loss of kind RATIO."""
+    """Present for a loss of kind RATIO, otherwise None."""
 
     def __str__(self) -> str:
         if self.kind is LossKind.MEAN:
@@ -87,7 +88,7 @@ class LossForm:
 
     @property
     def weighed(self) -> str:
-        """A loss of kind RATIO as a noun."""
+        """A loss of kind RATIO as a noun, for messages."""
         assert self.ratio is not None
         total = "a mean over samples" if self.ratio.degree else "a sum over samples"
         divided = total if self.ratio.divisor is None else "a mean weighed by values of the batch"
@@ -99,9 +100,9 @@ class Mixing:
     """The result of `mixed_output`."""
 
     reason: str = ""
-    """Why an output may depend on how a batch is divided; "" if none does."""
+    """Reason why an output may depend on the division of a batch; "" if no output does."""
     name: str = ""
-    """Name of the node or value that the reason names."""
+    """Name of the node or value in the reason."""
 
 
 class _Base(enum.Enum):
@@ -110,7 +111,9 @@ class _Base(enum.Enum):
     EACH = "each"
     TOTAL = "total"
     BOUNDED = "bounded"
-    """A TOTAL with a constant added, or a minimum, by which another total may be divided."""
+    """A TOTAL plus a constant, or the maximum of a TOTAL and a constant, as divisor of another
+    total.
+    """
     RATIO = "ratio"
     """A TOTAL divided by a TOTAL of the same degree that depends on no trained parameter."""
     ROOT = "root"
@@ -120,19 +123,19 @@ class _Base(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The form of a value. `divisor` is as in `LossForm`."""
+    """The form of a value. `divisor` is the same as in `LossForm`."""
 
     base: _Base
     degree: int = 0
     divisor: int | None = None
     mixing: Mixing = Mixing()
-    """Of a MIXED."""
+    """Reason for a MIXED form."""
     operator: str = ""
-    """Of a MIXED: the operator of the node that mixes samples; "" if a parameter or a constant
+    """Operator of the node that mixes samples, for a MIXED form; "" if a parameter or a constant
     does.
     """
     divided_by: Divisor | None = None
-    """Of a BOUNDED or a RATIO, and of the ROOT of a RATIO."""
+    """Divisor of a BOUNDED, of a RATIO, and of the ROOT of a RATIO; otherwise None."""
 
     @property
     def reason(self) -> str:
@@ -191,27 +194,27 @@ _LINEAR = frozenset(
 """Operators whose result is linear in all floating-point operands together."""
 _ADDING = _LINEAR | {"Add", "Sub"}
 _MULTIPLYING = frozenset({"Mul", "MatMul", "Einsum"})
-"""Operators whose result is linear in each operand by itself."""
+"""Operators whose result is linear in each operand separately."""
 _SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators that give the numbers of an operand another type or shape."""
+"""Operators that only change the type or shape of an operand."""
 _REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
 _DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)
 _DECIDED = frozenset({"DynamicQuantizeLinear", "GatherND", "MaxUnpool", "ScatterND"})
-"""Operators of inference of which the forms doubt what is known: they look samples up, or depend on
-the others only by how they round.
+"""Inference operators whose MIXED form is not conclusive: they gather or scatter samples, or depend
+on other samples only through rounding.
 """
 _TOGETHER = "takes the samples of a batch together"
-"""Words for an operator that reads the axis of the samples whole."""
+"""Words for an operator that cannot split the sample axis."""
 _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
-"""Operators that write one value again and again along a new axis."""
+"""Operators that repeat a value along a new axis."""
 
 
 def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -> LossForm:
     """Return the form of the value `loss` of `graph`.
 
-    `graph` is for at least 2 samples. `other` is the graph of the same model for another number of
-    samples, None if it cannot be read for one. `fixed` is the number of samples to which the file
-    fixes the batch, None if it is open.
+    `graph` has at least 2 samples. `other` is the graph of the same model for another number of
+    samples; None if the model cannot be read for another number. `fixed` is the batch size that the
+    file fixes; None if it is open.
     """
     forms = _Forms(graph, other, fixed)
     found = forms.of(loss)
@@ -228,16 +231,16 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
         )
     if power == 0:
         return LossForm(LossKind.MEAN, samples=fixed)
-    # A baked divisor counts if the batch is the file's multiple: a sum over other samples has
-    # another divisor.
+    # A constant divisor belongs to the batch size of the file: for other batch sizes, the divisor
+    # would differ.
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
 
 
 def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
-    """Return why an output of a graph on at least 2 samples may depend on how a batch is divided.
+    """Return why an output of a graph on at least 2 samples may depend on the division of a batch.
 
-    `other` is the graph for another number of samples, None if it is not known. Means over samples
-    are averaged. `joined_samples` decides about `_DECIDED`.
+    `other` is the graph for another number of samples, or None. Means over samples are accepted,
+    because they are averaged. Operators in `_DECIDED` are accepted; `joined_samples` checks them.
     """
     forms = _Forms(graph, other, None)
     for name in graph.outputs:
@@ -253,7 +256,8 @@ def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
         form = forms.of(name)
         if form.degree and form.base is not _Base.TOTAL:
             return counts_samples
-        # Indices of maxima count through the batch; a window over samples loses them.
+        # Indices of maxima count through the batch; a pooling window over samples does not preserve
+        # them.
         is_index = form.operator == "MaxPool" and form.reason.endswith(_TOGETHER)
         if form.base is _Base.MIXED and form.operator not in _DECIDED and not is_index:
             return form.mixing
@@ -261,7 +265,7 @@ def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
 
 
 class _Forms:
-    """The forms of the values of a graph, computed in the order of its nodes."""
+    """The forms of the values of a graph, computed in node order."""
 
     def __init__(self, graph: Graph, other: Graph | None, fixed: int | None) -> None:
         self._graph = graph
@@ -287,13 +291,13 @@ class _Forms:
             self._forms[parameter.value.name] = self._of_parameter(parameter.value.name)
         needed = self._needed(wanted)
         for index, node in enumerate(graph.nodes):
-            # Outputs of a model have nodes in common.
+            # Several outputs of a model can depend on the same nodes.
             if index in needed and self._forms.keys().isdisjoint(filter(None, node.outputs)):
                 self._add(index, node)
         return self._forms[wanted]
 
     def _needed(self, wanted: str) -> set[int]:
-        """The nodes that `wanted` is computed by."""
+        """Return the nodes from which `wanted` is computed."""
         found: set[int] = set()
         waiting = [wanted]
         while waiting:
@@ -311,8 +315,8 @@ class _Forms:
         )
 
     def _of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
-        """The form of a constant operand of a node: by its entries per sample, and by its value for
-        another number of samples.
+        """Return the form of a constant operand of a node, from its entries per sample and its
+        value for another number of samples.
         """
         name = constant.value.name
         reason = f"constant {name!r} depends on the number of samples or on their order"
@@ -328,12 +332,12 @@ class _Forms:
         return _Form(_Base.UNIFORM if self._axes.values.get(name) else _Base.FIXED, degree)
 
     def _degree(self, graph: Graph, node: Node, place: int, array: np.ndarray) -> int | None:
-        """Return d if a constant operand of a node grows as n^d, None if it depends on n in another
-        way.
+        """Return d if a constant operand of a node grows as n^d for n samples; None if it depends
+        on n in another way.
 
-        `array` is its value for the number of samples of this graph, of one sample if it has an
-        entry for each. `graph` is for another number. Its constant is found by the node, since
-        equal constants of a graph share one name.
+        `array` is its value for this graph's number of samples, or the value of one sample if it
+        has an entry for each. `graph` is the graph for another number of samples. Its constant is
+        found through the node, because equal constants of a graph share one name.
         """
         index = graph.producer(next(filter(None, node.outputs)))
         name = (
@@ -341,7 +345,7 @@ class _Forms:
         )
         found = graph.constant(name)
         if found is None:
-            return 0  # The frontend makes other nodes for that number of samples.
+            return 0  # The frontend creates other nodes for that number of samples.
         axes = batch_axes_of(graph)
         other = _of_one_sample(found, axes)
         if other is None or other.shape != array.shape:
@@ -373,8 +377,8 @@ class _Forms:
                 self._forms[name] = self._placed(node, name, form)
 
     def _placed(self, node: Node, name: str, form: _Form) -> _Form:
-        """Return the form of the result `name`, given that of its node, by whether it has an entry
-        for each sample.
+        """Return the form of the result `name`, given the form of its node and whether the result
+        has a batch dimension.
         """
         if form.base is _Base.MIXED:
             return form
@@ -416,7 +420,7 @@ class _Forms:
     def _of_samples(
         self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]
     ) -> _Form:
-        """The form of a node that reads samples, or what was computed from them."""
+        """Return the form of a node that reads samples, or values computed from samples."""
         signature = signature_of(self._graph, node)
         samples = self._axes.nodes[index]
         has_samples = any(each.has_samples for each in operands)
@@ -452,12 +456,12 @@ class _Forms:
         )
 
     def _weighs_by_class(self, node: Node) -> bool:
-        """True unless all classes have one weight."""
+        """True unless all classes have the same weight."""
         weights = self._graph.constant(node.inputs[2])
         return weights is None or bool(np.any(weights.array != weights.array.reshape(-1)[:1]))
 
     def _combined(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
-        """The form of the result before a reduction over samples."""
+        """Return the form of the result before a reduction over samples."""
         if node.op == "StopGradient":
             return operands[0]
         if node.domain:
@@ -484,8 +488,8 @@ class _Forms:
         return _nonlinear(node, operands)
 
     def _adds_nothing(self, node: Node, name: str) -> bool:
-        """True for an operand that is zero, and for one that only selects: an index or a
-        condition.
+        """True for an operand of an addition that is zero, and for an operand that only selects (an
+        index or a condition).
         """
         constant = self._graph.constant(name)
         if constant is not None and not np.any(constant.array) and node.op in ("Add", "Sub", "Sum"):
@@ -504,12 +508,12 @@ class _Forms:
         divisor = self._integer(names[1])
         if not is_sum or divisor is None or self._fixed is None or divisor % self._fixed:
             return found
-        # Every integer is a multiple of one sample; only a division by 1 itself stands for a batch
-        # of one.
+        # Every integer is a multiple of 1. For a batch of one, only a division by 1 is a division
+        # by the batch size.
         return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
     def _divided(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
-        """The form of a quotient of totals."""
+        """Return the form of a quotient of totals."""
         is_total = top.base is _Base.TOTAL and top.degree == degree and top.divisor is None
         shapes = {self._graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0])}
         if divisor is None or not is_total or len(shapes) > 1:
@@ -522,7 +526,7 @@ class _Forms:
         return _Form(_Base.RATIO, degree, divided_by=divisor)
 
     def _divisor(self, name: str, form: _Form) -> Divisor | None:
-        """Return a total as a divisor, None if it is no number or has a gradient by a trained
+        """Return a total as a divisor. None if it has several elements or depends on a trained
         parameter.
         """
         if form.divisor is not None or name in self._trained or not self._is_number(name):
@@ -533,8 +537,8 @@ class _Forms:
         return self._graph.type_of(name).elements == 1
 
     def _bounded(self, node: Node, names: list[str], operands: list[_Form]) -> _Form | None:
-        """The form of a total to which a number is added, or which has a number as its minimum;
-        None for others.
+        """Return the form of a total plus a constant, or of a total with a constant minimum; None
+        for other nodes.
         """
         totals = [
             name for name, form in zip(names, operands, strict=True) if form.base is _Base.TOTAL
@@ -556,7 +560,7 @@ class _Forms:
         number = float(constant.array.reshape(()))
         if node.op != "Add":
             return _Form(_Base.BOUNDED, divided_by=replace(divisor, minimum=number))
-        # A value without samples that is added to a mean over samples makes a mean.
+        # A value without samples that is added to a mean over samples gives a mean, not a BOUNDED.
         return (
             _Form(_Base.BOUNDED, divided_by=replace(divisor, added=number))
             if divisor.degree == 0
@@ -574,7 +578,7 @@ class _Forms:
         return node.op == "Sqrt"
 
     def _of_divided(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
-        """The form of a node that reads a BOUNDED, a RATIO or a ROOT."""
+        """Return the form of a node that reads a BOUNDED, a RATIO or a ROOT."""
         forms = [
             (form, name)
             for name, form in zip(names, operands, strict=True)
@@ -605,7 +609,9 @@ class _Forms:
         return _mixed(node, f"computes a function of {found.text}")
 
     def _integer(self, name: str) -> int | None:
-        """The constant `name` if it is one positive integer, else None."""
+        """Return the value of the constant `name` if it is a single positive integer, otherwise
+        None.
+        """
         constant = self._graph.constant(name)
         if constant is None or constant.array.size != 1:
             return None
@@ -618,9 +624,10 @@ class _Forms:
 
 
 def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
-    """Return the entry of a sample in a constant, all of it if it has no entries for samples.
+    """Return the entry of one sample in a constant, or the full constant if it has no batch
+    dimension.
 
-    None if the entries differ, or if several dimensions count samples.
+    None if the entries differ, or if several dimensions contain samples.
     """
     places = axes.values.get(constant.value.name, ())
     if not places:
@@ -632,8 +639,8 @@ def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
 
 
 def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.ndarray:
-    """The array with its samples on a new first axis, in place of `dimension`, outside of which
-    `outer` are counted.
+    """Return the array with its samples on a new first axis. Along `dimension`, the index consists
+    of an outer index of size `outer`, the sample, and an inner index.
     """
     shape = array.shape
     inner = shape[dimension] // (outer * batch)
@@ -648,7 +655,7 @@ def _mixed(node: Node, what: str) -> _Form:
 
 
 def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
-    """The form of any function of operands, entry by entry."""
+    """Return the form of an elementwise nonlinear function of the operands."""
     found = list(operands)
     for each in found:
         if each.base is _Base.TOTAL or each.degree:
@@ -660,7 +667,7 @@ def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
 
 
 def _product(node: Node, operands: Sequence[_Form]) -> _Form:
-    """The form of a function that is linear in each operand by itself."""
+    """Return the form of a function that is linear in each operand separately."""
     totals = [each for each in operands if each.base is _Base.TOTAL]
     others = [each for each in operands if each.base not in (_Base.FIXED, _Base.TOTAL)]
     if len(totals) > 1:
@@ -677,7 +684,7 @@ def _product(node: Node, operands: Sequence[_Form]) -> _Form:
 
 
 def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
-    """The form of a function that is linear in all operands together."""
+    """Return the form of a function that is linear in all operands together."""
     found = operands[0]
     for each in operands[1:]:
         if each == found:

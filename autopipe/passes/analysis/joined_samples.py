@@ -1,6 +1,7 @@
-"""Nodes of an inference graph that compute one result from several samples.
+"""Detection of nodes in an inference graph that compute one result from several samples.
 
-Micro-batches would change the result of such a node, so a step evaluates the whole batch at once.
+Micro-batches would change the result of such a node. A step therefore runs the complete batch at
+once.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ _ORDERED: Final = frozenset({
     "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
     "ReverseSequence", "TopK",
 })  # fmt: skip
-"""Operators that read all elements along an axis that they cannot split."""
+"""Operators that read all elements along an axis that cannot be split."""
 _PLACING: Final = frozenset({"Concat", "GatherND", "Pad", "ScatterElements", "ScatterND", "Tile"})
-"""Operators that place samples by numbers that are known. If samples cannot be followed into the
-result, micro-batches change it: padding stands behind each of them, for example.
+"""Operators that move samples by constant indices or sizes. If the samples cannot be followed into
+the result, micro-batches change the result; for example, each micro-batch would be padded.
 """
 _JOINT: Final = (AxisKind.SUM, AxisKind.JOINT, AxisKind.AGREED)
 _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
-"""Operators whose result depends on the other samples only by how it is rounded."""
+"""Operators whose result depends on other samples only through rounding."""
 _LINEAR: Final = frozenset({
     "Add", "Cast", "Concat", "Div", "Expand", "Flatten", "Gather", "Identity", "MatMul", "Mul", "Neg", "ReduceMean",
     "ReduceSum", "Reshape", "Slice", "Split", "Squeeze", "Sub", "Sum", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
-"""Operators for which the mean of the results of equal micro-batches is the result of the mean, if
-at most one factor differs from micro-batch to micro-batch.
+"""Operators for which the mean over equal micro-batches of the results is the result for the mean,
+if at most one factor differs between micro-batches.
 """
 
 
 @remembered(GRAPHS)
 def joining_node(graph: Graph) -> Node | None:
-    """Return the first node that computes an output from several samples, None if there is none
-    that is certain.
+    """Return the first node that computes an output from several samples; None if no node certainly
+    does.
 
-    `graph` is on at least two samples. A mean over samples that is an output, or of which an output
-    is a linear function, does not count: the mean of equal micro-batches is the mean of the batch.
-    A value computed from all samples and read next to the samples does not count either, since the
-    frontend warns of it. Unknown is, and does not count, what an operator does that looks samples
-    up by computed indices.
+    `graph` has at least two samples. Not counted are:
+    - a mean over samples that is an output or of which an output is a linear function, because the
+      mean of equal micro-batches is the mean of the batch;
+    - a value computed from all samples that is read together with samples, because the frontend
+      warns about it;
+    - an operator that gathers samples by computed indices, because its effect is unknown.
     """
     axes = batch_axes_of(graph)
     joined: dict[str, Node] = {}
@@ -78,8 +80,8 @@ def joining_node(graph: Graph) -> Node | None:
 def _keeps_joined(
     graph: Graph, node: Node, samples: Sequence[NodeSamples], axes: BatchAxes
 ) -> bool:
-    """True if a node mixes samples and its results have samples, or have fewer samples than the
-    batch.
+    """True if a node mixes samples and its results contain samples, or contain fewer samples than
+    the batch.
     """
     row = operator_of(node)
     if row is None or node.op in LOSSES or node.op in _APPROXIMATE:
@@ -97,8 +99,8 @@ def _keeps_joined(
 
 
 def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
-    """True if a node gives indices that count all elements of a batch, or places samples by numbers
-    that are known.
+    """True if a node returns indices that count through the batch, or moves samples by constant
+    indices.
     """
     placed = node.inputs if node.op == "Concat" else node.inputs[:1]
     if node.domain or axes.values.keys().isdisjoint(placed):
@@ -121,7 +123,7 @@ def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
 
 
 def _is_alike(places: np.ndarray, samples: int) -> bool:
-    """True if rows of indices, of which the first counts samples, name the same elements of each
+    """True if rows of indices, whose first column is the sample, select the same elements of each
     sample.
     """
     first = places[:, 0] % samples
@@ -134,7 +136,7 @@ def _has_samples(node: Node, axes: BatchAxes) -> bool:
 
 
 def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
-    """True if a node takes samples by numbers that are known, whatever is in the samples."""
+    """True if a node selects samples by constant indices, independent of their data."""
     dimensions = [
         each.dimension
         for each in axes.values.get(node.inputs[0], ())
@@ -153,7 +155,7 @@ def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
 
 
 def _adds_up(graph: Graph, node: Node, samples: Sequence[NodeSamples]) -> bool:
-    """True if a node computes a value without samples from all of them, other than by a mean."""
+    """True if a node reduces all samples to a value without samples, except by a mean."""
     row = operator_of(node)
     if row is None or row.kind == "memory" or node.op in _APPROXIMATE:
         return False

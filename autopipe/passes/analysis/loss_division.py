@@ -1,5 +1,5 @@
-"""The weights with which the losses of micro-batches make the loss of a step, or why no weights
-do.
+"""Weights with which the losses of micro-batches are combined into the loss of a step, or errors if
+no weights exist.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.read import mixing_nodes
 
 _DIVISIBLE = (LossKind.MEAN, LossKind.SUM)
-"""Kinds of losses of a batch that the losses of its parts determine."""
+"""Kinds of losses for which the losses of parts of a batch determine the loss of the batch."""
 _SIZES = (2, 4)
-"""Numbers of samples for which a model with an open batch is read, to see what depends on their
-number.
+"""Batch sizes for which a model with an open batch is read, to find what depends on the batch
+size.
 """
 _UNREADABLE = f"the model cannot be read on {' and '.join(map(str, _SIZES))} samples"
 
 
 def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
-    """Return how the loss of `model` depends on the losses of parts of a batch; None if no batch
-    can be divided.
+    """Return how the loss of `model` depends on the losses of parts of a batch. None if the model
+    is not for training, has no loss or has no batch dimension.
 
-    `read` returns the same model for another number of samples, even if its file fixes the batch to
-    one sample.
+    `read` returns the same model for another batch size, even if its file fixes the batch to one
+    sample.
     """
     if model.mode is not Mode.TRAIN or not model.loss or model.batch is None:
         return None
@@ -64,18 +64,18 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
 def divided_loss(
     form: LossForm | None, model: Model, normalize: str, batching: Batching
 ) -> LossDivision:
-    """Return how the losses of the micro-batches of a step make its loss, for the value `normalize`
-    of the key `loss.normalize`.
+    """Return how the losses of the micro-batches of a step are combined into its loss, for the
+    value `normalize` of the key `loss.normalize`.
 
-    `model` is for one micro-batch, `form` is as `form_of` returns it. Raises InfeasibleError if the
-    loss of the step does not follow from the losses of micro-batches.
+    `model` is for one micro-batch. `form` is the result of `form_of`. Raise InfeasibleError if the
+    losses of micro-batches do not determine the loss of the step.
     """
     if model.mode is not Mode.TRAIN:
         return AVERAGED
     if batching.micro_batches == 1:
         return LossDivision(divisible=form is None or form.kind in _DIVISIBLE)
     if model.graph.has(COUNTED_LABELS):
-        # The sum over labels and their number are added up, each by itself.
+        # The sum of the losses and the number of labels are added up separately.
         if (
             form is not None
             and form.kind is not LossKind.SUM
@@ -101,23 +101,24 @@ def divided_loss(
     if form.ratio is not None and form.samples in (None, batching.batch_size):
         return _ratio_division(form.ratio, model, batching, exact)
     if form.samples == batching.micro_batch_size:
-        # The file itself says which samples a loss is computed from.
+        # The file fixes the samples from which a loss is computed.
         return LossDivision(None, exact=False, divisible=form.kind is LossKind.UNKNOWN)
     raise _not_divisible(form, model, batching)
 
 
 def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool) -> LossDivision:
-    """Return how totals of micro-batches make a loss.
+    """Return how the totals of micro-batches are combined into a loss.
 
-    Totals are weighted so that the divisor is of the size of 1, and gradients of the dividend of
-    that of the loss: float16 holds no larger ones.
+    Totals are weighted so that the divisor has a magnitude of about 1, and the gradients of the
+    dividend have about the magnitude of the gradients of the loss, because float16 cannot represent
+    much larger numbers.
     """
     divisor = ratio.divisor or Divisor("")
     counted = summed_elements(model.graph, divisor.total) if ratio.degree == 0 else 1
     weight = 1.0 / (batching.micro_batches * counted)
     if ratio.divisor is None and ratio.degree == 0:
         weight = 1.0
-    # Of means, what is added and the minimum are those of a mean already.
+    # For means, the added constant and the minimum already refer to a mean.
     scale = weight if ratio.degree == 0 else 1.0
     minimum = None if divisor.minimum is None else divisor.minimum * scale
     return LossDivision(
@@ -132,7 +133,7 @@ def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool)
 
 
 def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> bool:
-    """True if a node that mixes samples computes something else on micro-batches than on the whole
+    """True if a node that mixes samples gives other results on micro-batches than on the complete
     batch.
     """
     if node.op not in LOSSES:
@@ -144,8 +145,8 @@ def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> 
 
 
 def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
-    """Return the model with the totals of a loss of kind RATIO. Raises InfeasibleError if its graph
-    has none.
+    """Return the model with the totals of a loss of kind RATIO as outputs. Raise InfeasibleError if
+    its graph does not contain them.
     """
     own = other = None
     if form is not None and form.ratio is not None:
@@ -158,8 +159,8 @@ def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
 
 
 def trained_loss(model: Model, division: LossDivision) -> str:
-    """Return the value of which micro-batches compute gradients: the loss of the model, or its
-    dividend.
+    """Return the name of the value whose gradients micro-batches compute: the loss of the model, or
+    the dividend of a divided loss.
     """
     if not division.divided:
         return model.loss
@@ -167,8 +168,8 @@ def trained_loss(model: Model, division: LossDivision) -> str:
 
 
 def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
-    """Return what a user should know of the loss of a step of a model whose file fixes the batch,
-    "" if nothing.
+    """Return a note for the user on the loss of a step if it has another batch size than the file
+    fixes; "" if there is nothing to note.
     """
     if form is None or form.samples is None or form.samples == batching.batch_size:
         return ""

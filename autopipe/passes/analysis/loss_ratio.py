@@ -1,11 +1,11 @@
-"""Losses that divide one sum over samples by another, and square roots of sums: the sums
-themselves, from which the loss of a whole batch follows.
+"""Losses that divide one sum over samples by another, and square roots of sums: extraction of the
+sums, from which the loss of a complete batch is computed.
 
-Let N and D be sums over samples, of which D depends on no trained parameter, and let N_k and D_k be
+Let N and D be sums over samples, where D depends on no trained parameter, and let N_k and D_k be
 their values for micro-batch k. The loss of the batch is h(Σ N_k / d(Σ D_k)), where h is the
-identity or the square root, and d adds a constant or keeps a minimum. Its gradient is h'(Σ N_k /
+identity or the square root, and d adds a constant or applies a minimum. Its gradient is h'(Σ N_k /
 d(Σ D_k)) / d(Σ D_k) · Σ ∇N_k: a factor that is known after the last forward, times a sum that
-micro-batches add up.
+micro-batches accumulate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Divisor:
     """A divisor of a sum over samples: max(`total` + `added`, `minimum`)."""
 
     total: str
-    """The value D; or the title of a loss whose labels have weights, of which D is the sum."""
+    """Name of the value D, or title of a loss with class weights; D is then the sum of the weights
+    of its labels.
+    """
     degree: int = 0
     """0 if D is a sum over samples, -1 if it is a mean."""
     added: float = 0.0
@@ -43,7 +45,9 @@ class Divisor:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A loss h(N / d(D)), as the module's docstring has it."""
+    """A loss h(N / d(D)) with the symbols of the module's docstring. `root` is True if h is the
+    square root.
+    """
 
     divisor: Divisor | None
     """None if N is not divided."""
@@ -51,12 +55,12 @@ class Ratio:
     degree: int
     """0 if N is a sum over samples, -1 if it is a mean."""
     values: tuple[str, ...]
-    """Values from the division on, or from the square root on, that the loss is computed from."""
+    """Values after the division or the square root from which the loss is computed."""
 
 
 def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | None:
-    """Return the graph with N, and D if there is one, as further outputs, and the name of N; None
-    if nodes of `ratio` are missing, since the graph is another form of the one that was analysed.
+    """Return the graph with N, and D if there is a divisor, as additional outputs, and the name of
+    N. None if the graph lacks values of `ratio`, because it is another form of the analysed graph.
     """
     building = _Totals(graph, ratio)
     total = building.total(loss)
@@ -71,8 +75,8 @@ def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | No
 
 
 def summed_elements(graph: Graph, total: str) -> int:
-    """Return the number of elements that a total is the sum of; 1 if it is not known. `total` is as
-    in `Divisor`.
+    """Return the number of elements that are summed in a total; 1 if it is not known. `total` is
+    the same as in `Divisor`.
     """
     loss = next((each for each in graph.nodes if each.name == total and each.op in LOSSES), None)
     if loss is not None:
@@ -88,7 +92,7 @@ def summed_elements(graph: Graph, total: str) -> int:
 
 
 class _Totals:
-    """Nodes that are added to a graph, which compute N and D."""
+    """Adds nodes to a graph that compute N and D."""
 
     def __init__(self, graph: Graph, ratio: Ratio) -> None:
         self._graph = graph
@@ -100,8 +104,8 @@ class _Totals:
         self._counted: str | None = None
 
     def total(self, name: str) -> str | None:
-        """Return the name of a value multiplied by the divisor; the operand of a square root, if
-        that is the value.
+        """Return the name of the value multiplied by the divisor, or of the operand of its square
+        root. None if the graph lacks the values.
         """
         if name not in self._totals:
             self._totals[name] = self._new_total(name)
@@ -136,7 +140,9 @@ class _Totals:
     def _append(
         self, node: Node, inputs: tuple[str, ...], result: str, attributes: tuple[Stated, ...]
     ) -> str:
-        """Add a node like `node` that writes the total of `result`, and return the total's name."""
+        """Add a copy of `node` that writes the total of `result`, and return the name of the
+        total.
+        """
         value = self._graph.type_of(result)
         total = self.added.value(f"{result}_total", value.dtype, value.shape)
         name = f"autopipe/{node.op}/{total}"
@@ -152,7 +158,7 @@ class _Totals:
         return result
 
     def _times_divisor(self, name: str) -> str | None:
-        """Return the product of a value and D."""
+        """Return the name of the product of a value and D; None if the graph has no D."""
         value = self._graph.type_of(name)
         divisor = self.counted()
         if divisor is None:
@@ -165,7 +171,7 @@ class _Totals:
         )
 
     def counted(self) -> str | None:
-        """Return the name of D as one float32 number, None if the graph has no such value."""
+        """Return the name of D as a float32 scalar; None if the graph has no such value."""
         divisor = self._ratio.divisor
         assert divisor is not None
         if self._counted is None and not self._graph.has(COUNTED_LABELS):
@@ -186,7 +192,7 @@ class _Totals:
         return self._counted
 
     def _as_counted(self, total: str, shape: tuple[int, ...]) -> str:
-        """Return the name of a value of one element as one float32 number."""
+        """Return the name of a value of one element, converted to a float32 scalar."""
         if shape:
             number = self.added.value(f"{total}_number", self._graph.type_of(total).dtype, ())
             total = self._node("Reshape", (total, self.added.shape_operand(number, ())), number)
@@ -194,9 +200,7 @@ class _Totals:
         return self._node("Cast", (total,), counted, ("to", NUMBERS[DType.FLOAT32]))
 
     def _sum_of_weights(self, loss: Node) -> str:
-        """Return the sum of the weights of the labels of a loss, without those that it leaves
-        out.
-        """
+        """Return the name of the sum of the weights of a loss's labels, without ignored labels."""
         labels, weights = (self._graph.type_of(name) for name in loss.inputs[1:3])
         chosen = labels.name
         added = self.added

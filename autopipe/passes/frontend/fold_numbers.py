@@ -1,9 +1,10 @@
-"""How many operators torch's older exporter folded into a tensor, as the numbers in the tensors'
-names tell.
+"""Number of operators that PyTorch's older exporter folded into a tensor, derived from the numbers
+in tensor names.
 
 The exporter numbers the values of its graph: inputs, parameters, then results of nodes. It folds
-nodes in their order and gives each folded result the next number. A tensor whose number follows the
-number of the tensor before it is therefore the result of one operator on parameters.
+nodes in order and gives each folded result the next number. If the number of a tensor follows
+directly on the number of the previous folded tensor, the tensor is therefore the result of one
+operator on parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import onnx
 
 NUMBERED: Final = re.compile(r"onnx::\w+_(\d+)")
-"""Names of folded tensors, with their number."""
+"""Pattern of the names of folded tensors, with the number as group."""
 WITHOUT_SHAPES: Final = frozenset(
     {
         "Add", "Sub", "Mul", "Div", "Neg", "Pow", "Sqrt", "Exp", "MatMul", "Gemm", "Conv", "Tanh", "Relu", "Sigmoid",
@@ -29,11 +30,11 @@ WITHOUT_SHAPES: Final = frozenset(
         "Constant", "Identity", "Dropout",
     }
 )  # fmt: skip
-"""Operators that read no tensor that an exporter computes of shapes."""
+"""Operators that never read a tensor that an exporter computes from shapes."""
 OF_CONSTANT_AXES: Final = frozenset(
     {"Squeeze", "Unsqueeze", "Transpose", "Flatten", "ReduceSum", "ReduceMean"}
 )
-"""Operators that read no such tensor if a module gives them their axes."""
+"""Operators that read no tensor computed from shapes if the module gives their axes."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class FoldNumbers:
 
     nodes: Sequence[onnx.NodeProto]
     held: Collection[str]
-    """Names of all tensors that the file holds."""
+    """Names of all tensors that the file contains."""
     inputs: int
     """Number of the graph's inputs."""
 
@@ -59,8 +60,8 @@ class FoldNumbers:
 
     @cached_property
     def _first_readers(self) -> dict[str, int]:
-        """Position of the first node that reads each folded tensor, also under a name that an
-        Identity gives it.
+        """Position of the first node that reads each folded tensor, directly or through an
+        Identity.
         """
         found: dict[str, int] = {}
         for position, node in enumerate(self.nodes):
@@ -74,11 +75,11 @@ class FoldNumbers:
 
     def count(self, name: str) -> int | None:
         """Return the number of operators that were folded into a tensor; None if the numbers do not
-        tell it.
+        determine it.
 
-        For the first tensor, 1 means that the values of the graph are just those of the file, if
-        every folded tensor is the result of one operator on one parameter. A graph without shapes
-        has no other values than a module's own.
+        For the first folded tensor, the number is compared with the number of values that the graph
+        would have if every folded tensor were the result of one operator on one parameter. A larger
+        number is only conclusive if no node reads values computed from shapes.
         """
         match = NUMBERED.fullmatch(name)
         if match is None:
@@ -92,13 +93,13 @@ class FoldNumbers:
             )
             return 1 + max(more, 0) if not more or is_counted else None
         distance = number - before
-        # Folded shapes of a Reshape or a Split between the two readers take numbers as well.
+        # Folded shapes of a Reshape or a Split between the two readers also use up numbers.
         if distance == 1 or self._is_next(self._by_number[before], name):
             return distance
         return None
 
     def _is_next(self, before: str, name: str) -> bool:
-        """Return True if no node between the readers of two tensors has operands that an exporter
+        """True if no node between the first readers of two tensors has operands that an exporter
         folds.
         """
         first = self._first_readers.get(before)
@@ -108,8 +109,8 @@ class FoldNumbers:
         return all(node.op_type in WITHOUT_SHAPES for node in self.nodes[first + 1 : last])
 
     def _values(self) -> int:
-        """Return the number of values that the exporter's graph had, if it had the file's values,
-        and for each folded tensor one parameter and one result.
+        """Return the number of values of the exporter's graph, assuming the values of the file plus
+        one parameter and one result for each folded tensor.
         """
         named = [name for name in self.held if not LIFTED.fullmatch(name)]
         results = [

@@ -233,7 +233,9 @@ def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
 
 
 def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
-    """Return the number at `position` and the offset after it. Raise ModelError if it is malformed."""
+    """Return the number at `position` and the offset after it. Raise ModelError if it is
+    malformed.
+    """
     value = shift = 0
     while position < end and shift < 70:
         byte = data[position]

@@ -1,8 +1,9 @@
-"""A loss that is divided by the step's counted labels, as Hugging Face's trainers do.
+"""A loss divided by the number of labels of a step that are not ignored, as in Hugging Face's
+trainers.
 
-A mean over a micro-batch's labels weighs micro-batches alike however many of their labels count. In
-its place the graph gets the sum of the labels' losses, and their number, which ranks add up over
-the step.
+A mean over the labels of each micro-batch gives all micro-batches equal weight, independent of
+their number of counted labels. Instead, the graph gets the sum of the labels' losses and the number
+of counted labels as outputs. Ranks add up both over the step.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _KEY = "loss.normalize"
 
 
 def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
-    """The graph with the sum of a mean cross-entropy's losses and the number of its labels that
-    count as further outputs, and the sum's name; the graph itself where all labels count. Raises
-    ConfigurationError for another loss.
+    """Return the graph with two additional outputs (the sum of the losses of a mean cross-entropy,
+    and the number of its labels that are not ignored), and the name of the sum. If the loss ignores
+    no label, return the graph and the loss unchanged. Raise ConfigurationError for another kind of
+    loss.
     """
     index = graph.producer(loss)
     node = None if index is None else graph.nodes[index]
