@@ -1,5 +1,6 @@
-"""Operators that torch spells with more than one expression; generated code calls them by name.
-They import torch, and of the runtime groups of ranks and streams of random numbers.
+"""Operators that need more than one expression of torch. Generated code calls them by name.
+
+The modules of this package import torch and, from the runtime, process groups and random streams.
 """
 
 from __future__ import annotations

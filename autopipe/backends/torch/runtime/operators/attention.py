@@ -1,4 +1,6 @@
-"""Attention with caches, windows, caps and captured scores; rotary positions."""
+"""Attention with key-value caches, windows, soft caps and captured scores, and rotary position
+embeddings.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,11 @@ def fused_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
+    """Attention of [b, h, s, d] tensors. The number of query heads may be a multiple of the number
+    of key-value heads.
 
-    On CUDA by the kernels that `autopipe.ir.attention_kernels` allows and by no other: torch raises
-    RuntimeError, with its reasons as warnings, where none of them takes the operands.
+    On CUDA, only the kernels that `autopipe.ir.attention_kernels` allows are used. torch raises
+    RuntimeError, with reasons as warnings, if none of them supports the operands.
     """
     grouped = query.shape[1] != key.shape[1]
     if not query.is_cuda:
@@ -45,7 +48,7 @@ def fused_attention(
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
         grouped = False
-    # Fused kernels read rows whose numbers are neighbours.
+    # Fused kernels require that the last dimension is contiguous.
     query, key, value = (
         each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value)
     )
@@ -60,8 +63,8 @@ def fused_attention(
 def form_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> AttentionForm:
-    """The traits of an attention of [b, h, s, d] tensors on CUDA, autocast's type among them where
-    it is on.
+    """Return the properties of an attention of [b, h, s, d] tensors on CUDA that determine its
+    kernel. The type is autocast's type if autocast is on.
     """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
     return AttentionForm(
@@ -94,15 +97,22 @@ def attention(
     merge: bool = False,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Attention of [b, h, s, d] tensors; query heads may be a multiple of the key-value heads.
+    """Attention of [b, h, s, d] tensors. The number of query heads may be a multiple of the number
+    of key-value heads.
 
-    `past_key` and `past_value` go before the keys and values; `lengths` [b] says how many keys are
-    real. A query at i sees keys up to i + offset where `causal`, and from `window[0]` before to
-    `window[1]` behind it (-1: no bound); the offset is the number of past keys, or `lengths` less
-    the queries. `sink` [h] is a score of each head that no value belongs to. Returns the result
-    ([b, s, h * d] with `merge`), all keys, all values, and what `capture` asks for: scores as they
-    are (0), capped (1), masked (2), or probabilities (3). With `group` the queries are this rank's
-    part of them, and everything else is whole.
+    `past_key` and `past_value` precede the keys and values. `lengths` [b] is the number of valid
+    keys per sample. `sink` [h] is a score per head that is part of the softmax and has no value.
+
+    A query at position i attends to keys up to i + offset if `causal`, and to keys from `window[0]`
+    before to `window[1]` after i + offset (-1: no bound). The offset is the number of past keys;
+    without past keys, it is `lengths` minus the number of queries if `lengths` is given, otherwise
+    0.
+
+    Return (result, all keys, all values, captured). The result is [b, h, s, d], or [b, s, h * d]
+    with `merge`. `capture` selects the captured scores: unchanged (0), capped (1), masked (2), or
+    the probabilities (3); None without `capture`.
+
+    With `group`, the queries are sharded along s; all other operands are replicated.
     """
     queries = query.shape[2] * (1 if group is None else group.size)
     first = 0 if group is None else group.position * query.shape[2]
@@ -114,7 +124,7 @@ def attention(
     elif lengths is not None:
         offset = lengths.reshape(-1, 1, 1, 1) - queries + first
     if causal:
-        window = window[0], 0  # None behind the query.
+        window = window[0], 0  # No keys after the query.
     bias = _visible(query, key, mask, offset, window, lengths)
     if softcap == 0 and precision is None and capture is None and sink is None:
         result = fused_attention(query, key, value, bias, scale=scale)
@@ -125,7 +135,7 @@ def attention(
         autocast = torch.get_autocast_dtype(kind) if narrows else None
         softmax = _Softmax(scale, softcap, precision, autocast)
         if capture is None:
-            # Else backward would keep what products round anyway.
+            # Backward then saves the operands in autocast's type.
             operands = (each.to(autocast or each.dtype) for each in (query, key, value))
             result = _Stepwise.apply(softmax, *operands, bias, sink)  # type: ignore[no-untyped-call]
             captured = None
@@ -144,8 +154,9 @@ def _visible(
     window: tuple[int, int],
     lengths: Tensor | None,
 ) -> Tensor | None:
-    """The keys that each query may see, by their places and the mask: truth values, or to be added;
-    None where all. Keys beyond the mask are not seen.
+    """Return a mask of the keys that each query attends to, from positions and `mask`: Boolean, or
+    a bias that is added to the scores. None if all queries attend to all keys. Keys beyond the end
+    of `mask` are masked.
     """
     columns = torch.arange(key.shape[2], device=query.device)
     distance = columns - (torch.arange(query.shape[2], device=query.device)[:, None] + offset)
@@ -174,7 +185,7 @@ def _visible(
 
 @dataclass(frozen=True, slots=True)
 class _Softmax:
-    """The settings of a softmax over scores."""
+    """The settings of a softmax over attention scores."""
 
     scale: float | None
     softcap: float
@@ -189,8 +200,8 @@ class _Softmax:
         sink: Tensor | None,
         capture: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Probabilities step by step, and what `capture` asks for; queries that see nothing have
-        zeros.
+        """Return (probabilities, captured scores), computed step by step. A query that attends to
+        no key has probabilities of zero.
         """
         root = math.sqrt(self.scale if self.scale is not None else 1 / math.sqrt(query.shape[-1]))
         key = _for_each(query, key)
@@ -214,20 +225,20 @@ class _Softmax:
         elif blind is None:
             probabilities = torch.softmax(kept, -1)
         else:
-            # A softmax of nothing but -inf is NaN, and so is its gradient: such rows are blanked
-            # before and after.
+            # The softmax of a row of -inf is NaN, and its gradient too. These rows are set to 0
+            # before and after the softmax.
             probabilities = torch.softmax(kept.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
         return probabilities.to(query.dtype), probabilities if capture == 3 else captured
 
 
 def _for_each(query: Tensor, key: Tensor) -> Tensor:
-    """Keys, or values, of every query head."""
+    """Return keys or values, repeated for each query head."""
     repeats = query.shape[1] // key.shape[1]
     return key.repeat_interleave(repeats, 1) if repeats > 1 else key
 
 
 class _Stepwise(torch.autograd.Function):
-    """Attention of which backward keeps the operands alone: it computes probabilities again."""
+    """Attention that saves only its operands for backward. Backward recomputes the probabilities."""
 
     @staticmethod
     def forward(
@@ -277,8 +288,8 @@ def rotary_embedding(
     width: int = 0,
     head_axis: int = 1,
 ) -> Tensor:
-    """`rotary` by caches [b, s, width / 2], or tables to look `positions` [b, s] up in; x is [b, h,
-    s, d], or [b, s, h, d] with `head_axis` 2.
+    """Return `rotary` with cosines and sines from caches [b, s, width / 2], or from tables at
+    `positions` [b, s]. x is [b, h, s, d], or [b, s, h, d] with `head_axis` 2.
     """
     if positions is not None:
         cosines = F.embedding(positions, cosines)
@@ -294,12 +305,13 @@ def rotary(
     width: int = 0,
     apart: bool = False,
 ) -> Tensor:
-    """The first `width` numbers (0: all) of each head turned by angles (Su et al., "RoFormer",
-    2021).
+    """Rotate the first `width` features (0: all) of each head (Su et al., "RoFormer", 2021).
 
-    A pair (a, b), half a width apart or neighbours, becomes a · cos − b · sin, b · cos + a · sin,
-    where it was or, with `apart`, half a width apart. Cosines and sines broadcast, and have a
-    number for each of a pair or one for both.
+    A pair (a, b) becomes (a · cos - b · sin, b · cos + a · sin). If `interleaved`, the features of
+    a pair are adjacent, otherwise half a width apart. The results have the positions of the pair,
+    or are half a width apart with `apart`.
+
+    Cosines and sines broadcast. They have one value per feature, or one value per pair.
     """
     width = width or x.shape[-1]
     cosines, sines = (
@@ -312,19 +324,19 @@ def rotary(
 
 
 def _pairs(x: Tensor, interleaved: bool) -> Tensor:
-    """[…, 2, width / 2] of […, width], a view."""
+    """Return a view [..., 2, width / 2] of x [..., width]."""
     found: Tensor = x.unflatten(-1, (-1, 2)).mT if interleaved else x.unflatten(-1, (2, -1))
     return found
 
 
 _Form = tuple[bool, bool, int]
-"""True where pairs that are read, and that are written, are neighbours, and the width that is
-turned.
-"""
+"""(pairs of the operand are adjacent, pairs of the result are adjacent, rotated width)."""
 
 
 class _Rotary(torch.autograd.Function):
-    """Backward turns gradients back, and keeps x only where cosines or sines have gradients."""
+    """Rotation by cosines and sines. Backward rotates gradients back. x is saved only if cosines or
+    sines require gradients.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, cosines: Tensor, sines: Tensor, form: _Form) -> Tensor:

@@ -1,5 +1,5 @@
-"""Mixtures of experts: tokens in the order of the experts that they go to, each expert's rows in
-one product.
+"""Mixtures of experts. Tokens are sorted by expert, so that each expert computes all its tokens in
+one matmul per layer.
 """
 
 from __future__ import annotations
@@ -19,41 +19,44 @@ from autopipe.backends.torch.runtime.operators.gated import gated
 from autopipe.backends.torch.runtime.operators.quantized import numbers_of
 
 ExpertLayer = tuple[Tensor | None, ...]
-"""Weights [experts, rows, columns], and biases [experts, rows] or None; of packed weights also
-scales and zero points, which may be None.
+"""Weights [experts, rows, columns] and biases [experts, rows] or None. For packed weights also
+scales, and zero points or None.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """The settings of a mixture, all but its tensors."""
+    """The settings of a mixture, without its tensors."""
 
     route: Callable[..., tuple[Tensor, Tensor]]
-    """From the two operands behind the tokens to the chosen experts and their shares, [tokens, k]
-    each.
+    """Function from the two routing operands to the selected experts and their weights, each
+    [tokens, k].
     """
     sizes: tuple[int, ...]
-    """Tensors of the first layer, the second, and the one that gates the first."""
+    """Number of tensors of the first layer, of the second layer, and of the gate."""
     activation: Callable[[Tensor], Tensor]
     bits: int = 0
     group: Group | None = None
     listed: bool = False
-    """True if each expert has tensors of its own, one behind the other, not rows of stacked ones.
+    """True if each expert has separate tensors (in expert order) instead of rows of stacked
+    tensors.
     """
 
     def count(self, layers: Sequence[Tensor | None]) -> int:
-        """This rank's experts."""
+        """Return the number of this rank's experts."""
         return len(layers) // sum(self.sizes) if self.listed else len(cast(Tensor, layers[0]))
 
     def own(self, layers: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
-        """The tensors of one expert, in place."""
+        """Return the tensors of one expert, as views."""
         if self.listed:
             size = sum(self.sizes)
             return list(layers[expert * size : expert * size + size])
         return [None if each is None else each[expert] for each in layers]
 
     def parts(self, chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
-        """Each of this rank's `experts` that has tokens, and its places among the chosen, flat."""
+        """Yield each of this rank's experts that has tokens, with the indices of its entries in the
+        flattened `chosen`.
+        """
         order = chosen.flatten().argsort(stable=True)
         first = 0 if self.group is None else self.group.position * experts
         counts = torch.bincount(chosen.flatten(), minlength=first + experts).tolist()
@@ -64,7 +67,9 @@ class _Mixture:
             begin += count
 
     def of_one(self, x: Tensor, share: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
-        """The results of one expert for its tokens, times their shares."""
+        """Return the results of one expert for its tokens, multiplied by the tokens' weights
+        `share`.
+        """
         own = iter(operands)
         first, second, gate = (tuple(itertools.islice(own, size)) for size in self.sizes)
         hidden = self.activation(_layer(x, first, self.bits))
@@ -74,8 +79,8 @@ class _Mixture:
 
 
 class _Experts(torch.autograd.Function):
-    """A mixture of which backward keeps the operands alone: it computes one expert after the other
-    again.
+    """A mixture that saves only its operands for backward. Backward recomputes one expert at a
+    time.
     """
 
     @staticmethod
@@ -143,7 +148,9 @@ class _Experts(torch.autograd.Function):
 def _of_routing(
     routing: Sequence[Tensor | None], shares: Tensor, gradient: Tensor
 ) -> Iterator[Tensor | None]:
-    """The gradients of what shares come of, from theirs."""
+    """Return the gradients of the routing operands from the gradient of the experts' weights
+    `shares`.
+    """
     leaves = [each for each in routing if each is not None and each.requires_grad]
     told = (
         torch.autograd.grad(shares, leaves, gradient.reshape(shares.shape), allow_unused=True)
@@ -155,12 +162,14 @@ def _of_routing(
 
 
 def _leaf(tensor: Tensor | None) -> Tensor | None:
-    """The same numbers, with a gradient of their own if they can have one."""
+    """Return a detached tensor with the data of `tensor`. It requires a gradient if it is
+    floating-point.
+    """
     return tensor if tensor is None else tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    """The type that products take on `x`'s device, None where autocast is off."""
+    """Return the autocast type of `x`'s device, or None if autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -179,9 +188,13 @@ def mixture(
     bits: int = 0,
     group: Group | None = None,
 ) -> Tensor:
-    """The sum over the k experts with the largest scores of their results, by the softmax of the
-    scores (of all, or with `normalize` of the k), or by `weights` at those experts. With `group` of
-    this rank's experts alone.
+    """Return the weighted sum of the results of the k experts with the largest scores, per token.
+
+    The weights are the softmax of all scores, with `normalize` the softmax of the k largest scores.
+    If `weights` is given, they are its entries at the selected experts; `normalize` then divides
+    them by their sum.
+
+    With `group`, each rank has a shard of the experts and returns their partial sum.
     """
 
     def route(scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -211,8 +224,10 @@ def experts(
     activation: Callable[[Tensor], Tensor],
     group: Group | None = None,
 ) -> Tensor:
-    """The sum over the experts `chosen` for each token of their results times `shares`, [tokens, k]
-    both. With `group` of this rank's experts alone.
+    """Return the sum of the results of the experts `chosen` per token, weighted by `shares`. Both
+    have shape [tokens, k].
+
+    With `group`, each rank has a shard of the experts and returns their partial sum.
     """
     layers = first, second, gate or (None,)
     settings = _Mixture(_as_given, tuple(map(len, layers)), activation, group=group)
@@ -220,8 +235,8 @@ def experts(
 
 
 def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) -> Tensor:
-    """The same of experts (silu(x G) · x U) D, without stacked weights: G, U and D of one after the
-    other.
+    """Return the weighted sum of experts (silu(x G) · x U) D. `weights` contains G, U and D of the
+    first expert, then of the next, and so on. `chosen` and `shares` are as in `experts`.
     """
     operands: list[Tensor | None] = []
     for place in range(0, len(weights), 3):
@@ -242,13 +257,13 @@ def _applied(
     routing: tuple[Tensor | None, Tensor | None],
     operands: Iterable[Tensor | None],
 ) -> Tensor:
-    x = x.to(_autocast(x) or x.dtype)  # Else backward would keep what products round anyway.
+    x = x.to(_autocast(x) or x.dtype)  # Backward then saves x in autocast's type.
     found: Tensor = _Experts.apply(settings, x, *routing, *operands)  # type: ignore[no-untyped-call]
     return found
 
 
 def _layer(x: Tensor, layer: ExpertLayer, bits: int) -> Tensor:
-    """One expert's layer; its packed weights become numbers here."""
+    """Return one layer of an expert. Packed weights are unpacked here."""
     weight, bias, *packed = layer
     assert weight is not None
     if packed:
@@ -265,8 +280,10 @@ def gelu_by_tanh(x: Tensor) -> Tensor:
 def swiglu(
     alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf, turns: bool = True
 ) -> Callable[[Tensor], Tensor]:
-    """A function of gates g and what they gate, l, both clamped, which stand in turn or one behind
-    the other: `g σ(α g) (l + β)`.
+    """Return the function g σ(α g) (l + β) of gates g and linear parts l. g is clamped to at most
+    `limit`, and l to [-limit, limit].
+
+    The last dimension alternates between g and l if `turns`, otherwise all g precede all l.
     """
 
     def function(x: Tensor) -> Tensor:
@@ -274,8 +291,7 @@ def swiglu(
         if limit < math.inf:
             gates = gates.clamp(max=limit)
             linear = linear.clamp(-limit, limit)
-        return gated(
-            gates, linear + beta if beta else linear, "silu", alpha or 1e-6
-        )  # By none: half of the gate.
+        # For α = 0, σ(α g) is 1/2; `gated` divides by α and therefore gets a tiny value.
+        return gated(gates, linear + beta if beta else linear, "silu", alpha or 1e-6)
 
     return function

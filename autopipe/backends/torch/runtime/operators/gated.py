@@ -1,8 +1,8 @@
-"""Gated linear units, act(gate) · up (Shazeer, "GLU Variants Improve Transformer", 2020), element
-by element.
+"""Gated linear units act(gate) · up (Shazeer, "GLU Variants Improve Transformer", 2020),
+elementwise.
 
-Backward keeps gate and up alone: act(gate) is computed again, which costs a pass over memory and no
-product.
+Only gate and up are saved for backward. Backward recomputes act(gate), which costs a pass over
+memory but no matmul.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
-    """act(gate) · up, of two tensors of one shape; `activation` is "silu" (x · sigmoid(alpha · x)),
-    "gelu", "tanh" (Gelu by tanh) or "relu2".
+    """Return act(gate) · up of two tensors of equal shape. `activation` is "silu" (x ·
+    sigmoid(alpha · x)), "gelu", "tanh" (Gelu with the tanh approximation) or "relu2" (squared
+    ReLU).
     """
     found: Tensor = _Gated.apply(gate, up, activation, alpha)  # type: ignore[no-untyped-call]
     return found
@@ -53,7 +54,7 @@ def _activated(gate: Tensor, activation: str, alpha: float) -> Tensor:
 
 
 def _derived(gradient: Tensor, gate: Tensor, activation: str, alpha: float) -> Tensor:
-    """The gradient of the gate, from that of the activation."""
+    """Return the gradient of the gate from the gradient of the activation."""
     found: Tensor
     if activation == "relu2":
         found = gradient * (2 * F.relu(gate))

@@ -1,5 +1,5 @@
-"""Attention that sums keys and values up in a matrix, and the short convolution in front of it,
-both with a state that goes from call to call.
+"""Linear attention, which adds up keys and values in a matrix, and the short causal convolution
+that precedes it. Both have a state that passes from call to call.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 CHUNK = 64
 NARROW_CHUNK = 16
-"""Tokens that are computed together: with one decay for each head, and with one for each of its
-features.
+"""Tokens per chunk: `CHUNK` if there is one decay per head or none, `NARROW_CHUNK` if there is one
+decay per feature.
 """
 
 
@@ -29,13 +29,15 @@ def linear_attention(
     groups: int,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S ← exp(g) S + k uᵀ and y = scale · Sᵀ q, token by token, with u = v or, given `beta`, β (v −
-    exp(g) Sᵀ k).
+    """Compute S ← exp(g) S + k uᵀ and y = scale · Sᵀ q for each token, with u = v or, if `beta` is
+    given, u = β (v - exp(g) Sᵀ k). Return (y, S).
 
-    Queries, keys and values are [b, t, h · d], `decay` g [b, t, h] or [b, t, h · d], `beta` [b, t,
-    h or 1], the state S [b, h, d, v]; each of `groups` states serves the same number of query
-    `heads`. Tokens are taken in chunks: within one, the u solve a triangular system (Yang et al.,
-    "Parallelizing Linear Transformers with the Delta Rule", 2024).
+    Queries, keys and values are [b, t, h · d], `decay` g is [b, t, h] or [b, t, h · d], `beta` β is
+    [b, t, h or 1], and the state S is [b, h, d, v]. Each of the `groups` states serves an equal
+    number of the query `heads`.
+
+    The tokens are computed in chunks. Within a chunk, the u are the solution of a triangular system
+    (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
     """
     with torch.autocast("cuda" if query.is_cuda else "cpu", enabled=False):
         q = _by_head(query, heads)
@@ -60,7 +62,7 @@ def linear_attention(
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
-    """[b, t, h · d] as [b, h, t, d] in single precision."""
+    """Return x [b, t, h · d] as [b, h, t, d] in float32."""
     heads_apart: Tensor = x.float().unflatten(2, (heads, -1))
     return heads_apart.transpose(1, 2)
 
@@ -73,7 +75,7 @@ def _chunk(
     decay: Tensor | None,
     beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The results of a chunk of tokens, and the state behind it."""
+    """Return the results of a chunk of tokens, and the state after the chunk."""
     total = None if decay is None else decay.cumsum(2)
     if beta is not None:
         known = torch.matmul(_decayed(key, total), state)
@@ -97,7 +99,9 @@ def _decayed(x: Tensor, total: Tensor | None) -> Tensor:
 
 
 def _scores(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
-    """Products of each token with itself and those before, decayed by what lies between."""
+    """Return the dot products of each token with itself and the previous tokens, multiplied by the
+    decay between the two tokens.
+    """
     size = left.shape[-2]
     before = torch.ones(size, size, dtype=torch.bool, device=left.device).tril()
     if total is None:
@@ -117,8 +121,9 @@ def causal_convolution(
     *,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """A convolution of each channel of x [b, c, t] with the elements up to each place, and the last
-    of what it read, which are those before x in the next call.
+    """Return (result, state). The result is a convolution per channel of x [b, c, t], which reads
+    the current and previous elements. The state contains the last elements, which precede x in the
+    next call.
     """
     width = weight.shape[2] - 1
     joined = F.pad(x, (width, 0)) if past is None else torch.cat((past.to(x.dtype), x), 2)

@@ -1,11 +1,14 @@
-"""Cross-entropy of the scores `x @ weight.T + bias`, which are never in memory all at once.
+"""Cross-entropy of the scores `x @ weight.T + bias`. The scores are in memory for one block of
+classes at a time.
 
-Forward keeps x, the weight, the labels and, of each label, the logarithm of the sum of its
-exponentials; backward makes the scores again, a block of classes at a time. That is a product more
-than if they were kept, but gradients made in forward (Hsu et al., "Liger Kernel", 2024, section
-3.2) would wait for backward, the weight's as large as the weight, for each micro-batch in flight.
-Blocks are of classes, as those of FlashAttention are of keys (Dao et al., 2022): unlike blocks of
-labels they give each part of the weight's gradient in one product.
+Forward saves x, the weight, the bias, the labels and the log-sum-exp of each label's scores.
+Backward recomputes the scores, one block at a time. This costs one additional matmul. Computing
+gradients in forward instead (Hsu et al., "Liger Kernel", 2024, section 3.2) would store the
+gradient of the weight, which is as large as the weight, for each micro-batch in flight (its forward
+has run, its backward has not).
+
+Blocks consist of classes, as FlashAttention's blocks consist of keys (Dao et al., 2022). Each block
+of the weight's gradient is therefore a single matmul, unlike with blocks of labels.
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ def linear_cross_entropy(
     group: Group | None = None,
     batch: Group | None = None,
 ) -> Tensor:
-    """`F.cross_entropy` of x [*labels, features] times weight [classes, features], `step` classes
-    at a time; scores s are softcap · tanh(s / softcap) where that is not 0.
+    """Return `F.cross_entropy` of the scores x [*labels, features] times weight [classes,
+    features], computed for `step` classes at a time. If `softcap` is not 0, each score s is
+    replaced by softcap · tanh(s / softcap).
 
-    With `group` weight and bias are this rank's part of the classes, and the result its share of
-    the loss, that of labels in its part; with `batch` each rank has a part of the labels, and a
-    mean is over the weights of all.
+    With `group`, weight and bias are sharded along the classes, and the result is the partial loss
+    of the labels in this rank's range. With `batch`, the labels are sharded, and a mean divides by
+    the weights of all labels.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -69,8 +73,8 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses by label, times the weights `own` of the labels, of those `places` where they are
-    among the classes.
+    """Loss per label, multiplied by the weights `own`. `places` contains the index of each label in
+    this rank's classes.
     """
 
     @staticmethod
@@ -150,7 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _blocks(
     weight: Tensor, bias: Tensor | None, step: int
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Blocks of `step` classes: the first class, and the block's rows of weight and bias."""
+    """Yield (first class, rows of weight, elements of bias) of each block of `step` classes."""
     for start in range(0, len(weight), step):
         yield (
             start,
@@ -160,16 +164,14 @@ def _blocks(
 
 
 def _scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    """Scores of a block of classes, rounded as the product rounds them, in single precision at
-    least.
-    """
+    """Return the scores of a block of classes, at least in float32. The matmul has the type of x."""
     found = wide(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
     return found if not softcap else found.div_(softcap).tanh_().mul_(softcap)
 
 
 def _within(places: Tensor, start: int, extent: int) -> tuple[Tensor, Tensor]:
-    """Places of labels in a block, a column, any where they are in another; and whether they are in
-    it.
+    """Return (index, inside). `index` is a column with the index of each label in the block, or 0
+    if the label is in another block. `inside` is true if the label is in the block.
     """
     local = places - start
     inside = (local >= 0) & (local < extent)

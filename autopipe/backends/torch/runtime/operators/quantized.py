@@ -1,5 +1,5 @@
-"""Products and lookups of weights that stay packed, a few bits each: they become numbers where they
-are used, some rows at a time, and again in backward.
+"""Matmuls and lookups with packed weights of a few bits. The weights are unpacked a few rows at a
+time, and unpacked again in backward.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.operators.sharded import from_front
 
 _TOGETHER = 1 << 22
-"""Weights that are unpacked at once."""
+"""Maximum number of weights that are unpacked at a time."""
 
 
 def unpacked(data: Tensor, bits: int) -> Tensor:
-    """The whole numbers from 0 in the bytes of the last dimension, low bits first."""
+    """Return the unsigned integers in the bytes of the last dimension, lowest bits first."""
     if bits == 8:
         return data
     parts = [(data >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
@@ -26,8 +26,8 @@ def unpacked(data: Tensor, bits: int) -> Tensor:
 
 
 def _blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
-    """The numbers of blocks of bytes [rows, blocks, bytes], with scales [rows, blocks], as [rows,
-    numbers].
+    """Return the dequantized values [rows, values] of packed blocks [rows, blocks, bytes] with
+    scales [rows, blocks].
     """
     if points is None:
         return (
@@ -47,8 +47,8 @@ def _rows(
     width: int,
     groups: Tensor | None,
 ) -> Tensor:
-    """The numbers of some rows, `width` each; `groups` says of each column which block's scale is
-    its own.
+    """Return the dequantized values of some rows, with `width` values per row. `groups` contains,
+    per column, the index of the block whose scale applies.
     """
     if groups is None:
         return _blocks(data, scales, points, bits)[:, :width]
@@ -61,7 +61,7 @@ def _rows(
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ of packed weights W, which alone are kept."""
+    """x Wᵀ for packed weights W. Only the packed weights are saved for backward."""
 
     @staticmethod
     def forward(
@@ -109,9 +109,11 @@ def matmul_nbits(
     *,
     bits: int,
 ) -> Tensor:
-    """x Wᵀ: W are blocks of bytes [rows, blocks, bytes] with scales and zero points (packed where
-    they are bytes, else numbers; the middle where absent). `groups` says of each column of W which
-    block's scale is its own.
+    """Return x Wᵀ. W consists of blocks of bytes [rows, blocks, bytes] with scales and zero points.
+
+    Zero points of type uint8 are packed, other types are not. Without zero points, the zero point
+    is the middle of the range. `groups` contains, per column of W, the index of the block whose
+    scale applies.
     """
     found: Tensor = _Product.apply(x, data, scales, points, groups, bits)  # type: ignore[no-untyped-call]
     return found
@@ -126,8 +128,8 @@ def gather_blocks(
     *,
     bits: int,
 ) -> Tensor:
-    """Rows of a packed table at `indices`; zeros for those out of range and those that other ranks
-    have.
+    """Return the rows of a packed table at `indices`. Rows that are out of range or belong to other
+    ranks are zeros.
     """
     rows = len(data)
     places = from_front(indices, rows * (1 if group is None else group.size))
@@ -141,8 +143,8 @@ def gather_blocks(
 
 
 def numbers_of(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
-    """The numbers of rows of bytes, with a scale for each row or [rows, blocks]; zero points packed
-    in the same way.
+    """Return the dequantized values of rows of bytes. There is one scale per row, or scales [rows,
+    blocks]. Zero points are packed in bytes.
     """
     if scales.dim() == 1:
         if points is not None:

@@ -1,11 +1,18 @@
-"""Recurrent layers as ONNX defines them: by torch's fused kernels where they compute the same, else
-step by step.
+"""Recurrent layers with the semantics of ONNX. They use torch's fused kernels if these have the
+required semantics, and otherwise compute step by step.
 
-`x` is [s, b, i], weights are [directions, gates * h, i] and [directions, gates * h, h], biases
-[directions, 2 * gates * h] (input's, then recurrence's), states [directions, b, h]; with
-`batch_first` b is the first axis of x and of the states. With `group` each rank has some of the
-hidden units, in every gate and direction: it holds the weights whole and uses the rows of its own
-units, whose results it gives, and all units' outputs are gathered before each step but the first.
+Shapes, with s steps, b samples, i input features and h hidden units:
+
+- `x`: [s, b, i]
+- weights: [directions, gates * h, i] and [directions, gates * h, h]
+- biases: [directions, 2 * gates * h] (of the input, then of the recurrence)
+- states: [directions, b, h]
+
+With `batch_first`, b is the first axis of x and of the states.
+
+With `group`, each rank has a shard of the hidden units, in each gate and direction. The weights are
+replicated, but a rank uses only the rows of its own units and returns the results of these units.
+Before each step except the first, an all-gather collects the outputs of all units.
 """
 
 from __future__ import annotations
@@ -23,16 +30,20 @@ from autopipe.backends.torch.runtime.operators.misc import reverse_sequence
 
 Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
-"""From a step's input, as all gates have it, the states before it and all units' outputs before it,
-to the states after it, the output first.
+"""Function that computes one step of a layer.
+
+Arguments: the contribution of the step's input to all gates, the states before the step, and the
+outputs of all units before the step. Result: the states after the step; the first state is the
+output.
 """
-CellFactory = Callable[[int, list[Activation]], Cell]  # By direction, with its activations.
+# Arguments of a factory: the direction and its activations.
+CellFactory = Callable[[int, list[Activation]], Cell]
 
 
 @dataclass(slots=True)
 class Layer:
-    """A layer, batch second; weights and states are those of own units, but for `start`: all units'
-    first outputs.
+    """A layer with the batch as second axis. After initialization, weights and states have only
+    this rank's hidden units; `start` has the initial outputs of all units.
     """
 
     x: Tensor
@@ -70,16 +81,18 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """Own units: the size of the state."""
+        """Number of this rank's hidden units: the size of its state."""
         return self.states[0].shape[2]
 
     @property
     def fits_kernels(self) -> bool:
-        """True if torch's kernels may do it, as far as the layer's kind does not matter."""
+        """True if torch's kernels support the settings that all kinds of layers share: no sharding,
+        no lengths, no clipping.
+        """
         return self.group is None and self.lengths is None and self.clip is None
 
     def own_units(self, tensor: Tensor, gates: int, dim: int) -> Tensor:
-        """Of a dimension that counts units in each gate, those of this rank."""
+        """Return this rank's units of the dimension `dim`, which contains all units of each gate."""
         if self.group is None:
             return tensor
         apart: Tensor = tensor.unflatten(dim, (gates, self.group.size, -1))
@@ -93,19 +106,21 @@ class Layer:
         return first, second
 
     def clipped(self, gate: Tensor) -> Tensor:
-        """A gate before its activation, within [-clip, clip]."""
+        """Return a gate before its activation, clamped to [-clip, clip]."""
         return gate if self.clip is None else torch.clamp(gate, -self.clip, self.clip)
 
     def gathered(self, own: Tensor) -> Tensor:
-        """All units' numbers, from those of own units."""
+        """Return the values of all units from the values of this rank's units."""
         return (
             own if self.group is None else self.group.all_gather(own.to(self.recurrence.dtype), 1)
         )
 
     def loop(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Every direction's cell over the steps; samples shorter than the longest keep their state
-        and give 0 after. Parameters of activations are consumed in order by those that take them;
-        `usual` are the activations of one direction where none are named.
+        """Run the cell of each direction over the steps. Return the outputs, then the final states.
+
+        A sample that is shorter than the longest sample keeps its state after its end, and its
+        further outputs are 0. Activations with parameters take the values of `alpha` and `beta` in
+        order. `usual` contains the default activations of one direction.
         """
         names = self.activations or usual * self.weight.shape[0]
         alphas = iter(self.alpha)
@@ -145,10 +160,12 @@ class Layer:
     def fused(
         self, kernel: Callable[..., tuple[Tensor, ...]], order: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        """The whole layer by one of torch's kernels, which wants the gates in this order."""
+        """Run the layer by a kernel of torch. `order` contains the index of the ONNX gate for each
+        gate of the kernel.
+        """
         backward = self.direction == "reverse"
-        # Kernels want contiguous tensors of the weights' type, which under autocast the operands
-        # may not have.
+        # Kernels require contiguous tensors of the weights' type. Under autocast, the operands may
+        # have another type.
         x = (self.x.flip(0) if backward else self.x).to(self.weight.dtype).contiguous()
         states = tuple(state.to(self.weight.dtype).contiguous() for state in self.states)
         start = states if len(states) > 1 else states[0]
@@ -170,14 +187,18 @@ class Layer:
         return self._arranged(y.flip(0) if backward else y, finals)
 
     def _arranged(self, y: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
-        """[s, directions, b, h] and the last states as the layout asks."""
+        """Return the outputs [s, directions, b, h] and the final states in the layout of
+        `batch_first`.
+        """
         if self.batch_first:
             return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in states)
         return y, *states
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Steps back to front, of each sample only its own."""
+    """Return x with its steps reversed. With `lengths`, only the valid steps of each sample are
+    reversed.
+    """
     return x.flip(0) if lengths is None else reverse_sequence(x, lengths, 0, 1)
 
 
@@ -194,14 +215,14 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]] = {
     "hardsigmoid": (lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1), (0.2, 0.5)),
     "elu": (F.elu, (1.0,)),
 }
-"""By name in lower case the function, and its alpha and beta, as far as it has them, where none are
-given.
+"""Function and default parameters (alpha, then beta, if the function has them) by activation name
+in lower case.
 """
 
 
 def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Activation:
-    """Takes the next of `alphas` and `betas`, if it has such. Raises ValueError for a name that
-    ONNX does not have.
+    """Return the activation called `name`. It takes its parameters from `alphas` and `betas`. Raise
+    ValueError if ONNX does not define the name.
     """
     if name not in _ACTIVATIONS:
         raise ValueError(f"no activation is called {name!r}")
@@ -213,7 +234,7 @@ def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> A
 
 
 def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple[Tensor, ...]:
-    """Elman's network: `h' = f(W x + R h + b)`. Returns all outputs and the last states."""
+    """Elman network: `h' = f(W x + R h + b)`. Return all outputs and the final states."""
     layer = Layer(x, weight, recurrence, **settings)
     kinds = set(layer.activations or ("tanh",))
     if layer.fits_kernels and kinds in ({"tanh"}, {"relu"}):
@@ -230,9 +251,11 @@ def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple
 def gru(
     x: Tensor, weight: Tensor, recurrence: Tensor, *, reset_after: bool = False, **settings: Any
 ) -> tuple[Tensor, ...]:
-    """Gated recurrent unit, gates in ONNX's order: update, reset, hidden. Returns all outputs and
-    the last states. Cho et al., 2014; `reset_after` applies the reset gate behind the recurrence's
-    product.
+    """Gated recurrent unit (Cho et al., 2014) with the gates in ONNX's order: update, reset,
+    hidden. Return all outputs and the final states.
+
+    `reset_after` applies the reset gate after the matmul with the recurrence weights, instead of
+    before.
     """
     layer = Layer(x, weight, recurrence, **settings)
     if layer.fits_kernels and reset_after and not layer.activations:
@@ -270,10 +293,12 @@ def lstm(
     coupled: bool = False,
     **settings: Any,
 ) -> tuple[Tensor, ...]:
-    """Long short-term memory, gates in ONNX's order: input, output, forget, cell. `peepholes`
-    [directions, 3 * h] let gates see the cell, whose first state is `cell`; `coupled` makes the
-    forget gate 1 - the input gate. Returns all outputs, the last outputs and the last cells.
-    Hochreiter and Schmidhuber, 1997; Gers et al., 2002.
+    """Long short-term memory (Hochreiter and Schmidhuber, 1997; Gers et al., 2002) with the gates
+    in ONNX's order: input, output, forget, cell. Return all outputs, the final outputs and the
+    final cells.
+
+    `cell` is the initial cell. `peepholes` [directions, 3 * h] are weights by which the gates read
+    the cell. `coupled` makes the forget gate 1 - input gate.
     """
     layer = Layer(x, weight, recurrence, **settings)
     if cell is None:

@@ -1,13 +1,17 @@
-"""Operators over axes of which each rank has a part: lookups, softmaxes, losses, normalisations,
+"""Operators over axes that are split over ranks: lookups, softmaxes, losses, normalizations,
 reductions.
 
-A function `sharded_...` gives this rank's part of what its name says. Parts are equal, in the order of
-the ranks, and never gathered: ranks exchange a number or two a row (see
-`autopipe.ir.ops.operator`). Where every rank has the result, the gradients of all copies count. A
-rank's share of a loss is that of the labels among its own classes (Shoeybi et al., "Megatron-LM",
-2019, section 3). Normalisations exchange moments: variances of the parts about their own means,
-joined in double precision (Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
-The American Statistician 37(3), 1983), so that a mean far from zero costs no digits.
+A function `sharded_...` takes this rank's shard and returns a shard, a partial sum, or (for
+reductions) the full result. Shards have equal size and are in rank order. They are never gathered;
+the ranks exchange a few statistics per row (see `autopipe.ir.ops.operator`). If all ranks have a
+result, backward adds the gradients of all copies.
+
+The partial loss of a rank is the loss of the labels in its range of classes (Shoeybi et al.,
+"Megatron-LM", 2019, section 3).
+
+Normalizations combine the means and variances of the shards in double precision (Chan, Golub and
+LeVeque, "Algorithms for computing the sample variance", The American Statistician 37(3), 1983), so
+that a mean far from zero does not cost precision.
 """
 
 from __future__ import annotations
@@ -29,16 +33,16 @@ if TYPE_CHECKING:
 
 
 def once(tensor: Tensor, group: Group) -> Tensor:
-    """`tensor` on the first rank of the group and zeros on the others: what is added once to shares
-    of a sum.
+    """Return `tensor` on the first rank of the group and zeros on the other ranks, so that a sum of
+    partial results includes the tensor once.
     """
     everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
     return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
 
 
 def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Places counted from the start of this rank's part, 0 where they are in another, and whether
-    they are in it.
+    """Return (local, mine) for global indices `places`. `local` is the index in this rank's shard
+    of size `extent`, or 0 outside of the shard. `mine` is true inside of the shard.
     """
     local = places - group.position * extent
     mine = (local >= 0) & (local < extent)
@@ -46,19 +50,21 @@ def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tenso
 
 
 def precise(scores: Tensor) -> Tensor:
-    """Under autocast softmaxes run in single precision, as torch's own do."""
+    """Return `scores` in float32 if autocast is on and they have 16 bits: under autocast, torch
+    computes softmaxes in float32, too.
+    """
     narrow = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.float() if narrow and torch.is_autocast_enabled(scores.device.type) else scores
 
 
 def wide(x: Tensor) -> Tensor:
-    """Statistics of half precision are taken in single."""
+    """Return 16-bit values in float32, for statistics. Other types are unchanged."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def sharded_gather(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
-    """`table` at `indices` along `dim`, of which this rank has a part; zeros for those that other
-    ranks have.
+    """Return `table` at `indices` along `dim`, along which the table is sharded. Rows of other
+    ranks are zeros.
     """
     places, mine = _places(indices, table.shape[dim], group)
     if dim == 0 and table.dim() == 2:
@@ -70,22 +76,24 @@ def sharded_gather(table: Tensor, dim: int, indices: Tensor, group: Group) -> Te
 
 
 def sharded_gather_elements(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
-    """`torch.gather` from a table of which this rank has a part along `dim`; zeros for what other
-    ranks have.
+    """Return `torch.gather` from a table that is sharded along `dim`. Elements of other ranks are
+    zeros.
     """
     places, mine = _places(indices, table.shape[dim], group)
     return table.gather(dim, places).masked_fill(~mine, 0)
 
 
 def _places(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Where indices are in this rank's rows, and whether they are."""
+    """Return `own_places` of indices that may be negative. Fail an asynchronous assertion if an
+    index is out of range.
+    """
     places = from_front(indices, rows * group.size)
     assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
     return own_places(places, rows, group)
 
 
 def from_front(indices: Tensor, extent: int) -> Tensor:
-    """Indices that count from the start, of such as may count from the end."""
+    """Return indices as int64, with negative indices (which count from the end) made nonnegative."""
     indices = indices.to(torch.int64)
     return torch.where(indices < 0, indices + extent, indices)
 
@@ -100,8 +108,10 @@ sharded_log_softmax = partial(_softmax, True)
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax p of scores, or its logarithm. Of a gradient g: p (g - Σ p g), or g - p Σ g, sums
-    over all ranks.
+    """Softmax p of scores along a sharded dimension, or its logarithm.
+
+    The gradient of the scores for a gradient g is p (g - Σ p g) for the softmax and g - p Σ g for
+    the logarithm. Sums are over all ranks.
     """
 
     @staticmethod
@@ -124,8 +134,8 @@ class _Softmax(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Losses by label. Only exponentials of the scores are kept, and backward is one pass over
-    them.
+    """Cross-entropy per label. Forward saves the exponentials of the scores instead of the scores;
+    backward needs one pass over them.
     """
 
     @staticmethod
@@ -162,13 +172,15 @@ def _loss_part(
     group: Group,
     batch: Group | None = None,
 ) -> Tensor:
-    """This rank's share of a loss over classes, axis 1, of which it has a part: that of labels in
-    its part.
+    """Return this rank's partial loss over classes (axis 1), which are sharded: the loss of the
+    labels in its range of classes.
 
-    `weight` is that of all classes, whole; so are the labels, but where the ranks of `batch` each
-    have a part of them: a mean is over the weights of all labels. `losses_of` gives losses by
-    label, from where each label is in this rank's part, and its weight there, 0 for those of other
-    ranks.
+    `weight` has the weights of all classes. Each rank has all labels, unless `batch` is the group
+    over which the labels are sharded; a mean then divides by the weights of all labels.
+
+    `losses_of` returns the loss per label. Its arguments are the scores, the index of each label in
+    this rank's shard, the weight of each label (0 if the label belongs to another rank), and the
+    group.
     """
     classes = scores.shape[1]
     known = labels.masked_fill(labels == ignore_index, 0)
@@ -200,8 +212,8 @@ def _share(
     *,
     batch: Group,
 ) -> Tensor:
-    """This rank's share of the mean of a loss of torch's over the labels of all ranks, of which it
-    has a part.
+    """Return this rank's part of a mean loss over the labels of all ranks in `batch`. `loss` is a
+    loss function of torch.
     """
     losses = loss(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
     return losses / batch.total(label_weights(labels, weight, ignore_index, losses.dtype).sum())
@@ -214,8 +226,8 @@ nll_partial = partial(_share, F.nll_loss)
 def _and_logarithms(
     loss: Callable[..., Tensor], scores: Tensor, *labels: Any, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """The softmax cross-entropy over axis 1 by a loss of logarithms, and those; with `group` this
-    rank's parts.
+    """Return (loss, logarithms): the softmax cross-entropy over axis 1 and the log-probabilities.
+    With `group`, axis 1 is sharded.
     """
     group = settings.get("group")
     logarithms = (
@@ -232,7 +244,7 @@ cross_entropy_and_logarithms_partial = partial(_and_logarithms, nll_partial)
 def label_weights(
     labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Weight of each label: its class weight, or one; zero where it is ignored."""
+    """Return the weight of each label: its class weight or 1, and 0 if the label is ignored."""
     counts = labels != ignore_index
     return (
         counts.to(dtype)
@@ -245,8 +257,8 @@ Dims = tuple[int, ...]
 
 
 class _Standardized(torch.autograd.Function):
-    """x less its mean, over its deviation (of a variance plus `epsilon`; or plus 1e-9, as ONNX
-    defines, where None).
+    """(x - mean) / deviation over sharded dimensions. The deviation is sqrt(variance + epsilon) or,
+    if `epsilon` is None, sqrt(variance) + 1e-9, as ONNX defines for MeanVarianceNormalization.
     """
 
     @staticmethod
@@ -293,8 +305,8 @@ class _Standardized(torch.autograd.Function):
 def _standardized(
     x: Tensor, dims: Dims, epsilon: float | None, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part of x standardised over all ranks' parts of `dims`; the mean and the
-    variance.
+    """Return (y, mean, variance). y is this rank's shard of x, standardized over the dimensions
+    `dims` of all ranks.
     """
     y, mean, variance = _Standardized.apply(wide(x), dims, epsilon, group)  # type: ignore[no-untyped-call]
     return y.to(x.dtype), mean, variance
@@ -308,8 +320,8 @@ def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 def batch_norm_by(
     x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, bias: Tensor, epsilon: float
 ) -> Tensor:
-    """x normalised by statistics that are computed, as of weights that are standardised: unlike
-    `F.batch_norm` it gives them gradients.
+    """Return x normalized by a mean and variance that other operators compute. Unlike
+    `F.batch_norm`, this function gives them gradients.
     """
     shape = (-1, *[1] * (x.dim() - 2))
     return _by_channel(
@@ -320,8 +332,8 @@ def batch_norm_by(
 def sharded_layer_norm(
     x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part of a layer normalisation over `dims`, which are the last; the mean and 1 /
-    deviation.
+    """Return (y, mean, 1 / deviation) of a layer normalization over `dims`, the last dimensions,
+    which are sharded.
     """
     y, mean, variance = _standardized(precise(x), dims, epsilon, group)
     y = y * scale
@@ -345,8 +357,8 @@ def skip_layer_norm(
     epsilon: float,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Layer normalisation of `x + skip + bias`, its mean and 1 / deviation, and the sum; with
-    `group` this rank's part of the last axis.
+    """Return (y, mean, 1 / deviation, sum). y is the layer normalization of sum = x + skip + bias.
+    With `group`, the last axis is sharded.
     """
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
@@ -380,10 +392,15 @@ def batch_norm(
     running: RunningStatistics | None = None,
     unbiased: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x normalised by its own statistics, with `group` those of all ranks' samples; the running
-    mean and variance moved towards them; and these statistics. `momentum` is what is left of the
-    old. The variance is that of the samples, as ONNX says, or if `unbiased`, as torch does, the
-    estimate for a population. In a validation, of which `running` knows, the running ones are read.
+    """Normalize x by the statistics of the batch; with `group`, by the statistics of all ranks'
+    samples.
+
+    Return (y, updated running mean, updated running variance, batch mean, batch variance).
+    `momentum` is the weight of the old running statistics. The batch variance is the biased
+    variance, as in ONNX; if `unbiased`, the unbiased estimate, as in torch.
+
+    In a validation (`running.training` is false), x is normalized by the running statistics
+    instead.
     """
     if running is not None and not running.training:
         return (
@@ -434,8 +451,8 @@ def sharded_group_norm(
 
 
 def mean_variance_norm(x: Tensor, axes: Dims, group: Group | None = None) -> Tensor:
-    """x, with `group` this rank's part of it, less its mean over its standard deviation (plus
-    1e-9), over `axes`.
+    """Return (x - mean) / (standard deviation + 1e-9) over `axes`. With `group`, these axes are
+    sharded.
     """
     if group is not None:
         return _standardized(x, axes, None, group)[0]
@@ -447,7 +464,7 @@ sharded_mean_variance_norm = mean_variance_norm
 
 
 def sharded_normalize(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
-    """This rank's part of x over its p-norm along `dim`; p is 1 or 2."""
+    """Return this rank's shard of x divided by the p-norm along `dim`. p is 1 or 2."""
     data = wide(x)
     if p == 1:
         norm = group.all_reduce(data.abs().sum(dim, keepdim=True)).clamp_min(1e-12)
@@ -457,15 +474,15 @@ def sharded_normalize(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
 
 
 def sharded_extreme(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Group) -> Tensor:
-    """The largest or smallest over `dims` of all ranks' parts; those that are equal share the
-    gradient.
+    """Return the maximum or minimum over `dims` of all ranks' shards. Equal extreme elements get
+    equal parts of the gradient.
     """
     found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
     return found.to(x.dtype) if keepdim else found.to(x.dtype).squeeze(dims)
 
 
 def sharded_norm(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
-    """The 2-norm over `dims` of all ranks' parts; that of zeros has no gradient."""
+    """Return the 2-norm over `dims` of all ranks' shards. A norm of zero has gradient zero."""
     squares = group.all_reduce(wide(x).square().sum(dims, keepdim=True))
     tiny = torch.finfo(squares.dtype).tiny
     norm = torch.where(squares > 0, squares.clamp_min(tiny).sqrt(), torch.zeros_like(squares))
@@ -487,8 +504,8 @@ def sharded_log_sum_exp(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> T
 def sharded_index_of_extreme(
     x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: Group
 ) -> Tensor:
-    """Where along `dim` of all ranks' parts the largest or smallest lies: the first or the last
-    place.
+    """Return the index along `dim`, over all ranks' shards, of the maximum or minimum. Of several
+    equal elements, the result is the first index, or the last index if `last`.
     """
     data = wide(x) if largest else -wide(x)
     extent = x.shape[dim]

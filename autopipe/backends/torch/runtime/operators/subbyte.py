@@ -1,8 +1,8 @@
-"""Numbers of 8, 4 and 2 bits, with which torch does not compute: to them, from them, and packed in
-bytes.
+"""Conversion to and from types of 8, 4 and 2 bits with which torch cannot compute, and unpacking
+from bytes.
 
-Whole numbers of less than a byte are held in int8 or uint8, float4 (OCP Microscaling Formats 1.0,
-section 5.3.3) as its code in uint8.
+Integers of less than a byte are stored in int8 or uint8. A float4 (OCP Microscaling Formats 1.0,
+section 5.3.3) is stored as its code in uint8.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from autopipe.backends.torch.runtime.operators.quantized import unpacked
 
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN = 8
-"""The bit of a float4's sign."""
+"""The sign bit of a float4."""
 _ROUNDED_DOWN = 464.0
-"""Largest number that float8_e4m3fn rounds to its own largest."""
+"""Largest number that rounds to the largest finite float8_e4m3fn."""
 _FRACTION = 23
 _EXPONENT = 0xFF
-"""Bits of a float32's fraction, and its largest exponent, that of infinities."""
+"""Bits of a float32's fraction, and the largest exponent of a float32, which marks infinities and
+NaN.
+"""
 
 
 def unpack(data: Tensor, bits: int, signed: bool, shape: tuple[int, ...]) -> Tensor:
-    """The elements in bytes of a file, low bits first."""
+    """Return the elements that are packed in bytes, lowest bits first."""
     numbers = unpacked(data, bits)
     if data.dim() == 1:
         numbers = numbers[: math.prod(shape)]
@@ -34,7 +36,7 @@ def unpack(data: Tensor, bits: int, signed: bool, shape: tuple[int, ...]) -> Ten
 
 
 def wrapped(x: Tensor, bits: int, signed: bool) -> Tensor:
-    """Whole numbers modulo 2^bits, fractions cut off."""
+    """Return x truncated to integers, modulo 2^bits."""
     lowest = 1 << bits - 1 if signed else 0
     whole = x.to(torch.int16 if x.dtype in (torch.uint8, torch.int8) else torch.int64)
     return (((whole + lowest) & ((1 << bits) - 1)) - lowest).to(
@@ -43,8 +45,8 @@ def wrapped(x: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def to_float4(x: Tensor) -> Tensor:
-    """Codes of the nearest numbers, halves to even codes, too large ones to the largest; of NaN,
-    which it has none of, that of -0.
+    """Return the codes of the nearest float4 numbers. Ties go to even codes, and numbers that are
+    too large become the largest float4. NaN becomes -0, because float4 has no NaN.
     """
     size = x.float().abs()
     code = torch.zeros_like(size, dtype=torch.uint8)
@@ -63,17 +65,19 @@ def from_float4(code: Tensor) -> Tensor:
 
 
 def to_float8(x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
-    """The nearest numbers; too large ones to the largest, or else to infinity or NaN."""
+    """Return the nearest float8 numbers. With `saturate`, numbers that are too large become the
+    largest number, otherwise infinity or NaN.
+    """
     if saturate:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)
-    elif dtype == torch.float8_e4m3fn:  # Which torch saturates.
+    elif dtype == torch.float8_e4m3fn:  # torch saturates this type.
         x = torch.where(x.abs() > _ROUNDED_DOWN, float("nan"), x)
     return x.to(dtype)
 
 
 def to_exponent(x: Tensor, rounding: str = "up", saturate: bool = True) -> Tensor:
-    """The powers of two of float8_e8m0fnu, from the bits of single precision."""
+    """Return x as float8_e8m0fnu (powers of two), from the exponent bits of float32."""
     bits = x.float().view(torch.int32)
     exponent = (bits >> _FRACTION) & _EXPONENT
     fraction = bits & ((1 << _FRACTION) - 1)
