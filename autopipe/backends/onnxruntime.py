@@ -469,18 +469,22 @@ _MIXED = {
     "LayerNormalization": _FLOAT16,
     "RMSNormalization": _FLOAT16,
 }
-"""Operators that exporters give operands of two types, which ONNX Runtime refuses, and a type that
-one of them has.
+"""Operators for which exporters write operands of two types, which ONNX Runtime rejects, and the
+second type.
 """
 
 
 _CAST_LIKE = 15
 _SEVERAL_TYPES = 14
-"""The opsets that have CastLike, and a BatchNormalization with operands of several types."""
+"""First opset with CastLike, and first opset in which BatchNormalization may have operands of
+several types.
+"""
 
 
 def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
-    """Give such operators all operands in the type of the first; True if there are any."""
+    """Cast the operands of the operators in `_MIXED` to the type of the first operand. Return True
+    if any operator was changed.
+    """
     used = _types_used(proto)
     found = False
     opset = max(
@@ -504,8 +508,8 @@ def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
 
 
 def _casts(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
-    """Casts of a node's operands, which from now on it reads, to a type or else to that of the
-    first.
+    """Yield casts of the operands of a node to the type of its first operand, and let the node read
+    the results. `kind` is that type, or None if it is not known; then CastLike is used.
     """
     from onnx.helper import make_node
 
@@ -518,7 +522,7 @@ def _casts(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
 
 
 def _told_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """The types of a graph's values by name."""
+    """Return the types of a graph's values by name."""
     from onnx import shape_inference
 
     graph = shape_inference.infer_shapes(proto).graph
@@ -528,8 +532,8 @@ def _told_types(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def _widen(proto: onnx.ModelProto) -> None:
-    """Have bfloat16 be float32, since ONNX Runtime has hardly an operator for the former on CPUs.
-    Numbers stay.
+    """Replace bfloat16 with float32 in a model, because ONNX Runtime has hardly any CPU kernels for
+    bfloat16. The stored values are not changed.
     """
     import onnx
     from onnx import numpy_helper
@@ -575,7 +579,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """All nodes, those of functions and branches too."""
+    """Yield all nodes, including those of functions and branches."""
     waiting = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     while waiting:
         node = waiting.pop()
@@ -585,7 +589,7 @@ def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _switch_off_dropout(node: onnx.NodeProto) -> bool:
-    """Have a Dropout drop nothing; True if that was to be said."""
+    """Switch off a Dropout. Return True if the node was changed."""
     if node.op_type != "Dropout" or node.domain not in ("", "ai.onnx") or len(node.input) < 3:
         return False
     del node.input[2:]
@@ -593,8 +597,8 @@ def _switch_off_dropout(node: onnx.NodeProto) -> bool:
 
 
 def _switch_to_single(node: onnx.NodeProto) -> bool:
-    """Have a product of packed weights keep its other factor, which its file lets kernels round to
-    bytes; True if that was to be said.
+    """Make a matmul with packed weights keep its activations in float32 (`accuracy_level` 1), if
+    the file allows kernels to round them. Return True if the node was changed.
     """
     levels = [each for each in node.attribute if each.name == "accuracy_level" and each.i > 1]
     for level in levels:
@@ -603,15 +607,16 @@ def _switch_to_single(node: onnx.NodeProto) -> bool:
 
 
 _QUANTIZED_LSTM = 12
-"""Operands of DynamicQuantizeLSTM: those of LSTM, then scale and zero point of its weight and of
-its recurrence.
+"""Number of operands of DynamicQuantizeLSTM: those of LSTM, then scale and zero point of its weight
+and of its recurrence weight.
 """
 
 
 def _switch_recurrences_to_single(proto: onnx.ModelProto) -> int:
-    """Have LSTMs of bytes read their numbers unrounded: how many there are. ONNX Runtime's kernel
-    rounds the states of a step by the range of those that one of its threads has, so that its
-    results depend on the number of threads.
+    """Replace 8-bit LSTMs with float32 LSTMs and return their number.
+
+    ONNX Runtime's kernel quantizes the states of a step by the range of the values that one thread
+    has, so that its results depend on the number of threads.
     """
     found = 0
     for graph in (proto.graph, *proto.functions):
@@ -627,8 +632,8 @@ def _switch_recurrences_to_single(proto: onnx.ModelProto) -> int:
 
 
 def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """An LSTM of bytes as one of numbers; the file's [directions, width, 4 * hidden] are the
-    transposes of ONNX's.
+    """Yield the nodes of a float32 LSTM that replaces an 8-bit LSTM. The weights of the 8-bit LSTM,
+    [directions, width, 4 * hidden], are the transposes of the weights that LSTM reads.
     """
     from onnx.helper import make_node
 
@@ -654,8 +659,10 @@ def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
 
 
 def _keep_tokens_of_experts(proto: onnx.ModelProto) -> int:
-    """Make outputs of the tokens that mixtures of experts read: how many there are. ONNX Runtime's
-    kernel may be given their memory for its result, which it fills before it has read them all.
+    """Add the tokens that MoE operators read to the outputs of the model, and return their number.
+
+    As outputs, their memory is not reused. ONNX Runtime may otherwise give it to the result of the
+    kernel, which writes the result before it has read all tokens.
     """
     import onnx
 
@@ -666,7 +673,9 @@ def _keep_tokens_of_experts(proto: onnx.ModelProto) -> int:
 
 
 def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
-    """Have a BatchNormalization do as at inference; True if that was to be said."""
+    """Switch a BatchNormalization to running statistics, as at inference. Return True if the node
+    was changed.
+    """
     if node.op_type != "BatchNormalization" or not used.isdisjoint(node.output[1:]):
         return False
     if len(node.output) == 1 and not any(
@@ -682,7 +691,9 @@ def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
 def _completed(
     model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path
 ) -> Path:
-    """A file of `proto`, read from `model`, in which the missing weights are initializers."""
+    """Return a file with the model `proto`, which was read from `model`, in which the missing
+    weights are stored as initializers.
+    """
     from onnx import external_data_helper, numpy_helper
 
     external_data_helper.load_external_data_for_model(proto, str(model.parent))
@@ -699,7 +710,7 @@ def _completed(
 
 
 def _saved(proto: onnx.ModelProto, scratch: Path) -> Path:
-    """Return the file in `scratch` that `proto` is written to."""
+    """Write `proto` to a file in `scratch` and return its path."""
     import onnx
 
     path = scratch / "model.onnx"

@@ -2,5 +2,5 @@
 requests, plan folders, output).
 
 This package may import every other package. Heavy modules are imported inside the functions that
-use them. Only `main` catches errors.
+use them. `main` converts errors to messages and exit codes.
 """

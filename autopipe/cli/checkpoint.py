@@ -1,5 +1,5 @@
-"""`autopipe checkpoint`: look at checkpoints, check them, export trained weights. None of it needs
-torch.
+"""`autopipe checkpoint`: shows checkpoints, verifies them, and exports trained weights. It does not
+import torch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _STEP = click.option(
     "--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest]."
 )
 _MOST = 60
-"""Parameters listed before the rest is only counted."""
+"""Maximum number of parameters listed. Further ones are only counted."""
 _LISTED = 5
-"""Names in a message before the rest is only counted."""
+"""Maximum number of names in a message. Further ones are only counted."""
 _DIGITS = 12
-"""Characters of a digest that tell plans apart."""
+"""Number of characters of a digest that are shown to distinguish plans."""
 
 
 # ParamType has no type argument at run time in the oldest click that is supported.
@@ -60,7 +60,7 @@ else:
 
 
 class SizeType(_IntegerType):
-    """A size in bytes with a unit, such as 5GB or 512MiB, as in the YAML files."""
+    """A size in bytes with a unit, for example 5GB or 512MiB, as in the YAML files."""
 
     name = "size"
 
@@ -82,7 +82,7 @@ class FoundCheckpoint:
 
     @property
     def bytes(self) -> int:
-        """Of its files, but for the manifest."""
+        """Size of the files of the checkpoint in bytes, without the manifest."""
         return sum(file.size for file in self.checkpoint.files)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class FoundCheckpoint:
         )
 
     def form(self) -> dict[str, object]:
-        """The checkpoint without its parameters, for programs to read."""
+        """Return the properties of the checkpoint, without its parameters, for JSON output."""
         facts = {name: getattr(self.checkpoint, name) for name in ("step", "samples", "world_size")}
         return {
             "path": self.path,
@@ -109,9 +109,8 @@ class FoundCheckpoint:
 
 
 def found_paths(folder: Path, step: int | None) -> list[Path]:
-    """The folders of the committed checkpoints in `folder`, oldest first; that of `step` alone
-    where it is given. `folder` may also be one checkpoint's own. Raises ConfigurationError where
-    there is none.
+    """Return the folders of the committed checkpoints in `folder`, the oldest first, or only that
+    of `step`. `folder` may also be a checkpoint itself. Raise ConfigurationError if there is none.
     """
     if (folder / MANIFEST).is_file() and step is None:
         return [folder]
@@ -286,8 +285,8 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class ShardedOutput:
-    """Where weights are written: a safetensors file, or several of at most `most` bytes with an
-    index.
+    """Destination of exported weights: one safetensors file, or several files of at most `most`
+    bytes with an index.
     """
 
     target: Path
@@ -335,7 +334,7 @@ def _write_weights(output: Output, sharded: ShardedOutput, state: ModuleState, s
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names of several, quoted, and how many more there are."""
+    """Return the first names, quoted, and the number of further names."""
     return listed([repr(name) for name in names], _LISTED)
 
 
@@ -409,8 +408,8 @@ def import_weights(
 
 
 def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str, str]:
-    """Return the message and the hint of the error that one side has tensors that the other has
-    not.
+    """Return the message and the hint of the error that the checkpoint file or the model has
+    tensors that the other one lacks.
     """
     parts = []
     if matched.missing:
@@ -433,8 +432,8 @@ def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str
 
 
 def _model_of(held: Checkpoint, model: Path | None) -> Path:
-    """The ONNX file that was trained: `model`, or the one that the checkpoint names. Raises
-    ConfigurationError where it is not there, or is another model.
+    """Return the ONNX file that was trained: `model`, or the file that the checkpoint names. Raise
+    ConfigurationError if it does not exist or is another model.
     """
     from autopipe.passes.frontend.load import load
     from autopipe.passes.weight_files import are_one_model

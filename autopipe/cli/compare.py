@@ -462,7 +462,9 @@ def _markup_rows(plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow])
 
 
 def _bars(plans: Sequence[ComparisonPlan]) -> str:
-    """Each step as a bar of its parts, all on one scale, and what the colours are."""
+    """Return the markup of one bar per step, which shows its parts. All bars have one scale. A
+    legend explains the colours.
+    """
     longest = max(each.plan.summary.step_time_s for each in plans)
     colours = {
         name: f"hsl({_HUES[index % len(_HUES)]} 60% 55%)" for index, name in enumerate(PARTS)

@@ -1,5 +1,5 @@
-"""`autopipe export`: from a PyTorch module to an ONNX file that computes and trains what the module
-does.
+"""`autopipe export`: exports a PyTorch module as an ONNX file that computes the same results and
+trains in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autopipe.backends.torch.exporter import Example
 
 _FIELDS: Final = ("module", "example", "loss", "labels")
-"""Results of a factory, in this order."""
+"""Results of a factory, in order."""
 
 
 @click.command()
@@ -81,8 +81,7 @@ def export(output: Output, factory: str, path: Path, check: bool, force: bool) -
 
 def made_by(factory: str) -> dict[str, Any]:
     """Return the arguments of `autopipe.export` that the function FILE.py:NAME or MODULE:NAME
-    returns. Raises ConfigurationError if there is no such function, or if it returns something
-    else.
+    returns. Raise ConfigurationError if there is no such function, or if it returns something else.
     """
     place, _, name = factory.rpartition(":")
     if not place:
@@ -116,8 +115,8 @@ def made_by(factory: str) -> dict[str, Any]:
 
 
 def _file_module(path: Path) -> Any:
-    """Run a Python file as a module. Its folder comes last on the module path, for its imports.
-    Python writes no compiled copies of the user's files next to them.
+    """Run a Python file as a module. Its folder is appended to the module search path for its
+    imports. Python writes no compiled copies of the user's files next to them.
     """
     if not path.is_file():
         raise ConfigurationError(f"{path} does not exist")
@@ -150,14 +149,14 @@ def _path_module(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A file that was written, and what it was compared with."""
+    """An exported file, and a description of what it was compared with."""
 
     path: Path
     inputs: tuple[str, ...]
     parameters: int
     frozen: tuple[str, ...]
     compared: str
-    """Comparison with the module that was made; "" if none was."""
+    """Description of the comparison with the PyTorch module; "" if nothing was compared."""
     notes: tuple[str, ...]
     """Reasons why something could not be compared."""
 
@@ -173,7 +172,7 @@ def export_module(
     force: bool = False,
     advance: Callable[[], None] = lambda: None,
 ) -> Exported:
-    """Write a module as an ONNX file, if loss and gradients of the file equal the module's: see
+    """Write a module as an ONNX file, and check that its loss and gradients equal the module's; see
     `autopipe.export`.
     """
     from autopipe.backends.torch.exporter import exported, subject_of
@@ -210,7 +209,9 @@ def export_module(
 
 
 def _write(program: torch.onnx.ONNXProgram, path: Path, force: bool) -> None:
-    """Write the ONNX file, and beside it `path`.data if its weights are too large for one file."""
+    """Write the ONNX file, and a file `path`.data next to it if the weights are too large for one
+    file.
+    """
     size = sum(
         value.const_value.nbytes
         for value in program.model.graph.initializers.values()

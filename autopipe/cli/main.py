@@ -50,8 +50,8 @@ INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 YOUNG_OBJECTS: Final = 100_000
 """Number of allocations between two runs of the garbage collector. Graphs and tables consist of
-many small objects without reference cycles. With Python's default of 700, a search takes an eighth
-longer.
+many small objects without reference cycles. With Python's default of 700, garbage collection takes an eighth of the
+time of a search.
 """
 _MOST_LETTERS: Final = 4000
 """Maximum number of characters in the line of an error."""
@@ -133,7 +133,7 @@ def main(
     `command` is `autopipe` by default. Another program, called `name`, can pass its own command to
     get the same options and error handling.
 
-    Only this function catches errors. An AutopipeError is printed as `error:` and `hint:` lines and
+    Errors of the command end here. An AutopipeError is printed as `error:` and `hint:` lines and
     returns its own exit code; an error in the command line returns 2, an interrupt 130, any other
     error 70. With --json the error is also printed to stdout as one JSON object, with --debug the
     traceback is printed to stderr.

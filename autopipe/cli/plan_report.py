@@ -113,8 +113,8 @@ def candidates_screen(
         memory = each.peak_memory_bytes
         schedule = each.choice.schedule or "any"
         at_least, least_s = ("≥ ", bound_s) if each.step_time_s is None else ("", each.step_time_s)
-        # A candidate without a schedule was skipped because the lower bound of its placement
-        # exceeds the chosen plan's step time.
+        # A candidate without a schedule was skipped because no schedule for its placement could
+        # be the shortest.
         if least_s is None or (each.step_time_s is None and each.choice.schedule is not None):
             reasons.setdefault(each.refused or "", []).append(each.choice.strategy)
             continue

@@ -402,16 +402,18 @@ def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:
 
 
 _MESSAGES = 6
-"""Of a task, where it is measured what the others take beside the first."""
+"""Number of messages per task in the program that measures the time of each message after the
+first.
+"""
 _RUNS = 3
-"""Of the model's pipeline, of which the middle one counts: a program is faster in one process than
-in another.
+"""Number of runs of the model's pipeline. Their median is used, because the speed of a program
+differs between processes.
 """
 
 
 def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Messages and collectives of up to `ranks` ranks, for about `seconds`, and the CPU time of
-    their ends in small pipelines. Raises LaunchError where a rank fails.
+    """Measure messages and collectives of up to `ranks` ranks, for about `seconds`, and the CPU
+    time that sending and receiving take in small pipelines. Raise LaunchError if a rank fails.
     """
     found = measure_exchanges(ranks, device, seconds)
     with scratch_folder("profile") as scratch:
@@ -422,8 +424,8 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
     costs: list[ExchangeCost] = []
     for each in found:
         if each.kind == "post":
-            # Of a first message and each further one: from a pipeline, and by bytes from messages
-            # alone.
+            # The times of the first and of each further message follow from a pipeline. Their
+            # increase per byte follows from messages alone.
             first, following = (_through(each.fit, seconds, MESSAGE_BYTES) for seconds in ends)
             costs += (replace(each, fit=first), ExchangeCost("follow", each.ranks, following, ()))
         else:
@@ -434,12 +436,13 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
 def in_pipeline(
     exchanges: tuple[ExchangeCost, ...], pipeline: Pipeline, device: str
 ) -> tuple[ExchangeCost, ...]:
-    """The exchanges with what the ends of messages take in the model's pipeline, each but the first
-    as in a small one. Raises LaunchError where it does not run.
+    """Return the communication costs with the time that sending and receiving take in the model's
+    pipeline. Messages of a task after the first have their time in a small pipeline. Raise
+    LaunchError if the pipeline fails.
     """
     follow = next(
         each.fit.fixed_s for each in exchanges if each.kind == "follow"
-    )  # Bytes count as the first's.
+    )  # The time per byte is part of the first message's time.
     period = statistics.median(measure_period(pipeline.folder, device) for _ in range(_RUNS))
     both = period - pipeline.period_s
     first = max(0.0, both / 2 - (pipeline.messages - 1) * follow)

@@ -51,7 +51,7 @@ from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
 
 Outcome = tuple[float, float, tuple[int, ...]]
-"""Of a schedule: its length, its bubble rate, and the peak memory of each device."""
+"""Results of a schedule: its length, its bubble rate, and the peak memory of each device."""
 
 
 @click.command()
@@ -156,7 +156,7 @@ def _opened(path: Path, model: Path | None) -> PlanView | BlockView:
             start = file.read(64).lstrip()[:1]
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    if start != b"{":  # A model, say.
+    if start != b"{":  # For example, a model.
         hint = "autopipe plan makes the one, autopipe schedule -o FILE the other"
         raise ConfigurationError(
             f"{path} is neither the folder of a plan nor a schedule of blocks", hint
@@ -169,7 +169,7 @@ def _opened(path: Path, model: Path | None) -> PlanView | BlockView:
 class PlanView:
     folder: Path
     model: Path | None
-    """The ONNX file in place of the planned one; None for that."""
+    """ONNX file to use instead of the planned one, or None."""
     plan: Plan
     timeline: Timeline
 
@@ -178,8 +178,8 @@ class PlanView:
         return plan_picture(self.plan, self.timeline)
 
     def report(self, output: Output) -> Report:
-        """Its page. Other schedules need the model; where it is gone or changed, a warning says
-        so.
+        """Return the HTML report. Other schedules can only be shown with the model. If the model is
+        missing or has changed, print a warning.
         """
         try:
             planned = open_plan(self.folder, self.model)
@@ -277,8 +277,8 @@ class BlockView:
         return block_report(self.schedule, self.title, str(self.file), results)
 
     def screen(self, output: Output) -> Iterator[RenderableType]:
-        """Period and makespan, each with what is proven of it, the bubble, the timeline and the
-        memory of devices.
+        """Yield the period and the makespan with their lower bounds, the bubble rate, the timeline,
+        and the memory of the devices.
         """
         schedule = self.schedule
         yield self.title
@@ -335,8 +335,8 @@ def _schedule_results(
     run: Callable[[str], Outcome],
     output: Output,
 ) -> list[ScheduleResult]:
-    """The schedule at hand, and that of each of `names` for the same placement or blocks with its
-    default options.
+    """Return the result of the chosen schedule, and of each schedule in `names` with its default
+    options, for the same placement or blocks.
     """
     found = [ScheduleResult(chosen, *outcome, chosen=True)]
     with output.progress("comparing schedules", total=len(names)) as bar:
@@ -353,8 +353,8 @@ def _schedule_results(
 
 
 def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | None) -> None:
-    """Show a table of the ranks and the tasks of rank 0, or the tasks of `rank`, of the plan in
-    `folder`. `model` is the ONNX file in place of the planned one, or None.
+    """Print a table of the ranks and the tasks of rank 0, or the tasks of `rank`, of the plan in
+    `folder`. `model` is an ONNX file that replaces the planned one, or None.
     """
     from autopipe.passes.lower.lower import lower
     from autopipe.passes.lower.task_graph import TaskSource
@@ -393,7 +393,9 @@ def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | Non
 
 
 def task_graph_form(graph: TaskGraph) -> dict[str, object]:
-    """A task's `id` is its place in the rank's order."""
+    """Return the tasks for JSON output. The `id` of a task is its position in the order of the
+    rank.
+    """
     tasks = []
     for place, node in enumerate(graph.nodes):
         facts = {field.name: getattr(node, field.name) for field in fields(node)}
@@ -419,7 +421,7 @@ def task_graph_form(graph: TaskGraph) -> dict[str, object]:
 
 
 _MOST_ROWS = 48
-"""Tasks listed of what stands in a row, or in one loop."""
+"""Maximum number of tasks listed per sequence or loop."""
 _MOST_NAMES = 3
 _MOST_RANKS = 16
 _COMPUTATIONS = ("forward", "backward", "backward_input", "backward_weight")
@@ -429,7 +431,9 @@ _RIGHT = ("bytes", "memory")
 
 
 def selected_ranks(count: int) -> tuple[int, ...]:
-    """The ranks of the table of ranks: of many, the first and the last ones."""
+    """Return the ranks that the table of ranks lists. If there are many, these are the first and
+    the last ones.
+    """
     half = _MOST_RANKS // 2
     return (
         tuple(range(count)) if count <= _MOST_RANKS else (*range(half), *range(count - half, count))
@@ -461,7 +465,7 @@ def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
 
 
 def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
-    """Table of one rank's tasks; `buffers` describes the memory for messages."""
+    """Yield the table of the tasks of one rank. `buffers` describes the memory for messages."""
     held = bytes_text(graph.static_bytes)
     peak = bytes_text(graph.peak_bytes)
     yield (
@@ -485,7 +489,7 @@ def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
             found = [*found[:half], ("  ...", more, "", "", "", ""), *found[-half:]]
         if found:
             rows += [(_title(section, stretches[0]),), *found]
-    # A row of a single cell is a line of its own.
+    # A row with a single cell is printed as a separate line.
     widths = [
         max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)
     ]
@@ -509,8 +513,9 @@ def _title(section: str, stretch: LoopedTasks) -> str:
 def _rows(
     graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[str]]
 ) -> Iterator[_Row]:
-    """A row a task, behind the collectives inside it. Memory is that in use during or, but for
-    computations, after the task; in a loop the first and the last time.
+    """Yield one row per task, preceded by the collectives inside it. The memory is the amount in
+    use during a computation, or after any other task. In a loop, the values of the first and the
+    last iteration are shown.
     """
     inside: list[TaskNode] = []
     for place in range(stretch.start, stretch.end):
@@ -529,7 +534,7 @@ def _rows(
             )
             memory = " … ".join(map(bytes_text, times))
             after = [graph.nodes[other].name for other in node.after]
-            if node.kind == "receive":  # It waits for tasks of the other rank.
+            if node.kind == "receive":  # A receive waits for tasks of the other rank.
                 after = list(dict.fromkeys(each.task for each in node.messages))
             yield (
                 f"  {node.name}",
@@ -543,7 +548,7 @@ def _rows(
 
 
 def _collectives(nodes: list[TaskNode]) -> Iterator[_Row]:
-    """The collectives of one task, those of one kind and group in one row."""
+    """Yield the collectives of one task. Those of the same kind and group share a row."""
     found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for node in nodes:
         found.setdefault((node.what.partition(" ")[0], node.group), []).append(node.bytes)

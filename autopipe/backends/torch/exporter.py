@@ -1,7 +1,7 @@
-"""From a PyTorch module to an ONNX file with its loss, by torch's own exporter.
+"""Export of a PyTorch module with its loss as an ONNX file, by torch's exporter.
 
-The exporter loses parts of a module that training needs. They are put into the traced program
-(`traced_program.py`) or, if a file has no place for them, into its metadata.
+The exporter loses information that training needs. It is added to the traced program
+(`traced_program.py`) or, if ONNX cannot express it, to the metadata of the file.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ _FROZEN: Final = "autopipe.frozen"
 _LOSS: Final = "loss"
 """Name of the output that is the module's loss."""
 _MODULE: Final = "module."
-"""Prefix of the names in `_WithLoss` that the module's own names have."""
+"""Prefix that `_WithLoss` adds to the names of the user's module."""
 _SCOPES: Final = "pkg.torch.onnx.name_scopes"
-"""Key of a node's metadata: the modules around it, outermost first, and its own name."""
+"""Key of a node's metadata with the names of the modules around the node, outermost first, and the
+node's name.
+"""
 _CLASSES: Final = "pkg.torch.onnx.class_hierarchy"
-"""Key of a node's metadata: the classes of these modules, and the traced operator."""
+"""Key of a node's metadata with the classes of these modules, and the traced operator."""
 _SIGNATURE: Final = "pkg.torch.export.ExportedProgram.graph_signature"
-"""Key of the graph's metadata in which torch says which tensors are parameters."""
+"""Key of the graph's metadata in which torch records which tensors are parameters."""
 
 Example = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
-"""Inputs of a module: one, several by position, or keyword arguments by name."""
+"""Inputs of a module: one tensor, several by position, or keyword arguments by name."""
 
 
 class _WithLoss(nn.Module):
-    """A module that ends in a loss, if there is one."""
+    """A module followed by its loss, if there is one."""
 
     def __init__(
         self, module: nn.Module, loss: Callable[..., torch.Tensor] | None, keywords: Sequence[str]
@@ -57,7 +59,8 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.module = module
         self._loss_name = _LOSS
-        while hasattr(module, self._loss_name):  # Parameters of the loss have names of their own.
+        # The loss has its own name, which must not collide with a name in the module.
+        while hasattr(module, self._loss_name):
             self._loss_name += "_"
         setattr(self, self._loss_name, loss)
         self._keywords = tuple(keywords)
@@ -79,21 +82,23 @@ class _WithLoss(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A module to export: the module with its loss, and an example of its inputs."""
+    """A module to export, with its loss and an example of its inputs."""
 
     module: _WithLoss
     """The user's module and its loss as one module."""
     names: tuple[str, ...]
-    """Names of the inputs in the file, labels last."""
+    """Names of the inputs in the file; labels are last."""
     tensors: tuple[torch.Tensor, ...]
     """An example of each input."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return each parameter under the first of its names in the user's module."""
+        """Return the parameters by name. A parameter with several names in the user's module has
+        the first one.
+        """
         return {self.name_of(name): parameter for name, parameter in self.module.named_parameters()}
 
     def tensor_names(self) -> dict[int, list[str]]:
-        """Return the names in the user's module of each parameter and buffer, by its `id`."""
+        """Return, by the `id` of each parameter and buffer, its names in the user's module."""
         found: dict[int, list[str]] = {}
         for name, tensor in tensors_of(self.module):
             found.setdefault(id(tensor), []).append(self.name_of(name))
@@ -101,7 +106,7 @@ class Subject:
 
     @staticmethod
     def name_of(name: str) -> str:
-        """Return the name in the user's module of what `module` calls `name`."""
+        """Return the name in the user's module of the tensor that `module` calls `name`."""
         return name.removeprefix(_MODULE)
 
 
@@ -111,8 +116,8 @@ def subject_of(
     loss: Callable[[Any, torch.Tensor], torch.Tensor] | None,
     labels: torch.Tensor | None,
 ) -> Subject:
-    """Return the module and its example inputs as they are exported. Raises ConfigurationError if
-    these do not fit.
+    """Return the module and its example inputs in the form in which they are exported. Raise
+    ConfigurationError if they do not match.
     """
     if (loss is None) != (labels is None):
         raise ConfigurationError(
@@ -146,14 +151,14 @@ def subject_of(
         raise ConfigurationError(
             f"examples have {sorted(batches)} samples", "give each the same number of rows"
         )
-    if batches == {1}:  # Torch takes an extent of 1 for a constant.
+    if batches == {1}:  # Torch treats a dimension of size 1 as a constant.
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
     wrapped = _WithLoss(module, loss, list(named))
     wrapped.training = module.training
     _require_exportable(wrapped)
     held = {Subject.name_of(name) for name, _ in tensors_of(wrapped)}
-    # A trace would make one input of two that are the same tensor, such as tokens that are their
-    # own labels.
+    # Tracing would merge two inputs that are the same tensor, for example tokens that are also the
+    # labels.
     return Subject(
         module=wrapped,
         names=tuple(_without_namesake(name, held) for name in names),
@@ -162,7 +167,7 @@ def subject_of(
 
 
 def _without_namesake(name: str, held: Collection[str]) -> str:
-    """Return the name of an input, with underscores behind it if a parameter or buffer has its
+    """Return the name of an input. Underscores are appended while a parameter or buffer has that
     name.
     """
     while name in held:
@@ -171,8 +176,8 @@ def _without_namesake(name: str, held: Collection[str]) -> str:
 
 
 def _require_exportable(module: _WithLoss) -> None:
-    """Raise ConfigurationError, naming the part, for parts of a module that no ONNX file can
-    hold.
+    """Raise ConfigurationError, with the name of the part, if the module has parts that ONNX cannot
+    express.
     """
     for name, _ in tensors_of(module):
         if Subject.name_of(name) == _LOSS:
@@ -199,8 +204,8 @@ def _require_exportable(module: _WithLoss) -> None:
 
 
 def loss_among(results: Sequence[object]) -> int | None:
-    """Return the position of the only scalar with a gradient among a module's results, its loss;
-    None if there is none or if there are several.
+    """Return the position of the loss among the results of a module: its only scalar with a
+    gradient. Return None if there is none or if there are several.
     """
     places = [
         place
@@ -212,24 +217,24 @@ def loss_among(results: Sequence[object]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ExportedModule:
-    """A module as an ONNX model."""
+    """An exported module."""
 
     program: torch.onnx.ONNXProgram
     """The model; `save` writes its file."""
     changed: tuple[str, ...]
-    """Buffers and parameters that the module's forward changes and the model does not."""
+    """Buffers and parameters that the module's forward changes, but the ONNX model does not."""
     moved: tuple[str, ...]
-    """Buffers that both change."""
+    """Buffers that the module and the ONNX model change."""
     left_out: tuple[str, ...]
-    """Entries of the module's `state_dict` that the file has no record of, each with the reason."""
+    """Entries of the module's `state_dict` that the file does not record, with the reasons."""
 
 
 def exported(subject: Subject) -> ExportedModule:
-    """Return the module as an ONNX model whose batch axis is symbolic, with a record of its
+    """Export the module as an ONNX model with a symbolic batch dimension and a record of its
     `state_dict`.
 
-    The module stays as it is. Raises ConfigurationError if torch's exporter is not installed or
-    cannot export it.
+    The module is not changed. Raise ConfigurationError if torch's exporter is not installed or
+    cannot export the module.
     """
     batch = torch.export.Dim(_BATCH)
     shapes = (tuple({0: batch} if each.dim() else None for each in subject.tensors),)
@@ -237,7 +242,7 @@ def exported(subject: Subject) -> ExportedModule:
         traced = _traced(subject, shapes)
         program = _translated(traced, subject)
     _name_tensors(program.model, subject)
-    # Outputs of the trace begin with buffers that change.
+    # The first outputs of the trace are buffers that the module changes.
     results = [each.meta.get("val") for each in traced.graph.output_node().args[0]]
     place = loss_among(results[-len(program.model.graph.outputs) :])
     if place is not None:
@@ -261,8 +266,9 @@ def exported(subject: Subject) -> ExportedModule:
 
 
 def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
-    """Return the traced program: of the Python code that runs, else, if that reads the number of
-    samples as a constant (`len(x)`), of its bytecode.
+    """Trace the module and return the program. If tracing fails, for example because the Python
+    code reads the batch size as a constant (`len(x)`), the bytecode is traced instead
+    (`strict=True`).
     """
     first = ""
     for strict in (False, True):
@@ -285,7 +291,7 @@ def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error of torch's, and the first item of its list of reasons."""
+    """Return the first line of an error of torch, with the first item of its list of reasons."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -300,7 +306,7 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
             dynamo=True,
             input_names=subject.names,
             custom_translation_table=translations(),
-            # It would make one parameter of several that are equal, as a new module's are.
+            # Optimization would merge several equal parameters, which a new module may have.
             optimize=False,
             verbose=False,
         )
@@ -318,18 +324,18 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
 
 
 def _name_tensors(model: Any, subject: Subject) -> None:
-    """Give tensors of the file the module's names, and state in its metadata which parameters are
-    not trained.
+    """Rename the tensors of the file to their names in the module, and record in the metadata which
+    parameters are not trained.
 
-    A tensor that the module has under several names has the first of them in the file.
+    A tensor with several names in the module gets the first of them.
     """
     first = first_names(subject.module)
     signature = model.graph.metadata_props.get(_SIGNATURE, "")
     for name, known in first.items():
         value = model.graph.initializers.get(name)
         if name != known and value is not None:
-            # The trace reads another of the names. The signature says both names, each of the other
-            # argument.
+            # The trace uses another name of the tensor. The signature has both names, so they are
+            # exchanged.
             value.name = known
             signature = _exchanged(signature, f"target='{name}'", f"target='{known}'")
     wanted = {subject.name_of(value.name) for value in model.graph.initializers.values()}
@@ -344,25 +350,25 @@ def _name_tensors(model: Any, subject: Subject) -> None:
 
 
 def _name_scopes(model: Any, subject: Subject) -> None:
-    """Give the modules around each node of the file their names in the user's module."""
+    """Rename the modules in the metadata of each node to their names in the user's module."""
     for node in model.graph:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
         classes = ast.literal_eval(node.metadata_props.get(_CLASSES, "[]"))
         if len(scopes) < 3 or f"{scopes[1]}." != _MODULE:
-            continue  # A part of the loss.
+            continue  # The node is a part of the loss.
         inner = [subject.name_of(scope) for scope in scopes[2:]]
         node.metadata_props[_SCOPES] = str(["", *inner])
         node.metadata_props[_CLASSES] = str(classes[1:])
 
 
 def _exchanged(text: str, first: str, second: str) -> str:
-    """Return the text with each of two words in the place of the other."""
+    """Return the text with each of two words replaced by the other."""
     pattern = f"{re.escape(first)}|{re.escape(second)}"
     return re.sub(pattern, lambda found: second if found[0] == first else first, text)
 
 
 def _name_batch(model: Any) -> None:
-    """Give the symbol of the batch axis its name in the file."""
+    """Rename the symbol of the batch dimension in the file."""
     symbols = {
         str(value.shape[0])
         for value in model.graph.inputs
@@ -378,8 +384,8 @@ def _name_batch(model: Any) -> None:
 
 
 def _rename_results(graph: Any, wanted: Collection[str]) -> None:
-    """Give results of nodes other names than those that parameters shall have: a parameter `mean`
-    beside a mean.
+    """Rename results of nodes that have the name of a parameter, for example a mean called `mean`
+    if there is a parameter `mean`.
     """
     taken = {
         *wanted,
@@ -403,7 +409,9 @@ def _results(graph: Any) -> Iterator[Any]:
 
 @contextmanager
 def _without_remarks() -> Iterator[None]:
-    """Suppress the exporter's remarks about its own parts and about a module in training mode."""
+    """Context manager that suppresses the exporter's log lines and warnings about its own parts and
+    about a module in training mode.
+    """
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

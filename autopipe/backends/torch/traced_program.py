@@ -1,5 +1,5 @@
-"""Changes to a traced program for what torch's ONNX exporter would lose: gradients that the module
-stops, batch statistics, smoothed labels.
+"""Changes to a traced program that preserve information which torch's ONNX exporter would lose:
+gradients that the module stops, batch statistics, and label smoothing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from autopipe.backends.torch import torch_interfaces
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _ATTENTION_AXES = 4
-"""Axes of a query that the exporter takes."""
+"""Number of dimensions of a query that the exporter supports."""
 _PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
-"""Keys of a traced call's metadata that say where in the module the call stands."""
+"""Keys of a traced call's metadata that identify the position of the call in the module."""
 
 
 class InSupportedParts(TorchFunctionMode):
-    """Computes functions that the exporter would change from functions that it keeps.
+    """Replaces functions that the exporter would export incorrectly with combinations of functions
+    that it exports correctly.
 
-    The exporter drops the smoothing of a cross-entropy's labels, takes probabilities of the classes
-    for integer labels, exports no dropout that is in place, and draws channels to drop by an
-    operator that is no Dropout.
+    The exporter drops label smoothing of a cross-entropy, treats class probabilities as integer
+    labels, does not export in-place dropout, and exports channel dropout as an operator other than
+    Dropout.
     """
 
     def __torch_function__(
@@ -52,15 +53,16 @@ class InSupportedParts(TorchFunctionMode):
 
 
 _CHANNEL_DROPOUTS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
-"""Functions that drop whole channels, with the number of dimensions of an input that has a batch.
+"""Functions that drop full channels, with the number of dimensions of an input with a batch
+dimension.
 """
 
 
 def _dropped_channels(
     x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """Return `torch.nn.functional.dropout2d` of the same arguments: dropout of a factor per sample
-    and channel.
+    """Return `torch.nn.functional.dropout2d` of the same arguments, computed as a dropout of one
+    factor per sample and channel.
     """
     factors = x.new_ones([*x.shape[:2], *([1] * (x.dim() - 2))])
     found = x * F.dropout(factors, p, training)
@@ -70,12 +72,12 @@ def _dropped_channels(
 def _is_in_place(
     x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> bool:
-    """Return True if a dropout writes into its operand."""
+    """Return True if a dropout modifies its operand."""
     return inplace and training
 
 
 def _has_probabilities(logits: torch.Tensor, target: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """Return True if the labels of a cross-entropy are probabilities of the classes."""
+    """Return True if the labels of a cross-entropy are class probabilities."""
     return target.is_floating_point()
 
 
@@ -95,14 +97,14 @@ def _smoothed_cross_entropy(
     log-likelihood of label y under the scores (1 - s) log p_y + s / (K w_y) Σ_k w_k log p_k, which
     are computed for each class.
     """
-    if reduce is False:  # Older names of the reductions.
+    if reduce is False:  # Deprecated arguments for the reduction.
         reduction = "none"
     elif size_average is False:
         reduction = "sum"
     axis = 1 if logits.dim() > 1 else 0
     classes = logits.shape[axis]
     likelihoods = torch.log_softmax(logits, axis)
-    if target.is_floating_point():  # Probabilities of the classes.
+    if target.is_floating_point():  # Class probabilities.
         smoothed = (
             target * (1 - label_smoothing) + label_smoothing / classes
             if label_smoothing
@@ -113,7 +115,7 @@ def _smoothed_cross_entropy(
                 [-1 if each == axis else 1 for each in range(logits.dim())]
             )
         losses = -(smoothed * likelihoods).sum(axis)
-        # The mean divides by the number of samples and places, whatever the weights are.
+        # The mean divides by the number of samples and positions, independently of the weights.
         if reduction == "mean":
             return losses.mean()
         return losses.sum() if reduction == "sum" else losses
@@ -127,12 +129,12 @@ def _smoothed_cross_entropy(
 
 
 def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Return the program with a `detach` of each value whose gradient the module stops, and with
+    """Return the program with a `detach` for each value whose gradient the module stops, and with
     the dropout of attention.
 
-    The file of a `detach` names it in the metadata of a node; regions under `no_grad` are not in a
-    file, and the `padding_idx` of an embedding is only in a node's metadata. The exporter drops the
-    probability of `scaled_dot_product_attention`.
+    An exported file marks a `detach` in the metadata of a node. It has no regions under `no_grad`,
+    and records the `padding_idx` of an embedding only in the metadata of a node. The exporter drops
+    the dropout probability of `scaled_dot_product_attention`.
     """
     _remove_unread_buffers(program)
     for node in list(program.graph.nodes):
@@ -155,8 +157,8 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 
 
 def _remove_unread_buffers(program: torch.export.ExportedProgram) -> None:
-    """Remove the arguments of a traced program that are other names of buffers which it reads, in
-    place: torch cannot make a functional program of one that changes a buffer with several names.
+    """Modify a traced program: remove arguments that are aliases of buffers that it reads. Torch
+    cannot convert a program to functional form if it changes a buffer with several names.
     """
     signature = program.graph_signature
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -180,7 +182,7 @@ def _remove_unread_buffers(program: torch.export.ExportedProgram) -> None:
 
 
 def _needs_parts(node: torch.fx.Node) -> bool:
-    """Return True if a node is an attention that the exporter cannot export as it is."""
+    """Return True if a node is an attention that the exporter cannot export unchanged."""
     if node.target is not _ATTENTION:
         return False
     query = node.args[0]
@@ -228,13 +230,15 @@ def _detach_results(graph: torch.fx.Graph, region: torch.fx.Node) -> None:
 
 
 def _padding_of(node: torch.fx.Node) -> int:
-    """Return the row of an embedding's table that has no gradient; -1 if each row has one."""
+    """Return the index of the row of an embedding's table that has no gradient, or -1 if all rows
+    have one.
+    """
     given = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx", -1)
     return given if isinstance(given, int) else -1
 
 
 def _detach_padding(graph: torch.fx.Graph, lookup: torch.fx.Node, padding: int) -> None:
-    """Detach the rows that are found at the index `padding` of an embedding's table."""
+    """Detach the rows that an embedding reads at the index `padding` of its table."""
     indices = lookup.args[1]
     assert isinstance(indices, torch.fx.Node)
     with graph.inserting_after(lookup):
@@ -252,8 +256,8 @@ def _detach_padding(graph: torch.fx.Graph, lookup: torch.fx.Node, padding: int) 
 def _call(
     graph: torch.fx.Graph, like: torch.fx.Node, target: Any, *arguments: Any
 ) -> torch.fx.Node:
-    """Return a new call, where the graph inserts, that stands where `like` stands in the module.
-    Its value is computed from the values of its arguments.
+    """Insert a call at the graph's insertion point and return it. It gets the position in the
+    module of `like`, and its example value is computed from those of its arguments.
     """
     node = graph.call_function(target, arguments)
     node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
@@ -264,7 +268,7 @@ def _call(
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """Return the ONNX functions of traced operators that replace the exporter's. Raises
+    """Return ONNX functions that replace the exporter's functions for some traced operators. Raise
     ModuleNotFoundError if `onnxscript` is not installed.
     """
     from onnxscript import opset18
@@ -281,8 +285,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
         momentum: float,
         eps: float,
     ) -> tuple[Any, ...]:
-        """Return the results of `aten._native_batch_norm_legit_functional`; the exporter's function
-        takes running statistics in training.
+        """Return the results of `aten._native_batch_norm_legit_functional`. The exporter's function
+        uses running statistics in training.
         """
         channels = op.Shape(x, start=1, end=2)
         if weight is None:
@@ -309,8 +313,8 @@ def translations() -> dict[Any, Callable[..., Any]]:
     def batch_norm_without_statistics(
         x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
     ) -> tuple[Any, ...]:
-        """Return the results of `aten._native_batch_norm_legit.no_stats`: the batch's own
-        statistics normalise.
+        """Return the results of `aten._native_batch_norm_legit.no_stats`, which normalizes with the
+        statistics of the batch.
         """
         rank = len(x.shape)
         axes = op.Constant(value_ints=[axis for axis in range(rank) if axis != 1])

@@ -1,5 +1,5 @@
-"""Bubbles of measured steps: when a rank did no task, before which one, and the messages that this
-one waited for.
+"""Bubbles of measured steps: the times in which a rank runs no task, the task that follows, and the
+messages that this task waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MeasuredSteps:
     tasks: tuple[MeasuredTask, ...]
     bubbles: tuple[Bubble, ...]
     seconds: float
-    """Of all ranks and steps together."""
+    """Seconds of all ranks and steps together."""
 
     @property
     def steps(self) -> range:
@@ -31,8 +31,8 @@ class MeasuredSteps:
 
 
 def measured_steps(times: Mapping[int, Sequence[Mapping[str, Any]]]) -> MeasuredSteps:
-    """The tasks and bubbles in the times that ranks left of their steps (`runtime/watch/report.py`), by
-    rank.
+    """Return the measured tasks and bubbles. `times` has, by rank, the times of steps that the
+    ranks wrote (`runtime/watch/report.py`).
     """
     origin = min((step["began"] for steps in times.values() for step in steps), default=0.0)
     tasks: list[MeasuredTask] = []
@@ -85,7 +85,9 @@ def _bubbles(
 
 
 def predicted_bubbles(picture: Picture) -> dict[tuple[int, str], float]:
-    """Seconds that each device waits before each task of the predicted step, and before its end."""
+    """Return the seconds that each device waits before each task of the predicted step, and before
+    the end of the step.
+    """
     found: dict[tuple[int, str], float] = {}
     for rank, row in enumerate(picture.rows):
         at = 0.0
@@ -104,7 +106,7 @@ _WORST = 6
 
 
 def bubble_screen(measured: MeasuredSteps, picture: Picture | None) -> Iterator[RenderableType]:
-    """Tables of the mean step's bubbles by rank, and of the largest bubbles."""
+    """Yield tables of the bubbles of a mean step by rank, and of the largest bubbles."""
     steps = measured.steps
     predicted = {} if picture is None else predicted_bubbles(picture)
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
@@ -131,7 +133,7 @@ def bubble_screen(measured: MeasuredSteps, picture: Picture | None) -> Iterator[
 def _by_rank(
     bubbles: Sequence[Bubble], steps: int, predicted: Mapping[tuple[int, str], float]
 ) -> Table:
-    """The mean step's bubbles of each rank, and what they went to."""
+    """Return a table of the bubbles of a mean step per rank, and of their causes."""
     table = plain_table(
         "rank", "bubbles", "predicted", "late messages", "update", "the rest", right=1, no_wrap=True
     )

@@ -275,8 +275,9 @@ def block_kinds(blocks: tuple[Block, ...]) -> tuple[tuple[int, Phase, str], ...]
     """Return (stage, phase, letter of the phase) per block, derived from the names of the blocks.
 
     Two blocks belong to one stage if the name of one becomes the name of the other when its B, I or
-    W (or b, i or w) is replaced with F (or f). Any other block is a stage of its own: a backward if
-    it frees memory, otherwise a forward.
+    W (or b, i or w) is replaced
+    with F (or f). A block whose name has an F (or f) is a forward. Any other block is a stage of
+    its own: a backward if it frees memory, otherwise a forward.
     """
     names = {block.name for block in blocks}
     stages: dict[str, int] = {}
