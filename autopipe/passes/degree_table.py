@@ -1,9 +1,8 @@
-"""Alternatives to a plan by degrees: the best step of each factorisation of the devices, and why it
-is not the plan.
+"""Alternatives to a plan by degrees of parallelism: the best step of each factorisation of the
+devices, and why it is not the plan.
 
-Strategy `grid` places each factorisation, with the micro-batches that give it the shortest step
-under 1F1B. A row whose step could be shorter than the plan's is ordered by the plan's own
-scheduler, too.
+Strategy `grid` places each factorisation, with the micro-batches that give the shortest step under
+1F1B. A row that could be faster than the plan is also scheduled by the plan's scheduler.
 """
 
 from __future__ import annotations
@@ -41,61 +40,63 @@ from autopipe.passes.schedule.limits import SAME, check_memory, lower_bound, pre
 from autopipe.passes.schedule.published.base import PlacementPattern, Published
 
 _MOST_ORDERED = 4
-"""Maximum number of rows that the plan's own scheduler orders."""
+"""Maximum number of rows that the plan's scheduler schedules."""
 _MOST_TASKS = 2**13
 """Maximum number of stages times micro-batches for which a schedule is simulated task by task."""
 _SEARCH_S = 5.0
-"""Seconds of a search for the order of one row."""
+"""Time limit, in seconds, of a schedule search for one row."""
 _MOST_FORMS = 4
-"""Maximum number of factorisations on which a named schedule is tried: those with the shortest
-steps under 1F1B.
+"""Maximum number of factorisations on which a named schedule is tried. The factorisations with the
+shortest steps under 1F1B are tried.
 """
 _FEWEST_SECONDS = 1e-12
-"""Differences of times below it are rounding."""
+"""Time differences, in seconds, up to which a difference is ignored as rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class DegreeRow:
-    """One factorisation of the devices, and what came of it."""
+    """One factorisation of the devices, and the result for it."""
 
     pipeline: int | None
-    """None, like the other two, if no factorisation has the degrees that were asked for and this
-    one was not.
+    """Degree, or None for a requested set of degrees that no factorisation has, if this degree was
+    not requested. The same applies to `data` and `tensor`.
     """
     data: int | None
     tensor: int | None
     schedule: str
-    """Schedule of the step; the one that was asked for if there is no step."""
+    """Schedule of the step, or the requested schedule if there is no step."""
     text: str = ""
     """Degrees of the placement, as `PlanDegrees.text`; "" if there is no placement."""
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     step_time_s: float | None = None
     lower_bound_s: float | None = None
-    """No schedule of the placement is shorter."""
+    """Lower bound of the step time of any schedule of the placement, in seconds."""
     peak_memory_bytes: int | None = None
     mfu: float | None = None
     choice: Choice | None = None
-    """Choice that gives this step again; None if there is no step."""
+    """Choice that reproduces this step; None if there is no step."""
     is_plan: bool = False
     """True if the plan has these degrees, with one stage per group."""
     reason: str = ""
-    """Why the row is not the plan: what takes longer than in the plan, or what has no place."""
+    """Why the row is not the plan: the parts of the step that take longer than in the plan, or the
+    limit that is violated.
+    """
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Order of rows: the shortest steps first, then those without a step."""
+        """Sort key of rows: the shortest steps first, rows without a step last."""
         return self.step_time_s is None, self.step_time_s or 0.0
 
 
 def scheduler_family(prefix: str) -> tuple[Scheduler, ...]:
-    """Return the published schedules whose names begin with `prefix`. Raises ConfigurationError if
-    there is none.
+    """Return the schedulers whose names begin with `prefix`, without `csv`. Raise
+    ConfigurationError if there is none.
     """
     names = [name for name in scheduler_names() if name.startswith(prefix)]
     found = [scheduler_class(name)() for name in names if name != "csv"]
     if not prefix or not found:
-        scheduler_class(prefix)  # Raises with the nearest name.
+        scheduler_class(prefix)  # Raises an error with the nearest name.
         raise ConfigurationError(f"schedule {prefix!r} follows a file, which has no degrees")
     return tuple(found)
 
@@ -108,8 +109,9 @@ def degree_rows(
 ) -> tuple[DegreeRow, ...]:
     """Return a row for each factorisation with the `wanted` degrees, the shortest step first.
 
-    With `family`, one row for each schedule whose name begins with it: the best factorisation for
-    that schedule. `started` is called with the degrees, or the schedule, that are tried next.
+    With `family`, return one row for each schedule whose name begins with it: the best
+    factorisation for that schedule. `started` is called with the degrees, or the schedule, that are
+    tried next.
     """
     schedulers = () if family is None else scheduler_family(family)
     table = _Table(planned)
@@ -135,7 +137,7 @@ def degree_rows(
 
 
 def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
-    """Return the row of degrees that no factorisation has, with the reason of strategy grid."""
+    """Return a row for degrees that no factorisation has, with the reason from strategy grid."""
     pipeline, data, tensor = (wanted.get(name) for name in DEGREES)
     try:
         Grid(pipeline, data, tensor).requires(planned.problem)
@@ -148,7 +150,7 @@ def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A row with its placement, None if there is none."""
+    """A row with its placement; `candidate` and `placed` are None if there is no placement."""
 
     row: DegreeRow
     degrees: Degrees
@@ -157,7 +159,7 @@ class _Trial:
 
 
 class _Table:
-    """Rows for one plan. All searches share the models and the costs that they read."""
+    """Rows for one plan. All searches share models and costs."""
 
     def __init__(self, planned: PlanResult) -> None:
         self._planned = planned
@@ -175,8 +177,8 @@ class _Table:
         ] = {}
 
     def row(self, degrees: Degrees) -> _Trial:
-        """Return the row of a factorisation under 1F1B, recomputing and sharing state if memory
-        asks for it.
+        """Return the row of a factorisation under 1F1B, with recomputation and sharded optimizer
+        state if memory requires them.
         """
         return self._trial(degrees, Grid(), "1f1b")
 
@@ -188,10 +190,10 @@ class _Table:
         most: int | None = None,
         recompute: str | None = None,
     ) -> _Trial:
-        """Return the best placement of a factorisation in a form, with micro-batches of at most
-        `most` samples.
+        """Return the best placement of a factorisation in the form `form`, with micro-batches of at
+        most `most` samples.
 
-        `recompute` replaces `auto`.
+        `recompute` replaces the request's recomputation mode.
         """
         row = DegreeRow(degrees.pipeline, degrees.data, degrees.tensor, schedule)
         refused: AutopipeError | None = None
@@ -203,7 +205,7 @@ class _Table:
                 sizes = required_sizes(search.problem, resolved_constraints(search.problem))
                 open_sizes = [size for size in sizes if most is None or size <= most]
                 if not open_sizes:
-                    break  # Smaller micro-batches than one sample.
+                    break  # Micro-batches would have less than one sample.
                 search.best = None
                 search.refused = []
                 search.run((degrees,), open_sizes)
@@ -223,8 +225,8 @@ class _Table:
         return _Trial(replace(row, reason=reason), degrees)
 
     def _variations(self) -> Iterator[tuple[bool, Scores | None]]:
-        """Yield (shared state, form of losses): the plan's own first, then forms that need less
-        memory.
+        """Yield (sharded optimizer state, form of losses): first the plan's values, then variants
+        that use less memory.
         """
         own = self._planned.problem.optimizer.shard
         settled = self._planned.plan.summary.scores
@@ -293,8 +295,8 @@ class _Table:
         return replace(trial, row=replace(row, reason=self._reason(row, found)))
 
     def ordered(self, trials: Sequence[_Trial]) -> list[_Trial]:
-        """Return the rows, with the plan's own scheduler in those that it may make shorter than the
-        plan.
+        """Return the rows. Rows that could be faster than the plan are scheduled by the plan's
+        scheduler.
         """
         _, scheduler = strategy_and_scheduler(self._planned.request)
         plan_s = self._planned.plan.summary.step_time_s
@@ -317,8 +319,9 @@ class _Table:
     def _scheduled(
         self, trial: _Trial, placed: Placed, scheduler: Scheduler, always: bool = False
     ) -> _Trial:
-        """Return the trial under a scheduler if that is shorter, or `always`; unchanged if it
-        cannot be run.
+        """Return the trial under a scheduler if the step is shorter or if `always`; otherwise
+        return it unchanged. If the scheduler fails, the trial is unchanged, or has no step if
+        `always`.
         """
         problem = placed.problem
         if len(placed.placement.stages) * problem.micro_batches > _MOST_TASKS and not always:
@@ -343,8 +346,8 @@ class _Table:
         )
 
     def best_of_schedule(self, scheduler: Scheduler, trials: Sequence[_Trial]) -> _Trial:
-        """Return the best row of a schedule, on the factorisations of the first trials in the form
-        that it runs.
+        """Return the best row of a schedule, over the first trials that fit its placement
+        pattern.
         """
         form = _form_of(scheduler)
         found: list[_Trial] = []
@@ -368,9 +371,9 @@ class _Table:
     def _best_in_form(self, degrees: Degrees, form: Grid, scheduler: Scheduler) -> _Trial:
         """Return a factorisation under a schedule.
 
-        1F1B chooses micro-batches and recomputation, but the schedule may need more micro-batches
-        or keep more of them: then smaller micro-batches are tried, at last with recomputation of
-        all stages.
+        Micro-batches and recomputation are chosen for 1F1B, but the schedule may need more
+        micro-batches or more memory. Smaller micro-batches are then tried, and finally
+        recomputation of all stages.
         """
         first: _Trial | None = None
         for recompute in (None, "full") if self._planned.problem.train else (None,):
@@ -387,8 +390,8 @@ class _Table:
         return first
 
     def _reason(self, row: DegreeRow, found: Breakdown) -> str:
-        """Return what takes longer than in the plan, and whether another schedule could change
-        that.
+        """Return the parts of the step that take longer than in the plan, and whether another
+        schedule could be shorter.
         """
         plan = self._planned.plan
         step_s = row.step_time_s or 0.0
@@ -448,7 +451,7 @@ def _without_step(row: DegreeRow, schedule: str) -> DegreeRow:
 
 
 def _form_of(scheduler: Scheduler) -> Grid:
-    """Return strategy grid in the form of placement that a schedule runs."""
+    """Return strategy grid with the placement pattern that a schedule requires."""
     pattern: PlacementPattern | None = (
         getattr(scheduler, "pattern", None) if isinstance(scheduler, Published) else None
     )

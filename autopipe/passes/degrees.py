@@ -32,9 +32,10 @@ def open_degrees(strategy: object) -> tuple[str, ...]:
 def plan_degrees(
     problem: Problem, placement: Placement, settled: tuple[str, ...] = ()
 ) -> PlanDegrees:
-    """Return the degrees of a placement, which is any DAG of stages on any groups of devices.
+    """Return the degrees of parallelism of a placement, which is any DAG of stages on any groups of
+    devices.
 
-    `settled` are the options of the strategy that were left open.
+    `settled` lists the options of the strategy that were left open.
     """
     works = stage_work(problem, placement)
     stages = placement.stages
@@ -106,8 +107,8 @@ def _degrees_of(work: StageWork) -> list[_Degrees]:
 
 
 def _degrees_of_node(work: StageWork, node: StageNode) -> _Degrees:
-    """Return the numbers of shards (data, sequence, tensor) into which a stage's devices split the
-    samples, the positions within a sample, and the weights.
+    """Return the numbers of shards (data, sequence, tensor) into which the devices of a stage split
+    the samples, the positions within a sample, and the weights.
 
     A dimension that merges samples and positions is split first over samples. Axes of a matmul
     without weights count as tensor axes: its heads are the columns of the preceding matmul.

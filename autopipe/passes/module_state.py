@@ -1,9 +1,9 @@
-"""The `state_dict` of a module from an ONNX file and the trained weights of it.
+"""The `state_dict` of a module, from its ONNX file and trained weights.
 
-A file of `autopipe export` has a record of all entries (`ir/state_names.py`). In other files of
-torch's newer exporter the signature of the traced program names parameters and buffers; a tied
-parameter has there one of its names. The files of torch's older exporter name the tensors that
-their nodes read.
+A file written by `autopipe export` has a record of all entries (`ir/state_names.py`). In other
+files of PyTorch's newer exporter, the signature of the traced program names parameters and buffers;
+a tied parameter has only one of its names there. Files of PyTorch's older exporter only name the
+tensors that their nodes read.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class ModuleState:
     tensors: tuple[Numbers, ...]
     """Entries, in the module's layouts."""
     absent: tuple[str, ...] = ()
-    """Names that the file has for entries of which it holds no tensor."""
+    """Names of entries for which the file contains no tensor."""
     others: tuple[str, ...] = ()
-    """Names of tensors that were trained and are no entries of the module, such as parameters of
-    its loss. They are among `tensors`.
+    """Names of trained tensors in `tensors` that are not entries of the module, for example
+    parameters of its loss.
     """
 
 
@@ -51,10 +51,10 @@ def module_state(
     model: Path, trained: Mapping[str, Numbers], trainable: Collection[str], forwards: int | None
 ) -> ModuleState:
     """Return the state of the module of an ONNX file with the weights `trained`, by the names of
-    the graph's parameters, of which some are `trainable`.
+    the graph's parameters. `trainable` lists the names of trained parameters.
 
-    Counters of batches have counted `forwards` micro-batches, none if it is None. Raises ModelError
-    if the file's record of the module does not fit the file.
+    Batch counters are increased for `forwards` micro-batches, or left unchanged if it is None.
+    Raise ModelError if the file's record of the module does not match the file.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
@@ -85,9 +85,9 @@ def module_state(
 def _signed_state(
     source: Source, table: Weights, trained: Mapping[str, Numbers], trainable: Collection[str]
 ) -> ModuleState:
-    """Return the state as far as the signature of the traced program tells it: without buffers that
-    the module does not save, and with the persistent buffers that the file holds and the graph does
-    not keep.
+    """Return the state according to the signature of the traced program. Buffers that the module
+    does not save are omitted. Persistent buffers in the file that the graph does not contain are
+    included.
     """
     signature = table.roles.signature
     found = {
@@ -113,7 +113,7 @@ def initializers_of(source: Source) -> dict[str, onnx.TensorProto]:
 
 
 def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
-    """Return the name that the graph has for an initializer; its own name if no node reads it."""
+    """Return the graph's name of an initializer, or its own name if no node reads it."""
     each = held.get(tensor)
     while isinstance(each, Folded) and isinstance(each.source, str):
         tensor = each.source
@@ -124,8 +124,8 @@ def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
 
 
 def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
-    """Return an initializer of a file; None if the file does not hold its data. Raises ModelError
-    if its data do not fill its shape.
+    """Return an initializer of a file; None if the file does not contain its data. Raise ModelError
+    if the data does not fill its shape.
     """
     where = f"initializer {tensor.name!r}"
     value = value_of(tensor, tensor.name, where)
@@ -143,8 +143,8 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
 
 
 def counters(source: Source, state: StateNames, forwards: int | None) -> dict[str, Numbers]:
-    """Return the counters of a file after `forwards` micro-batches of training, by the name of the
-    initializer; none if it is not known how many there were.
+    """Return the batch counters of a file after `forwards` micro-batches of training, by the name
+    of the initializer; empty if `forwards` is None.
     """
     if forwards is None:
         return {}
@@ -158,8 +158,8 @@ def counters(source: Source, state: StateNames, forwards: int | None) -> dict[st
 
 
 def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
-    """Return the counters of the ONNX file `model` after `forwards` micro-batches of training; none
-    without a record of the module.
+    """Return the batch counters of the ONNX file `model` after `forwards` micro-batches of
+    training; empty without a record of the module.
     """
     source = load(model)
     state = StateNames.of(source.metadata, initializers_of(source))
@@ -167,9 +167,7 @@ def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
 
 
 def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[np.generic]:
-    """Return a block of integers to which an amount is added. A sum that is too large wraps around,
-    as torch's does.
-    """
+    """Return a slice of integers increased by `amount`. An overflow wraps around, as in PyTorch."""
     stored = np.asarray(numbers.read(box))
     bits = 8 * stored.dtype.itemsize
     unsigned = stored.view(f"<u{stored.dtype.itemsize}")
@@ -179,7 +177,7 @@ def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[n
 
 
 def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
-    """Return a parameter of a graph in the layout that the module has it in."""
+    """Return a parameter of a graph in the module's layout."""
     if layout is None:
         return numbers
     value = replace(numbers.value, shape=layout.shape)
@@ -192,25 +190,25 @@ def named(numbers: Numbers, name: str) -> Numbers:
 
 
 def block(array: npt.NDArray[np.generic], box: TensorSlice) -> npt.NDArray[np.generic]:
-    """Return a block of an array."""
+    """Return a slice of an array."""
     return array[box.slices].reshape(box.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEntries:
-    """Tensors of a file of weights, matched with the record of a model."""
+    """Tensors of a weights file, matched with the record of a model."""
 
     by_tensor: Mapping[str, Numbers]
-    """By the initializer that holds them."""
+    """By the initializer that contains them."""
     rest: Mapping[str, Numbers]
-    """Tensors that are no entries, by their own names."""
+    """Tensors that are not entries, by their own names."""
 
 
 def recorded_entries(
     stored: Mapping[str, Numbers], state: StateNames, weights: Path
 ) -> RecordedEntries:
-    """Return the tensors of the file `weights` by the initializers of a model that hold them.
-    Raises ModelError if two names of a tied tensor have different data.
+    """Return the tensors of the file `weights` by the initializers of a model that contain them.
+    Raise ModelError if two names of a tied tensor have different data.
     """
     by_tensor: dict[str, Numbers] = {}
     for name, tensor in state.names.items():
@@ -238,7 +236,7 @@ def _are_equal(one: Numbers, other: Numbers) -> bool:
 
 
 def unread_tensors(source: Source) -> Iterator[tuple[str, Value]]:
-    """Yield the initializers of a file that are there for the module's `state_dict` only, with
+    """Yield the initializers of a file that are only present for the module's `state_dict`, with
     their types.
     """
     for name, tensor in initializers_of(source).items():

@@ -1,9 +1,9 @@
 """Interfaces of strategies and schedulers, and their registry.
 
 A strategy or scheduler is a frozen dataclass with a class attribute `name`; its fields are its
-options. Other packages register theirs by entry points in the groups `autopipe.strategies` and
-`autopipe.schedulers`: the name of the entry point is the name of the strategy or scheduler, its
-object is the class.
+options. Other packages register strategies and schedulers by entry points in the groups
+`autopipe.strategies` and `autopipe.schedulers`. The name of the entry point is the name of the
+strategy or scheduler, and its object is the class.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Strategy(Protocol):
     name: ClassVar[str]
 
     def division(self, graph: Graph) -> Division:
-        """Return how to divide the samples of a step into micro-batches if the user does not
-        say.
+        """Return how to divide the samples of a step into micro-batches if the user leaves it
+        open.
         """
 
     def requires(self, problem: Problem) -> None:
@@ -70,7 +70,7 @@ STRATEGIES = {
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes:TesselShapes",
 }
 FORMER_STRATEGIES = {"expert": "handcrafted", "given": "explicit"}
-"""Present name of each strategy that had another name in the previous release."""
+"""Present name of each strategy that was renamed since the previous release."""
 
 SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackward",
@@ -104,10 +104,11 @@ def scheduler_names() -> tuple[str, ...]:
 
 
 def strategy_class(name: str, where: str = "") -> type[Any]:
-    """Return the class of strategy `name`; its constructor's arguments are the options.
+    """Return the class of strategy `name`. The arguments of its constructor are the options.
 
-    Emits a RenamedWarning for a name of the previous release. Raises ConfigurationError, with the
-    nearest name, if there is no such strategy. `where` says where the name was written.
+    Emit a RenamedWarning for a name of the previous release. Raise ConfigurationError, with the
+    nearest name, if there is no such strategy. `where` is the location of the name in the user's
+    input, for messages.
     """
     present = FORMER_STRATEGIES.get(name)
     if present is not None:
@@ -119,10 +120,10 @@ def strategy_class(name: str, where: str = "") -> type[Any]:
 
 
 def scheduler_class(name: str, where: str = "") -> type[Any]:
-    """Return the class of scheduler `name`; its constructor's arguments are the options.
+    """Return the class of scheduler `name`. The arguments of its constructor are the options.
 
-    Raises ConfigurationError, with the nearest name, if there is no such scheduler. `where` says
-    where the name was written.
+    Raise ConfigurationError, with the nearest name, if there is no such scheduler. `where` is the
+    location of the name in the user's input, for messages.
     """
     return _find("schedule", name, {**_announced("autopipe.schedulers"), **SCHEDULERS}, where)
 

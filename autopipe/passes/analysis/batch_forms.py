@@ -3,11 +3,11 @@ summed, or neither.
 
 Let A and B be batches and A + B their concatenation. Every value of a graph has one of these forms:
 
-    FIXED    depends on no sample                              a parameter, or a value computed from parameters
-    UNIFORM  has an entry per sample, all entries equal        a mask of ones
-    EACH     has an entry per sample, computed from it alone   an activation
-    TOTAL    v(A + B) = v(A) + v(B)                            a sum over samples
-    MIXED    none of these                                     a maximum over samples
+    FIXED    depends on no sample                        a parameter, or computed from parameters
+    UNIFORM  has an entry per sample, all equal          a mask of ones
+    EACH     has an entry per sample, computed from it   an activation
+    TOTAL    v(A + B) = v(A) + v(B)                      a sum over samples
+    MIXED    none of these                               a maximum over samples
 
 Each form except MIXED has a degree d: the value is n^d times a value of that form, where n is the
 number of samples. A mean over samples is a TOTAL of degree -1. The number of samples is FIXED of
