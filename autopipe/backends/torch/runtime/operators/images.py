@@ -1,6 +1,7 @@
-"""Convolutions, pools, resizes and regions of images as ONNX defines them and torch does not;
-Fourier transforms. Pads are in the order of `F.pad`. Complex numbers are pairs in a last dimension
-of two.
+"""Convolutions, pooling, resizing and regions of images with ONNX semantics that torch lacks, and
+Fourier transforms.
+
+Pads are in the order of `F.pad`. A complex number is a pair in a last dimension of size 2.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def conv_transpose(
     groups: int,
     crop: Extents,
 ) -> Tensor:
-    """Transposed convolution whose whole result is cropped (negative) or filled up (positive), as
-    `F.pad` counts.
+    """Return a transposed convolution whose full result is cropped (negative entries of `crop`) or
+    padded (positive entries), in the order of `F.pad`.
     """
     full = _CONV_TRANSPOSE[x.dim() - 3](x, weight, None, strides, 0, 0, groups, dilations)
     cropped = F.pad(full, crop)
@@ -45,7 +46,9 @@ def conv_integer(
     weight_zero_point: Tensor | None,
     *window: Any,
 ) -> Tensor:
-    """Convolution of integers less their zero points, as int32; `window` as in `conv_quantized`."""
+    """Return the convolution of integers minus their zero points, as int32. `window` is as in
+    `conv_quantized`.
+    """
     return _exact_conv(x, x_zero_point, weight, weight_zero_point, None, window).to(torch.int32)
 
 
@@ -62,8 +65,8 @@ def conv_quantized(
     dtype: torch.dtype,
     *window: Any,
 ) -> Tensor:
-    """Convolution of quantised numbers, quantised; the bias counts in units of `x_scale *
-    weight_scale`. `window` is the strides, the pads, the dilations and the number of groups.
+    """Return the quantized convolution of quantized operands. The unit of the bias is `x_scale *
+    weight_scale`. `window` contains the strides, the pads, the dilations and the number of groups.
     """
     product = _exact_conv(x, x_zero_point, weight, weight_zero_point, bias, window)
     return requantize(
@@ -79,8 +82,8 @@ def _exact_conv(
     bias: Tensor | None,
     window: tuple[Any, ...],
 ) -> Tensor:
-    """Convolution in float64 of integers less their zero points. Pads hold the zero point, hence
-    0.
+    """Return the convolution in float64 of integers minus their zero points. Pads have the value of
+    the zero point, which is 0 after the subtraction.
     """
     (strides, pads, dilations, groups) = window
     kernel = centre(weight, weight_zero_point)
@@ -102,10 +105,12 @@ def deform_conv(
     groups: int,
     offset_groups: int,
 ) -> Tensor:
-    """Deformable convolution of images: each tap of each window reads at its own offset,
-    bilinearly. x is [n, c, h, w], offset [n, offset_groups * kh * kw * 2, oh, ow], mask [n,
-    offset_groups * kh * kw, oh, ow]. Dai et al., "Deformable Convolutional Networks", 2017; with a
-    mask, Zhu et al., 2019.
+    """Deformable convolution of images (Dai et al., "Deformable Convolutional Networks", 2017; with
+    a mask: Zhu et al., 2019). Each tap of each window reads at its own offset, by bilinear
+    interpolation.
+
+    x is [n, c, h, w], offset is [n, offset_groups * kh * kw * 2, oh, ow], mask is [n, offset_groups
+    * kh * kw, oh, ow].
     """
     batch, channels, height, width = x.shape
     kh, kw = weight.shape[2:]
@@ -114,7 +119,7 @@ def deform_conv(
     shifts = offset.reshape(batch, offset_groups, taps, 2, oh, ow)
 
     def base(axis: int, count: int) -> Tensor:
-        """[kernel, count]: where each tap of each window reads before its offset."""
+        """Return the position [kernel, count] that each tap of each window reads without offset."""
         starts = torch.arange(count, device=x.device, dtype=x.dtype) * strides[axis] - begin[axis]
         steps = (
             torch.arange(weight.shape[2 + axis], device=x.device, dtype=x.dtype) * dilations[axis]
@@ -142,7 +147,7 @@ def deform_conv(
 
 
 def _windows(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
-    """[n, c, *o, *k]: a view of every window's elements."""
+    """Return a view [n, c, *o, *k] of the elements of each window."""
     for axis, (size, stride, dilation) in enumerate(
         zip(kernel, strides, dilations, strict=True), 2
     ):
@@ -158,8 +163,8 @@ def average_pool(
     pads: Extents,
     counted: Extents,
 ) -> Tensor:
-    """Mean of each window of x padded by `pads`; of those pads only what lies within `counted` is
-    counted.
+    """Return the mean of each window of x, padded by `pads`. The divisor counts the elements of x
+    and the pads within `counted`.
     """
 
     def means(padded: Tensor) -> Tensor:
@@ -185,8 +190,8 @@ def lp_pool(
 def max_pool_with_indices(
     x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, order: int
 ) -> tuple[Tensor, Tensor]:
-    """Largest of each window and its index in the whole of x, laid out by rows (`order` 0) or
-    columns (1).
+    """Return the maximum of each window, and its index in the flattened x. The spatial axes are
+    flattened in row-major order (`order` 0) or column-major order (1).
     """
     values = x if x.is_floating_point() else x.float()
     rank = len(kernel)
@@ -196,7 +201,7 @@ def max_pool_with_indices(
     largest, places = windows.max(-1)
     spatial = range(2, x.dim())
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
-    distance = 1  # Between neighbours along an axis: the innermost first.
+    distance = 1  # Index distance of neighbors along the axis.
     for axis in (*(spatial if order else reversed(spatial)), 1, 0):
         index += along(torch.arange(x.shape[axis], device=x.device) * distance, axis, x.dim())
         distance *= x.shape[axis]
@@ -206,7 +211,9 @@ def max_pool_with_indices(
 
 
 def max_unpool(x: Tensor, indices: Tensor, inferred: Extents, shape: Extents) -> Tensor:
-    """Zeros of `inferred` with x at `indices` into it, then padded at the end to `shape`."""
+    """Scatter x to `indices` in a flattened tensor of zeros of shape `inferred`. Return this
+    tensor, padded at the end to `shape`.
+    """
     flat = torch.zeros(math.prod(inferred), dtype=x.dtype, device=x.device)
     filled = flat.scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(inferred)
     return F.pad(
@@ -216,8 +223,10 @@ def max_unpool(x: Tensor, indices: Tensor, inferred: Extents, shape: Extents) ->
 
 
 ResizedAxis = tuple[int, int, float, float, float]
-"""Axis, extent after, scale, and where the part that is read starts and ends (0 to 1)."""
-_ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {  # else upwards
+"""(axis, size of the result, scale, start and end of the range that is read, in fractions from 0 to
+1).
+"""
+_ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {  # Otherwise: ceil.
     "round_prefer_floor": lambda places: torch.ceil(places - 0.5),
     "round_prefer_ceil": lambda places: torch.floor(places + 0.5),
     "floor": torch.floor,
@@ -236,9 +245,11 @@ def resize(
     exclude_outside: bool = False,
     outside: float = 0.0,
 ) -> Tensor:
-    """x resized along `axes`. `places` names the rule from places of the result to places of x,
-    `rounding` that of nearest neighbours, `coefficient` the cubic kernel's (Keys, 1981); `outside`
-    is what lies beyond the part read.
+    """Return x resized along `axes`.
+
+    `places` is ONNX's `coordinate_transformation_mode`, `rounding` its `nearest_mode`, and
+    `coefficient` the coefficient of the cubic kernel (Keys, 1981). `outside` is the value of
+    elements whose position is outside of x, for tf_crop_and_resize.
     """
     for resized in axes:
         axis = resized[0]
@@ -267,7 +278,7 @@ def resize(
 
 
 def _places(resized: ResizedAxis, extent: int, rule: str, device: torch.device) -> Tensor:
-    """Where each element of the result lies in x, as float64."""
+    """Return the position in x of each element of the result, as float64."""
     _, count, scale, start, stop = resized
     spots = torch.arange(count, dtype=torch.float64, device=device)
     width = scale * extent
@@ -291,8 +302,8 @@ def _places(resized: ResizedAxis, extent: int, rule: str, device: torch.device) 
 def _taps(
     places: Tensor, support: int, coefficient: float, stretch: float
 ) -> tuple[Tensor, Tensor]:
-    """Elements of x that each element of the result reads, and their weights: two tensors [result,
-    taps].
+    """Return (taps, weights), each [result, taps]: the indices in x that each element of the result
+    reads, and their weights.
     """
     first = math.floor(-support / stretch) + 1
     offsets = torch.arange(first, 2 - first, device=places.device)
@@ -322,10 +333,11 @@ def roi_align(
     half_pixel: bool,
     largest: bool,
 ) -> Tensor:
-    """Each region [x1, y1, x2, y2] of `images[owner]` as `size` bins of bilinear samples, averaged
-    or the largest. `samples` a bin and axis, or as many as the bin has pixels where 0. He et al.,
-    "Mask R-CNN", 2017; the largest is taken over the four weighted neighbours of every sample, as
-    ONNX defines.
+    """Return each region [x1, y1, x2, y2] of `images[owner]` as `size` bins (He et al., "Mask
+    R-CNN", 2017). A bin is the mean of its bilinear samples, or their maximum if `largest`.
+
+    `samples` is the number of samples per bin and axis. If it is 0, there is one sample per pixel
+    of the bin. The maximum is over the four weighted neighbors of all samples, as ONNX defines.
     """
     starts, ends = (
         (regions.detach() * scale - (0.5 if half_pixel else 0.0))
@@ -336,7 +348,7 @@ def roi_align(
     extents = (ends - starts).clamp(min=-math.inf if half_pixel else 1.0)
     if samples:
         return _aligned(images, starts, extents, owners, size, (samples, samples), largest)
-    # How many samples there are is known to the device alone: it is asked once.
+    # The number of samples is computed on the device: one copy to the host.
     counts = (
         torch.stack([extents[:, axis] / size[axis] for axis in range(2)], 1)
         .ceil()
@@ -361,8 +373,8 @@ def _aligned(
     samples: Sequence[int],
     largest: bool,
 ) -> Tensor:
-    """Regions that start at rows and columns `starts` [n, 2], all with `samples` a bin, down and
-    across.
+    """Return regions that start at rows and columns `starts` [n, 2], with equally many `samples`
+    (down, across) per bin.
     """
     (rows, is_in_y), (columns, is_in_x) = (
         _samples(
@@ -376,7 +388,7 @@ def _aligned(
     )
     inside = (is_in_y[:, :, None] & is_in_x[:, None, :]).to(images.dtype)
     parts = [
-        # Indices on both sides of a whole dimension put it last: [n, rows, columns, channels].
+        # A slice between advanced indices becomes the last dimension: [n, rows, columns, channels].
         images[owners[:, None, None], :, y[:, :, None], x[:, None, :]]
         * (wy[:, :, None] * wx[:, None, :] * inside).unsqueeze(3)
         for y, wy in rows
@@ -394,8 +406,9 @@ def _aligned(
 def _samples(
     starts: Tensor, extents: Tensor, bins: int, samples: int, pixels: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Of all bins of [start, start + extent), [n, 1] each, the pixels before and behind each
-    sample, their weights, and if it is inside of the image: [n, bins * samples].
+    """Return the samples of all bins of [start, start + extent) along one axis, each [n, bins *
+    samples]: the pixels before and after each sample with their weights, and whether the sample is
+    inside of the image.
     """
     numbers = torch.arange(bins * samples, device=starts.device, dtype=starts.dtype)
     places = starts + (numbers + 0.5) * (extents / bins / samples)
@@ -407,8 +420,9 @@ def _samples(
 
 
 def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scale: float) -> Tensor:
-    """The largest pixels of `size` bins of each region [image, x1, y1, x2, y2], whose corners are
-    rounded to pixels and belong to it; 0 where a bin has no pixel. Girshick, "Fast R-CNN", 2015.
+    """Return the maximum pixels of `size` bins of each region [image, x1, y1, x2, y2] (Girshick,
+    "Fast R-CNN", 2015). Corners are rounded to pixels and belong to the region. A bin without
+    pixels is 0.
     """
     corners = regions[:, 1:].detach() * scale
     corners = torch.where(corners < 0, (corners - 0.5).ceil(), (corners + 0.5).floor())
@@ -423,13 +437,8 @@ def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scal
         inside = (places >= (bins[:-1].floor() + start)[..., None]) & (
             places < (bins[1:].ceil() + start)[..., None]
         )
-        shape = [
-            -1,
-            1,
-            *([1] * (axis - 2)),
-            len(places),
-            *([1] * (3 - axis)),
-        ]  # Of a bin's regions and pixels.
+        # The shape of one bin: a dimension of regions and a dimension of pixels.
+        shape = [-1, 1, *([1] * (axis - 2)), len(places), *([1] * (3 - axis))]
         pooled = torch.stack(
             [pooled.masked_fill(~each.view(shape), -math.inf).amax(axis) for each in inside], axis
         )
@@ -447,11 +456,13 @@ def suppressed(
     *,
     corners: bool = False,
 ) -> Tensor:
-    """Of boxes [images, boxes, 4] with scores [images, classes, boxes] for each class those that
-    are kept, by their numbers and in the order of their scores: [images, classes, most], -1 behind
-    the last. Left out are those whose score is not above `least`, and those that share with one
-    kept before more than `overlap` of what both cover. Boxes are two opposite corners, or else a
-    center and its extents.
+    """Non-maximum suppression of boxes [images, boxes, 4] with scores [images, classes, boxes].
+
+    Return the indices of the selected boxes per image and class, in descending order of score:
+    [images, classes, most], padded with -1. A box is skipped if its score is not above `least`, or
+    if its intersection over union with a box selected before is above `overlap`.
+
+    A box consists of two opposite corners if `corners`, otherwise of its center and its sizes.
     """
     places = boxes.detach().float().movedim(2, 0)[:, :, None]  # [4, images, 1, boxes]
     one, two = places.split(2)
@@ -481,14 +492,16 @@ def suppressed(
 
 
 def _picked(facts: Tensor, number: Tensor) -> Tensor:
-    """Of facts [..., images, 1, boxes] those of boxes [images, classes, 1]."""
+    """Return the entries of `facts` [..., images, 1, boxes] for the boxes `number` [images,
+    classes, 1].
+    """
     outer = facts.shape[:-3]
     spread = facts.expand(*outer, *number.shape[:2], facts.shape[-1])
     return spread.gather(-1, number.expand(*outer, *number.shape))
 
 
 def rows_kept(numbers: Tensor, count: int) -> Tensor:
-    """Rows [image, class, box] of the first `count` boxes that are kept."""
+    """Return the rows [image, class, box] of the first `count` selected boxes."""
     places = nonzero(numbers >= 0, count)
     return torch.cat([places[:2], numbers[tuple(places)][None]]).t()
 
@@ -501,8 +514,10 @@ def dft(
     inverse: bool = False,
     onesided: bool = False,
 ) -> Tensor:
-    """Discrete Fourier transform along `dim` of real (last extent 1) or complex (2) numbers, cut or
-    zero-padded. One-sided and inverse together take one half of a spectrum back to real numbers.
+    """Return the discrete Fourier transform along `dim` of real data (last dimension of size 1) or
+    complex data (size 2), cropped or zero-padded to `length`.
+
+    With `onesided` and `inverse`, the data are one half of a spectrum, and the result is real.
     """
     signal = torch.view_as_complex(data.contiguous()) if data.shape[-1] == 2 else data.squeeze(-1)
     if inverse and onesided:
@@ -515,7 +530,9 @@ def dft(
 def stft(
     signal: Tensor, step: int, window: Tensor | None, length: int, *, onesided: bool
 ) -> Tensor:
-    """Transforms of windows of `length` samples taken every `step`: `[batch, frames, bins, 2]`."""
+    """Return the Fourier transforms of windows of `length` samples, at a distance of `step`
+    samples: `[batch, frames, bins, 2]`.
+    """
     samples = (
         torch.view_as_complex(signal.contiguous()) if signal.shape[-1] == 2 else signal.squeeze(-1)
     )
@@ -528,7 +545,7 @@ def stft(
 def hamming_window(
     length: int, *, periodic: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Hamming's window with the exact coefficients 25/46 and 21/46 that ONNX takes."""
+    """Return the Hamming window with ONNX's exact coefficients 25/46 and 21/46."""
     return torch.hamming_window(
         length, periodic, alpha=25 / 46, beta=21 / 46, dtype=dtype, device=device
     )
@@ -544,7 +561,9 @@ def mel_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Triangular filters `[length // 2 + 1, bins]` on the mel scale, 2595 log10(1 + f / 700)."""
+    """Return triangular filters `[length // 2 + 1, bins]` on the mel scale, 2595 log10(1 + f /
+    700).
+    """
     ends = [2595 * math.log10(1 + frequency / 700) for frequency in (low, high)]
     mels = (
         torch.arange(bins + 2, dtype=torch.float64, device=device)
@@ -560,5 +579,5 @@ def mel_weights(
     weights = torch.minimum(
         (rows - lower) / (centres - lower), (upper - rows) / (upper - centres)
     ).clamp(min=0)
-    # The peak is 1 also where a side has no width, and its slope is no number.
+    # The peak is 1 also if a side has width 0, for which the division gives NaN.
     return weights.scatter(0, centres.long()[None], 1.0).to(dtype)

@@ -1,7 +1,9 @@
-"""Places, paddings, normalisations, losses, quantised and drawn numbers, as ONNX defines them and
-torch does not. Indices may count from the end. What is written takes the type of what it is written
-into: under autocast the two may differ, which torch refuses. Products of integers are exact,
-computed in float64.
+"""Indexing, padding, normalization, quantization and random values with ONNX semantics that torch
+lacks.
+
+Indices may count from the end. Updates are cast to the type of the tensor into which they are
+written, because the types may differ under autocast and torch raises an error then. Quantized
+matmuls are exact, because they are computed in float64.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from autopipe.ir.words import plural
 def converted(
     results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor, ...]:
-    """Results of an operator in the types that the model has for them."""
+    """Return the results of an operator in the types `dtypes`. A result whose type is None is
+    unchanged.
+    """
     return tuple(
         each if dtype is None else each.to(dtype)
         for each, dtype in zip(results, dtypes, strict=True)
@@ -34,8 +38,8 @@ def converted(
 
 
 def bounded(count: Tensor, most: int, title: str) -> Tensor:
-    """A number of rows that data tell. Raises RuntimeError, on a GPU without waiting, for more than
-    `most`.
+    """Return `count`, a data-dependent number of rows. Raise RuntimeError if it is above `most`; on
+    a GPU, this check does not wait for the device.
     """
     hint = f"plan with a larger --dim {title!r}=SIZE"
     assert_async(
@@ -45,20 +49,20 @@ def bounded(count: Tensor, most: int, title: str) -> Tensor:
 
 
 def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
-    """Numbers moved towards zero by `bias`, those within `threshold` to zero."""
+    """Return values moved towards zero by `bias`. Values within ±`threshold` become zero."""
     below = data < -threshold
     above = data > threshold
     return torch.where(below, data + bias, torch.where(above, data - bias, torch.zeros_like(data)))
 
 
 def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """`torch.gather` with indices that may be negative."""
+    """Return `torch.gather` for indices that may be negative."""
     return torch.gather(data, dim, from_front(indices, data.shape[dim]))
 
 
 def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
-    """Slices of `data` at the tuples in the last dimension of `indices`; the first `batch`
-    dimensions are shared.
+    """Return the slices of `data` at the tuples in the last dimension of `indices`. The first
+    `batch` dimensions are batch dimensions of both tensors.
     """
     shared = data.shape[:batch]
     source = data.reshape(-1, *data.shape[batch:])
@@ -71,8 +75,8 @@ def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
 def scatter_elements(
     data: Tensor, dim: int, indices: Tensor, updates: Tensor, reduction: str | None = None
 ) -> Tensor:
-    """`data` with `updates` written, or combined by `sum`, `prod`, `amax` or `amin`, at `indices`
-    along `dim`.
+    """Return `data` with `updates` at `indices` along `dim`. If `reduction` is `sum`, `prod`,
+    `amax` or `amin`, updates are combined with the elements of `data`.
     """
     places = from_front(indices, data.shape[dim])
     updates = updates.to(data.dtype)
@@ -84,8 +88,8 @@ def scatter_elements(
 def scatter_nd(
     data: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None
 ) -> Tensor:
-    """`data` with slices `updates` written, or combined, at the tuples in the last dimension of
-    `indices`.
+    """Return `data` with the slices `updates` at the tuples in the last dimension of `indices`.
+    `reduction` is as in `scatter_elements`.
     """
     places = indices.unbind(-1)
     updates = updates.to(data.dtype)
@@ -104,8 +108,8 @@ def scatter_nd(
 def tensor_scatter(
     past: Tensor, update: Tensor, start: Tensor | None, dim: int, *, circular: bool
 ) -> Tensor:
-    """A cache with `update` written along `dim`, for each sample (dimension 0) from its own `start`
-    on.
+    """Return the cache `past` with `update` written along `dim`. Each sample (dimension 0) has its
+    own position `start`.
     """
     places = torch.arange(update.shape[dim], device=past.device).expand(past.shape[0], -1)
     if start is not None:
@@ -120,8 +124,10 @@ def tensor_scatter(
 def one_hot(
     indices: Tensor, depth: int, values: Tensor, dim: int, group: Group | None = None
 ) -> Tensor:
-    """`values[1]` at each index along a new dimension `dim`, `values[0]` elsewhere and for indices
-    out of range. With `group` this rank's `depth` places of that dimension.
+    """Return `values[1]` at each index along a new dimension `dim`, and `values[0]` elsewhere. An
+    index out of range has no `values[1]`.
+
+    With `group`, the new dimension is sharded, and `depth` is its local size.
     """
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
     places = indices.unsqueeze(dim)
@@ -131,8 +137,8 @@ def one_hot(
 
 
 def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    """Elements added before and after each dimension (negative counts: taken away) by `reflect`,
-    `edge` or `wrap`.
+    """Return `data` with (before, after) elements added to each dimension by mode `reflect`, `edge`
+    or `wrap`. A negative number removes elements.
     """
     for dim, (before, after) in enumerate(pads):
         if (before, after) != (0, 0):
@@ -151,7 +157,7 @@ def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
 
 
 def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Tensor:
-    """The first `lengths[i]` steps of sample i turned round, the rest as they are."""
+    """Return `data` with the first `lengths[i]` steps of sample i reversed."""
     steps = torch.arange(data.shape[time], device=data.device)
     count = lengths.to(torch.int64).unsqueeze(1)
     places = torch.where(steps < count, count - 1 - steps, steps)
@@ -163,8 +169,8 @@ def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Te
 
 
 def listed(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers as a tensor [n], each written on the device: a copy from the host would wait for
-    it.
+    """Return the values as a tensor [n]. Each value is written by a fill on the device, because a
+    copy from the host would wait for the device.
     """
     made = torch.empty(len(values), dtype=dtype, device=device)
     for place, value in enumerate(values):
@@ -173,13 +179,15 @@ def listed(values: Sequence[float], *, dtype: torch.dtype, device: torch.device)
 
 
 def compress(data: Tensor, condition: Tensor, dim: int | None, count: int) -> Tensor:
-    """The `count` slices along `dim` (elements, where it is None) for which the condition holds."""
+    """Return the first `count` slices along `dim` for which the condition is true. If `dim` is
+    None, return elements of the flattened `data`.
+    """
     source, dim = (data.flatten(), 0) if dim is None else (data, dim)
     return source.index_select(dim, _first_true(condition, count))
 
 
 def nonzero(data: Tensor, count: int) -> Tensor:
-    """The places of the `count` elements that are not zero, [dimensions, count]."""
+    """Return the indices of the first `count` elements that are not zero: [dimensions, count]."""
     rest = _first_true(data != 0, count)
     found = []
     for extent in reversed(data.shape):
@@ -189,8 +197,8 @@ def nonzero(data: Tensor, count: int) -> Tensor:
 
 
 def _first_true(condition: Tensor, count: int) -> Tensor:
-    """The places of the first `count` true elements in order. `torch.nonzero` would have the host
-    wait for how many there are.
+    """Return the flat indices of the first `count` true elements, in order. With `torch.nonzero`,
+    the host would wait for the number of true elements.
     """
     return torch.argsort((~condition).flatten().to(torch.uint8), stable=True)[:count]
 
@@ -204,8 +212,8 @@ def col2im(
     strides: tuple[int, ...],
     pads: tuple[int, ...],
 ) -> Tensor:
-    """Patches of shape `block`, `[batch, channels · points, positions]`, added up into images of
-    shape `image`.
+    """Return images of shape `image`: the sum of patches of shape `block`, `[batch, channels ·
+    points, positions]`.
     """
     rank = len(block)
     padded = [image[i] + pads[i] + pads[i + rank] for i in range(rank)]
@@ -232,8 +240,8 @@ def col2im(
 def layer_norm(
     x: Tensor, shape: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer normalisation whose scale and bias only broadcast to the normalised shape; also mean
-    and 1 / deviation.
+    """Return (y, mean, 1 / deviation) of a layer normalization whose scale and bias broadcast to
+    the normalized shape.
     """
     y, mean, inverse = torch.native_layer_norm(x, shape, None, None, epsilon)
     y = y * scale
@@ -241,8 +249,8 @@ def layer_norm(
 
 
 def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
-    """Over windows of an even number of channels, which reach one channel further behind than
-    before.
+    """Return the local response normalization over windows of `size` channels. For an even `size`,
+    a window has one more channel after its channel than before.
     """
     before = (size - 1) // 2
     behind = size // 2
@@ -261,8 +269,10 @@ def quantize_linear(
     precision: torch.dtype | None = None,
     limits: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`saturate(round(x / scale) + zero_point)`, halves to even; one scale a tensor, a slice of
-    `axis`, or a block. `limits` are those of the type, where it has less than 8 bits.
+    """Return `saturate(round(x / scale) + zero_point)`. Ties are rounded to even. There is one
+    scale per tensor, per slice of `axis`, or per block along `axis`.
+
+    `limits` are the smallest and largest value of a type with fewer than 8 bits, otherwise None.
     """
     rounded = torch.round(scaled_down(x, scale, axis, block_size, precision))
     if zero_point is not None:
@@ -277,7 +287,7 @@ def scaled_down(
     block_size: int = 0,
     precision: torch.dtype | None = None,
 ) -> Tensor:
-    """`x / scale`, with scales as in `quantize_linear`."""
+    """Return `x / scale`. The scales are as in `quantize_linear`."""
     spread = _spread(scale, x, axis, block_size)
     return (x / spread if precision is None else x.to(precision) / spread.to(precision)).float()
 
@@ -290,7 +300,7 @@ def dequantize_linear(
     axis: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """`(x - zero_point) * scale`, with scale and zero point as in `quantize_linear`."""
+    """Return `(x - zero_point) * scale`. Scale and zero point are as in `quantize_linear`."""
     difference = x.float()
     if zero_point is not None:
         difference = difference - _spread(zero_point, x, axis, block_size).float()
@@ -298,12 +308,14 @@ def dequantize_linear(
 
 
 def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x as uint8, its scale, and its zero point, from the range of x widened to hold 0."""
+    """Return (x as uint8, scale, zero point). The scale follows from the range of x, extended to
+    include 0.
+    """
     low = torch.clamp(torch.amin(x), max=0)
     high = torch.clamp(torch.amax(x), min=0)
     span = high - low
-    # By a tensor: torch multiplies by the reciprocal of a number, which is a rounding away from the
-    # quotient.
+    # The divisor is a tensor, because torch divides by a number by multiplying with its reciprocal,
+    # which may round differently.
     scale = torch.where(span == 0, torch.ones_like(span), span / torch.full_like(span, 255))
     zero_point = torch.round(torch.clamp(-low / scale, 0, 255))
     return (
@@ -314,18 +326,18 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _PRODUCTS = 2**24
-"""Products of integers that are held at once."""
+"""Maximum number of integer products in memory."""
 
 
 def matmul_whole(a: Tensor, b: Tensor) -> Tensor:
-    """The product of stacks of integer matrices, in their own type, for which CUDA has no
-    kernel.
+    """Return the matmul of integers in their own type. On CUDA, which has no integer kernel, this
+    is `matmul_by_element`.
     """
     return matmul_by_element(a, b) if a.is_cuda else torch.matmul(a, b)
 
 
 def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.matmul` of integers, spelled out."""
+    """Return `torch.matmul` of integers, computed by elementwise multiplication and sums."""
     left = torch.atleast_2d(a)
     right = b if b.dim() > 1 else b.unsqueeze(1)
     shape = (
@@ -344,8 +356,8 @@ def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
 def matmul_integer(
     a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None
 ) -> Tensor:
-    """`(a - a_zero_point) @ (b - b_zero_point)` as int32; zero points by row of a and by column of
-    b.
+    """Return `(a - a_zero_point) @ (b - b_zero_point)` as int32. Zero points may be per row of a
+    and per column of b.
     """
     return torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1)).to(torch.int32)
 
@@ -367,12 +379,14 @@ def matmul_quantized(
 
 
 def along(values: Tensor, axis: int, rank: int) -> Tensor:
-    """A vector in a shape that broadcasts along one axis of a tensor of `rank`."""
+    """Return a vector in a shape that broadcasts along `axis` of a tensor of rank `rank`."""
     return values.reshape([-1 if place == axis % rank else 1 for place in range(rank)])
 
 
 def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
-    """`x - zero_point` in float64, where it is exact; a vector of zero points goes along `axis`."""
+    """Return `x - zero_point` in float64, in which the difference is exact. A vector of zero points
+    is along `axis`.
+    """
     if zero_point is None:
         return x.double()
     point = zero_point.double()
@@ -384,14 +398,16 @@ def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
 def requantize(
     exact: Tensor, ratio: Tensor, zero_point: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """A sum of products [n, c, ...] times `ratio` (one number or one a channel), quantised."""
+    """Return `exact` [n, c, ...] times `ratio` (one number, or one per channel), quantized to
+    `dtype`.
+    """
     factors = along(ratio, 1, exact.dim()) if ratio.numel() > 1 else ratio.reshape(())
     rounded = torch.round(exact * factors.double())
     return _saturate(rounded if zero_point is None else rounded + zero_point, dtype)
 
 
 def _spread(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
-    """Scales or zero points in a shape that broadcasts with x."""
+    """Return scales or zero points in a shape that broadcasts with x."""
     if values.numel() == 1:
         return values.reshape(())
     if block_size:
@@ -413,8 +429,8 @@ def _running(
     exclusive: bool,
     reverse: bool,
 ) -> Tensor:
-    """Running results along `dim`; `exclusive` leaves out the element itself, `reverse` runs from
-    the end.
+    """Return cumulative results along `dim`. `exclusive` excludes the element itself; `reverse`
+    starts at the end.
     """
     source = data.flip(dim) if reverse else data
     if exclusive:
@@ -429,8 +445,8 @@ cumprod = partial(_running, torch.cumprod, 1)
 
 
 def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor, Tensor]:
-    """The `count` largest or smallest along `dim`, in order, and where they lie. Among equals the
-    one with the lower index comes first, which `torch.topk` does not promise.
+    """Return the `count` largest or smallest elements along `dim`, in order, and their indices. Of
+    equal elements, the lower index is first, which `torch.topk` does not guarantee.
     """
     source = (
         data.to(torch.int64) if data.dtype in (torch.uint16, torch.uint32, torch.uint64) else data
@@ -440,8 +456,8 @@ def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor,
 
 
 def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """One at the first largest element over `dims` (one axis, or all from one on), zero
-    elsewhere.
+    """Return 1 at the first maximum over `dims` and 0 elsewhere. `dims` is one axis, or all axes
+    from one axis on.
     """
     flat = data if len(dims) == 1 else data.flatten(dims[0])
     place = flat.argmax(dim=dims[0], keepdim=True)
@@ -451,7 +467,7 @@ def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
 _WORDS = 1 << 32
 """Number of values of a random word."""
 _LEAST = -(1 << 31)
-"""Least int32."""
+"""Smallest int32."""
 _MOST = (1 << 31) - 1
 """Largest int32."""
 
@@ -459,8 +475,8 @@ _MOST = (1 << 31) - 1
 def dropout(
     data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | bool = True
 ) -> Tensor:
-    """Elements dropped with probability `ratio`, the others scaled up; none where `training` is
-    false.
+    """Drop elements with probability `ratio` and scale up the other elements. No element is dropped
+    if `training` is false.
     """
     return dropout_and_mask(data, ratio, stream, training)[0]
 
@@ -483,7 +499,7 @@ def dropout_and_mask(
         scale = torch.where(ratio < 1, 1 / (1 - ratio), 0).to(data.dtype)
         kept = stream.draw(data.shape, lambda words: as_unsigned(words) >= threshold, torch.bool)
     else:
-        # Compared as signed integers: both sides are smaller by 2³¹.
+        # Both sides are reduced by 2³¹, so that they can be compared as signed integers.
         signed = round(ratio * _WORDS) + _LEAST
         scale = 1 / (1 - ratio) if ratio < 1 else 0.0
         if signed > _MOST:
@@ -494,7 +510,7 @@ def dropout_and_mask(
 
 
 def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """One with the probability that stands at an element's place, else zero."""
+    """Return 1 with the probability of each element, else 0."""
     return (_unsigned(stream, probability.shape) < probability.double() * _WORDS).to(dtype)
 
 
@@ -535,8 +551,8 @@ def _single(number: float) -> float:
 
 
 def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """Of each row `count` classes, drawn with probabilities of which it has the logarithms, up to a
-    constant.
+    """Draw `count` classes per row. `logarithms` contains the log-probabilities of the classes, up
+    to a constant.
     """
     below = logarithms.double().softmax(1).cumsum(1)
     drawn = _unsigned(stream, (len(logarithms), count)).double() / _WORDS * below[:, -1:]
