@@ -77,7 +77,7 @@ ROWS = (
         _linear_cross_entropy,
         "matmul",
         _flops,
-        3.0,  # The product again, and one for either gradient.
+        3.0,  # The recomputed matmul, and one matmul for each of two gradients.
         ("0", "rows"),
         mixes_samples=weighs_labels,
         statistics=_statistics,

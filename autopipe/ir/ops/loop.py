@@ -97,7 +97,9 @@ Place = tuple[str, int]
 
 
 class _Sets:
-    """Union-find over dimensions of values and axes of nodes. Each set is one axis of the loop."""
+    """Union-find over dimensions of values and axes of nodes. Each set is a candidate for an axis
+    of the loop.
+    """
 
     def __init__(self) -> None:
         self.following: dict[Place, Place] = {}

@@ -25,8 +25,8 @@ class Statistic:
     """One collective that the implementation of an operator runs `times` times in a forward pass,
     over the devices along the split `axes` (in the order of the iteration space).
 
-    If `backward` is true, the collective runs in backward instead, if an operand in `through` gets
-    a gradient.
+    If `backward` is true, the collective belongs to backward instead. It then runs only if an
+    operand in `through` gets a gradient.
     """
 
     axes: tuple[str, ...]

@@ -47,7 +47,7 @@ class Call(Signature):
     """The axis of the stage's device mesh for each split."""
     devices: int = 1
     samples: Samples | None = None
-    """How samples index the result of a random operator."""
+    """Batch dimension of the result of a random operator, or None."""
 
     @staticmethod
     def of(

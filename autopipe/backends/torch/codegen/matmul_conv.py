@@ -17,7 +17,7 @@ from autopipe.ir.graph import DType
 from autopipe.ir.ops.matmul_conv import equation_of, has_bias
 from autopipe.ir.ops.operator import SpatialWindow, window_of
 
-# Products of matrices.
+# Matmuls.
 
 
 def _matmul(call: Call) -> str:

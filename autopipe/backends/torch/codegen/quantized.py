@@ -41,7 +41,9 @@ _ACTIVATIONS = {
 
 
 def _activation(call: Call, gated: bool) -> str:
-    """The code of a function of what the first layer gives."""
+    """Return the code of the activation function. If the experts have a separate gate (`gated`),
+    the activation of SwiGLU is `F.silu`.
+    """
     name = activation_of(call)
     if name != "swiglu":
         return _ACTIVATIONS[name]

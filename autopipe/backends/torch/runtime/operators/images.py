@@ -579,5 +579,5 @@ def mel_weights(
     weights = torch.minimum(
         (rows - lower) / (centres - lower), (upper - rows) / (upper - centres)
     ).clamp(min=0)
-    # The peak is 1 also if a side has width 0, for which the division gives NaN.
+    # The peak is 1. If a side has width 0, the division gives NaN at the peak.
     return weights.scatter(0, centres.long()[None], 1.0).to(dtype)

@@ -314,8 +314,8 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low = torch.clamp(torch.amin(x), max=0)
     high = torch.clamp(torch.amax(x), min=0)
     span = high - low
-    # The divisor is a tensor, because torch divides by a number by multiplying with its reciprocal,
-    # which may round differently.
+    # The divisor is a tensor. For a Python number, torch multiplies by its reciprocal, and the
+    # result may be rounded differently.
     scale = torch.where(span == 0, torch.ones_like(span), span / torch.full_like(span, 255))
     zero_point = torch.round(torch.clamp(-low / scale, 0, 255))
     return (

@@ -180,7 +180,7 @@ class Layer:
                     torch.cat([each.chunk(len(order))[gate] for gate in order]) for each in tensors
                 ]
             weights += tensors
-        # One layer, no dropout; training, both directions, batch first.
+        # Has biases, number of layers, dropout, training, bidirectional, batch first.
         settings = (self.bias is not None, 1, 0.0, torch.is_grad_enabled(), directions == 2, False)
         y, *finals = kernel(x, start, weights, *settings)
         y = y.unflatten(2, (directions, self.width)).transpose(1, 2)
