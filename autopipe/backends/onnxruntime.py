@@ -451,7 +451,9 @@ _TYPES = ("to", "dtype", "output_dtype")
 
 
 def _types_used(proto: onnx.ModelProto) -> set[int]:
-    """Types of tensors, of values, and of what nodes are told to give."""
+    """Return the element types of the values and tensors of a model, and of the results whose type
+    an attribute of a node states.
+    """
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
     attributes = [each for node in _nodes(proto) for each in node.attribute]
     tensors = (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t")))

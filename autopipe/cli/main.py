@@ -50,8 +50,8 @@ INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
 YOUNG_OBJECTS: Final = 100_000
 """Number of allocations between two runs of the garbage collector. Graphs and tables consist of
-many small objects without reference cycles. With Python's default of 700, garbage collection takes an eighth of the
-time of a search.
+many small objects without reference cycles. With Python's default of 700, garbage collection takes
+an eighth of the time of a search.
 """
 _MOST_LETTERS: Final = 4000
 """Maximum number of characters in the line of an error."""

@@ -1,4 +1,4 @@
-"""`autopipe plan`: decide which device computes what, and when."""
+"""`autopipe plan`: decides which device computes which part of a model, and when."""
 
 from __future__ import annotations
 

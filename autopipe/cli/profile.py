@@ -1,5 +1,5 @@
-"""`autopipe profile`: measure what a model's operators and the exchanges between ranks take on the
-machine at hand.
+"""`autopipe profile`: measures the operators of a model and the communication between ranks on this
+machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`autopipe schedule`: schedule search alone, on blocks given by hand."""
+"""`autopipe schedule`: searches a schedule for blocks that the user specifies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that two devices draw the same random numbers, bit for bit."""
+"""Check that two devices generate the same random numbers, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _CPU = torch.device("cpu")
 _SEED = 3
 _LARGE = TensorSlice((1, 3), (1500, 2001))
 _SHAPE = (1501, 2003)
-"""Sizes that no block of words and no block of a kernel divides."""
+"""Sizes that are not multiples of a block of words or of the block size of a kernel."""
 
 
 def compare(device: torch.device, compiled: bool = False) -> dict[str, bool]:
-    """Return for each kind of random number whether `device` draws the bits that the CPU draws.
+    """Compare the random numbers of `device` with those of the CPU. Return, per kind of random
+    number, True if their bits are equal.
 
     `compiled` adds operators in functions that torch compiles, which takes about a minute.
     """

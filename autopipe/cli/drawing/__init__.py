@@ -1,5 +1,5 @@
-"""A step as a picture (bars on devices over time, memory below) and its forms: terminal, SVG, page,
-trace, CSV.
+"""Figures of a step: bars on devices over time, and memory below. They are drawn in the terminal,
+as SVG, as an HTML report, as a trace, or as CSV.
 
-It may import `ir` and the command line's figures (`cli.output`).
+This package may import `ir` and the number formatting of `cli.output`.
 """

@@ -31,7 +31,9 @@ from autopipe.ir.timeline import EndKind, EndSpan
 from autopipe.ir.words import plural
 
 _LEAST_TASK = 3
-"""Minimum number of columns for a short task: the lower quartile of the lengths per stage and phase."""
+"""Minimum number of columns for a short task. Its length is the lower quartile of the lengths per
+stage and phase.
+"""
 _GAP = 3
 """Columns between two time windows. They represent the omitted time."""
 _REPETEND_SHARE = 6

@@ -1,5 +1,5 @@
-"""Time the host: how long it takes to start an operator of an eager program, while the device lags
-behind.
+"""Measurement of the host: the time that it takes to start an operator of an eager program while
+the device is behind.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _LAYERS = 40
 _OPERATORS_PER_LAYER = 6
 _RUNS = 20
 _SIZE = 8
-"""Rows and columns of the tensors: so small that a device computes faster than any host starts
-operators.
+"""Rows and columns of the tensors. They are so small that a device computes an operator in less
+time than a host takes to start one.
 """
 
 
