@@ -274,7 +274,7 @@ class Edge:
     stage: int | None
     """Stage of the node at the other end; None if there is no such node."""
     bytes: int
-    """Bytes of the full value for a micro-batch of the problem."""
+    """Bytes of the full value, for a micro-batch of the node's stage."""
     exchanges: tuple[str, ...]
     """Kinds of the collectives with which the stage's devices redistribute the value to the layouts
     in which it is read.

@@ -73,7 +73,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The model, the cluster and the settings of a plan. The pipeline decides a field that is None."""
+    """The model, the cluster and the settings of a plan. The pipeline decides a field that is
+    None.
+    """
 
     model: Path
     cluster: Cluster
@@ -86,18 +88,18 @@ class Request:
     trainable: tuple[str, ...] = ()
     mode: Mode | None = None
     training_graph: bool | None = None
-    """True if Dropout and BatchNormalization act as in training, if the file says so; False if they
-    act as in evaluation; None for the behaviour of the mode.
+    """True if Dropout and BatchNormalization behave as in training, if the file declares it; False
+    if they behave as in evaluation; None for the behaviour of the mode.
     """
     loss: str | CrossEntropy | None = None
     """Name of the output to minimise, or a cross-entropy to add; None for the loss of the model."""
     normalize: str = "auto"
-    """Value of the key `loss.normalize`: how the loss of a step follows from the losses of its
-    micro-batches.
+    """Value of the key `loss.normalize`: how the losses of micro-batches are combined into the loss
+    of a step.
     """
     scores: Scores | None = None
-    """`keep` if losses save their logits for backward, `recompute` if they recompute them; None if the
-    plan decides.
+    """`keep` if losses save their logits for backward, `recompute` if they recompute them; None if
+    the plan chooses.
     """
     batch_size: int | None = None
     micro_batches: int | None = None
@@ -124,7 +126,9 @@ class Request:
 
 
 class Observer:
-    """Callbacks of a `Runner`. The base class does nothing; override the callbacks that you need."""
+    """Callbacks of a `Runner`. The base class does nothing; override the callbacks that you
+    need.
+    """
 
     def started(self, name: str) -> None:
         """Called before the pass `name` runs."""
@@ -133,8 +137,8 @@ class Observer:
         """Called after the pass `name` returned `value` and `value` was verified."""
 
     def improved(self, step_s: float, bound_s: float) -> None:
-        """Called if a search found a plan with a shorter step than before. No placement that was
-        tried has a step shorter than `bound_s` seconds.
+        """Called if a search found a plan with a shorter step than before. `bound_s` is a lower
+        bound, in seconds, of the steps of all placements that were tried.
         """
 
     def failed(self, error: InternalError) -> None:
@@ -155,17 +159,17 @@ class Runner:
         samples that the file fixes, or on one sample if the file fixes none.
         """
         self.totals: dict[tuple[int | None, Scores], Model] = {}
-        """Models whose micro-batches return dividend and divisor of the loss, by number of samples
-        and by form of the losses.
+        """Models whose micro-batches return the dividend and the divisor of the loss, by number of
+        samples and form of the losses.
         """
         self.work: dict[tuple[int | None, Scores, str], tuple[Work, ...]] = {}
         """Costs of the nodes by number of samples, form of the losses, and name of the loss that is
-        divided ("" if none is).
+        divided ("" if no loss is divided).
         """
         self.loss_forms: dict[str, LossForm | None] = {}
-        """By name of the loss: how the loss of a batch follows from the losses of its parts."""
+        """By name of the loss: how the loss of a batch depends on the losses of its parts."""
         self.mixed_output: Mixing | None = None
-        """Why micro-batches may change an output of inference; None if it was not looked for."""
+        """Why micro-batches may change an output of inference; None if it was not checked yet."""
         self.costed: dict[Hashable, tuple[Model, Problem]] = {}
         """Models and problems by every field that affects them. Equal requests share one problem
         object, so that caches with the problem as key return their entries.
@@ -197,7 +201,7 @@ class Runner:
             error.where = error.where or self._place(name)
             if (
                 type(error) is AutopipeError
-            ):  # of a solver: nobody's choice and no fault of the model
+            ):  # The error comes from a solver, and neither the user nor the model is the cause.
                 raise InternalError(
                     error.message, error.hint or "rerun with --debug", error.where
                 ) from error
@@ -257,14 +261,15 @@ class PlanResult:
 def make_plan(
     request: Request, observer: Observer | None = None, advise: bool = False
 ) -> PlanResult:
-    """Return the plan of a request that names strategy and scheduler: read the model, compute costs,
-    place, schedule and simulate a step.
+    """Return the plan of a request that names strategy and scheduler: read the model, compute
+    costs, place, schedule and simulate a step.
 
-    If the request leaves open whether losses keep their scores, the plan keeps them first. It is
-    made again with scores that are recomputed if memory may be short or recomputing is faster for
-    the loss itself; the shorter step wins. Raises ConfigurationError, ModelError or
-    InfeasibleError, naming the pass if the message itself names no place. With `advise` the hint of
-    an OutOfMemoryError names options that make the plan fit, found within about `_OPTIONS_S`.
+    If the request leaves open whether losses save their logits, a plan that saves them is made
+    first. A second plan that recomputes them is made if memory may be short or recomputation is
+    faster for the loss itself. The plan with the shorter step is returned. Raise
+    ConfigurationError, ModelError or InfeasibleError, with the name of the pass unless the error
+    has another location. With `advise`, the hint of an OutOfMemoryError names options with which
+    the plan fits, if they are found within about `_OPTIONS_S` seconds.
     """
     runner = Runner(observer)
     request = with_whole_batch(request, runner)
@@ -303,17 +308,17 @@ def _made(request: Request, runner: Runner) -> PlanResult:
 
 
 _OPTIONS_S = 20.0
-"""Seconds for which options are tried after a plan did not fit into memory. The last search may take
-as many seconds again.
+"""Seconds during which options are tried after a plan did not fit into memory. The last search may
+take the same time again.
 """
 
 
 def memory_options(request: Request, runner: Runner) -> Iterator[str]:
     """Yield hints for a request whose plan did not fit into memory: recomputation or a sharded
-    optimizer state, if they suffice.
+    optimizer state, if that suffices.
 
-    Each is planned with the same strategy and scheduler, both together only if neither suffices,
-    and named with the peak memory of the fullest device.
+    Each option is planned with the request's strategy and scheduler, and both together only if
+    neither suffices. The hint includes the maximum peak memory of any device.
     """
     model = read(request, runner)
     if model.mode is not Mode.TRAIN:
@@ -364,12 +369,12 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
 
 
 def untried_options(request: Request, planned: PlanResult) -> tuple[str, ...]:
-    """Return the options that strategy `auto` would have tried and the strategy that `request`
-    names did not try.
+    """Return the options that strategy `auto` would have tried and that the strategy of `request`
+    did not try.
 
-    `request` is the one that `planned` was made from. Recomputation counts if memory may be short
-    and nobody decided on it: neither the request nor a placement that is given. A sharded optimizer
-    state counts if the request leaves it open and several devices hold equal parameters.
+    `request` is the request of `planned`. Recomputation is included if memory may be short, and
+    neither the request nor the placement decides on it. A sharded optimizer state is included if
+    the request leaves it open and several devices hold equal parameters.
     """
     plan = planned.plan
     problem = planned.problem
@@ -398,7 +403,9 @@ def _planned(request: Request, runner: Runner) -> tuple[Placed, Scheduled]:
 
 
 def _may_gain(kept: Placed) -> bool:
-    """True if a plan with recomputed scores could have a shorter step than one that keeps them."""
+    """True if a plan that recomputes logits could have a shorter step than a plan that saves
+    them.
+    """
     found = scores_of(kept)
     return found is None or found.recompute_s < found.keep_s or may_be_short(kept.problem)
 
@@ -451,12 +458,12 @@ def read_for(
     source: Source | None = None,
     opened: bool = False,
 ) -> Model:
-    """Return the model on `micro_batch_size` samples; if that is None, on the number of samples that
-    the file fixes, or on one sample.
+    """Return the model on `micro_batch_size` samples. If that is None, use the number of samples
+    that the file fixes, or one sample.
 
-    `source` is the parsed file if it is available. `opened` is as in `read_model`. Raises
-    ModelError as `read_model`, and if a tensor would be trained in place of the parameters that an
-    exporter computed it from.
+    `source` is the parsed file if it is available. `opened` is the same as in `read_model`. Raise
+    ModelError as `read_model`, and if a tensor that an exporter computed from parameters would be
+    trained instead of them.
     """
     model = read_model(
         source or request.model,
@@ -480,7 +487,7 @@ def read_for(
 def read(
     request: Request, runner: Runner, size: int | None = None, source: Source | None = None
 ) -> Model:
-    """Return the model as `read_for`, with the form of the losses that is requested.
+    """Return the model as `read_for`, with the requested form of the losses.
 
     A runner reads the model once per number of samples, for both forms of the losses.
     """
@@ -495,12 +502,12 @@ _FOLLOWED = 3
 on one sample.
 """
 _COUNTING = frozenset({"Shape", "Size"})
-"""ONNX operators whose results may hold the number of samples."""
+"""ONNX operators whose results may contain the number of samples."""
 
 
 def with_whole_batch(request: Request, runner: Runner) -> Request:
-    """Return the request with one micro-batch per batch if inference computes an output from several
-    samples, otherwise the request.
+    """Return the request with one micro-batch per batch if inference computes an output from
+    several samples, otherwise the request.
 
     The batch is the batch that the file fixes, otherwise the batch of the step. Raises
     ConfigurationError if the request has smaller micro-batches.
@@ -535,8 +542,9 @@ def with_whole_batch(request: Request, runner: Runner) -> Request:
 
 
 def _several_samples(request: Request, runner: Runner, model: Model, times: int = 1) -> Graph:
-    """Return the graph of the model on several samples, or on `times` as many. If the model cannot be
-    read on several samples, return its graph on one sample, in which no batch axis can be followed.
+    """Return the graph of the model on several samples, or on `times` as many. If the model cannot
+    be read on several samples, return its graph on one sample, in which no batch axis can be
+    followed.
     """
     size = times * max(request.micro_batch_size or 1, _FOLLOWED)
     if size not in runner.models:
@@ -595,8 +603,8 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
 
 
 def _note_on_outputs(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
-    """Return a warning if micro-batches may change an output of inference and no other warning says
-    so, else "".
+    """Return a warning if micro-batches may change an output of inference and the model has no
+    other warning about it, otherwise "".
     """
     if model.batch is None or (batching.micro_batches == 1 and not batching.sizes):
         return ""
@@ -614,8 +622,8 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
 
 
 def _require_loss(first: Model, model: Model) -> None:
-    """Raise ModelError if the loss of `model` is not a scalar, although it is one in `first`, the
-    same model on fewer samples.
+    """Raise ModelError if the loss of `model` is not a scalar, although it is a scalar in `first`,
+    the same model on fewer samples.
     """
     if first.mode is not Mode.TRAIN or model.loss == first.loss:
         return
@@ -665,10 +673,10 @@ def _work(request: Request, model: Model) -> tuple[Work, ...]:
 def _loss_division(
     request: Request, model: Model, batching: Batching, runner: Runner
 ) -> tuple[LossDivision, Batching]:
-    """Return (division, batching): how the losses of micro-batches make the loss of the step, and
-    the division of the batch without sizes of micro-batches that would change the loss.
+    """Return (division, batching): how the losses of micro-batches are combined into the loss of
+    the step, and the batching without micro-batch sizes that would change the loss.
 
-    Raises InfeasibleError if the losses of micro-batches do not make the loss of the step.
+    Raise InfeasibleError if the losses of micro-batches do not determine the loss of the step.
     """
     if model.mode is not Mode.TRAIN:
         return AVERAGED, batching
@@ -700,8 +708,8 @@ def _read_opened(request: Request, runner: Runner, first: Model, size: int) -> M
 def _in_totals(
     request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner
 ) -> Model:
-    """Return the model whose micro-batches return dividend and divisor of the loss if `division` says
-    so, otherwise the model.
+    """Return the model whose micro-batches return the dividend and the divisor of the loss if
+    `division` requires them, otherwise the model.
     """
     if not division.divided:
         return model
@@ -788,8 +796,9 @@ def divisions(request: Request, division: Division, model: Model) -> Iterator[Ba
 def problems_of(
     request: Request, strategy: Strategy, runner: Runner
 ) -> Iterator[tuple[Model, Problem]]:
-    """Yield (model, problem) for each division of the batch that the model and the strategy support,
-    the best division first. If none is supported, raise the reason against the best division.
+    """Yield (model, problem) for each division of the batch that the model and the strategy
+    support, the best division first. If none is supported, raise the reason against the best
+    division.
     """
     model = read(request, runner)
     reasons: dict[str, AutopipeError] = {}  # The first error of the model, and of the strategy.
@@ -932,8 +941,8 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
 def time_schedule(
     placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
 ) -> Scheduled:
-    """Return a schedule with its simulated step. If one of the `known` schedules has equal orders of
-    tasks, its step is used. Raises InfeasibleError if memory does not suffice.
+    """Return a schedule with its simulated step. If one of the `known` schedules has equal orders
+    of tasks, its step is used. Raises InfeasibleError if memory does not suffice.
     """
     same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
     if same is not None:
@@ -948,8 +957,8 @@ def time_schedule(
 def assemble_plan(
     request: Request, placed: Placed, scheduled: Scheduled, runner: Runner
 ) -> PlanResult:
-    """Return the plan of a request that names the strategy and the scheduler, from its placement and
-    its schedule.
+    """Return the plan of a request that names the strategy and the scheduler, from its placement
+    and its schedule.
     """
     from autopipe.passes.degrees import open_degrees
 
@@ -974,8 +983,8 @@ def assemble_plan(
 
 
 def read_planned(request: Request, plan: Plan) -> Model:
-    """Return the model of a plan, on its micro-batches. Raises as `read_for`, and InfeasibleError
-    if the loss of the model is no longer divided as the plan says.
+    """Return the model of a plan, on its micro-batches. Raise the errors of `read_for`, and
+    InfeasibleError if the loss of the model is no longer divided as in the plan.
     """
     model = read_for(request, plan.summary.micro_batch_size)
     if not plan.loss_division.divided:
@@ -985,7 +994,7 @@ def read_planned(request: Request, plan: Plan) -> Model:
 
 
 def planned_graph(planned: PlanResult) -> PlannedGraph:
-    """Return the graph of a plan with the facts from which `reopen` makes its problem again."""
+    """Return the graph of a plan with the data from which `reopen` recreates its problem."""
     own = len(planned.request.constraints)
     return PlannedGraph(
         graph=planned.problem.graph,
@@ -997,8 +1006,8 @@ def planned_graph(planned: PlanResult) -> PlannedGraph:
 
 
 def _stored_model(request: Request, plan: Plan, stored: PlannedGraph) -> Model:
-    """Return the model of a graph that a plan folder holds, without what only the ONNX file says:
-    its parsed nodes, its warnings, and the other form of its losses.
+    """Return the model of a graph that is stored in a plan folder. It lacks the data of the ONNX
+    file: parsed nodes, warnings, and the other form of the losses.
     """
     graph = stored.graph
     return Model(
@@ -1017,11 +1026,11 @@ def _stored_model(request: Request, plan: Plan, stored: PlannedGraph) -> Model:
 
 
 def reopen(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> PlanResult:
-    """Return the plan with its problem and with its step simulated from its predictions.
+    """Return the plan with its problem, and with its step simulated from its predictions.
 
-    The problem is made from the graph `stored` in the plan folder, or from the model's file if that
-    is None. `request` must have the mode, the batch and the micro-batches of the plan. Raises
-    ConfigurationError if the plan does not belong to the graph or to the request.
+    The problem is created from the graph `stored` in the plan folder, or from the model's file if
+    `stored` is None. `request` must have the mode, the batch and the micro-batches of the plan.
+    Raise ConfigurationError if the plan does not belong to the graph or to the request.
     """
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
     if stored is None:

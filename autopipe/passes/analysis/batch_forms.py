@@ -508,8 +508,7 @@ class _Forms:
         divisor = self._integer(names[1])
         if not is_sum or divisor is None or self._fixed is None or divisor % self._fixed:
             return found
-        # Every integer is a multiple of 1. For a batch of one, only a division by 1 is a division
-        # by the batch size.
+        # Every integer is a multiple of 1: a batch of one is only divided by 1.
         return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
     def _divided(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
@@ -526,8 +525,8 @@ class _Forms:
         return _Form(_Base.RATIO, degree, divided_by=divisor)
 
     def _divisor(self, name: str, form: _Form) -> Divisor | None:
-        """Return a total as a divisor. None if it has several elements or depends on a trained
-        parameter.
+        """Return a total as a divisor. None if it has several elements, depends on a trained
+        parameter, or is itself divided by a constant batch size.
         """
         if form.divisor is not None or name in self._trained or not self._is_number(name):
             return None
