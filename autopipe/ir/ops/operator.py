@@ -474,7 +474,7 @@ class SpatialWindow:
         )
 
     def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:
-        """Return the window without pads along each axis o0, o1, … for which `is_split` is true."""
+        """Return the window without pads along each axis o0, o1, … that is split."""
         begin, end = (
             tuple(0 if is_split(f"o{axis}") else pad for axis, pad in enumerate(side))
             for side in (self.begin, self.end)

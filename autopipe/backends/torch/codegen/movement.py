@@ -288,7 +288,7 @@ _LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
 def _interpolate(
     call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str
 ) -> str:
-    """Return a call of `F.interpolate`, or "" if this function has other semantics than the node."""
+    """Return a call of `F.interpolate`, or "" if the node has other semantics."""
     node = call.node
     rank = call.rank
     exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)

@@ -171,7 +171,7 @@ def _exact(call: Call) -> str:
 
 
 def _together(call: Call, function: str, *settings: bool) -> str:
-    """Return a call of the runtime's sharded reduction, or "" if none of the reduced axes is split."""
+    """Return a call of the runtime's sharded reduction, or "" if no reduced axis is split."""
     axes = reduced_axes(call)
     keep = bool(call.node.integer("keepdims", 1))
     group = _dimensions(call, axes)

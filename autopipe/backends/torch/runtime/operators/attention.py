@@ -238,7 +238,7 @@ def _for_each(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _Stepwise(torch.autograd.Function):
-    """Attention that saves only its operands for backward. Backward recomputes the probabilities."""
+    """Attention that saves only its operands. Backward recomputes the probabilities."""
 
     @staticmethod
     def forward(

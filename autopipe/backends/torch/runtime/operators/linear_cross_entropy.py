@@ -164,7 +164,7 @@ def _blocks(
 
 
 def _scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    """Return the scores of a block of classes, at least in float32. The matmul has the type of x."""
+    """Return the scores of a block of classes in float32 or float64. The matmul has x's type."""
     found = wide(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
     return found if not softcap else found.div_(softcap).tanh_().mul_(softcap)
 

@@ -92,7 +92,7 @@ class Layer:
         return self.group is None and self.lengths is None and self.clip is None
 
     def own_units(self, tensor: Tensor, gates: int, dim: int) -> Tensor:
-        """Return this rank's units of the dimension `dim`, which contains all units of each gate."""
+        """Return this rank's units of dimension `dim`, which contains all units of each gate."""
         if self.group is None:
             return tensor
         apart: Tensor = tensor.unflatten(dim, (gates, self.group.size, -1))

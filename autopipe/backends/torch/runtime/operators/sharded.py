@@ -93,7 +93,7 @@ def _places(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def from_front(indices: Tensor, extent: int) -> Tensor:
-    """Return indices as int64, with negative indices (which count from the end) made nonnegative."""
+    """Return indices as int64. Negative indices, which count from the end, become nonnegative."""
     indices = indices.to(torch.int64)
     return torch.where(indices < 0, indices + extent, indices)
 
