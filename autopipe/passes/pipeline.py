@@ -266,7 +266,7 @@ def make_plan(
 
     If the request leaves open whether losses save their logits, a plan that saves them is made
     first. A second plan that recomputes them is made if memory may be short or recomputation is
-    faster for the loss itself. The plan with the shorter step is returned. Raise
+    faster for the loss itself. The plan with the shorter step time per sample is returned. Raise
     ConfigurationError, ModelError or InfeasibleError, with the name of the pass unless the error
     has another location. With `advise`, the hint of an OutOfMemoryError names options with which
     the plan fits, if they are found within about `_OPTIONS_S` seconds.

@@ -164,7 +164,7 @@ class Roles:
         name = value.name
         slots = self.uses.slots(name)
         if self.is_statistic(name):
-            # The statistic follows the data and has no gradient, whatever the file declares.
+            # A running statistic has no gradient, so the file's declarations are ignored.
             return Role(False, "a running statistic")
         if self.stated is not None:
             if name in self.stated:

@@ -202,8 +202,7 @@ def _read(
         graph = rebatched(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
     behind = behind_stops(graph)
-    # A tensor behind a StopGradient gets no gradient, but it still depends on the parameters from
-    # which it is computed.
+    # A tensor before a StopGradient gets no gradient, but its values still depend on parameters.
     stale = {
         name
         for each in graph.parameters
