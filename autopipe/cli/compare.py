@@ -258,7 +258,7 @@ def _nodes_text(changes: Sequence[Change]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """Decisions of a plan that differ from those of the plan that it is compared with."""
+    """Differences between the decisions of a plan and those of the first plan."""
 
     same: bool
     """True if the decisions and their predictions are equal."""

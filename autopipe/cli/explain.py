@@ -222,8 +222,8 @@ def _device_rows(report: DeviceReport) -> Iterator[tuple[str, str, float]]:
 
 
 def _change_table(changes: Sequence[Change], chosen_s: float) -> Table:
-    """Return a table with one row per change: its step time, the difference from `chosen_s`, the step
-    time of the plan in seconds, and the peak memory of the fullest device.
+    """Return a table with one row per change: its step time, the difference from `chosen_s` (the
+    step time of the plan in seconds), and the peak memory of the fullest device.
     """
     table = plain_table("what else", "step", "slowdown", "memory", right=1, no_wrap=True)
     for each in changes:

@@ -149,7 +149,7 @@ def _path_module(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An exported file, and a description of what it was compared with."""
+    """An exported file, and a description of the comparison with its PyTorch module."""
 
     path: Path
     inputs: tuple[str, ...]

@@ -65,7 +65,9 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 def _interval(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> tuple[int, float] | None:
-    """Return (steps, minutes) for a text such as `50` (steps) or `30m` (minutes); the other one is 0."""
+    """Parse a text such as `50` (steps) or `30m` (minutes). Return (steps, minutes), of which one
+    is 0. Return None if `text` is None.
+    """
     if text is None:
         return None
     try:
@@ -371,8 +373,8 @@ class Launch:
         return self.log.open(of_run, output.warn)
 
     def _read_data(self, note: Callable[[str], None]) -> tuple[int, int | None]:
-        """Check the data that the steps read, and return (steps, epochs). `epochs` is None unless the
-        run ends with its data, whose number of samples is unknown.
+        """Check the data that the steps read, and return (steps, epochs). `epochs` is None unless
+        the run ends with its data, whose number of samples is unknown.
         """
         train = self.manifest.train
         settings = self.manifest.data
@@ -410,8 +412,8 @@ class Launch:
         return steps, None
 
     def _position(self) -> Position:
-        """Return the position in the data at which the run starts: after the newest checkpoint if it
-        resumes, otherwise the start.
+        """Return the position in the data at which the run starts: after the newest checkpoint if
+        it resumes, otherwise the start.
         """
         if (
             not self.settings.resume
@@ -469,7 +471,9 @@ class Launch:
         return None if torch.cuda.is_available() else fake_cuda.build(cache_folder())
 
     def _has(self, rank: int) -> bool:
-        """Return True if the folder contains the program of the rank. `codegen --ranks` omits some."""
+        """Return True if the folder contains the program of the rank. `codegen --ranks` omits
+        some.
+        """
         return (self.manifest.folder / f"{rank_module(rank)}.py").is_file()
 
     def _check(self) -> None:
@@ -593,8 +597,8 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _run_name(config: LaunchConfig) -> str:
-    """Return a name of the launch that is equal on all nodes: the rendezvous endpoint and the name of
-    the run if there are several nodes, otherwise a random name.
+    """Return a name of the launch that is equal on all nodes: the rendezvous endpoint and the name
+    of the run if there are several nodes, otherwise a random name.
     """
     if config.nodes == (1, 1):
         return uuid.uuid4().hex

@@ -157,9 +157,10 @@ def _report_kept_files(
 def _warn_of_devices(
     output: Output, planned: PlanResult, configuration: Configuration, about_this_machine: str
 ) -> None:
-    """Warn of devices without a stage, and of a bandwidth factor between nodes if there is one node.
+    """Warn of devices without a stage, and of a bandwidth factor between nodes if there is one
+    node.
 
-    `about_this_machine` is a warning about the devices of this machine, "" for none.
+    `about_this_machine` is a warning about the devices of this machine, or "" if there is none.
     """
     from autopipe.cli.output import count_text, devices_text
 

@@ -332,7 +332,7 @@ def _steady(schedule: BlockSchedule) -> SteadyState | None:
     units = np.arange(count)[:, None] + offsets
     begins = np.array(schedule.starts)[units, np.arange(len(offsets))] - np.array(repetend.starts)
     regular = (begins == begins[:, :1]).all(axis=1)
-    # Of repetitions in one run each begins a period after the one before.
+    # Consecutive repetitions of one group start a period apart, so that their delays are equal.
     delays = begins[:, 0] - period * np.arange(count)
     runs = groupby(range(count), key=lambda row: (regular[row], delays[row]))
     longest = max((list(rows) for (whole, _), rows in runs if whole), key=len, default=[])

@@ -175,7 +175,7 @@ def measure_operations(
     for operations with gradients. Generated files go to `folder`.
     """
     if watch.device.type == "cpu":
-        keep_freed_memory()  # As ranks do.
+        keep_freed_memory()  # Ranks do so, too.
     known: dict[Operation, Runnable] = {}
     pool: Pool = {}
     refused: dict[Operation, str] = {}
@@ -243,8 +243,8 @@ def _backwards(
     found = [0.0] * len(results)
     if ends:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        # All results of equal type and shape have one gradient: in a model, the following operator
-        # has just written it.
+        # Results of equal type and shape share one gradient tensor, so that it is in the caches. In
+        # a model, the following operator has just written it.
         kinds = {(each.dtype, each.shape): each for each in ends}
         seeds = {
             kind: torch.ones_like(each, memory_format=torch.contiguous_format)
