@@ -259,7 +259,8 @@ class StageGraph:
     @staticmethod
     def of(problem: Problem, placement: Placement) -> StageGraph:
         """Return the stage graph of a placement. Raise InfeasibleError if the micro-batch size of a
-        stage does not divide the micro-batch size of the problem.
+        stage does not divide the micro-batch size of the problem, or if sizes differ and there are
+        several pipelines.
         """
         return StageGraph(
             problem.cluster.size,

@@ -221,7 +221,8 @@ def _sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
 def _product_of_difference(
     arrays: Arrays, result: np.ndarray, summand: np.ndarray
 ) -> Derivation | None:
-    """Return the steps of a constant times the matrix product that is `result - summand`."""
+    """Return a parameter and the steps of a constant times the matrix product that is
+    `result - summand`; None if there is none."""
     found = _scaled_product(arrays, result.astype(np.float64) - summand)
     if found is None:
         return None

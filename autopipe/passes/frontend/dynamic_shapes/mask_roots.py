@@ -55,7 +55,7 @@ class MaskRoots:
         self._first_equal: dict[object, str] = {}
 
     def expanded_from(self, name: str) -> str:
-        """Return the operand of the Expand that produces a value; "" if another operator does."""
+        """Return the operand of the Expand that produces a value; "" if no Expand does."""
         node = self._producers.get(name)
         return node.input[0] if node is not None and node.op_type == "Expand" else ""
 

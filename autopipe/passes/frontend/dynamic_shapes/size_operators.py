@@ -116,8 +116,9 @@ def compute_sizes(context: NodeContext) -> bool:
 
 
 def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
-    """Return the results of a shape computation by name; None if an operand is unknown, or if a
-    result is not known to be polynomials in n.
+    """Return the results of a shape computation by name; None for other operators and for
+    a Cast to a type that is not an integer, if an operand is unknown, or if a result is not known
+    to be polynomials in n.
     """
     node = context.node
     numbers = context.numbers()

@@ -270,7 +270,8 @@ class _Search:
                 break
 
     def _searched(self, split: bool, links: bool) -> _Candidate | None:
-        """Return the searched schedule; None if the memory does not suffice for one micro-batch."""
+        """Return the searched schedule; None if the search finds no order of the blocks of one
+        micro-batch that respects the memory limits."""
         problem = self.problem
         stages = self.stages
         prediction = self.prediction
@@ -342,7 +343,7 @@ def _proof(
         bound = found.lower_bound if all_orders else load
         optimal = found.optimal and found.period == bound
         return Proof(name, bound * blocks.tick_s, optimal, blocks.rounding)
-    # The length of a path is overstated by less than one tick per block and per delay on it.
+    # The length of a path is overstated by at most one tick per block and per delay on it.
     error = 2 * found.units * len(blocks.graph.blocks)
     bound = max(0, found.lower_bound - error) if all_orders else 0
     optimal = found.optimal and all_orders
