@@ -157,6 +157,8 @@ def test_every_script_has_a_smallest_run() -> None:
         "environment.sh",
         "draw_architecture.py",
         "draw_dynamic_shapes.py",
+        "prose.py",
+        "structure.py",
         "reference_pages.py",
         "versions.py",
         *(f"{name}.py" for name in TABLES),
