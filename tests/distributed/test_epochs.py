@@ -121,7 +121,10 @@ def test_epochs_on_two_ranks_are_those_of_batches_of_just_their_samples(
             lambda loss: loss.ClearField("attribute"),
             "the loss, SoftmaxCrossEntropyLoss .*, has no ignore_index",
         ),
-        (lambda loss: loss.attribute[0].__setattr__("s", b"sum"), "is not an unweighted mean over labels"),
+        (
+            lambda loss: loss.attribute[0].__setattr__("s", b"sum"),
+            "is not an unweighted mean over labels",
+        ),
     ],
 )
 def test_losses_that_would_count_what_fills_up_are_refused(

@@ -158,7 +158,7 @@ def test_batch_statistics_move_alike_on_any_number_of_ranks(pools: Pools, tmp_pa
             *words,
             *size,
             "--set",
-            "optimizer={name: sgd, lr: 0.01}",
+            "optimizer={name: sgd, lr: 0.001}",
             "-o",
             tmp_path / name,
             "-q",

@@ -331,9 +331,13 @@ def test_quantised_operators(
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("per_column", [False, True])
 def test_integer_matrix_products(signed: bool, per_column: bool, tmp_path: Path) -> None:
+    """Signed weights are at most 64 in magnitude. On CPUs without VNNI, onnxruntime's kernel adds two
+    products of uint8 and int8 in 16 bits, which saturates for larger weights.
+    """
     dtype = "int8" if signed else "uint8"
     count = (5,) if per_column else ()
-    b = ("b", integers_of(6, 5, dtype=dtype))
+    weights = integers_of(6, 5, dtype=dtype)
+    b = ("b", weights // 2 if signed else weights)
     bias = ("bias", floats(5))
     scale = ("b_scale", np.abs(floats(*count)) + 0.01)
     zero = ("b_point", integers_of(*count, dtype=dtype))
