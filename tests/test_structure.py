@@ -43,7 +43,7 @@ LIMITS = {
     "modules that name operators outside of operator tables": 73,
     "imports of the widest module": 33,
     "classes that construct nodes": 3,
-    "lines over 100 columns": 415,
+    "lines over 100 columns": 36,
     "parallel assignments": 18,
 }
 """Upper limits. Goals: 450 names in 20 modules, 18 imports, 1 class, 0 lines, 0 assignments."""

@@ -102,8 +102,8 @@ _ALIASES = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
 
 
 def wanted_degrees(words: str) -> tuple[dict[str, int], str | None]:
-    """Return (degrees, schedule) for a text such as `tensor=8` or `schedule=NAME`: the wanted degrees
-    by name, and the beginning of the names of the wanted schedules, None for all. Raises
+    """Return (degrees, schedule) for a text such as `tensor=8` or `schedule=NAME`: the wanted
+    degrees by name, and the beginning of the names of the wanted schedules, None for all. Raises
     ConfigurationError for other words.
     """
     found: dict[str, int] = {}

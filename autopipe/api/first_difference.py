@@ -33,8 +33,8 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class _Written(NamedTuple):
-    """A value that a node of a stage writes: its name in the graph, its variable in the program, and
-    its layout over the devices of the stage.
+    """A value that a node of a stage writes: its name in the graph, its variable in the program,
+    and its layout over the devices of the stage.
     """
 
     node: int

@@ -1,4 +1,5 @@
-"""The Python interface: `autopipe.export`, `autopipe.plan`, and the class `Plan` that `plan` returns.
+"""The Python interface: `autopipe.export`, `autopipe.plan`, and the class `Plan` that `plan`
+returns.
 
 Each function calls the function of the application that the command of its name calls, with equal
 files and equal errors.
@@ -124,7 +125,9 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """The stages: the nodes, devices and micro-batch size of each, and the splits of its nodes."""
+        """The stages: the nodes, devices and micro-batch size of each, and the splits of its
+        nodes.
+        """
         return self.result.plan.placement
 
     @property

@@ -49,7 +49,8 @@ def _setting(
 
 
 SOURCES: Final = (
-    "FILE.npz, FILE.bin of tokens, a table or folder (docs/guides/data.md) or module:function; random "
+    "FILE.npz, FILE.bin of tokens, a table or folder (docs/guides/data.md) or module:function; "
+    "random "
     "data without it"
 )
 """The sources of data that `--data` accepts."""

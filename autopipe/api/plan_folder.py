@@ -1,8 +1,8 @@
 """The plan folder: writing and reading of its five files, among them the placement as YAML that a
 person can edit.
 
-`plan.json` contains the SHA-256 digests of all five files (`ir/output_files.py`). Other files of the
-folder are never changed.
+`plan.json` contains the SHA-256 digests of all five files (`ir/output_files.py`). Other files of
+the folder are never changed.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ def plan(
 ) -> PlannedFolder:
     """Plan the ONNX file `model` and write the plan folder, `MODEL.plan` unless `folder` is given.
 
-    `base` is a plan folder whose placement is scheduled and simulated under `configuration`, without
-    a search for another placement. Its model and its folder replace `model` and `folder` if these
-    are None.
+    `base` is a plan folder whose placement is scheduled and simulated under `configuration`,
+    without a search for another placement. Its model and its folder replace `model` and `folder` if
+    these are None.
 
     `annotate` is a path to which the model is written with the plan as ONNX multi-device
     annotations. `force` replaces files that were edited. With `cached`, the result of an earlier
@@ -105,8 +105,8 @@ placement is given.
 
 
 def _with_planned_size(before: Plan, request: Request) -> Request:
-    """Return the request with the micro-batch size of the plan `before` if its stages have different
-    micro-batch sizes and the request leaves the micro-batches open.
+    """Return the request with the micro-batch size of the plan `before` if its stages have
+    different micro-batch sizes and the request leaves the micro-batches open.
 
     The effective configuration of such a plan leaves the number of micro-batches open.
     """

@@ -1,5 +1,5 @@
-"""Program folders: the program of a plan, its manifest, the check of its ONNX file, and the flags of
-its ranks.
+"""Program folders: the program of a plan, its manifest, the check of its ONNX file, and the flags
+of its ranks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ def program_in(folder: Path) -> Path:
 
 
 def other_plan(program: Path, folder: Path) -> ConfigurationError:
-    """Return the error for a folder `program` that holds the program of another plan than `folder`."""
+    """Return the error for a folder `program` that holds the program of another plan than
+    `folder`.
+    """
     hint = f"autopipe codegen {shlex.quote(str(folder))} writes it again"
     return ConfigurationError(f"{program} is not the program of the plan in {folder}", hint)
 
 
 def open_program(folder: Path, model: Path | None, with_values: bool = True) -> Manifest:
-    """Return the manifest of the program in `folder`. `model` is the ONNX file if it is not where it
-    was planned.
+    """Return the manifest of the program in `folder`. `model` is the ONNX file if it is not where
+    it was planned.
 
     Raises ConfigurationError if there is no program, or if the ONNX file is missing or is not the
     file that was planned. Without `model`, the file is checked only if the program reads

@@ -168,8 +168,8 @@ def wanted_scores(configuration: Configuration) -> Scores | None:
 
 
 def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
-    """Return the name of the output that is the loss, or the cross-entropy to add to the model; None
-    for the loss that the model already has.
+    """Return the name of the output that is the loss, or the cross-entropy to add to the model;
+    None for the loss that the model already has.
     """
     from autopipe.passes.frontend import CrossEntropy
 

@@ -6,8 +6,8 @@ from autopipe.ir.plan import Summary
 
 
 def degrees_text(summary: Summary) -> str:
-    """Return the parallel degrees, the throughput of a device and the MFU; "" for a plan of a version
-    of autopipe that did not record degrees.
+    """Return the parallel degrees, the throughput of a device and the MFU; "" for a plan of a
+    version of autopipe that did not record degrees.
     """
     if summary.degrees is None:
         return ""
@@ -15,8 +15,8 @@ def degrees_text(summary: Summary) -> str:
 
 
 def rate_text(summary: Summary) -> str:
-    """Return the throughput of a device and the MFU (model FLOPs utilisation), such as `758 tokens/s
-    per device, MFU 35.1%`.
+    """Return the throughput of a device and the MFU (model FLOPs utilisation), such as `758
+    tokens/s per device, MFU 35.1%`.
     """
     rate, unit = summary.rate_per_device
     mfu = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"

@@ -122,8 +122,8 @@ def verify(
 
 
 def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
-    """Return a sentence about the first tensor that differs, in the order of computation, "" if it is
-    unknown.
+    """Return a sentence about the first tensor that differs, in the order of computation, "" if it
+    is unknown.
     """
     names = {
         each.tensor for check in failed for each in check.above if not each.difference <= each.limit
@@ -484,8 +484,8 @@ class Verification:
             return {each.tensor: each.relative for each in differences(outputs)}
 
         def note() -> str:
-            """Return a sentence if the optimizations of ONNX Runtime change its outputs by more than
-            the bound, otherwise "".
+            """Return a sentence if the optimizations of ONNX Runtime change its outputs by more
+            than the bound, otherwise "".
             """
             model.optimize()
             optimized.update(distances(self._reference_outputs(forward, model, seed)))
@@ -590,8 +590,8 @@ class Verification:
 
 
 def _filled_up(array: np.ndarray, shape: tuple[int, ...], batch_axis: int | None) -> np.ndarray:
-    """Return an output with a data-dependent number of rows as ranks return it: padded with zeros to
-    `shape`, except along the batch axis.
+    """Return an output with a data-dependent number of rows as ranks return it: padded with zeros
+    to `shape`, except along the batch axis.
     """
     if array.ndim != len(shape) or array.shape == shape:
         return array

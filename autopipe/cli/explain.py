@@ -402,7 +402,8 @@ def _plan_screen(found: PlanExplanation) -> list[RenderableType]:
         screen.append(Text(f"  {found.commands[plan.alternatives.index(following)]}"))
     screen.append(_help_table(found.helps, summary.samples_per_s))
     screen.append(
-        f"more: autopipe explain {shlex.quote(str(found.folder))} --node NAME, --stage K or --device D"
+        f"more: autopipe explain {shlex.quote(str(found.folder))} --node NAME, --stage K or "
+        "--device D"
     )
     return screen
 

@@ -166,7 +166,8 @@ def launch(output: Output, /, program: Path, settings: LaunchSettings) -> None:
         job = Job("", settings.nnodes or "1", None, "")
     elif job.nodes != "1":
         output.note(
-            f"{job.manager} runs {job.nodes} nodes, which meet at {settings.rdzv_endpoint or job.endpoint}"
+            f"{job.manager} runs {job.nodes} nodes, which meet at "
+            f"{settings.rdzv_endpoint or job.endpoint}"
         )
     config = LaunchConfig(
         nodes=_nodes(job.nodes),
@@ -295,7 +296,8 @@ class Launch:
         if 0 < steps <= (done := self._position().steps):
             more = "--steps or --epochs goes further"
             output.note(
-                f"training has ended: {self.settings.checkpoint} holds {done} {plural(done, 'step')} of "
+                f"training has ended: {self.settings.checkpoint} holds {done} "
+                f"{plural(done, 'step')} of "
                 f"{steps}; {more}"
             )
             return [], []

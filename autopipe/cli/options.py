@@ -1,5 +1,5 @@
-"""Options of several commands: the options of every command, which make its `Output`, and the options
-of a configuration.
+"""Options of several commands: the options of every command, which make its `Output`, and the
+options of a configuration.
 
 A command is a function with the decorators `@click.command()`, its own options and
 `@standard_options`. Modules that take long to import are imported inside the function. A command

@@ -172,9 +172,21 @@ def parsed_sizes(text: str, flag: str) -> tuple[int, ...]:
 
 _SHAPE = (4, 64, 64)
 _OPERATORS = (
-    "Mul", "MatMul", "Relu", "MatMul", "Softmax", "Add", "MatMul", "Tanh", "LayerNormalization", "MatMul",
-    "Sigmoid", "MatMul", "Erf", "Abs",
-)  # fmt: skip
+    "Mul",
+    "MatMul",
+    "Relu",
+    "MatMul",
+    "Softmax",
+    "Add",
+    "MatMul",
+    "Tanh",
+    "LayerNormalization",
+    "MatMul",
+    "Sigmoid",
+    "MatMul",
+    "Erf",
+    "Abs",
+)
 """Operators of a layer. The first one has a parameter, so that gradients flow through all matmuls
 of both stages.
 """

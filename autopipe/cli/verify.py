@@ -149,8 +149,8 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _by_spread(found: Measured) -> str:
-    """Return a sentence that says if differences between runs of ONNX Runtime explain the difference
-    of a tensor.
+    """Return a sentence that says if differences between runs of ONNX Runtime explain the
+    difference of a tensor.
     """
     verb = "is explained by" if found.difference <= found.limit else "is not explained by"
     return (

@@ -133,11 +133,23 @@ def _value_text(value: object) -> str:
 
 
 TAGS: Final = {
-    DType.FLOAT64: "F64", DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16",
-    DType.INT64: "I64", DType.INT32: "I32", DType.INT16: "I16", DType.INT8: "I8",
-    DType.UINT64: "U64", DType.UINT32: "U32", DType.UINT16: "U16", DType.UINT8: "U8", DType.BOOL: "BOOL",
-    DType.FLOAT8E4M3FN: "F8_E4M3", DType.FLOAT8E5M2: "F8_E5M2", DType.FLOAT8E8M0: "F8_E8M0",
-}  # fmt: skip
+    DType.FLOAT64: "F64",
+    DType.FLOAT32: "F32",
+    DType.FLOAT16: "F16",
+    DType.BFLOAT16: "BF16",
+    DType.INT64: "I64",
+    DType.INT32: "I32",
+    DType.INT16: "I16",
+    DType.INT8: "I8",
+    DType.UINT64: "U64",
+    DType.UINT32: "U32",
+    DType.UINT16: "U16",
+    DType.UINT8: "U8",
+    DType.BOOL: "BOOL",
+    DType.FLOAT8E4M3FN: "F8_E4M3",
+    DType.FLOAT8E5M2: "F8_E5M2",
+    DType.FLOAT8E8M0: "F8_E8M0",
+}
 """Names of element types in safetensors."""
 _PAIRS = {DType.COMPLEX64: "F32", DType.COMPLEX128: "F64"}
 _HEADER_ALIGNMENT = 8

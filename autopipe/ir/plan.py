@@ -1,9 +1,9 @@
-"""A finished plan (decisions, graph digest, predictions, alternatives) and its files: `plan.json`, and
-`schedule.json` with the order and the start times of tasks.
+"""A finished plan (decisions, graph digest, predictions, alternatives) and its files: `plan.json`,
+and `schedule.json` with the order and the start times of tasks.
 
-The blocks of the schedule are phases of stages, and its units are micro-batches of the step. A stage
-with smaller micro-batches runs several for each micro-batch of the step, and has a block for each of
-them.
+The blocks of the schedule are phases of stages, and its units are micro-batches of the step. A
+stage with smaller micro-batches runs several for each micro-batch of the step, and has a block for
+each of them.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Breakdown:
     sharded over all of these devices.
     """
     update_s: float = 0.0
-    """The update beyond the fraction of a device in linear speed-up: its launch, and updates of equal
-    parameters by several devices.
+    """The update beyond the fraction of a device in linear speed-up: its launch, and updates of
+    equal parameters by several devices.
     """
     launch_overhead_s: Annotated[float, FormerKey("launches_s")] = 0.0
     """Overhead of launches, of starts of tasks and of posted messages, and the lower efficiency of
@@ -236,8 +236,8 @@ class Summary:
     gap: float | None
     """Fraction of the period, or of the step, above the proven lower bound; 0 if it is optimal."""
     communication_bytes: tuple[tuple[str, Index], ...] | None
-    """Bytes that the communication of a step moves over all devices, by kind (`ir/program.py`); None
-    if code generation does not support the placement.
+    """Bytes that the communication of a step moves over all devices, by kind (`ir/program.py`);
+    None if code generation does not support the placement.
     """
     splits: SplitProof | None = None
     costs: Annotated[CostCoverage | None, OmitDefault()] = None
@@ -278,9 +278,19 @@ class Plan:
     """
 
     written: ClassVar = (
-        "model", "graph_digest", "mode", "batch_size", "loss_division", "summary", "memory_limits", "device_names",
-        "placement", "prediction", "breakdown", "alternatives",
-    )  # fmt: skip
+        "model",
+        "graph_digest",
+        "mode",
+        "batch_size",
+        "loss_division",
+        "summary",
+        "memory_limits",
+        "device_names",
+        "placement",
+        "prediction",
+        "breakdown",
+        "alternatives",
+    )
     model: str
     graph_digest: str
     mode: Annotated[str, Fits(("train", "infer").__contains__, "train or infer")]
@@ -419,7 +429,9 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Placement) -> None:
-    """Raise ConfigurationError if predictions or messages do not fit the stages of the placement."""
+    """Raise ConfigurationError if predictions or messages do not fit the stages of the
+    placement.
+    """
     if len(prediction.stages) != len(placement.stages):
         record.at("stages").refuse(
             f"one entry for each of {len(placement.stages)} "
@@ -448,8 +460,8 @@ _HALVES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
 def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
-    """Return the schedule of a plan as lists, dicts and scalars, with times in seconds and memory in
-    bytes.
+    """Return the schedule of a plan as lists, dicts and scalars, with times in seconds and memory
+    in bytes.
 
     The memory of a block is the change of occupied memory: positive for a forward, which saves
     tensors for backward; negative for a backward, or for both of its halves together.
@@ -552,8 +564,8 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
 def _orders_of(
     tasks: JsonRecord, kinds: list[Kind], stages: StageGraph
 ) -> Iterator[tuple[Task, ...]]:
-    """Yield the order of tasks of each device. Devices with equal lists, as in a device group, share
-    one tuple.
+    """Yield the order of tasks of each device. Devices with equal lists, as in a device group,
+    share one tuple.
     """
 
     def task_of(record: JsonRecord) -> Task:

@@ -1,5 +1,5 @@
-"""Assembly of a `Plan` from a placement, a schedule and a simulated step, with the metrics that users
-compare.
+"""Assembly of a `Plan` from a placement, a schedule and a simulated step, with the metrics that
+users compare.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def finished_plan(
 def _communication_bytes(
     problem: Problem, placement: Placement
 ) -> tuple[tuple[str, int], ...] | None:
-    """Return the bytes that the communication of a step moves, by kind; None if code generation does
-    not support the placement.
+    """Return the bytes that the communication of a step moves, by kind; None if code generation
+    does not support the placement.
     """
     loss = problem.loss if problem.train else None
     count = problem.micro_batches

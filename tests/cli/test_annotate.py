@@ -111,7 +111,7 @@ def test_what_does_not_fit_the_annotations_is_refused(annotated: CommandLine) ->
             "--strategy",
             strategy,
         )
-        annotated.refuses(2, words, "strategy manual follows any")
+        annotated.refuses(2, words, "use strategy manual, which follows all")
 
 
 def test_the_annotated_model_is_written_where_it_can_be(annotated: CommandLine) -> None:

@@ -115,11 +115,11 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     ),
     "a split that no degree divides": (
         perceptron(width=6), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {k: 4}}]"),
-        ("'matmul_a'", "axis 'k' into 4 parts", "extent 6", "3 devices"),
+        ("'matmul_a'", "axis 'k' into 4 parts", "size 6", "3 devices"),
     ),
     "a split into more parts than devices": (
         perceptron(), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {b: 4, n: 2}}]"),
-        ("'matmul_a'", "8 parts (m:4, n:2)", "stage 0 has 4 devices"),
+        ("'matmul_a'", "8 parts of this node (m:4, n:2)", "stage 0 has 4 devices"),
     ),
     "a group that is larger than the cluster": (
         perceptron(), 2, (*MANUAL, "constraints=[{match: '*', devices: [0, 1, 2, 3, 4, 5, 6, 7]}]"),

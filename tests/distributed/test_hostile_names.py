@@ -54,7 +54,7 @@ KNOWN = {
     "INPUTS", "OUTPUTS", "PARAMETERS", "CONSTANTS", "forward", "p", "_", "tanh", "matmul", "mean", "dim", "group",
     "all_reduce", "all_gather", "reduce_scatter", "slice", "average", "float64", "rank", "Rank", "__file__",
     "__name__", "main", "step", "stage", "Data", "Recv", "Send", "Loss", "Recompute", "channel", "gradient", "offsets",
-    "share", "range", "i", "recv", "send", "recv_gradient", "backward", "send_gradient", "addmm", "sum",
+    "weight", "range", "i", "recv", "send", "recv_gradient", "backward", "send_gradient", "addmm", "sum",
 }  # fmt: skip
 MADE = re.compile(r"x\d+|s\d+|stage_\d+|w\d+|c\d+")
 

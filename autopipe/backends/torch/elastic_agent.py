@@ -359,9 +359,14 @@ def run_agent(
     handler = Handler(place, ranks)
     entry, *words = python_command(*command)
     spec = WorkerSpec(
-        role="rank", local_world_size=ranks, entrypoint=entry, args=tuple(words), rdzv_handler=handler,
-        max_restarts=max_restarts, monitor_interval=_POLL_S,
-    )  # fmt: skip
+        role="rank",
+        local_world_size=ranks,
+        entrypoint=entry,
+        args=tuple(words),
+        rdzv_handler=handler,
+        max_restarts=max_restarts,
+        monitor_interval=_POLL_S,
+    )
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
     starter = server or ForkServer()  # A server that has not been entered starts interpreters.

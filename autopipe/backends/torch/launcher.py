@@ -126,9 +126,16 @@ def launch_program(
     place = Place()
     if nodes > 1:
         place = Place(
-            nodes, config.rendezvous_endpoint, name, config.rendezvous_key, config.node, config.local_address,
-            config.gpus, config.hosts, config.timeouts.start_s,
-        )  # fmt: skip
+            nodes,
+            config.rendezvous_endpoint,
+            name,
+            config.rendezvous_key,
+            config.node,
+            config.local_address,
+            config.gpus,
+            config.hosts,
+            config.timeouts.start_s,
+        )
     timeouts = config.timeouts
     stop_s = timeouts.step_s + timeouts.checkpoint_s if config.saves else 0.0
     failure: Failure | None = None

@@ -1,10 +1,10 @@
 """Torch's private interfaces, and public ones that differ between versions: no other module of
 autopipe names them.
 
-`OLDEST` and newer versions of torch are supported; docs/reference/versions.md lists the versions that ran the
-tests. `MEMBERS` lists private attributes and methods that other modules read or override on torch's
-objects. `tests/backends/torch/test_torch_interfaces.py` checks each name, each signature and each
-member.
+`OLDEST` and newer versions of torch are supported; docs/reference/versions.md lists the versions
+that ran the tests. `MEMBERS` lists private attributes and methods that other modules read or
+override on torch's objects. `tests/backends/torch/test_torch_interfaces.py` checks each name, each
+signature and each member.
 
 Names of `_PLACES` are imported when they are first asked for, because torch's elastic agent, fake
 tensors and compiler take up to a second each to import.

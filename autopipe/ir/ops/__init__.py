@@ -25,8 +25,15 @@ from autopipe.ir.ops.operator import OPERATORS, Operator, Signature, qualified_n
 from autopipe.ir.space import Space
 
 __all__ = [
-    "OPERATORS", "Operator", "Signature", "operator_of", "qualified_name", "signature_of", "space_of", "spaces_of",
-]  # fmt: skip
+    "OPERATORS",
+    "Operator",
+    "Signature",
+    "operator_of",
+    "qualified_name",
+    "signature_of",
+    "space_of",
+    "spaces_of",
+]
 _FAMILIES = (
     attention,
     elementwise,

@@ -283,13 +283,23 @@ def _suppression_flops(signature: Signature, space: Space) -> float:
 REGIONS = (
     Operator("RoiAlign", _ROI_ALIGN, "memory", per_result(16.0), 2.0, keeps=("0", "1", "2")),
     Operator("MaxRoiPool", _ROI_POOL, "memory", per_result(16.0), 2.0, keeps=("0", "1", ">0")),
-    Operator("NonMaxSuppression", opaque, "elementwise", _suppression_flops, static=(2,), differentiable=False),
-    # Results: per image and class, the indices of the selected boxes, padded with -1.
     Operator(
-        "autopipe.NonMaxSuppression", notated("b 1 1, b c 1 -> b c 1"), "elementwise", _suppression_flops,
+        "NonMaxSuppression",
+        opaque,
+        "elementwise",
+        _suppression_flops,
+        static=(2,),
         differentiable=False,
     ),
-)  # fmt: skip
+    # Results: per image and class, the indices of the selected boxes, padded with -1.
+    Operator(
+        "autopipe.NonMaxSuppression",
+        notated("b 1 1, b c 1 -> b c 1"),
+        "elementwise",
+        _suppression_flops,
+        differentiable=False,
+    ),
+)
 
 _DRAW = 25.0
 """FLOPs per random value: ten rounds of Philox generate four values."""

@@ -391,9 +391,18 @@ POOLING = (
 
 
 ACTIVATIONS = {
-    "affine", "elu", "hardsigmoid", "leakyrelu", "relu", "scaledtanh", "sigmoid", "softplus", "softsign", "tanh",
+    "affine",
+    "elu",
+    "hardsigmoid",
+    "leakyrelu",
+    "relu",
+    "scaledtanh",
+    "sigmoid",
+    "softplus",
+    "softsign",
+    "tanh",
     "thresholdedrelu",
-}  # fmt: skip
+}
 """Activations of recurrent layers, in lower case because their names are not case-sensitive."""
 
 

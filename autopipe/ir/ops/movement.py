@@ -370,12 +370,17 @@ def _numbers(signature: Signature, index: int) -> tuple[float, ...]:
 _WORDS = {
     "mode": {"nearest", "linear", "cubic"},
     "coordinate_transformation_mode": {
-        "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize",
+        "half_pixel",
+        "half_pixel_symmetric",
+        "pytorch_half_pixel",
+        "align_corners",
+        "asymmetric",
+        "tf_crop_and_resize",
         "tf_half_pixel_for_nn",
     },
     "nearest_mode": {"round_prefer_floor", "round_prefer_ceil", "floor", "ceil"},
     "keep_aspect_ratio_policy": {"stretch", "not_larger", "not_smaller"},
-}  # fmt: skip
+}
 """Allowed values of the text attributes of Resize."""
 
 

@@ -1,5 +1,5 @@
-"""Analyses of a graph and its stages that several passes use: gradients and saved tensors, resharding,
-chains of blocks, micro-batches, losses of a batch.
+"""Analyses of a graph and its stages that several passes use: gradients and saved tensors,
+resharding, chains of blocks, micro-batches, losses of a batch.
 
 This package imports `ir` and `passes/frontend`, but no other pass.
 """

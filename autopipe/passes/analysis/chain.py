@@ -137,8 +137,8 @@ def make_chain(
 def values_between(
     graph: Graph, block_of: Mapping[int, int]
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """Yield (value, block that computes it, other blocks that read it in ascending order) of each value
-    that leaves its block.
+    """Yield (value, block that computes it, other blocks that read it in ascending order) of each
+    value that leaves its block.
 
     Nodes in no block are ignored. So are `recomputed_nodes`, which each block computes itself.
     """
@@ -155,8 +155,8 @@ def values_between(
 
 
 def crossing_bytes(graph: Graph, position: Mapping[int, int]) -> NDArray[np.float64]:
-    """Return, for each position p of a chain of all nodes, the bytes of the values that are produced
-    before p and read at p or later.
+    """Return, for each position p of a chain of all nodes, the bytes of the values that are
+    produced before p and read at p or later.
     """
     change = np.zeros(len(position) + 1)
     for name, start, readers in values_between(graph, position):
@@ -170,8 +170,8 @@ def choose_cuts(
 ) -> list[int]:
     """Return up to `limit` positions of block boundaries, in ascending order.
 
-    Half of the boundaries are distributed evenly over the work; the others are at the positions with
-    the fewest crossing bytes. Without more than `limit` nodes, each node is a block.
+    Half of the boundaries are distributed evenly over the work; the others are at the positions
+    with the fewest crossing bytes. Without more than `limit` nodes, each node is a block.
     """
     count = len(seconds)
     if count <= limit:
@@ -216,8 +216,8 @@ def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
 
 
 def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matrix:
-    """Return the matrix that has at [i, j] the sum of the weights of the items with at least one block
-    in i to j - 1.
+    """Return the matrix that has at [i, j] the sum of the weights of the items with at least one
+    block in i to j - 1.
 
     An item is a pair (blocks in ascending order, weight). An item counts at the first of its blocks
     that is in the range.
@@ -226,8 +226,8 @@ def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matri
 
 
 def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """Return the matrix that has at [i, j] the sum of the weights of the values that a block before i
-    produces and a block of i to j - 1 reads.
+    """Return the matrix that has at [i, j] the sum of the weights of the values that a block before
+    i produces and a block of i to j - 1 reads.
 
     A value is a triple (producing block, reading blocks in ascending order, weight). A value counts
     at the first of its readers that is in the range.
@@ -244,8 +244,8 @@ def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) ->
 
 
 def outgoing_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
-    """Return the matrix that has at [i, j] the sum of the weights of the values that a block of i to
-    j - 1 produces and block j or a later block reads. `values` are as in `incoming_sums`.
+    """Return the matrix that has at [i, j] the sum of the weights of the values that a block of i
+    to j - 1 produces and block j or a later block reads. `values` are as in `incoming_sums`.
     """
     weights = np.zeros((count, count + 1))
     for producer, readers, weight in values:

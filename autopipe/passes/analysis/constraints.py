@@ -20,8 +20,8 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import SampleAxes
 
 BATCH_AXIS = "b"
-"""Name of the batch axis in the split of a constraint, independent of its name in the iteration space
-of an operator.
+"""Name of the batch axis in the split of a constraint, independent of its name in the iteration
+space of an operator.
 """
 
 
@@ -85,8 +85,8 @@ def resolved_constraints(
 
 
 def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
-    """Return the possible micro-batch sizes: the sizes that constraints require, or all sizes that the
-    problem permits if constraints require none of them.
+    """Return the possible micro-batch sizes: the sizes that constraints require, or all sizes that
+    the problem permits if constraints require none of them.
     """
     required = {each.constraint.micro_batch_size for each in resolved} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)

@@ -1,5 +1,5 @@
-"""Analyses of backward: the values that have a gradient, the tensors that each node saves for backward,
-and the weight gradients that a split backward computes in its second task.
+"""Analyses of backward: the values that have a gradient, the tensors that each node saves for
+backward, and the weight gradients that a split backward computes in its second task.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ def most_widened(precision: str) -> int:
 
 @remembered(GRAPHS)
 def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return, for each node, the indices of the operands whose gradients the weight-gradient task of a
-    split backward computes.
+    """Return, for each node, the indices of the operands whose gradients the weight-gradient task
+    of a split backward computes.
 
     These operands are trainable parameters of at least two dimensions, or views of them, whose
-    gradient needs a matmul or a scatter of its own (`Operator.weights`). The gradient of a vector is
-    a sum, which is cheaper to compute immediately than to postpone.
+    gradient needs a matmul or a scatter of its own (`Operator.weights`). The gradient of a vector
+    is a sum, which is cheaper to compute immediately than to postpone.
     """
 
     differentiable = differentiable_values(graph)
@@ -148,8 +148,8 @@ def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def viewed(graph: Graph, name: str) -> str:
-    """Return the value that `name` is a view of, through any number of views; `name` itself if it is no
-    view.
+    """Return the value that `name` is a view of, through any number of views; `name` itself if it
+    is no view.
     """
     return views(graph).get(name, name)
 
@@ -217,8 +217,8 @@ class AttentionTensor:
 def attention_tensors(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
 ) -> dict[int, AttentionTensor]:
-    """Return the additional tensor of each attention that has one, by node, on GPUs of compute capability
-    `capability`.
+    """Return the additional tensor of each attention that has one, by node, on GPUs of compute
+    capability `capability`.
 
     Attention in torch's math kernel writes its probabilities, in fp32 or a wider type. The fused
     kernel that repeats heads writes keys and values for each query head. An attention that is
@@ -320,8 +320,8 @@ def kept_values(
     capability: Capability | None = None,
     made: tuple[str, ...] = (),
 ) -> tuple[tuple[SavedTensor, ...], ...]:
-    """Return the tensors that each node saves for backward, at `precision` on GPUs of compute capability
-    `capability`, or on CPUs if it is None.
+    """Return the tensors that each node saves for backward, at `precision` on GPUs of compute
+    capability `capability`, or on CPUs if it is None.
 
     - Parameters, constants and graph inputs exist in any case and do not count.
     - The 16-bit copies that autocast creates of the operands of a matmul count: one copy of a
@@ -437,8 +437,8 @@ def _saved_by_iterations(
     tensor: Callable[[str, Dimensions], Kept],
     target: tuple[str, Capability | None],
 ) -> Iterator[Kept]:
-    """Yield the tensors that a loop saves: the saved tensors of its body times the number of iterations,
-    except tensors that all iterations read, which exist once.
+    """Yield the tensors that a loop saves: the saved tensors of its body times the number of
+    iterations, except tensors that all iterations read, which exist once.
     """
     body = trained_body(graph, node)
     states = node.integer("states")

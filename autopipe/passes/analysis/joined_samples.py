@@ -20,11 +20,29 @@ from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.space import AxisKind
 from autopipe.passes.frontend.loss import LOSSES
 
-_ORDERED: Final = frozenset({
-    "ArgMax", "ArgMin", "CausalConvWithState", "CumProd", "CumSum", "GRU", "Hardmax", "LSTM", "LinearAttention", "RNN",
-    "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
-    "ReverseSequence", "TopK",
-})  # fmt: skip
+_ORDERED: Final = frozenset(
+    {
+        "ArgMax",
+        "ArgMin",
+        "CausalConvWithState",
+        "CumProd",
+        "CumSum",
+        "GRU",
+        "Hardmax",
+        "LSTM",
+        "LinearAttention",
+        "RNN",
+        "ReduceL2",
+        "ReduceLogSum",
+        "ReduceLogSumExp",
+        "ReduceMax",
+        "ReduceMean",
+        "ReduceMin",
+        "ReduceProd",
+        "ReverseSequence",
+        "TopK",
+    }
+)
 """Operators that read all elements along an axis that cannot be split."""
 _PLACING: Final = frozenset({"Concat", "GatherND", "Pad", "ScatterElements", "ScatterND", "Tile"})
 """Operators that move samples by constant indices or sizes. If the samples cannot be followed into
@@ -33,10 +51,32 @@ the result, micro-batches change the result; for example, each micro-batch would
 _JOINT: Final = (AxisKind.SUM, AxisKind.JOINT, AxisKind.AGREED)
 _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
 """Operators whose result depends on other samples only through rounding."""
-_LINEAR: Final = frozenset({
-    "Add", "Cast", "Concat", "Div", "Expand", "Flatten", "Gather", "Identity", "MatMul", "Mul", "Neg", "ReduceMean",
-    "ReduceSum", "Reshape", "Slice", "Split", "Squeeze", "Sub", "Sum", "Tile", "Transpose", "Unsqueeze",
-})  # fmt: skip
+_LINEAR: Final = frozenset(
+    {
+        "Add",
+        "Cast",
+        "Concat",
+        "Div",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "MatMul",
+        "Mul",
+        "Neg",
+        "ReduceMean",
+        "ReduceSum",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Sub",
+        "Sum",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
 """Operators for which the mean over equal micro-batches of the results is the result for the mean,
 if at most one factor differs between micro-batches.
 """

@@ -24,8 +24,8 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The part of a value that a micro-batch of the sender and a micro-batch of the receiver have in
-    common.
+    """The part of a value that a micro-batch of the sender and a micro-batch of the receiver have
+    in common.
 
     source_slice, target_slice: the micro-batches of the sender and receiver to which it applies.
     sent: the part in coordinates of the sender's value.
@@ -95,8 +95,8 @@ def _boxes(
 def block_transfers(
     hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: Shared
 ) -> Iterator[tuple[int, int, TensorSlice, TensorSlice]]:
-    """Yield (sender, receiver, slice of the sender's local tensor, slice of the receiver's local tensor)
-    of each message from one group of devices to another.
+    """Yield (sender, receiver, slice of the sender's local tensor, slice of the receiver's local
+    tensor) of each message from one group of devices to another.
 
     hold, need: layouts of the value in the groups `senders` and `receivers`.
 
@@ -131,8 +131,8 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
     """Raise InfeasibleError for a value that cannot pass between micro-batches of `source` and of
     `target` samples.
 
-    Such a value depends on samples but has no single batch dimension. For example, the mean over the
-    samples of one micro-batch does not give the mean over a micro-batch of another size.
+    Such a value depends on samples but has no single batch dimension. For example, the mean over
+    the samples of one micro-batch does not give the mean over a micro-batch of another size.
     """
     places = batch.values.get(name, ())
     if source == target or len(places) == 1:
@@ -150,8 +150,8 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
 
 
 def micro_batch_size(graph: Graph, placement: Placement) -> int:
-    """Return the samples of one micro-batch of the graph; the maximum over stages if no input has a batch
-    axis.
+    """Return the samples of one micro-batch of the graph; the maximum over stages if no input has a
+    batch axis.
     """
     for name, axis in graph.batch_axes:
         return graph.type_of(name).shape[axis]

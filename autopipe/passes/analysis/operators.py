@@ -1,4 +1,5 @@
-"""Per node: the operator definition, iteration space and batch axis. Per value: the bytes per element.
+"""Per node: the operator definition, iteration space and batch axis. Per value: the bytes per
+element.
 
 With precision `bf16` or `fp16`, parameters stay in fp32. Autocast converts the operands and results
 of matmuls, convolutions and recurrent operators to 16 bits, including a bias that is added in the
@@ -28,8 +29,8 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class OpInstance:
-    """An operator applied to operands of given types. `flops` are the FLOPs of one forward of the unsplit
-    node.
+    """An operator applied to operands of given types. `flops` are the FLOPs of one forward of the
+    unsplit node.
     """
 
     row: Operator
@@ -41,8 +42,8 @@ class OpInstance:
 def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
     """Return the `OpInstance` of each node.
 
-    Nodes with equal operator, attributes, tensor types and constants share one object, so that equal
-    layers are analysed once. Raises ModelError for an operator without a definition.
+    Nodes with equal operator, attributes, tensor types and constants share one object, so that
+    equal layers are analysed once. Raises ModelError for an operator without a definition.
     """
     known: dict[Hashable, OpInstance] = {}
     found = []
@@ -77,7 +78,9 @@ class SampleAxes:
         return value in self.batch.values
 
     def divides(self, node: int, degree: int) -> bool:
-        """True if `degree` replicas can divide the samples of a node equally, or the node has none."""
+        """True if `degree` replicas can divide the samples of a node equally, or the node has
+        none.
+        """
         axis = self.axes[node]
         return axis is None or degree == 1 or is_even_split(self.uses[node].space, axis, degree)
 
@@ -86,8 +89,8 @@ class SampleAxes:
     ) -> tuple[tuple[int, tuple[Split, ...]], ...]:
         """Return the splits that divide the samples of `nodes` among `degree` devices.
 
-        Nodes without samples are not split. Raises InfeasibleError, with the node, if an axis cannot
-        be divided equally.
+        Nodes without samples are not split. Raises InfeasibleError, with the node, if an axis
+        cannot be divided equally.
         """
         if degree == 1:
             return ()
@@ -118,7 +121,9 @@ def sample_axes(graph: Graph) -> SampleAxes:
 
 @remembered(GRAPHS)
 def bias_additions(graph: Graph) -> dict[int, int]:
-    """Return, for each matmul whose only reader adds a bias to its result, the node of the addition."""
+    """Return, for each matmul whose only reader adds a bias to its result, the node of the
+    addition.
+    """
     reads = Counter(name for node in graph.nodes for name in node.inputs)
     reads.update(graph.outputs)
     found: dict[int, int] = {}
@@ -154,8 +159,8 @@ _COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), LINEAR_CROSS_E
 
 @remembered(GRAPHS)
 def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
-    """Return the fp32 parameters of which ranks keep a 16-bit copy, which is updated once per step and
-    replaces the parameter for all readers.
+    """Return the fp32 parameters of which ranks keep a 16-bit copy, which is updated once per step
+    and replaces the parameter for all readers.
 
     These are the parameters of at least two dimensions that only matmuls and convolutions read, and
     that are not outputs. Autocast copies other parameters in each forward.

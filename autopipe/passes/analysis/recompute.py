@@ -43,7 +43,9 @@ _BIAS_PENALTY = 2**10
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The nodes of each segment of a stage, and the values that pass from a segment to a later one."""
+    """The nodes of each segment of a stage, and the values that pass from a segment to a later
+    one.
+    """
 
     nodes: tuple[tuple[int, ...], ...]
     passing: frozenset[str]
@@ -52,8 +54,8 @@ class Segments:
 
 @remembered(GRAPHS)
 def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
-    """Return a function from (nodes of a stage in execution order, number of micro-batches in flight) to
-    the segments of the stage.
+    """Return a function from (nodes of a stage in execution order, number of micro-batches in
+    flight) to the segments of the stage.
 
     Callers pass `Placement.length` as the number of micro-batches in flight.
     """
@@ -124,8 +126,8 @@ def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -
 
 
 def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """Return, for each value, the positions of the node that writes it and of the last node that reads
-    it or a view of it.
+    """Return, for each value, the positions of the node that writes it and of the last node that
+    reads it or a view of it.
 
     Views have no entry, except views of parameters: such a view that crosses a boundary has a
     gradient of its own, as large as the parameter.

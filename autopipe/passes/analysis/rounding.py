@@ -1,5 +1,5 @@
-"""The number of successive roundings on the paths of a graph in forward and backward, which bounds the
-numerical error of a step.
+"""The number of successive roundings on the paths of a graph in forward and backward, which bounds
+the numerical error of a step.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
 
 
 def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple[int, int]:
-    """Return (sums, narrow): the maximum number of successive roundings of sums, and of results in 16
-    bits, over all paths. `flowing` are the values with a gradient.
+    """Return (sums, narrow): the maximum number of successive roundings of sums, and of results in
+    16 bits, over all paths. `flowing` are the values with a gradient.
     """
     widths = element_bytes(graph, precision)
     sums: dict[str, int] = {}
@@ -101,8 +101,8 @@ def _floating(graph: Graph, node: Node) -> Iterator[Value]:
 
 
 def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
-    """Return the successive roundings of an element of `tensor`, which is a result of the node or an
-    operand whose gradient the node computes.
+    """Return the successive roundings of an element of `tensor`, which is a result of the node or
+    an operand whose gradient the node computes.
     """
     elements = max(tensor.elements, 1)
     if node.op in _INTERPOLATIONS and node.text("mode", _INTERPOLATIONS[node.op]) != "nearest":

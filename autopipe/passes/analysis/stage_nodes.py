@@ -13,8 +13,8 @@ from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class StageNodes:
-    """The nodes of a stage in topological order with their splits, and the values that other stages or
-    the program's outputs need from the stage.
+    """The nodes of a stage in topological order with their splits, and the values that other stages
+    or the program's outputs need from the stage.
     """
 
     nodes: tuple[tuple[int, tuple[Split, ...]], ...]

@@ -1,4 +1,5 @@
-"""Strategy `auto`: search all strategies and schedules for the plan with the shortest simulated step.
+"""Strategy `auto`: search all strategies and schedules for the plan with the shortest simulated
+step.
 
 `candidates` lists the candidates, `search` tries them, `choose` controls the search, `workers` runs
 strategies in other processes, and `plan_cache` stores results between runs. This package may import

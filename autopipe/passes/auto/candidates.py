@@ -1,6 +1,6 @@
-"""The candidates of strategy `auto`: each placement strategy with the options that schedules need, in
-ascending order of planning time; and the rules that skip candidates whose search would take too long
-for the size of the problem.
+"""The candidates of strategy `auto`: each placement strategy with the options that schedules need,
+in ascending order of planning time; and the rules that skip candidates whose search would take too
+long for the size of the problem.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Candidate:
     shard: bool = False
     """True if replicas shard the optimizer state."""
     scores: Scores | None = None
-    """`keep` if losses save their logits, `recompute` if they recompute them; None for the variant of
-    the request.
+    """`keep` if losses save their logits, `recompute` if they recompute them; None for the variant
+    of the request.
     """
 
     def settled(self, request: Request) -> Request:
@@ -56,8 +56,8 @@ class Candidate:
         )
 
     def choice(self, request: Request, schedule: str | None = None) -> Choice:
-        """Return the choice whose command-line flags reproduce this candidate. Options are written as
-        JSON, which YAML also reads.
+        """Return the choice whose command-line flags reproduce this candidate. Options are written
+        as JSON, which YAML also reads.
         """
         assert dataclasses.is_dataclass(self.strategy)
         settled = self.settled(request)
@@ -109,11 +109,13 @@ that a first plan is found soon. Shape x is for Chimera; several stages per rank
 """
 
 _WITH_AND_WITHOUT = ("tepdist",)
-"""Strategies that search with and without recomputation at the same time. If memory may be short, one
-search with recomputation replaces two searches.
+"""Strategies that search with and without recomputation at the same time. If memory may be short,
+one search with recomputation replaces two searches.
 """
 _FOLLOWERS = ("explicit", "manual")
-"""Strategies that follow the user's instructions. `manual` is a candidate if there are constraints."""
+"""Strategies that follow the user's instructions. `manual` is a candidate if there are
+constraints.
+"""
 
 
 def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
@@ -127,7 +129,9 @@ def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
 
 
 def strategies_of(request: Request) -> tuple[str, ...]:
-    """Return the distinct names of the candidates' strategies, without importing built-in strategies."""
+    """Return the distinct names of the candidates' strategies, without importing built-in
+    strategies.
+    """
     names = dict.fromkeys(name for name, _ in _forms(request))
     return tuple(name if name in STRATEGIES else strategy_class(name).name for name in names)
 
@@ -142,8 +146,8 @@ def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _BRANCHED = ("m", "nn", "k")
-"""Shapes of tessel_shapes that combine stages on all devices with stages on one device. No published
-schedule supports them.
+"""Shapes of tessel_shapes that combine stages on all devices with stages on one device. No
+published schedule supports them.
 """
 
 
@@ -234,8 +238,8 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
 
 
 def in_common(candidate: Candidate) -> object:
-    """Return a key that is equal for candidates that share most of their work, so that one process should
-    run them.
+    """Return a key that is equal for candidates that share most of their work, so that one process
+    should run them.
     """
     if candidate.strategy.name in _MUCH_IN_COMMON:
         return candidate.strategy.name, *(getattr(candidate, name) for name in _OTHER_FIELDS)
@@ -243,12 +247,16 @@ def in_common(candidate: Candidate) -> object:
 
 
 def is_searched(scheduler: Scheduler) -> bool:
-    """True if the scheduler searches an order of tasks, which takes longer than all published schedules."""
+    """True if the scheduler searches an order of tasks, which takes longer than all published
+    schedules.
+    """
     return scheduler.name == "tessel"
 
 
 def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | None:
-    """Return the reason to skip a scheduler that would search too long for the placement, or None."""
+    """Return the reason to skip a scheduler that would search too long for the placement, or
+    None.
+    """
     stages = len(placed.placement.stages)
     count = placed.problem.micro_batches
     if not is_searched(scheduler) or stages * count <= _MAX_SEARCHED:
@@ -260,7 +268,7 @@ def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | N
 
 
 def is_large(placed: Placed) -> bool:
-    """True if a step has more than `_MAX_TASKS` tasks, so that it is simulated only if its lower bound is
-    below the best step.
+    """True if a step has more than `_MAX_TASKS` tasks, so that it is simulated only if its lower
+    bound is below the best step.
     """
     return len(placed.placement.stages) * placed.problem.micro_batches > _MAX_TASKS

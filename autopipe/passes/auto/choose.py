@@ -58,11 +58,12 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
-"""Schedules that support any placement with one micro-batch size. kFkB also supports different sizes.
+"""Schedules that support any placement with one micro-batch size. kFkB also supports different
+sizes.
 """
 _LAST = ("tessel",)
-"""Schedules that are searched. They take the longest, and are not needed if another schedule reaches
-the lower bound.
+"""Schedules that are searched. They take the longest, and are not needed if another schedule
+reaches the lower bound.
 """
 
 
@@ -147,7 +148,9 @@ def weigh(
 
 
 def weighed_names(request: Request) -> tuple[str, ...]:
-    """Return the names of the passes that run during `choose`, roughly in the order of their first run."""
+    """Return the names of the passes that run during `choose`, roughly in the order of their first
+    run.
+    """
     schedulers = [
         name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names()
     ]
@@ -213,8 +216,8 @@ _MIN_MICRO_BATCHES = 16
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
-    """Return the candidate of a rule of thumb: tensor parallelism inside a node, the minimum number of
-    pipeline stages that fits the memory, and data parallelism over the remaining devices.
+    """Return the candidate of a rule of thumb: tensor parallelism inside a node, the minimum number
+    of pipeline stages that fits the memory, and data parallelism over the remaining devices.
 
     Stages recompute if memory requires it. None if the request determines micro-batches or has
     constraints, if the schedule does not support such stages, or if the batch is not divisible.
@@ -252,8 +255,8 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
 
 
 def refine(search: PlanSearch) -> Iterator[Candidate]:
-    """Yield the skipped grids with several stages per rank, with the pipeline, micro-batches and other
-    settings of the best grid.
+    """Yield the skipped grids with several stages per rank, with the pipeline, micro-batches and
+    other settings of the best grid.
     """
     best = search.best
     if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
@@ -282,15 +285,17 @@ this search starts early.
 _ALWAYS_OR_NEVER = ("pase",)
 """Strategies whose search counts equal memory for a stage with and without recomputation."""
 _NEAR = 1.5
-"""Maximum ratio of a candidate's lower bound to the best step for which more numbers of micro-batches
-are tried.
+"""Maximum ratio of a candidate's lower bound to the best step for which more numbers of
+micro-batches are tried.
 """
 
 
 def foreseeable(
     every: Iterable[Candidate], problem: Problem, request: Request
 ) -> Iterator[Candidate]:
-    """Yield slow candidates that are usually tried after all others, so that they can start early."""
+    """Yield slow candidates that are usually tried after all others, so that they can start
+    early.
+    """
     if _may_share(problem, request):
         yield from (
             replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARDED
@@ -312,10 +317,10 @@ def try_variations(
 ) -> None:
     """Try variations of the candidates that exceed memory and of the most promising candidates.
 
-    The order of the variations: other numbers of micro-batches for strategies that do not choose the
-    number; losses that recompute their logits; recomputation of stages if memory is short; sharded
-    optimizer state for the best candidates and for candidates without a plan. Each variation uses
-    the results of the preceding ones.
+    The order of the variations: other numbers of micro-batches for strategies that do not choose
+    the number; losses that recompute their logits; recomputation of stages if memory is short;
+    sharded optimizer state for the best candidates and for candidates without a plan. Each
+    variation uses the results of the preceding ones.
 
     problem: the problem with the largest micro-batches that the model supports.
     short: True if memory may not suffice for a training step.
@@ -379,8 +384,8 @@ class _Variations:
         )
 
     def sharing(self) -> list[Candidate]:
-        """Return candidates with sharded optimizer state: of the best candidates whose parameters are
-        replicated, and of candidates that exceed memory.
+        """Return candidates with sharded optimizer state: of the best candidates whose parameters
+        are replicated, and of candidates that exceed memory.
         """
         request = self.search.request
         if not _may_share(self.problem, request):
@@ -409,8 +414,8 @@ class _Variations:
         return found
 
     def given_counts(self) -> list[Candidate]:
-        """Return the candidates whose strategy does not choose the number of micro-batches and has no
-        variant that does.
+        """Return the candidates whose strategy does not choose the number of micro-batches and has
+        no variant that does.
         """
         request = self.search.request
         if request.micro_batches is not None or request.micro_batch_size is not None:
@@ -427,8 +432,8 @@ class _Variations:
         ]
 
     def climb_all(self, given: Iterable[Candidate]) -> None:
-        """Search the number of micro-batches of each candidate by hill climbing, from its own number or
-        that of the best plan.
+        """Search the number of micro-batches of each candidate by hill climbing, from its own
+        number or that of the best plan.
 
         Other processes start the first steps of the climbs in advance. Results that are not needed
         are discarded.
@@ -456,7 +461,8 @@ class _Variations:
             self._climb(each, counts)
 
     def _climb(self, candidate: Candidate, counts: list[int]) -> None:
-        """Climb from the candidate's own number, or from that of the best plan if its bound is lower.
+        """Climb from the candidate's own number, or from that of the best plan if its bound is
+        lower.
 
         First increase the number while memory does not suffice, then follow decreasing bounds.
         """
@@ -476,7 +482,9 @@ class _Variations:
             climb(counts, place, lambda count: self._trial(candidate, count).bound_s)
 
     def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
-        """Return the trial of the candidate, with `count` micro-batches if given. Try it if necessary."""
+        """Return the trial of the candidate, with `count` micro-batches if given. Try it if
+        necessary.
+        """
         wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.trials:
             if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):

@@ -1,10 +1,10 @@
 """The cache of results of strategy `auto`, so that an equal request is not searched again.
 
 A cached result contains the decisions only: strategy, placement and schedule. The rest of the plan
-is computed again from the model, and its step time must equal the cached one. Results are JSON files
-in a folder that several runs may share, named by a digest of all inputs of the search. A file that
-cannot be read or written is ignored. The processes of a search exchange placements and schedules in
-this format too.
+is computed again from the model, and its step time must equal the cached one. Results are JSON
+files in a folder that several runs may share, named by a digest of all inputs of the search. A file
+that cannot be read or written is ignored. The processes of a search exchange placements and
+schedules in this format too.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def schedule_form(found: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(record: Record) -> Schedule:
-    """Return the schedule that `schedule_form` encoded. Raises ConfigurationError for an invalid record,
-    and ValueError or LookupError for invalid tasks.
+    """Return the schedule that `schedule_form` encoded. Raises ConfigurationError for an invalid
+    record, and ValueError or LookupError for invalid tasks.
     """
     found: _Orders = decode(record, _Orders)
     orders = [tuple(map(Task.parse, each.split())) for each in found.orders]
@@ -185,7 +185,9 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
 
 
 def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) -> PlanResult:
-    """Return the plan with its alternatives, and with the best step of the other variant of the losses."""
+    """Return the plan with its alternatives, and with the best step of the other variant of the
+    losses.
+    """
     scores = found.plan.summary.scores
     others = [
         each
@@ -215,8 +217,8 @@ def _candidate_of(chosen: Alternative) -> Candidate:
 
 
 def answer_key(request: Request, model: Model) -> str:
-    """Return the SHA-256 of the inputs of a search: the request, the model's graph, and the source code
-    of autopipe.
+    """Return the SHA-256 of the inputs of a search: the request, the model's graph, and the source
+    code of autopipe.
 
     The path of the model and the time limit do not affect the best plan and are not included.
     """
@@ -244,7 +246,9 @@ def answer_key(request: Request, model: Model) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """Return the SHA-256 of autopipe's sources, so that another version does not use the results."""
+    """Return the SHA-256 of autopipe's sources, so that another version does not use the
+    results.
+    """
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for path in sorted(root.rglob("*.py")):
@@ -253,8 +257,8 @@ def code_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder: `$AUTOPIPE_CACHE`, or `autopipe` in the user's cache folder; None if the
-    user has no home folder.
+    """Return the cache folder: `$AUTOPIPE_CACHE`, or `autopipe` in the user's cache folder; None if
+    the user has no home folder.
     """
     if named := os.environ.get("AUTOPIPE_CACHE"):
         return Path(named)
@@ -280,7 +284,9 @@ class Store:
     """Maximum bytes of all documents. The least recently used documents are deleted first."""
 
     def read(self, name: str, form: str) -> JsonRecord | None:
-        """Return the document `name` with the `format` `form`; None if it does not exist or is invalid."""
+        """Return the document `name` with the `format` `form`; None if it does not exist or is
+        invalid.
+        """
         path = self.folder / f"{name}.json"
         try:
             record = read_record(path, form)

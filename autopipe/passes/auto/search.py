@@ -83,8 +83,8 @@ class CandidateTrial:
         return any(run.scheduler == scheduler for run in self.runs)
 
     def alternatives(self, request: pipeline.Request) -> tuple[Alternative, ...]:
-        """Return the rows for the plan's list of alternatives: one per schedule that was run, or one row
-        if none was.
+        """Return the rows for the plan's list of alternatives: one per schedule that was run, or
+        one row if none was.
         """
         choice = self.candidate.choice(request)
         placed = self.placed
@@ -118,10 +118,12 @@ _REFUSALS = (*REFUSALS, LeftOutError, InternalError)
 """Errors that end a candidate but not the search. Internal errors are also reported."""
 
 _SOON = 2
-"""Number of tasks for other processes that start before the strategies with the longest searches."""
+"""Number of tasks for other processes that start before the strategies with the longest
+searches.
+"""
 _GENERAL = ("manual", "pipedream")
-"""Strategies whose error explains best why there is no plan: manual follows all constraints, pipedream
-supports all models.
+"""Strategies whose error explains best why there is no plan: manual follows all constraints,
+pipedream supports all models.
 """
 
 
@@ -131,8 +133,8 @@ class PlanSearch:
 
     scheduler_names: order of the schedulers if the request names none. The first scheduler that
     supports a placement gives an estimate of its step; the others run only if they can be the best.
-    end: time by `clock` (seconds) after which the search stops if there is a plan; None for no limit.
-    pool: processes that search placements in advance.
+    end: time by `clock` (seconds) after which the search stops if there is a plan; None for no
+    limit. pool: processes that search placements in advance.
     """
 
     request: pipeline.Request
@@ -144,7 +146,9 @@ class PlanSearch:
     trials: list[CandidateTrial] = field(default_factory=list)
 
     def schedulers(self) -> Iterator[Scheduler]:
-        """Yield the scheduler of the request, or all schedulers, each imported when it is needed."""
+        """Yield the scheduler of the request, or all schedulers, each imported when it is
+        needed.
+        """
         if self.request.scheduler is not None:
             yield self.request.scheduler
         else:
@@ -216,8 +220,8 @@ class PlanSearch:
             self._try(candidate)
 
     def schedule_all(self) -> None:
-        """Try all schedules on the placements that can still be the best, in ascending order of their
-        step and bound.
+        """Try all schedules on the placements that can still be the best, in ascending order of
+        their step and bound.
 
         Other processes search schedules, such as Tessel's, in advance.
         """
@@ -268,7 +272,9 @@ class PlanSearch:
                 break
 
     def _placed(self, candidate: Candidate) -> pipeline.Placed:
-        """Return the placement of a candidate, from another process if its search was started there."""
+        """Return the placement of a candidate, from another process if its search was started
+        there.
+        """
         if (reason := self._left_out(candidate)) is not None:
             raise reason
         settled = self._within_time(candidate.settled(self.request))
@@ -351,7 +357,9 @@ class PlanSearch:
         return replace(request, time_limit=max(0.0, self.end - self.clock()))
 
     def reason(self) -> AutopipeError:
-        """Return the reason why there is no plan: the error of the most general strategy that was tried."""
+        """Return the reason why there is no plan: the error of the most general strategy that was
+        tried.
+        """
         trials = [each for each in self.trials if not isinstance(each.refused, LeftOutError)]
         names = [each.candidate.strategy.name for each in trials]
         found = trials[names.index(next((name for name in _GENERAL if name in names), names[0]))]

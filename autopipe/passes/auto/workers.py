@@ -1,8 +1,8 @@
 """Speculative execution of strategies in other processes, if there are free cores.
 
-A worker is a fork of this process, which therefore has the model and all costs. It writes its results
-as lines of JSON to a pipe and exits. (`concurrent.futures` would pickle them.) Results do not depend
-on each other, so they equal the results of sequential execution.
+A worker is a fork of this process, which therefore has the model and all costs. It writes its
+results as lines of JSON to a pipe and exits. (`concurrent.futures` would pickle them.) Results do
+not depend on each other, so they equal the results of sequential execution.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class _Process:
 
 @dataclass(slots=True, eq=False)
 class SpeculativePool:
-    """A context manager with up to `workers` concurrent workers. Leaving the context kills all workers.
+    """A context manager with up to `workers` concurrent workers. Leaving the context kills all
+    workers.
 
     With fewer than two workers, no work is started.
     """
@@ -84,7 +85,9 @@ class SpeculativePool:
         self._waiting.clear()
 
     def expect(self, works: dict[str, Work]) -> None:
-        """Queue work for one worker, which runs the items of `works` in order. Keys identify results."""
+        """Queue work for one worker, which runs the items of `works` in order. Keys identify
+        results.
+        """
         if self.workers > 1 and works:
             self._waiting.append(works)
             self._begin()

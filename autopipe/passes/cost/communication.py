@@ -63,8 +63,8 @@ def collective(
     """Return the cost of an `all_reduce`, `all_gather` or `reduce_scatter` of the devices `group`,
     as a function of bytes.
 
-    The bytes of an all-reduce or reduce-scatter are those of the tensor on each device. The bytes of
-    an all-gather are those of its result.
+    The bytes of an all-reduce or reduce-scatter are those of the tensor on each device. The bytes
+    of an all-gather are those of its result.
 
     concurrent: devices, `group` included, that run equal collectives at the same time in groups of
     equal shape, and share links with `group`.
@@ -140,8 +140,8 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
 def _levels(
     cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """Return (slowest, levels): the slowest link between members, and for each level of the cluster,
-    innermost first, the number of members that meet there and their link.
+    """Return (slowest, levels): the slowest link between members, and for each level of the
+    cluster, innermost first, the number of members that meet there and their link.
 
     The bandwidth of a link is divided among the groups of `concurrent` that share it. `levels` is
     empty if the members are distributed unevenly over the nodes of a level.

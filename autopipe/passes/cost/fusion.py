@@ -28,14 +28,16 @@ _KINDS = frozenset({"elementwise", "reduction", "normalization"})
 def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Return the nodes of each fused kernel, in ascending order and without views.
 
-    A node joins the first kernel that computes one of its operands and iterates over an equal number
-    of elements, or over the rows that a reduction of the kernel leaves. The node does not join if
-    another of its operands depends on that kernel, because the kernel would then need its own
-    result.
+    A node joins the first kernel that computes one of its operands and iterates over an equal
+    number of elements, or over the rows that a reduction of the kernel leaves. The node does not
+    join if another of its operands depends on that kernel, because the kernel would then need its
+    own result.
     """
     kernels: list[list[int]] = []
     sizes: list[set[int]] = []
-    """For each kernel, the numbers of elements that it iterates over and that its reductions leave."""
+    """For each kernel, the numbers of elements that it iterates over and that its reductions
+    leave.
+    """
     kernel_of: dict[int, int] = {}
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
         if use.row.kind == "view":
@@ -120,8 +122,8 @@ def fused(graph: Graph, precision: str, work: Sequence[Work]) -> tuple[Work, ...
 
 
 def _started(work: Work, operators: float) -> Work:
-    """Return the work with `operators` operators that the host starts in forward, and the number for
-    backward scaled by the same factor.
+    """Return the work with `operators` operators that the host starts in forward, and the number
+    for backward scaled by the same factor.
     """
     backward = work.backward_operators / work.operators * operators if work.operators else 0.0
     return replace(work, operators=operators, backward_operators=backward)
@@ -129,8 +131,8 @@ def _started(work: Work, operators: float) -> Work:
 
 @remembered(GRAPHS)
 def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
-    """Return (forward, backward) of each fused group: the bytes that its kernel moves, divided by the
-    bytes that its nodes would move separately.
+    """Return (forward, backward) of each fused group: the bytes that its kernel moves, divided by
+    the bytes that its nodes would move separately.
     """
     work = annotate(graph, precision)
     gradient = differentiable_values(graph)

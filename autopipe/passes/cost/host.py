@@ -14,8 +14,8 @@ from autopipe.ir.problem import Work
 
 
 def host_seconds(work: Sequence[Work], launch_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the host's seconds for the forward and for the backward of each node: the number of its
-    operators times `launch_s`.
+    """Return the host's seconds for the forward and for the backward of each node: the number of
+    its operators times `launch_s`.
 
     An operator is a statement of the generated forward. A view counts, because Python calls it. The
     addition of a bias does not count if the statement of its matmul includes it. Splits do not

@@ -1,4 +1,5 @@
-"""Compare the two variants of a model's losses: logits saved for backward, or recomputed in backward.
+"""Compare the two variants of a model's losses: logits saved for backward, or recomputed in
+backward.
 
 Both variants are graphs of one model (`Model.with_scores`). They differ only in the nodes from the
 matmul of the last layer to the loss, so these nodes determine which variant is faster. Memory
@@ -21,8 +22,8 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 
 _MARGIN = 2
-"""Factor on the bytes that one device needs for the whole model. It covers the additional buffers for
-messages and collectives of several devices.
+"""Factor on the bytes that one device needs for the whole model. It covers the additional buffers
+for messages and collectives of several devices.
 """
 
 
@@ -39,8 +40,8 @@ class _Form:
 
 
 def compare_scores(problem: Problem, other: Graph, choice: Scores) -> LossScores:
-    """Return the seconds and saved bytes of both variants for one micro-batch on one device, averaged
-    over the device types of the cluster.
+    """Return the seconds and saved bytes of both variants for one micro-batch on one device,
+    averaged over the device types of the cluster.
 
     The problem's graph is the variant `choice`; `other` is the other variant of this graph.
     """

@@ -1,9 +1,9 @@
-"""Costs from measurements: the time of a node is the measured time of its operation, on full tensors
-and under each split that was measured.
+"""Costs from measurements: the time of a node is the measured time of its operation, on full
+tensors and under each split that was measured.
 
-The time of an operation that was not measured is extrapolated: the roofline's time multiplied by the
-ratio of measured to roofline time of the same operator. If the operator was not measured, the ratio
-is that of its class of operators; if the class was not measured, the ratio is that of all
+The time of an operation that was not measured is extrapolated: the roofline's time multiplied by
+the ratio of measured to roofline time of the same operator. If the operator was not measured, the
+ratio is that of its class of operators; if the class was not measured, the ratio is that of all
 measurements.
 """
 
@@ -48,7 +48,9 @@ Splits = tuple[Split, ...]
 
 
 class Operations:
-    """The measurable operations of a graph's nodes at a precision, on full tensors and under splits."""
+    """The measurable operations of a graph's nodes at a precision, on full tensors and under
+    splits.
+    """
 
     def __init__(self, graph: Graph, precision: str) -> None:
         self.graph = graph
@@ -56,8 +58,8 @@ class Operations:
         self.uses = uses_of(graph)
         self._gradients = differentiable_values(graph)
         self.additions = bias_additions(graph)
-        """By node of a matmul or convolution: the addition of its bias, which generated code computes
-        in the same call.
+        """By node of a matmul or convolution: the addition of its bias, which generated code
+        computes in the same call.
         """
         self.absorbed = frozenset(self.additions.values())
         """Nodes that generated code computes in the call of another node."""
@@ -160,8 +162,9 @@ class Operations:
         return signature.sharded(operands, results)
 
     def _bias(self, index: int, splits: Splits, product: Signature) -> tuple[Signature, int] | None:
-        """Return (addition, index of the bias among its operands) for a node whose bias is added in the
-        same call; None if there is none, or if a split of a summed axis requires a reduction first.
+        """Return (addition, index of the bias among its operands) for a node whose bias is added in
+        the same call; None if there is none, or if a split of a summed axis requires a reduction
+        first.
         """
         addition = self.additions.get(index)
         if addition is None or any(
@@ -225,8 +228,8 @@ def costed_work(
 
 
 def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
-    """Return the cluster with the measured times of tasks, of the host, and of messages and collectives
-    inside a node.
+    """Return the cluster with the measured times of tasks, of the host, and of messages and
+    collectives inside a node.
 
     Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """

@@ -1,6 +1,6 @@
-"""Memory of a stage on one of its devices: parameters and optimizer state, saved activations, and the
-workspace of one task. Also the number of samples in flight at a stage under kFkB schedules (Jeon et
-al., "GraphPipe", 2024, section 6 and appendix A.1).
+"""Memory of a stage on one of its devices: parameters and optimizer state, saved activations, and
+the workspace of one task. Also the number of samples in flight at a stage under kFkB schedules
+(Jeon et al., "GraphPipe", 2024, section 6 and appendix A.1).
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def state_of(
 
 @remembered(GRAPHS)
 def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bool, int]]:
-    """Return, for each parameter, (bytes, elements, is trained, is a matrix, bytes of its 16-bit copy
-    or 0).
+    """Return, for each parameter, (bytes, elements, is trained, is a matrix, bytes of its 16-bit
+    copy or 0).
     """
     found = {}
     own = matrices(graph)
@@ -262,8 +262,8 @@ def message_bytes(work: StageWork, crossing: Mapping[str, int]) -> tuple[int, in
 
 
 def argument_bytes(work: StageWork) -> int:
-    """Return the bytes on one device of the values that it receives for one micro-batch, in the types
-    of the computation.
+    """Return the bytes on one device of the values that it receives for one micro-batch, in the
+    types of the computation.
     """
     return sum(work.problem.graph.type_of(name).bytes // work.parts[name] for name in work.received)
 
@@ -315,7 +315,9 @@ def _scratch(problem: Problem, each: StageNode) -> Scratch:
 
 
 def live_bytes(work: StageWork) -> int:
-    """Return the peak bytes of values during one forward that frees each value after its last use."""
+    """Return the peak bytes of values during one forward that frees each value after its last
+    use.
+    """
     graph = work.problem.graph
     widths = element_bytes(graph, work.problem.precision)
     roots: dict[str, str] = {}

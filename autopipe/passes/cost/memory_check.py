@@ -47,8 +47,8 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
 def check_least(problem: Problem, least: float, stages: list[int], count: int) -> None:
     """Raise OutOfMemoryError if `least` exceeds the memory of each device.
 
-    `least` is a lower bound on the bytes of `stages` (of `count` stages in total) that holds for all
-    placements that the caller can create.
+    `least` is a lower bound on the bytes of `stages` (of `count` stages in total) that holds for
+    all placements that the caller can create.
     """
     device = max(range(problem.cluster.size), key=problem.memory_of)
     if least > problem.memory_of(device):
@@ -81,8 +81,8 @@ def without_copies(placement: Placement) -> Placement:
 
 
 def with_copies(problem: Problem, placement: Placement) -> Placement:
-    """Return the placement in which stages that recompute keep 16-bit copies of their parameters, if
-    the memory of their devices suffices.
+    """Return the placement in which stages that recompute keep 16-bit copies of their parameters,
+    if the memory of their devices suffices.
 
     The check assumes twice the micro-batches in flight of 1F1B, because other schedules have more
     in flight.
@@ -280,8 +280,8 @@ def check_one_kind(problem: Problem, strategy: str) -> None:
 
 
 def check_kinds(problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError for a stage on devices of different types that neither the cluster nor a
-    constraint permits.
+    """Raise InfeasibleError for a stage on devices of different types that neither the cluster nor
+    a constraint permits.
     """
     if len(equal_device_runs(problem.cluster)) > 1:
         for index, stage in enumerate(placement.stages):
@@ -292,7 +292,8 @@ def _check_kinds(problem: Problem, devices: Sequence[int], who: str) -> None:
     if not may_share(problem, devices):
         raise InfeasibleError(
             f"{who} of different kinds: {describe_kinds(problem.cluster, devices)}",
-            hint="set cluster.allow_mixed_stages to true, or take a strategy that makes stages: pipedream, "
+            hint="set cluster.allow_mixed_stages to true, or take a strategy that makes stages: "
+            "pipedream, "
             "graphpipe, tepdist or "
             "grid",
         )

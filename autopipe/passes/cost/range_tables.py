@@ -103,8 +103,8 @@ class Tables:
     """Numbers of operators that the host starts in a forward and in a backward."""
 
     def host_seconds(self, launch_s: float, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Return the seconds of the host for a forward and for a backward, if the host needs `launch_s`
-        seconds to start an operator.
+        """Return the seconds of the host for a forward and for a backward, if the host needs
+        `launch_s` seconds to start an operator.
         """
         forward, backward = (each * launch_s for each in self.operators)
         if not self.problem.train:
@@ -150,8 +150,8 @@ class Tables:
     def overhead(
         self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost
     ) -> Matrix:
-        """Return the seconds per micro-batch of messages, of the accumulation of gradients, and of the
-        gradient reduction and the update divided by the number of micro-batches.
+        """Return the seconds per micro-batch of messages, of the accumulation of gradients, and of
+        the gradient reduction and the update divided by the number of micro-batches.
 
         A stage receives activations over the link `before` and, in training, gradients over the
         link `after`; None is no link. `reduce` is the cost of the gradient reduction.
@@ -177,13 +177,15 @@ class Tables:
         return found
 
     def held(self, degree: int) -> Matrix:
-        """Return the bytes of parameters, gradients and optimizer state on each of `degree` replicas."""
+        """Return the bytes of parameters, gradients and optimizer state on each of `degree`
+        replicas.
+        """
         found: Matrix = self.state + self.optimizer * updated_part(self.problem, degree)
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Return (constant, per micro-batch): bytes on each of `degree` replicas that do not depend on
-        the micro-batches in flight, and bytes per micro-batch in flight.
+        """Return (constant, per micro-batch): bytes on each of `degree` replicas that do not depend
+        on the micro-batches in flight, and bytes per micro-batch in flight.
         """
         received = self.received.local(degree)
         sent = self.sent.local(degree)
@@ -237,8 +239,8 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
 
 
 def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> Matrix:
-    """Return the matrix of the bytes that `size` selects from the unsharded state of the parameters of
-    each range. A parameter that several blocks of a range read counts once.
+    """Return the matrix of the bytes that `size` selects from the unsharded state of the parameters
+    of each range. A parameter that several blocks of a range read counts once.
     """
     readers = problem.graph.consumers()
     items = []
@@ -251,7 +253,9 @@ def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> 
 def _kept(
     problem: Problem, block_of: Mapping[int, int], samples: SampleAxes
 ) -> list[tuple[bool, _Sized]]:
-    """Return (is sharded, (blocks that save it, bytes)) of each value that is saved for backward."""
+    """Return (is sharded, (blocks that save it, bytes)) of each value that is saved for
+    backward.
+    """
     blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
     for index, found in enumerate(

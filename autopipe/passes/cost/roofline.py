@@ -74,7 +74,8 @@ def node_seconds(
     peak = peak * product_rate
     forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + starts * latency
     # The backward of a matmul launches one kernel per gradient: two if backward has twice the FLOPs
-    # of forward. A node of a fused kernel (launches < 1) has the same number of launches in backward.
+    # of forward. A node of a fused kernel (launches < 1) has the same number of launches in
+    # backward.
     launches = np.where((starts == 1.0) & (back_flops > 1.5 * flops), 2.0, starts) * (
         back_moved > 0
     )
@@ -118,8 +119,8 @@ def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
 
 
 class StepSeconds:
-    """Lower bounds on the seconds of forward and backward of each node, for one micro-batch and nodes
-    divided among devices.
+    """Lower bounds on the seconds of forward and backward of each node, for one micro-batch and
+    nodes divided among devices.
 
     1 / n of a node counts as 1 / n of its work plus a launch. The work includes reading parameters,
     which n devices read in full if they divide the samples, so the result is a lower bound.
@@ -133,8 +134,8 @@ class StepSeconds:
         self._known: dict[tuple[tuple[Device, ...], int], Seconds] = {}
 
     def of(self, kinds: tuple[Device, ...], parts: int) -> Seconds:
-        """Return the seconds of one of `parts` equal parts of each node on the fastest of the device
-        types `kinds`; 0 for nodes that no step runs.
+        """Return the seconds of one of `parts` equal parts of each node on the fastest of the
+        device types `kinds`; 0 for nodes that no step runs.
         """
         key = kinds, parts
         if key not in self._known:
@@ -158,8 +159,8 @@ def accumulate_seconds(device: Device, gradient_bytes: float, tensors: int = 1) 
 
 
 def accumulate_per_byte(device: Device) -> float:
-    """Return the seconds per byte of gradient to accumulate it: two operands are read and their sum is
-    written.
+    """Return the seconds per byte of gradient to accumulate it: two operands are read and their sum
+    is written.
     """
     if device.tasks is not None:
         return device.tasks.accumulate.per_byte_s
@@ -196,15 +197,15 @@ def update_line(device: Device, states: int) -> Affine:
 
 
 def task_seconds(device: Device) -> tuple[float, float]:
-    """Return the seconds that a forward and a backward take in addition to their operators; (0, 0) if
-    they were not measured.
+    """Return the seconds that a forward and a backward take in addition to their operators; (0, 0)
+    if they were not measured.
     """
     return (0.0, 0.0) if device.tasks is None else (device.tasks.forward_s, device.tasks.backward_s)
 
 
 def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
-    """Return the CPU seconds of a task to post `messages` messages with `size_bytes` bytes in total; 0
-    if they were not measured.
+    """Return the CPU seconds of a task to post `messages` messages with `size_bytes` bytes in
+    total; 0 if they were not measured.
     """
     if device.post is None or not messages:
         return 0.0
@@ -221,8 +222,8 @@ logits itself has equally many passes.
 """
 
 _STEPS = 12
-"""Number of additional passes over the scores of an attention that is computed operator by operator:
-a soft cap of three operations, and a mask, each of which reads and writes the scores.
+"""Number of additional passes over the scores of an attention that is computed operator by
+operator: a soft cap of three operations, and a mask, each of which reads and writes the scores.
 """
 
 
@@ -286,8 +287,8 @@ def annotate_share(
 def _runs(
     graph: Graph, node: Node, precision: str, share: float = 1.0, axis: str | None = None
 ) -> Work:
-    """Return the work of a loop: the work of its body times its number of iterations, on the fraction
-    `share` of its axis `axis`.
+    """Return the work of a loop: the work of its body times its number of iterations, on the
+    fraction `share` of its axis `axis`.
     """
     body = trained_body(graph, node)
     count = node.integer("count")
@@ -347,9 +348,9 @@ def _annotated(
         moved = float(sum(read.values()) + (2 * use.row.kernels - 1) * written)
         cleared = 0.0
         if use.row.kind == "memory":
-            # A copy reads at most the bytes that it writes: an embedding reads only the rows that it
-            # returns. Its gradient has the size of the full table, however, and backward writes zeros
-            # to all rows that were not read.
+            # A copy reads at most the bytes that it writes: an embedding reads only the rows that
+            # it returns. Its gradient has the size of the full table, however, and backward writes
+            # zeros to all rows that were not read.
             moved = float(sum(min(size, written) for size in read.values()) + written)
             cleared = sum(
                 max(0.0, size - written) for name, size in read.items() if name in gradient

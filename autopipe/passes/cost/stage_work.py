@@ -1,5 +1,5 @@
-"""The work of each stage: its nodes on the shards of one device, the collectives between them, and the
-gradient reductions at the end of a step.
+"""The work of each stage: its nodes on the shards of one device, the collectives between them, and
+the gradient reductions at the end of a step.
 
 Backward runs the transpose of each collective whose value has a gradient. The transpose has equal
 cost.
@@ -50,8 +50,8 @@ from autopipe.passes.cost.measured import resized
 
 @dataclass(frozen=True, slots=True)
 class NodeSharing:
-    """How the group of a stage divides one node: the degree of each split axis, and the layout of each
-    operand and result.
+    """How the group of a stage divides one node: the degree of each split axis, and the layout of
+    each operand and result.
     """
 
     degrees: dict[str, int]
@@ -246,8 +246,8 @@ def statistics_seconds(
     signature: Signature,
     degrees: Mapping[str, int],
 ) -> tuple[float, float]:
-    """Return (forward, backward): the seconds in which a node that is split by `degrees` reduces its
-    statistics, such as the maximum and sum of a softmax over a split axis.
+    """Return (forward, backward): the seconds in which a node that is split by `degrees` reduces
+    its statistics, such as the maximum and sum of a softmax over a split axis.
     """
     seconds = {False: 0.0, True: 0.0}
     mesh: MeshAxes = ()
@@ -263,7 +263,8 @@ def statistics_seconds(
 
 
 def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
-    """Return the cost per step to reduce the gradients of `group`, as a function of bytes per device.
+    """Return the cost per step to reduce the gradients of `group`, as a function of bytes per
+    device.
 
     With a sharded optimizer, it includes the all-gather of the updated parameters. It also includes
     copying `tensors` gradients into a bucket and back.
@@ -285,8 +286,8 @@ def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int =
 
 
 def updated_part(problem: Problem, copies: float) -> float:
-    """Return the fraction of a shard that each of the `copies` devices that hold it updates, and for
-    which it stores optimizer state.
+    """Return the fraction of a shard that each of the `copies` devices that hold it updates, and
+    for which it stores optimizer state.
     """
     return 1 / copies if problem.optimizer.shard else 1.0
 
@@ -327,8 +328,8 @@ def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
 
 
 def check_whole_matrices(problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError if the optimizer is Muon, which needs unsharded matrices, and a stage shards
-    a matrix.
+    """Raise InfeasibleError if the optimizer is Muon, which needs unsharded matrices, and a stage
+    shards a matrix.
     """
     if problem.optimizer.name != "muon" or not problem.train:
         return

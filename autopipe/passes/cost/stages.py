@@ -1,5 +1,5 @@
-"""Costs of the stages of a placement: seconds per micro-batch and at the end of a step, and bytes per
-device.
+"""Costs of the stages of a placement: seconds per micro-batch and at the end of a step, and bytes
+per device.
 
 Stages with equal computation, saved tensors and messages are costed once. A split backward computes
 the gradients of weights, which are half of the backward of a matmul, in a second task (Qi et al.,
@@ -66,8 +66,8 @@ from autopipe.passes.cost.stage_work import (
 def signatures_in(
     graph: Graph, work: tuple[Work, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
-    """Return (node numbers, node names, values), which identify nodes and values with equal effect on
-    the cost of a stage.
+    """Return (node numbers, node names, values), which identify nodes and values with equal effect
+    on the cost of a stage.
 
     node numbers: for each node, a number that is equal for nodes with equal work, equal saved
     tensors except for their names, and equal numbers of operands and results.
@@ -169,7 +169,9 @@ def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
 
 @remembered(GRAPHS)
 def weight_shares(graph: Graph) -> NDArray[np.float64]:
-    """Return, for each node, the fraction of its backward that the weight-gradient task computes."""
+    """Return, for each node, the fraction of its backward that the weight-gradient task
+    computes.
+    """
     uses = uses_of(graph)
     gradient = differentiable_values(graph)
     shares = np.zeros(len(graph.nodes))
@@ -184,7 +186,9 @@ def weight_shares(graph: Graph) -> NDArray[np.float64]:
 
 
 def waiting_state(work: StageWork) -> State:
-    """Return the state of the stage's parameters whose gradients only the weight-gradient task computes."""
+    """Return the state of the stage's parameters whose gradients only the weight-gradient task
+    computes.
+    """
     graph = work.problem.graph
     every = waiting_operands(graph)
     roots = views(graph)
@@ -212,11 +216,13 @@ class StageCost(StagePrediction):
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
-    """Bytes of the buffers for the messages of one micro-batch, with their gradients in training."""
+    """Bytes of the buffers for the messages of one micro-batch, with their gradients in
+    training.
+    """
 
     def memory_bytes(self, in_flight: int) -> int:
-        """Return the peak bytes with `in_flight` micro-batches whose forward has run and whose backward
-        has not.
+        """Return the peak bytes with `in_flight` micro-batches whose forward has run and whose
+        backward has not.
         """
         return self.static_bytes + self.kept_bytes * in_flight + self.transient_bytes
 
@@ -253,8 +259,8 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
 
 
 def _owned(works: Sequence[StageWork]) -> list[dict[str, int]]:
-    """Return, for each stage, the parameters that at least one of its devices does not already hold for
-    an earlier stage, with their numbers of shards.
+    """Return, for each stage, the parameters that at least one of its devices does not already hold
+    for an earlier stage, with their numbers of shards.
     """
     found = []
     held: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
@@ -366,8 +372,8 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
 
 
 def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:
-    """Return the cost with the time of each task raised to the time that the host needs to start the
-    task's operators.
+    """Return the cost with the time of each task raised to the time that the host needs to start
+    the task's operators.
     """
     cost = replace(cost, on_host=on_host, on_device=on_device)
     return replace(
@@ -380,8 +386,8 @@ def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) ->
 
 
 def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
-    """Return the seconds that the slowest host of the stage's devices needs to start the operators of
-    each task.
+    """Return the seconds that the slowest host of the stage's devices needs to start the operators
+    of each task.
     """
     problem = work.problem
     indices = [each.index for each in work.nodes]
@@ -398,7 +404,8 @@ def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
-    """Return (forward, backward, weight gradient): seconds of a stage's nodes on its slowest device.
+    """Return (forward, backward, weight gradient): seconds of a stage's nodes on its slowest
+    device.
 
     `weight gradient` is the part of backward that the weight-gradient task computes.
     """

@@ -322,7 +322,9 @@ def without_repeats(graph: Graph) -> Graph:
 
 
 def merged_constants(graph: Graph) -> Graph:
-    """Return the graph whose nodes read one of several equal constants. Parameters are not merged."""
+    """Return the graph whose nodes read one of several equal constants. Parameters are not
+    merged.
+    """
     first: dict[object, str] = {}
     names: dict[str, str] = {}
     for constant in graph.constants:

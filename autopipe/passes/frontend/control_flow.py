@@ -1,5 +1,5 @@
-"""If, Loop, Scan and SequenceMap, which the reader replaces: an If by the nodes of its branch, a loop
-by copies of its body, one per iteration (unrolling).
+"""If, Loop, Scan and SequenceMap, which the reader replaces: an If by the nodes of its branch, a
+loop by copies of its body, one per iteration (unrolling).
 
 Conditions and iteration counts must be known after dimensions are bound, with two exceptions. If
 the condition of an If depends on data, both branches are computed and Where selects the results. If
@@ -40,7 +40,9 @@ SCAN_WITHOUT_BATCH_SINCE = 9
 """The opset since which Scan has no batch dimension."""
 
 MAX_UNROLLED_NODES = 2000
-"""Maximum number of nodes of an unrolled loop. Longer loops are kept as one operator if possible."""
+"""Maximum number of nodes of an unrolled loop. Longer loops are kept as one operator if
+possible.
+"""
 
 MAX_KEPT_ITERATIONS = 1 << 16
 """Maximum number of iterations of a loop that is kept: a file may state any number."""
@@ -99,8 +101,8 @@ def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) ->
 
 @dataclass(slots=True)
 class _Hoist:
-    """Makes the names of values in bodies unique, and moves initializers and Constant nodes of bodies to
-    the graph `top` (see `hoist`).
+    """Makes the names of values in bodies unique, and moves initializers and Constant nodes of
+    bodies to the graph `top` (see `hoist`).
     """
 
     top: onnx.GraphProto
@@ -689,8 +691,8 @@ class _Unrolling:
                 )
 
     def _empty(self, name: str, info: onnx.ValueInfoProto, axis: int) -> list[onnx.NodeProto]:
-        """Return the nodes of a scan output without iterations, whose other dimensions the body must
-        declare.
+        """Return the nodes of a scan output without iterations, whose other dimensions the body
+        must declare.
         """
         kind = info.type.tensor_type
         shape = [each.dim_value if each.HasField("dim_value") else -1 for each in kind.shape.dim]

@@ -79,7 +79,9 @@ class Step:
     def apply(
         self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
     ) -> np.ndarray:
-        """Return the result for `array`. `others` has the data of the parameters `other`, by name."""
+        """Return the result for `array`. `others` has the data of the parameters `other`, by
+        name.
+        """
         other: Any = self.operand
         if others is not None and self.other:
             other = apply_steps(self.moves, others[self.other])
@@ -192,7 +194,9 @@ def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator
 
 
 def moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the Transpose and Reshape that compute `second` from `first`; None if there are none."""
+    """Return the Transpose and Reshape that compute `second` from `first`; None if there are
+    none.
+    """
     for steps in moves_between(first.shape, second.shape):
         sampled, expected = _samples(first, steps, second)
         if np.array_equal(sampled, expected) and _is_equal(
@@ -212,7 +216,9 @@ def _transposed(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
 def _samples(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return up to `SAMPLED` elements of `first` after `moves`, and those of `second` at equal indices."""
+    """Return up to `SAMPLED` elements of `first` after `moves`, and those of `second` at equal
+    indices.
+    """
     indices = np.linspace(0, second.size - 1, min(SAMPLED, second.size)).astype(np.int64)
     transposed = np.atleast_1d(_transposed(first, moves))
     found = np.asarray(transposed[np.unravel_index(indices, transposed.shape)])

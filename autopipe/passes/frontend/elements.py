@@ -23,12 +23,32 @@ if TYPE_CHECKING:
     import onnx
 
 DTYPES: dict[int, DType] = {
-    1: DType.FLOAT32, 2: DType.UINT8, 3: DType.INT8, 4: DType.UINT16, 5: DType.INT16, 6: DType.INT32, 7: DType.INT64,
-    9: DType.BOOL, 10: DType.FLOAT16, 11: DType.FLOAT64, 12: DType.UINT32, 13: DType.UINT64, 14: DType.COMPLEX64,
-    15: DType.COMPLEX128, 16: DType.BFLOAT16, 17: DType.FLOAT8E4M3FN, 18: DType.FLOAT8E4M3FNUZ, 19: DType.FLOAT8E5M2,
-    20: DType.FLOAT8E5M2FNUZ, 21: DType.UINT4, 22: DType.INT4, 23: DType.FLOAT4E2M1, 24: DType.FLOAT8E8M0,
-    25: DType.UINT2, 26: DType.INT2,
-}  # fmt: skip
+    1: DType.FLOAT32,
+    2: DType.UINT8,
+    3: DType.INT8,
+    4: DType.UINT16,
+    5: DType.INT16,
+    6: DType.INT32,
+    7: DType.INT64,
+    9: DType.BOOL,
+    10: DType.FLOAT16,
+    11: DType.FLOAT64,
+    12: DType.UINT32,
+    13: DType.UINT64,
+    14: DType.COMPLEX64,
+    15: DType.COMPLEX128,
+    16: DType.BFLOAT16,
+    17: DType.FLOAT8E4M3FN,
+    18: DType.FLOAT8E4M3FNUZ,
+    19: DType.FLOAT8E5M2,
+    20: DType.FLOAT8E5M2FNUZ,
+    21: DType.UINT4,
+    22: DType.INT4,
+    23: DType.FLOAT4E2M1,
+    24: DType.FLOAT8E8M0,
+    25: DType.UINT2,
+    26: DType.INT2,
+}
 """Element type by its number in TensorProto.DataType."""
 NUMBERS: dict[DType, int] = {dtype: number for number, dtype in DTYPES.items()}
 MOST_DIMENSIONS = 64

@@ -25,11 +25,34 @@ NUMBERED: Final = re.compile(r"onnx::\w+_(\d+)")
 """Pattern of the names of folded tensors, with the number as group."""
 WITHOUT_SHAPES: Final = frozenset(
     {
-        "Add", "Sub", "Mul", "Div", "Neg", "Pow", "Sqrt", "Exp", "MatMul", "Gemm", "Conv", "Tanh", "Relu", "Sigmoid",
-        "Erf", "Gelu", "Softplus", "LeakyRelu", "Elu", "PRelu", "LayerNormalization", "Softmax", "ReduceMean",
-        "Constant", "Identity", "Dropout",
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Neg",
+        "Pow",
+        "Sqrt",
+        "Exp",
+        "MatMul",
+        "Gemm",
+        "Conv",
+        "Tanh",
+        "Relu",
+        "Sigmoid",
+        "Erf",
+        "Gelu",
+        "Softplus",
+        "LeakyRelu",
+        "Elu",
+        "PRelu",
+        "LayerNormalization",
+        "Softmax",
+        "ReduceMean",
+        "Constant",
+        "Identity",
+        "Dropout",
     }
-)  # fmt: skip
+)
 """Operators that never read a tensor that an exporter computes from shapes."""
 OF_CONSTANT_AXES: Final = frozenset(
     {"Squeeze", "Unsqueeze", "Transpose", "Flatten", "ReduceSum", "ReduceMean"}

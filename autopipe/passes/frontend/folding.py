@@ -68,9 +68,26 @@ REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
 TRANSPOSING = frozenset({"t", "transpose", "numpy_T", "permute"})
 """Traced operators that transpose a matrix."""
 REORDERING = TRANSPOSING | {
-    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "flip", "select", "slice",
-    "split", "split_with_sizes", "chunk", "getitem", "unbind", "narrow", "movedim", "swapaxes", "unfold",
-}  # fmt: skip
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "unsqueeze",
+    "squeeze",
+    "flip",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "getitem",
+    "unbind",
+    "narrow",
+    "movedim",
+    "swapaxes",
+    "unfold",
+}
 """Traced operators that move or drop elements. Each element occurs at most once in the result."""
 INDEXING = frozenset({"arange", "iota", "zeros", "ones", "full"})
 """Traced operators that create indices. If one is present, other operators may compute indices

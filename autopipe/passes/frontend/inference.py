@@ -1,5 +1,5 @@
-"""Inference of the result types of a node, and evaluation of nodes whose operands are known, by ONNX's
-shape inference and reference evaluator.
+"""Inference of the result types of a node, and evaluation of nodes whose operands are known, by
+ONNX's shape inference and reference evaluator.
 
 `RULES` has the types of operators that ONNX does not infer. `FORMULAS` computes masks, positions
 and angles with numpy, because loading ONNX's evaluator takes longer than reading most models. A
@@ -53,16 +53,16 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
         1,
     ),
 }
-"""By operator without attributes: (function, numpy type kinds of each operand, index of the first of
-the operands that must have one common type).
+"""By operator without attributes: (function, numpy type kinds of each operand, index of the first
+of the operands that must have one common type).
 """
 
 
 def told_by_formula(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None]
 ) -> tuple[np.ndarray, ...] | None:
-    """Return the results by `FORMULAS`; None if there is no formula for the node or for the types of
-    its operands.
+    """Return the results by `FORMULAS`; None if there is no formula for the node or for the types
+    of its operands.
     """
     if node.op_type not in FORMULAS or node.domain not in ("", "ai.onnx") or node.attribute:
         return None
@@ -79,8 +79,8 @@ def told_by_formula(
 
 
 MOST_OPERATIONS = 1 << 31
-"""Maximum number of operations for all constants of a graph: about ten masks of 8,192 by 8,192, or a
-few seconds.
+"""Maximum number of operations for all constants of a graph: about ten masks of 8,192 by 8,192, or
+a few seconds.
 """
 LOOP = 256
 """Number of operations as which one iteration of a Python loop counts."""
@@ -184,7 +184,9 @@ def _like_first(operands: Operands, flags: Flags) -> Results:
 
 
 def _like_scale(operands: Operands, flags: Flags) -> Results:
-    """Return the shape of the first operand with the element type of the second, if there is one."""
+    """Return the shape of the first operand with the element type of the second, if there is
+    one.
+    """
     first, scale = (*operands, None)[:2]
     assert first is not None
     return (first if scale is None else replace(first, dtype=scale.dtype),)

@@ -292,8 +292,8 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
 def _possible_batch_axes(
     shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, int]
 ) -> list[str]:
-    """Return `INPUT=AXIS` for each input with a fixed axis 0 and exactly one unbound axis: the states
-    of recurrent layers, and sequences whose axis 0 counts positions.
+    """Return `INPUT=AXIS` for each input with a fixed axis 0 and exactly one unbound axis: the
+    states of recurrent layers, and sequences whose axis 0 counts positions.
     """
     found = []
     for name, shape in shapes.items():

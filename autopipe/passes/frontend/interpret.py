@@ -100,7 +100,9 @@ class _Sweep:
     sequences: Sequences
     dynamic_shapes: DynamicShapes
     stated: dict[str, list[onnx.ValueInfoProto]]
-    """Types that the file declares, by value. Of several, the last one with a static shape counts."""
+    """Types that the file declares, by value. Of several, the last one with a static shape
+    counts.
+    """
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
@@ -165,7 +167,9 @@ class _Sweep:
         return any(value.name == name for value in self.inputs.values)
 
     def deciding(self, name: str) -> tuple[str, ...]:
-        """Return the inputs of one element from which a value is computed (see `deciding_inputs`)."""
+        """Return the inputs of one element from which a value is computed (see
+        `deciding_inputs`).
+        """
         return deciding_inputs(name, self.nodes, self.inputs)
 
     def known_so_far(self) -> dict[str, Any]:
@@ -388,8 +392,8 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
 def _with_inputs_to_give(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], hint: str
 ) -> str:
-    """Return the hint of an error inside a control flow operator, extended by the inputs that decide
-    what the operator executes.
+    """Return the hint of an error inside a control flow operator, extended by the inputs that
+    decide what the operator executes.
     """
     if node.op_type not in ASKED or "model.inputs" in hint:
         return hint

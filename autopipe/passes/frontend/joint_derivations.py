@@ -33,8 +33,8 @@ its terms.
 SUM_ROUNDINGS: Final = 4e-6
 """Maximum relative error of a sum of float32 numbers."""
 MIN_ELEMENTS: Final = 4
-"""Minimum number of distinct elements with which equality to a function of parameters is accepted as
-more than a coincidence.
+"""Minimum number of distinct elements with which equality to a function of parameters is accepted
+as more than a coincidence.
 """
 
 
@@ -42,9 +42,9 @@ def find_joint_derivation(arrays: Arrays, result: np.ndarray) -> Derivation | No
     """Return the steps that compute `result` from all of `arrays`, parameters by name; None if none
     are found.
 
-    Tries, in this order: a concatenation; for two parameters, a product, sum, difference or quotient
-    with broadcasting, and a constant times a matrix product; for three parameters, the sum of one
-    and a constant times the matrix product of the others.
+    Tries, in this order: a concatenation; for two parameters, a product, sum, difference or
+    quotient with broadcasting, and a constant times a matrix product; for three parameters, the sum
+    of one and a constant times the matrix product of the others.
     """
     sizes = [each.nbytes for each in (*arrays.values(), result)]
     if (

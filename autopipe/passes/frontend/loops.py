@@ -56,7 +56,8 @@ def loop_of(
         following = types[result]
         if (first.dtype, first.shape) != (following.dtype, following.shape):
             raise ModelError(
-                f"loop-carried state {state.name!r} changes from {first.dtype.value}{list(first.shape)} "
+                f"loop-carried state {state.name!r} changes from "
+                f"{first.dtype.value}{list(first.shape)} "
                 f"to {following.dtype.value}{list(following.shape)}"
             )
     given = [kept.number, *(each.name for each in kept.states), *(each.name for each in scanned)]
@@ -138,8 +139,8 @@ def _divide(
             before.append(node)
             continue
         changing.update(node.outputs)
-        # x[i] for the iteration's number i becomes a scan input: the gradient of a Gather would have
-        # the size of x in each iteration.
+        # x[i] for the iteration's number i becomes a scan input: the gradient of a Gather would
+        # have the size of x in each iteration.
         if node.op == "Gather" and not node.domain and node.inputs[1] == kept.number:
             axis = node.integer("axis") % len(types[node.inputs[0]].shape)
             if node.inputs[0] not in changing and types[node.inputs[0]].shape[axis] == kept.count:

@@ -46,10 +46,18 @@ ANGLES = frozenset({"Sin", "Cos"})
 ANGLE_STEPS = VIEWS | {"Expand", "Mul", "MatMul", "Concat", "Einsum", "Slice"}
 BUFFERS = frozenset(
     {
-        "final_logits_bias", "e_score_correction_bias", "inv_freq", "original_inv_freq", "masked_bias", "running_mean",
-        "running_var", "embed_scale", "attn_mask", "relative_coords_table",
+        "final_logits_bias",
+        "e_score_correction_bias",
+        "inv_freq",
+        "original_inv_freq",
+        "masked_bias",
+        "running_mean",
+        "running_var",
+        "embed_scale",
+        "attn_mask",
+        "relative_coords_table",
     }
-)  # fmt: skip
+)
 """Last components of the names that PyTorch's public models give to floating-point buffers."""
 LARGEST_LOOK = 1 << 24
 """Maximum bytes of a tensor whose values are examined to infer its role."""

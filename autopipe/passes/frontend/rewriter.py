@@ -195,7 +195,9 @@ class Rewriter:
         return names[0]
 
     def constant(self, array: np.ndarray, dtype: DType | None = None) -> str:
-        """Return the name of a new constant. `dtype` is needed for types that numpy does not have."""
+        """Return the name of a new constant. `dtype` is needed for types that numpy does not
+        have.
+        """
         owner = self.node.outputs[0] or self.node.name
         name = self.scope.free(f"{owner}/constant_{self._constants}")
         self._constants += 1
@@ -408,7 +410,9 @@ class GraphEdit:
         return name
 
     def constant(self, name: str, array: np.ndarray, dtype: DType | None = None) -> str:
-        """Return the name of a new constant. `dtype` is needed for types that numpy does not have."""
+        """Return the name of a new constant. `dtype` is needed for types that numpy does not
+        have.
+        """
         name = self.free(name)
         self.hold(Value(name, dtype or DType(array.dtype.name), array.shape), array)
         return name
@@ -428,7 +432,9 @@ class GraphEdit:
         self.values.update((value.name, value) for value in results)
 
     def build(self, nodes: Iterable[Node]) -> Graph:
-        """Return the graph with `nodes` in place of the former nodes, and with the new constants."""
+        """Return the graph with `nodes` in place of the former nodes, and with the new
+        constants.
+        """
         nodes = tuple(nodes)
         return dataclasses.replace(
             self.graph,

@@ -1,7 +1,8 @@
 """Sequences of tensors, which the reader replaces by their tensors: a graph has no sequences.
 
 Lengths of sequences and positions in them must be known before running, as they are in exports of
-`torch.split` and `torch.stack`. An Optional is replaced by the tensor or the sequence that it holds.
+`torch.split` and `torch.stack`. An Optional is replaced by the tensor or the sequence that it
+holds.
 """
 
 from __future__ import annotations
@@ -21,10 +22,19 @@ if TYPE_CHECKING:
 
 SEQUENCE_OPERATORS = frozenset(
     {
-        "ConcatFromSequence", "Optional", "OptionalGetElement", "OptionalHasElement", "SequenceAt",
-        "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
+        "ConcatFromSequence",
+        "Optional",
+        "OptionalGetElement",
+        "OptionalHasElement",
+        "SequenceAt",
+        "SequenceConstruct",
+        "SequenceEmpty",
+        "SequenceErase",
+        "SequenceInsert",
+        "SequenceLength",
+        "SplitToSequence",
     }
-)  # fmt: skip
+)
 AXES_OPERANDS_SINCE = 13
 """The opset since which Split, Squeeze and Unsqueeze read sizes and axes as operands, before as
 attributes.
@@ -45,8 +55,8 @@ class Sequences(dict[str, tuple[str, ...]]):
         self.absent: set[str] = set()
         """Names of empty Optionals."""
         self._stacks: set[str] = set()
-        """Sequences of the slices of one tensor, `NAME/stack`, that are only concatenated again. They
-        are not sliced at all.
+        """Sequences of the slices of one tensor, `NAME/stack`, that are only concatenated again.
+        They are not sliced at all.
         """
         self._opset = opset
         self._held = 0
@@ -200,8 +210,8 @@ class Sequences(dict[str, tuple[str, ...]]):
         stated: Mapping[str, int],
         where: str,
     ) -> list[onnx.NodeProto]:
-        """Return the nodes of a SplitToSequence. Without sizes, parts have size 1, and lose the axis
-        if `keepdims` is 0.
+        """Return the nodes of a SplitToSequence. Without sizes, parts have size 1, and lose the
+        axis if `keepdims` is 0.
         """
         source = operands[0]
         result = node.output[0]

@@ -127,8 +127,8 @@ class Signature:
         return name not in self.parameters and not PRODUCTS.isdisjoint(self.operators(name))
 
     def omitted_parameters(self, graph: onnx.GraphProto) -> list[str]:
-        """Return the parameters that no tensor of the file holds, although a traced call has them as
-        arguments: the exporter omits the addition of zeros.
+        """Return the parameters that no tensor of the file holds, although a traced call has them
+        as arguments: the exporter omits the addition of zeros.
         """
         held = {tensor.name for tensor in graph.initializer}
         found = {origin for name in held for origin in self.origins(name)}

@@ -1,5 +1,5 @@
-"""Recognition of tables that depend on positions only, such as masks and sinusoidal embeddings. They
-are not parameters.
+"""Recognition of tables that depend on positions only, such as masks and sinusoidal embeddings.
+They are not parameters.
 
 The data of a tensor decide. Tensors of equal elements are never tables, because new parameters may
 be all ones or zeros.
@@ -40,7 +40,8 @@ def is_random(array: np.ndarray) -> bool:
 
 
 def table_of(array: np.ndarray, named: bool) -> str:
-    """Return the kind of table that the data are, as words for messages; "" if they may be a weight.
+    """Return the kind of table that the data are, as words for messages; "" if they may be a
+    weight.
 
     With `named`, the tensor has a name in its module, and a regular series counts as a weight: some
     modules are initialised so, such as RWKV's decays.
@@ -64,8 +65,8 @@ def table_of(array: np.ndarray, named: bool) -> str:
 
 
 def are_waves(table: np.ndarray) -> bool:
-    """True if each column of [positions, columns] is a sampled sine: x[i−1] + x[i+1] = c · x[i] with
-    one c per column, |c| ≤ 2. At least one column must change visibly.
+    """True if each column of [positions, columns] is a sampled sine: x[i−1] + x[i+1] = c · x[i]
+    with one c per column, |c| ≤ 2. At least one column must change visibly.
     """
     if len(table) < MIN_SERIES:
         return False
@@ -86,8 +87,8 @@ def are_waves(table: np.ndarray) -> bool:
 
 
 def _by_position(numbers: np.ndarray) -> np.ndarray | None:
-    """Return the data as [positions, columns], at most `MAX_POSITIONS` positions; None unless one or
-    two dimensions have a size above 1.
+    """Return the data as [positions, columns], at most `MAX_POSITIONS` positions; None unless one
+    or two dimensions have a size above 1.
     """
     shape = [size for size in numbers.shape if size > 1]
     if not 1 <= len(shape) <= 2:

@@ -44,7 +44,9 @@ AFFINE_SLOTS = frozenset(
     }
     | {("PRelu", 1)}
 )
-"""(operator, operand) of scales, biases and slopes. All of their elements are equal in a new layer."""
+"""(operator, operand) of scales, biases and slopes. All of their elements are equal in a new
+layer.
+"""
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
 """Operators that apply a scale or bias in layers for which ONNX has no operator."""
 VIEWS = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast"})
@@ -66,8 +68,8 @@ class Uses:
                     self.readers.setdefault(name, []).append((node, slot))
 
     def slots(self, name: str, through: frozenset[str] = VIEWS) -> frozenset[tuple[str, int]]:
-        """Return (operator, operand index) of every use of a value. Operators `through` are skipped:
-        the uses of their results count instead.
+        """Return (operator, operand index) of every use of a value. Operators `through` are
+        skipped: the uses of their results count instead.
         """
         found: set[tuple[str, int]] = set()
         seen = {name}
@@ -90,7 +92,7 @@ class Uses:
 
 
 def scope_of(node: onnx.NodeProto) -> str:
-    """Return the module that a node of PyTorch's TorchScript exporter belongs to, "" if its name has
-    no module.
+    """Return the module that a node of PyTorch's TorchScript exporter belongs to, "" if its name
+    has no module.
     """
     return "/".join(NUMBERED.sub("", each) for each in node.name.split("/")[:-1])

@@ -7,8 +7,8 @@ therefore block kernels of other streams in its queue. Example: a receive waits 
 message of its communicator and blocks a collective behind it; another rank needs this collective
 before it can send the message.
 
-Objective: show that all kernels of all ranks end with a given number of queues per device. The check
-executes the kernels on a model of the queues:
+Objective: show that all kernels of all ranks end with a given number of queues per device. The
+check executes the kernels on a model of the queues:
 
 - the first kernel of a queue starts as soon as all kernels that it waits for have ended;
 - a kernel of a communicator ends as soon as the kernels at the same position of the communicator

@@ -1,9 +1,9 @@
 """Lower a plan to a `Program`.
 
 The program has the stages on local shards, the messages between stages, and the instructions of
-each rank: the tasks in the order of the schedule, with receives before and sends after them. Repeated
-instructions are folded into loops, so that the size of a rank's code does not depend on the number
-of micro-batches.
+each rank: the tasks in the order of the schedule, with receives before and sends after them.
+Repeated instructions are folded into loops, so that the size of a rank's code does not depend on
+the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -417,10 +417,10 @@ def _largest_loop(
     The loop is () if nothing repeats.
 
     A body of n instructions repeats if each instruction equals the one n positions earlier except
-    for its micro-batch, and all micro-batches advance by one distance. Stages may have micro-batches
-    of different sizes; `units` has the size of each stage's micro-batch relative to the smallest
-    common multiple, so that equal distances in samples are equal numbers. Time O(length of `flat`
-    times `_MAX_BODY`).
+    for its micro-batch, and all micro-batches advance by one distance. Stages may have
+    micro-batches of different sizes; `units` has the size of each stage's micro-batch relative to
+    the smallest common multiple, so that equal distances in samples are equal numbers. Time
+    O(length of `flat` times `_MAX_BODY`).
     """
     kinds: dict[tuple[int, Opcode, int | None, int | None], int] = {}
     keys = ((each.stage, each.opcode, each.source, each.part) for each in flat)

@@ -47,8 +47,8 @@ def transfer_pieces(
     The order is by target stage, source stage, slice of micro-batches of the target and of the
     source, value, and target rank. `types` has the element type of each value in a message.
 
-    Raises CodegenError if a value leaves its stage as partial sums. Raises InfeasibleError if stages
-    have different micro-batch sizes and a value cannot be divided by samples.
+    Raises CodegenError if a value leaves its stage as partial sums. Raises InfeasibleError if
+    stages have different micro-batch sizes and a value cannot be divided by samples.
     """
     producers = {
         (stage.code.pipeline, name): number

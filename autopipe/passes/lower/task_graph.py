@@ -293,8 +293,8 @@ class _Builder:
         """Yield (block, stage, micro-batch) of each block that a stage receives or sends for a
         micro-batch, with the stage and micro-batch at the other end.
 
-        Gradients travel in the opposite direction: a stage receives the gradients of the values that
-        it sends.
+        Gradients travel in the opposite direction: a stage receives the gradients of the values
+        that it sends.
         """
         wired = self.wired[stage]
         for piece in wired.receives if receives is not gradient else wired.sends:
@@ -464,8 +464,8 @@ def _receive_name(
 
 
 def _memory(cost: StagePrediction, opcode: Opcode, train: bool) -> tuple[int, int, int]:
-    """Return (allocated, passing, freed) bytes of a computation: bytes that later tasks use, bytes in
-    use only while it runs, and bytes that no later task uses.
+    """Return (allocated, passing, freed) bytes of a computation: bytes that later tasks use, bytes
+    in use only while it runs, and bytes that no later task uses.
     """
     kept = cost.kept_bytes
     waiting = cost.weight_kept_bytes
@@ -510,7 +510,9 @@ def _gradient_element_bytes(program: Program, parameter: int) -> int:
 
 
 def _gradient_bytes(program: Program, code: StageCode, opcode: Opcode) -> int:
-    """Return the bytes of the parameter gradients that a backward, or one of its halves, computes."""
+    """Return the bytes of the parameter gradients that a backward, or one of its halves,
+    computes.
+    """
     nodes = set(code.deferred)
     deferred = {
         name

@@ -338,9 +338,32 @@ def _swiglu(call: Call) -> str:
 
 
 _TORCH = (
-    "Abs", "Reciprocal", "Sqrt", "Exp", "Log", "Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Asinh",
-    "Acosh", "Atanh", "Erf", "Ceil", "Floor", "Round", "Sign", "Relu", "Sigmoid", "Tanh", "IsNaN",
-)  # fmt: skip
+    "Abs",
+    "Reciprocal",
+    "Sqrt",
+    "Exp",
+    "Log",
+    "Sin",
+    "Cos",
+    "Tan",
+    "Asin",
+    "Acos",
+    "Atan",
+    "Sinh",
+    "Cosh",
+    "Asinh",
+    "Acosh",
+    "Atanh",
+    "Erf",
+    "Ceil",
+    "Floor",
+    "Round",
+    "Sign",
+    "Relu",
+    "Sigmoid",
+    "Tanh",
+    "IsNaN",
+)
 """Operators whose function in `torch` has their name in lower case."""
 
 

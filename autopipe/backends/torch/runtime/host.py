@@ -51,7 +51,9 @@ def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset
 
 
 def _allowed(process: int = 0) -> set[int]:
-    """Return the cores on which a process (0: this one) may run; empty on systems other than Linux."""
+    """Return the cores on which a process (0: this one) may run; empty on systems other than
+    Linux.
+    """
     try:
         return os.sched_getaffinity(process)
     except (AttributeError, OSError):

@@ -155,7 +155,9 @@ class Manifest:
         return self.micro_batches * self.stages[stage].micro_batch_ratio
 
     def micro_batches_of(self, stage: int) -> range:
-        """Return the micro-batches that the stage runs: pipeline p of n runs p, p + n, p + 2n, ..."""
+        """Return the micro-batches that the stage runs: pipeline p of n runs p, p + n, p + 2n,
+        ...
+        """
         pipelines = 1 + max(entry.pipeline for entry in self.stages)
         return range(self.stages[stage].pipeline, self.micro_batches_at(stage), pipelines)
 

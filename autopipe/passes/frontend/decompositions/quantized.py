@@ -119,7 +119,9 @@ def _integer_product(rewriter: FileRewriter, left: str, right: str, *zero_points
 def _scale_product(
     rewriter: FileRewriter, product: str, scales: tuple[str, str], bias: str = ""
 ) -> None:
-    """Make the node's result of an int32 product: float32(product) · scales[0] · scales[1] + bias."""
+    """Make the node's result of an int32 product: float32(product) · scales[0] · scales[1] +
+    bias.
+    """
     number = rewriter.cast(product, DType.FLOAT32)
     scale = rewriter.add("Mul", list(scales))
     scaled = rewriter.add("Mul", [number, scale], result=None if bias else 0)
@@ -250,8 +252,8 @@ def _masks(rewriter: FileRewriter, batch: int, tokens: int, keys: int) -> list[s
 
 
 def _lstm(rewriter: FileRewriter) -> None:
-    """Decompose DynamicQuantizeLSTM. The weights are dequantised; unlike in ONNX Runtime, the inputs
-    are not quantised.
+    """Decompose DynamicQuantizeLSTM. The weights are dequantised; unlike in ONNX Runtime, the
+    inputs are not quantised.
     """
     operands = [rewriter.operand(index) for index in range(8)]
     for index, scale_index in ((1, 8), (2, 10)):

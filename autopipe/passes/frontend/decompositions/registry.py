@@ -28,12 +28,14 @@ PREVIEW = "ai.onnx.preview"
 
 
 class Decomposition(NamedTuple):
-    """The function that writes the nodes in place of a node. If it writes nothing, the node is kept."""
+    """The function that writes the nodes in place of a node. If it writes nothing, the node is
+    kept.
+    """
 
     write: Callable[[FileRewriter], None]
     is_typed: bool = False
-    """True if `write` uses operators of opset `rewriter.NEWEST`, which the file's opset may lack, and
-    gives the shapes of all results.
+    """True if `write` uses operators of opset `rewriter.NEWEST`, which the file's opset may lack,
+    and gives the shapes of all results.
     """
 
 

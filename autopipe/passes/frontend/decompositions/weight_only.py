@@ -47,8 +47,9 @@ def matmul_nbits(rewriter: FileRewriter) -> None:
 
 
 def matmul_bnb4(rewriter: FileRewriter) -> None:
-    """Decompose MatMulBnb4. Each byte of the weight is looked up in a table of two values, the upper
-    four bits first; each block of the flat weight is multiplied by its scale, its largest magnitude.
+    """Decompose MatMulBnb4. Each byte of the weight is looked up in a table of two values, the
+    upper four bits first; each block of the flat weight is multiplied by its scale, its largest
+    magnitude.
     """
     node = rewriter.node
     rewriter.require(bool(node.integer("transB", 1)), "only a transposed weight is supported")

@@ -134,8 +134,8 @@ class Indices:
     def index_columns(self, per_column: bool) -> tuple[tuple[int, ...], ...] | None:
         """Return the terms of each column, if all rows are equal; otherwise None.
 
-        A column is an entry along the last dimension. Without `per_column`, all entries must be equal,
-        and the result has one column.
+        A column is an entry along the last dimension. Without `per_column`, all entries must be
+        equal, and the result has one column.
         """
         shape = self.terms[0].shape
         if per_column and self.axis == len(shape) - 1:

@@ -265,7 +265,8 @@ def scatter_rows(
     reduction: str,
     result: str,
 ) -> None:
-    """Write a ScatterND, or a ScatterElements along `axis`, at indices that are known while running.
+    """Write a ScatterND, or a ScatterElements along `axis`, at indices that are known while
+    running.
 
     With a reduction, rows that are not selected are its neutral element. Otherwise `data` gets one
     more slice along `axis`, to which these rows are written and which is cut off again.

@@ -108,7 +108,9 @@ def _apply_first(laws: tuple[Law, ...], context: NodeContext) -> None:
 
 
 def _applies_across_selections(context: NodeContext, operator_class: OperatorClass) -> bool:
-    """Apply the laws of a scatter whose target another selection selects than its other operands."""
+    """Apply the laws of a scatter whose target another selection selects than its other
+    operands.
+    """
     target, *others = context.facts
     if not isinstance(target, Indices | SelectedRows):
         return False
@@ -122,8 +124,8 @@ def _applies_across_selections(context: NodeContext, operator_class: OperatorCla
 
 
 def aligned(context: NodeContext) -> NodeContext:
-    """Return the context with all facts in terms of one selection. Raises ModelError if the operands
-    have rows of different selections.
+    """Return the context with all facts in terms of one selection. Raises ModelError if the
+    operands have rows of different selections.
     """
     facts = [each for each in context.facts if each is not None]
     if len({each.selection.key for each in facts}) > 1:

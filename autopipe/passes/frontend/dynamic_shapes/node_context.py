@@ -45,7 +45,9 @@ SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
 
 
 class RowAxes(NamedTuple):
-    """The axes of a node's results that count rows, as the operator's iteration space defines them."""
+    """The axes of a node's results that count rows, as the operator's iteration space defines
+    them.
+    """
 
     types: list[Value]
     """Types of the results for n = WITNESS."""
@@ -61,7 +63,9 @@ class RowAxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node and its operands, which are names with aliases resolved, with their facts and types."""
+    """A node and its operands, which are names with aliases resolved, with their facts and
+    types.
+    """
 
     node: onnx.NodeProto
     operands: tuple[str, ...]
@@ -103,7 +107,8 @@ class NodeFacts:
         """Return the error for a node that combines selected rows in an unsupported way."""
         selections = (each.selection.node for each in self.facts if each is not None)
         return ModelError(
-            f"it combines rows that {next(selections, 'another node')} selects by data, so the shape "
+            f"it combines rows that {next(selections, 'another node')} selects by data, so the "
+            "shape "
             "of its result cannot be inferred",
             hint="compute rows that the data select one by one, then sum them or write them into "
             "a tensor",

@@ -1,5 +1,5 @@
-"""Operators that select elements by data: NonZero, Compress, Unique, NonMaxSuppression, and Range up
-to a number that is computed while running.
+"""Operators that select elements by data: NonZero, Compress, Unique, NonMaxSuppression, and Range
+up to a number that is computed while running.
 """
 
 from __future__ import annotations

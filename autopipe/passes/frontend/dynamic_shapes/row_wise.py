@@ -185,9 +185,9 @@ def _is_integer_power(context: NodeContext) -> bool:
 def _weigh(
     context: NodeContext, result_type: Value, axis: int, rows: Mapping[int, SelectedRows]
 ) -> bool:
-    """Record a product of rows with one number per row as weighted rows, if the numbers differ along
-    more axes of the mask. Weights are multiplied in where rows are summed, which leaves fewer rows.
-    Returns False for another product.
+    """Record a product of rows with one number per row as weighted rows, if the numbers differ
+    along more axes of the mask. Weights are multiplied in where rows are summed, which leaves fewer
+    rows. Returns False for another product.
     """
     if len(rows) < 2:
         return False

@@ -153,7 +153,9 @@ def _columns(
 
 
 def _updates(context: NodeContext, indices: Indices | SelectedRows) -> SelectedRows:
-    """Return the updates. A static value has the updates of the selected elements in their order."""
+    """Return the updates. A static value has the updates of the selected elements in their
+    order.
+    """
     fact: Fact | None = context.fact(2)
     if isinstance(fact, Counted):
         raise context.unsupported()

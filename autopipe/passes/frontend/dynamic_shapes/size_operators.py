@@ -134,8 +134,8 @@ def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
 
 
 def _clamp_count(context: NodeContext, selection: Selection) -> bool:
-    """Compute min(n, constants ...), which is the number of rows of the first selected rows. Returns
-    False for a minimum of other numbers.
+    """Compute min(n, constants ...), which is the number of rows of the first selected rows.
+    Returns False for a minimum of other numbers.
     """
     is_reduction = context.node.op_type == "ReduceMin"
     numbers = context.numbers()[: 1 if is_reduction else None]

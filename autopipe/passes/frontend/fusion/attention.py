@@ -62,8 +62,9 @@ def attention(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _multiplies(weights: Shape, value: Shape, is_transposed: bool) -> bool:
-    """True if V has the samples and heads of P or, unless the matmul is transposed, one head for all
-    heads of P."""
+    """True if V has the samples and heads of P or, unless the matmul is transposed, one head for
+    all heads of P.
+    """
     lead = weights[:-2]
     own = value[:-2]
     return own == lead or (len(lead) == 2 and own == (lead[0], 1) and not is_transposed)

@@ -158,8 +158,8 @@ def _moved(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
 
 
 def _logits(view: View, node: Node) -> str:
-    """Return the logits of a cross-entropy node; "" if the node is none, or if its other results are
-    read.
+    """Return the logits of a cross-entropy node; "" if the node is none, or if its other results
+    are read.
     """
     if node.domain or any(view.readers[name] for name in node.outputs[1:] if name):
         return ""

@@ -36,7 +36,9 @@ class Layer:
     weight: str
     """The weights of all experts, stacked; or one matrix, if `index` is ""."""
     is_transposed: bool
-    """True if matrices are stored as [inputs, outputs]; operator Experts reads [outputs, inputs]."""
+    """True if matrices are stored as [inputs, outputs]; operator Experts reads [outputs,
+    inputs].
+    """
     index: str
     """The value with the number of the expert for all rows, or with one number per row."""
     bias: str = ""
@@ -558,6 +560,8 @@ def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _any_slot(view: View, name: str, mask: str) -> bool:
-    """True if `name` is true for the tokens for which any of the k rows of `mask` [k, tokens] is."""
+    """True if `name` is true for the tokens for which any of the k rows of `mask` [k, tokens]
+    is.
+    """
     path = view.path(_before_reshapes(view, name), "Cast", "ReduceSum", "Cast")
     return bool(path) and path[2].inputs[0] == mask and _sums_slots(view, path[1])

@@ -89,8 +89,8 @@ def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def normalization_bias(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match LayerNormalization(x) + bias. The LayerNormalization must have no bias yet, and no other
-    reader.
+    """Match LayerNormalization(x) + bias. The LayerNormalization must have no bias yet, and no
+    other reader.
     """
     for normal, bias in (node.inputs, node.inputs[::-1]):
         made = view.made_by(normal, "LayerNormalization")

@@ -139,7 +139,8 @@ def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
             set(each.inputs) if each is not None else set[str]() for each in products
         )
         for third, last in (others, others[::-1]):
-            # left is a · cos, right b · sin, third b · cos, last a · sin: each factor is in two of them.
+            # left is a · cos, right b · sin, third b · cos, last a · sin: each factor is in two of
+            # them.
             shared = [left & last, right & third, left & third, right & last]
             if all(len(each) == 1 for each in shared):
                 a, b, cosines, sines = (next(iter(each)) for each in shared)

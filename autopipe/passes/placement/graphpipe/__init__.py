@@ -6,5 +6,6 @@
 - `micro_batch_search` searches target times and micro-batch sizes;
 - `strategy` is the placement strategy.
 
-The package imports schedule, sharding, partition, cost, analysis and solvers, but no other strategy.
+The package imports schedule, sharding, partition, cost, analysis and solvers, but no other
+strategy.
 """

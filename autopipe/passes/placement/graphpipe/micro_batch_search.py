@@ -1,9 +1,9 @@
-"""The search over chains, micro-batch sizes and target times, and the choice among the partitions that
-it finds.
+"""The search over chains, micro-batch sizes and target times, and the choice among the partitions
+that it finds.
 
-For each chain and micro-batch size, a binary search over the time of the slowest stage (Jeon et al.,
-"GraphPipe" (2024), Algorithm 1) finds the best partition for each depth of the pipeline. Partitions
-whose estimated steps are nearly equal are simulated.
+For each chain and micro-batch size, a binary search over the time of the slowest stage (Jeon et
+al., "GraphPipe" (2024), Algorithm 1) finds the best partition for each depth of the pipeline.
+Partitions whose estimated steps are nearly equal are simulated.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Solver:
     train: bool
 
     def partitions(self, table: OptionTable, least: float, limit: float) -> Iterator[Partition]:
-        """Yield the fastest partition, then the fastest one of smaller depth, and so on while it can be
-        better.
+        """Yield the fastest partition, then the fastest one of smaller depth, and so on while it
+        can be better.
 
         least: lower bound on the seconds per micro-batch of the slowest stage.
         limit: upper bound on the seconds of a step.
@@ -189,15 +189,15 @@ class Solver:
         return min(self.devices, table.places - 1)
 
     def fastest(self, table: OptionTable, low: float, high: float, levels: int) -> float | None:
-        """Return the minimum time per micro-batch of the slowest stage over all partitions of depth up
-        to `levels`, if it is between `low` and `high`; otherwise None.
+        """Return the minimum time per micro-batch of the slowest stage over all partitions of depth
+        up to `levels`, if it is between `low` and `high`; otherwise None.
         """
         slowest = (
             np.max(each.seconds, where=each.seconds < np.inf, initial=0.0) for each in table.options
         )
         high = min(high, float(max(slowest)))
-        # First search upwards in growing steps. The first step is about the time that each stage gains
-        # if there is one stage less.
+        # First search upwards in growing steps. The first step is about the time that each stage
+        # gains if there is one stage less.
         step = low / levels
         while 0 < step < high - low:
             if self.meets(table, low + step, levels):
@@ -312,7 +312,9 @@ class Solver:
         return Partition(self.line, drafts, table.size, max(depths), step, memory)
 
     def _edges(self, drafts: Sequence[DraftStage]) -> list[tuple[int, int]]:
-        """Return the pairs (source, target) of stages such that the target reads from the source."""
+        """Return the pairs (source, target) of stages such that the target reads from the
+        source.
+        """
         masks = [(1 << draft.stop) - (1 << draft.start) for draft in drafts]
         read = [
             functools.reduce(operator.or_, self.line.needs[draft.start : draft.stop])
@@ -329,8 +331,8 @@ class Solver:
 def _variants(
     draft: DraftStage, table: OptionTable, more: range = range(1)
 ) -> Iterator[DraftStage]:
-    """Yield the options for a stage with `more` additional devices of its run that fit its micro-batches
-    in flight into memory.
+    """Yield the options for a stage with `more` additional devices of its run that fit its
+    micro-batches in flight into memory.
     """
     own = (draft.start, draft.stop, draft.in_flight)
     for option in table.options:
@@ -339,8 +341,8 @@ def _variants(
 
 
 _BLOCKS_PER_DEVICE = 24
-"""Number of blocks per device, within the two following limits. The time of the search grows with the
-square of the number of blocks.
+"""Number of blocks per device, within the two following limits. The time of the search grows with
+the square of the number of blocks.
 """
 _MIN_BLOCKS = 96
 """Minimum number of blocks into which a large graph is divided."""
@@ -348,18 +350,21 @@ _MAX_BLOCKS = 224
 """Maximum number of blocks."""
 
 _CLOSE = 1.005
-"""Partitions whose estimated steps differ by at most this factor are simulated, because the estimate
-is not more accurate.
+"""Partitions whose estimated steps differ by at most this factor are simulated, because the
+estimate is not more accurate.
 """
 
 _CLOSE_AMONG_NODES = 1.01
-"""The factor for clusters of several nodes, for which the search does not know the link of a message.
+"""The factor for clusters of several nodes, for which the search does not know the link of a
+message.
 """
 
 _MAX_TRIALS = 4
 """Maximum number of partitions that are simulated."""
 _HALVINGS = 14
-"""Number of bisection steps for the minimum excess over the memory limit: a precision of 1 / 10,000."""
+"""Number of bisection steps for the minimum excess over the memory limit: a precision of 1 /
+10,000.
+"""
 _TRUSTED_MEMORY = 0.9
 """Maximum estimated fraction of the memory for which a partition is accepted without simulation."""
 _NEAR = 1.2
@@ -388,8 +393,8 @@ class MicroBatchSearch:
         self.close = _CLOSE_AMONG_NODES if problem.cluster.node_count > 1 else _CLOSE
 
     def _load(self, size: int) -> float:
-        """Return a lower bound on the seconds of a micro-batch on one device: the time of the fastest
-        device type, or of its host if the host is slower.
+        """Return a lower bound on the seconds of a micro-batch on one device: the time of the
+        fastest device type, or of its host if the host is slower.
 
         Each parameter and each operator counts once. With measured times, the bound is the minimum
         over degrees of degree times the measured time of 1 / degree of an operator.
@@ -470,8 +475,8 @@ class MicroBatchSearch:
         """Yield partitions of a chain whose estimated step is below `best`, or close to it."""
         batch = self.problem.batch_size
         solver, tables = self._solver(line)
-        # Start with one stage on all devices and the largest micro-batches that fit the memory. It is
-        # found quickly and is often good.
+        # Start with one stage on all devices and the largest micro-batches that fit the memory. It
+        # is found quickly and is often good.
         for size in sorted(self.loads, reverse=True) if best == np.inf else ():
             table = option_table(tables, self.seconds, size, (self.devices,))
             answer = solver.single_stage(table) if table.options else None
@@ -479,7 +484,8 @@ class MicroBatchSearch:
                 best = answer.step_s
                 yield answer
                 break
-        # Visit sizes in the order of an estimate that counts warm-up and cool-down as two micro-batches.
+        # Visit sizes in the order of an estimate that counts warm-up and cool-down as two
+        # micro-batches.
         for size in sorted(self.loads, key=lambda size: self.loads[size] * (batch // size + 2)):
             limit = best * self.close
             if self.loads[size] * (batch // size) > limit:

@@ -1,19 +1,19 @@
-"""The dynamic program of GraphPipe: the minimum number of devices on which each stage meets a target
-time, by the number of micro-batches in flight.
+"""The dynamic program of GraphPipe: the minimum number of devices on which each stage meets a
+target time, by the number of micro-batches in flight.
 
-Objective: given a target t (seconds per micro-batch), partition the chain of blocks into stages, each
-a contiguous range, so that each stage takes at most t seconds on its devices and fits their memory,
-with the minimum number of devices in total.
+Objective: given a target t (seconds per micro-batch), partition the chain of blocks into stages,
+each a contiguous range, so that each stage takes at most t seconds on its devices and fits their
+memory, with the minimum number of devices in total.
 
-The *level* of a stage is its number of micro-batches in flight under 1F1B: one more than the highest
-level of its successors. Jeon et al., "GraphPipe" (2024), Algorithm 1, minimise the samples in flight
-for a given number of devices. This module answers the equivalent question with the two exchanged:
-it minimises the devices for each level of the first stage. The devices of parts in series and of
-parts in parallel then both add up, and one table serves all numbers of devices.
+The *level* of a stage is its number of micro-batches in flight under 1F1B: one more than the
+highest level of its successors. Jeon et al., "GraphPipe" (2024), Algorithm 1, minimise the samples
+in flight for a given number of devices. This module answers the equivalent question with the two
+exchanged: it minimises the devices for each level of the first stage. The devices of parts in
+series and of parts in parallel then both add up, and one table serves all numbers of devices.
 
 Recurrence for a chain without forks. Let need(l, i, j) be the minimum devices for blocks i to j - 1
-as one stage with l micro-batches in flight, and D(l, i) the minimum devices for all blocks from i on
-if a stage that ends at i has a successor of level l:
+as one stage with l micro-batches in flight, and D(l, i) the minimum devices for all blocks from i
+on if a stage that ends at i has a successor of level l:
 
     D(0, end) = 0
     D(l, i) = min over j > i of need(l, i, j) + D(l - 1, j)
@@ -21,10 +21,10 @@ if a stage that ends at i has a successor of level l:
 At a fork, the branches are solved from the last to the first. All stages before the fork see the
 maximum level over the branches, and all branches end at the level of the stage that joins them.
 
-Clusters with several device types: the devices form *runs* of equal devices, and a stage uses devices
-of one run. Devices are counted from the last run to the first, so that the number of devices in use
-determines the current run. If a stage moves on to the next run, the unused devices of the current
-run count as used.
+Clusters with several device types: the devices form *runs* of equal devices, and a stage uses
+devices of one run. Devices are counted from the last run to the first, so that the number of
+devices in use determines the current run. If a stage moves on to the next run, the unused devices
+of the current run count as used.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, 
 
 Devices = NDArray[np.int16]
 UNREACHABLE = 10_000
-"""Number of devices that stands for "impossible": more than any cluster has, and small enough that the
-sum of two fits in 16 bits.
+"""Number of devices that stands for "impossible": more than any cluster has, and small enough that
+the sum of two fits in 16 bits.
 """
 Front = NDArray[np.int32]
 """The table of the dynamic program.
@@ -70,13 +70,11 @@ class PartitionStage:
 class TargetProbe:
     """The dynamic program for one target.
 
-    needs: `needs(level)[run][start, stop]` is the minimum number of devices of a run on which blocks
-    `start` to `stop - 1` meet the target as one stage with `level` micro-batches in flight, or
-    `UNREACHABLE`.
-    places: number of block boundaries, one more than the number of blocks.
-    runs: number of devices of each run.
-    levels: maximum level.
-    traced: True to record the stages of the solution.
+    needs: `needs(level)[run][start, stop]` is the minimum number of devices of a run on which
+    blocks `start` to `stop - 1` meet the target as one stage with `level` micro-batches in flight,
+    or `UNREACHABLE`. places: number of block boundaries, one more than the number of blocks. runs:
+    number of devices of each run. levels: maximum level. traced: True to record the stages of the
+    solution.
     """
 
     def __init__(
@@ -102,11 +100,13 @@ class TargetProbe:
         before it need the other devices at any level.
         """
         self.stages: list[tuple[PartitionStage, int]] = []
-        """Traced stages, each with the number, counted from 1, of the next stage of its solution."""
+        """Traced stages, each with the number, counted from 1, of the next stage of its
+        solution.
+        """
 
     def solve(self, regions: tuple[Region, ...]) -> tuple[int, tuple[PartitionStage, ...]]:
-        """Return (devices, stages): the minimum number of devices for the chain, `UNREACHABLE` if it
-        cannot meet the target, and its stages in order if they are traced.
+        """Return (devices, stages): the minimum number of devices for the chain, `UNREACHABLE` if
+        it cannot meet the target, and its stages in order if they are traced.
         """
         front = self.nothing.copy()
         front[:, 0, -1] = 0
@@ -162,8 +162,8 @@ class TargetProbe:
                     front[1, level, run.start + place] = len(self.stages)
 
     def _taken(self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices) -> Devices:
-        """Return the devices in use with a stage from each boundary of a run of blocks (rows) to each
-        of `stops` (columns). `seen` are the devices in use after each stop.
+        """Return the devices in use with a stage from each boundary of a run of blocks (rows) to
+        each of `stops` (columns). `seen` are the devices in use after each stop.
         """
         found: list[Devices] = []
         start = 0
@@ -190,8 +190,8 @@ class TargetProbe:
         found = self.nothing.copy()
 
         def keep(ends: Front, level: int) -> None:
-            """Record, for each boundary, the minimum devices over levels up to `level` as the entry of
-            `level`.
+            """Record, for each boundary, the minimum devices over levels up to `level` as the entry
+            of `level`.
             """
             best = ends[0, :, places].argmin(axis=0)
             better = ends[0, best, columns] < found[0, level, columns]
@@ -226,19 +226,18 @@ class TargetProbe:
     ) -> Front:
         """Extend the table over the branches of a fork, from the last to the first.
 
-        level: level of the stage that joins the branches.
-        most: maximum level inside the branches.
-        passed: the table after each branch in the first call for this `level`, which fills the list.
-        A later call has a smaller `most`; it reuses the entries of a branch if the table after
-        the branch is equal.
+        level: level of the stage that joins the branches. most: maximum level inside the branches.
+        passed: the table after each branch in the first call for this `level`, which fills the
+        list. A later call has a smaller `most`; it reuses the entries of a branch if the table
+        after the branch is equal.
         """
         known = iter(tuple(passed))
         for branch in reversed(fork.branches):
             places = slice(branch[0].start, branch[-1].stop)
             stop = branch[-1].stop
             if stop < fork.stop:
-                # The stages of the next branch are no successors of this branch. Only the join is, so
-                # the minimum over levels becomes the entry of the join's level.
+                # The stages of the next branch are no successors of this branch. Only the join is,
+                # so the minimum over levels becomes the entry of the join's level.
                 best = front[:, front[0, :, stop].argmin(), stop].copy()
                 front[0, :, stop] = UNREACHABLE
                 front[:, level, stop] = best
@@ -263,8 +262,8 @@ def _filled(devices: Front) -> list[bool]:
 def minimum_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
     """Return the number of devices of `TargetProbe.solve` if `needs` is equal at all levels.
 
-    `needs` has one matrix per run of `runs` devices. Without levels, each boundary has one entry and
-    forks need no special treatment, so this is faster.
+    `needs` has one matrix per run of `runs` devices. Without levels, each boundary has one entry
+    and forks need no special treatment, so this is faster.
     """
     ends = tuple(itertools.accumulate(reversed(runs)))
     kinds = tuple(zip(reversed(needs), (0, *ends), ends, strict=False))

@@ -2,12 +2,12 @@
 section 5).
 
 Two units (groups of nodes) are in series if one depends on the other, directly or not. A residual
-connection is therefore not a branch: the units that it skips are in series with both of its ends. In
-a region that is not series-parallel, dependencies are added until it is.
+connection is therefore not a branch: the units that it skips are in series with both of its ends.
+In a region that is not series-parallel, dependencies are added until it is.
 
-The chain lists the blocks in a topological order. A stage of the search is a contiguous range of the
-chain, which is convex. A stage may therefore end inside one branch and start in another, contain
-several branches, or contain the end of a branch and the join.
+The chain lists the blocks in a topological order. A stage of the search is a contiguous range of
+the chain, which is convex. A stage may therefore end inside one branch and start in another,
+contain several branches, or contain the end of a branch and the join.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Parts in order, each of which depends on all units of the preceding parts. No part is a Series."""
+    """Parts in order, each of which depends on all units of the preceding parts. No part is a
+    Series.
+    """
 
     parts: tuple[Tree, ...]
 
@@ -197,8 +199,8 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Parallel branches, which occupy the blocks `start` to `stop - 1` one after the other. Each branch
-    is a sequence of regions.
+    """Parallel branches, which occupy the blocks `start` to `stop - 1` one after the other. Each
+    branch is a sequence of regions.
     """
 
     branches: tuple[tuple[Region, ...], ...]
@@ -228,7 +230,8 @@ _MIN_FORK_FRACTION = 32
 def make_line(
     graph: Graph, units: Blocks, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
 ) -> BlockLine:
-    """Return the chain of a tree, with about `limit` blocks at most. `seconds` has the time of each node.
+    """Return the chain of a tree, with about `limit` blocks at most. `seconds` has the time of each
+    node.
 
     In a graph with more than `_SMALL_GRAPH` units, a fork becomes blocks in series if its work is
     below total / devices or 1 / `_MIN_FORK_FRACTION` of the total. If there are more units than
@@ -245,7 +248,9 @@ def make_line(
     """Position of the first unit of each block in `order`."""
 
     def run(begins: list[int], stop: int) -> BlockRun:
-        """Append blocks for the units from `begins[0]` to `stop`, each starting at one of `begins`."""
+        """Append blocks for the units from `begins[0]` to `stop`, each starting at one of
+        `begins`.
+        """
         own = np.add.reduceat(work[:stop], begins)
         most = (
             max(1, round(limit / max(total, 1e-30) * float(own.sum())))

@@ -1,9 +1,9 @@
-"""Time and memory of each contiguous range of blocks as one stage, for each number of devices, with and
-without recomputation, and for any micro-batch size.
+"""Time and memory of each contiguous range of blocks as one stage, for each number of devices, with
+and without recomputation, and for any micro-batch size.
 
 Work and bytes are affine functions of the micro-batch size. They follow from two sizes, so that no
-graph is created per size. Each matrix is indexed by (first block, block after the last); seconds are
-per micro-batch.
+graph is created per size. Each matrix is indexed by (first block, block after the last); seconds
+are per micro-batch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Seconds = NDArray[np.float64]
 
 
 class NodeSeconds:
-    """Seconds of each node's forward and backward, for any micro-batch size and number of devices that
-    divide the samples.
+    """Seconds of each node's forward and backward, for any micro-batch size and number of devices
+    that divide the samples.
 
     The work at a size is interpolated linearly between the problem's micro-batch size and half of
     it. Nodes of equal work are computed once.
@@ -100,7 +100,9 @@ _SCALED_FIELDS = ("forward_flops", "backward_flops", "forward_bytes", "backward_
 
 
 def _between(half: Work, whole: Work, part: float) -> Work:
-    """Return the work of the fraction `part` of the samples, given that of half and of all samples."""
+    """Return the work of the fraction `part` of the samples, given that of half and of all
+    samples.
+    """
     found = {}
     for name in _SCALED_FIELDS:
         less = getattr(half, name)
@@ -133,7 +135,9 @@ class DraftStage:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """The costs of all ranges of blocks on `degree` devices of a run, with or without recomputation."""
+    """The costs of all ranges of blocks on `degree` devices of a run, with or without
+    recomputation.
+    """
 
     run: int
     """Index of the run of equal devices in `equal_device_runs`."""
@@ -141,7 +145,8 @@ class StageOption:
     recompute: bool
     forward: Matrix
     backward: Matrix
-    """Seconds of backward, with the second forward of recomputation and the accumulation of gradients.
+    """Seconds of backward, with the second forward of recomputation and the accumulation of
+    gradients.
     """
     arriving: Matrix
     """Seconds of messages from preceding stages."""
@@ -154,15 +159,18 @@ class StageOption:
     kept: Matrix
     """Bytes per device and micro-batch in flight."""
     seconds: Matrix
-    """Sum of all seconds, with `end` divided by the number of micro-batches; infinite for empty ranges.
+    """Sum of all seconds, with `end` divided by the number of micro-batches; infinite for empty
+    ranges.
     """
     most: NDArray[np.int16]
-    """Maximum number of micro-batches in flight that fit the memory, at most the number of devices; 0
-    if none fits.
+    """Maximum number of micro-batches in flight that fit the memory, at most the number of devices;
+    0 if none fits.
     """
 
     def holds(self, start: int, stop: int, in_flight: int) -> bool:
-        """True if blocks `start` to `stop - 1` fit the memory with `in_flight` micro-batches in flight."""
+        """True if blocks `start` to `stop - 1` fit the memory with `in_flight` micro-batches in
+        flight.
+        """
         return bool(self.seconds[start, stop] < np.inf and self.most[start, stop] >= in_flight)
 
     def stage(self, start: int, stop: int, in_flight: int) -> DraftStage:
@@ -190,7 +198,9 @@ class OptionTable:
     limits: tuple[float, ...]
     """Memory limit in bytes of a device of each run."""
     bounds: frozenset[int]
-    """All values of `StageOption.most`: only at these levels can the set of feasible ranges change."""
+    """All values of `StageOption.most`: only at these levels can the set of feasible ranges
+    change.
+    """
 
     @property
     def places(self) -> int:
@@ -238,7 +248,8 @@ class OptionTable:
 def option_table(
     tables: Tables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
 ) -> OptionTable:
-    """Return the stage options for micro-batches of `size` samples and the degrees that divide them.
+    """Return the stage options for micro-batches of `size` samples and the degrees that divide
+    them.
 
     Each device has its memory limit plus `spare` bytes.
     """
@@ -270,8 +281,8 @@ def option_table(
 def _options(
     tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int, limit: float
 ) -> Iterator[StageOption]:
-    """Yield the options of one degree: with, without, or with and without recomputation, as the problem
-    permits.
+    """Yield the options of one degree: with, without, or with and without recomputation, as the
+    problem permits.
     """
     problem = tables.problem
     chain = tables.chain

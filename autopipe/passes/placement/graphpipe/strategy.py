@@ -38,8 +38,8 @@ from autopipe.passes.sharding.search import Exact, SplitProblem
 
 @dataclass(frozen=True, slots=True)
 class GraphPipe:
-    """Partitions the series-parallel graph of the model into stages of about equal time, with stages
-    of parallel branches running concurrently.
+    """Partitions the series-parallel graph of the model into stages of about equal time, with
+    stages of parallel branches running concurrently.
     """
 
     intra: Literal["data_parallel", "pase"] = "data_parallel"
@@ -170,8 +170,8 @@ def _with_next_size(
 
 
 def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
-    """Return the seconds of a step under kFkB; infinite if memory does not suffice or values cannot be
-    divided into these micro-batches.
+    """Return the seconds of a step under kFkB; infinite if memory does not suffice or values cannot
+    be divided into these micro-batches.
     """
     try:
         problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))

@@ -1,7 +1,7 @@
-"""Piper: pipeline stages by dynamic programming over the downsets of the operator graph (Tarnawski et
-al., NeurIPS 2021).
+"""Piper: pipeline stages by dynamic programming over the downsets of the operator graph (Tarnawski
+et al., NeurIPS 2021).
 
-`strategy` merges operators into blocks and partitions the blocks into stages; `stage_costs` computes
-the cost of each possible stage. The package imports schedule, sharding, partition, cost, analysis
-and solvers, but no other strategy.
+`strategy` merges operators into blocks and partitions the blocks into stages; `stage_costs`
+computes the cost of each possible stage. The package imports schedule, sharding, partition, cost,
+analysis and solvers, but no other strategy.
 """

@@ -1,8 +1,9 @@
-"""The cost of each stage between two downsets, for each combination of data and tensor parallelism of
-its group.
+"""The cost of each stage between two downsets, for each combination of data and tensor parallelism
+of its group.
 
 A stage contains the blocks of an outer downset that are not in an inner downset. Its costs are sums
-over its blocks, except that tensors that several blocks use, such as a shared parameter, count once.
+over its blocks, except that tensors that several blocks use, such as a shared parameter, count
+once.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from autopipe.passes.sharding.regions import (
 
 @dataclass(frozen=True, slots=True)
 class StageSharing:
-    """The parallelism of a stage: `replicas` replicas of `tensor` neighbouring devices each, and the
-    splits of the nodes of each block.
+    """The parallelism of a stage: `replicas` replicas of `tensor` neighbouring devices each, and
+    the splits of the nodes of each block.
     """
 
     replicas: int
@@ -91,7 +92,9 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
 def _closed(
     network: ReplicatedGraph, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
 ) -> dict[int, tuple[Split, ...]]:
-    """Return the tensor-parallel splits of a block, or {} if a value would leave the block sharded."""
+    """Return the tensor-parallel splits of a block, or {} if a value would leave the block
+    sharded.
+    """
     graph = network.graph
     members = set(nodes)
     for node, splits in found.items():
@@ -120,8 +123,8 @@ class Sums:
 
     @staticmethod
     def of(by_block: list[dict[Key, int]]) -> Sums:
-        """Return the sums of values given by block and key. If several blocks have a key, its maximum
-        value counts once.
+        """Return the sums of values given by block and key. If several blocks have a key, its
+        maximum value counts once.
         """
         blocks: defaultdict[Key, dict[int, int]] = defaultdict(dict)
         for block, each in enumerate(by_block):
@@ -153,8 +156,8 @@ class BlockFigures:
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
     host_forward_s: NDArray[np.float64]
-    """Seconds that the host needs to start the operators of a forward; 0 if the model of the cluster
-    has no host time.
+    """Seconds that the host needs to start the operators of a forward; 0 if the model of the
+    cluster has no host time.
     """
     host_backward_s: NDArray[np.float64]
     kept: Sums
@@ -170,7 +173,9 @@ class BlockFigures:
 
 
 def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> BlockFigures:
-    """Return the costs of each block as a stage of its own on a group with parallelism `sharing`."""
+    """Return the costs of each block as a stage of its own on a group with parallelism
+    `sharing`.
+    """
     devices = tuple(range(sharing.devices))
     pairs = zip(blocks.nodes, sharing.splits, strict=True)
     placement = Placement(
@@ -212,8 +217,8 @@ _MAX_ENTRIES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The messages that the stage of each pair of downsets receives, or sends, per micro-batch of the
-    graph.
+    """The messages that the stage of each pair of downsets receives, or sends, per micro-batch of
+    the graph.
 
     sharded: bytes of values with a batch axis, which replicas divide.
     replicated: bytes of values without a batch axis, which each replica receives in full.
@@ -273,8 +278,8 @@ def messages_between(
 
 
 def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]) -> Figures:
-    """Return, for each pair, the scalar product of row `inner` of its inner downset and row `outer` of
-    its outer downset.
+    """Return, for each pair, the scalar product of row `inner` of its inner downset and row `outer`
+    of its outer downset.
     """
     found = np.zeros(len(downsets.inner))
     width = len(downsets.holds)

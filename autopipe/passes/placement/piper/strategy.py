@@ -1,5 +1,5 @@
-"""The placement strategy Piper: merging the nodes of a graph into blocks, and the dynamic program over
-downsets.
+"""The placement strategy Piper: merging the nodes of a graph into blocks, and the dynamic program
+over downsets.
 
 Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
 (NeurIPS 2021), section 4.
@@ -142,8 +142,8 @@ class _Merging:
             self.ancestors[node] = functools.reduce(operator.or_, above, 0)
 
     def entry(self, first: int, second: int) -> tuple[float, float, int, int]:
-        """Return the sort key of a pair of blocks: minus the bytes that no longer enter or leave a block
-        after merging, then the work of both blocks.
+        """Return the sort key of a pair of blocks: minus the bytes that no longer enter or leave a
+        block after merging, then the work of both blocks.
         """
         saved = 0
         for name in self.read[second] & (self.written[first] | self.read[first]):
@@ -186,7 +186,9 @@ class _Merging:
         )
 
     def around(self, block: int) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of blocks whose sort key or order may change after a merge into `block`."""
+        """Yield the pairs of blocks whose sort key or order may change after a merge into
+        `block`.
+        """
         for other in sorted(self.before[block]):
             yield other, block
             for reader in sorted(self.after[other]):
@@ -196,8 +198,8 @@ class _Merging:
                 yield other, after
 
     def topological(self) -> list[list[int]]:
-        """Return the nodes of each block in topological order. Ties: the block with the first node of
-        the graph comes first.
+        """Return the nodes of each block in topological order. Ties: the block with the first node
+        of the graph comes first.
         """
         left = {block: len(before) for block, before in self.before.items()}
         ready = [(min(self.members[block]), block) for block, count in left.items() if not count]
@@ -235,7 +237,8 @@ class DownsetStage:
 
 
 def search(costs: DownsetCosts, most_s: float) -> list[DownsetStage]:
-    """Return the chain that minimises the time of the slowest stage, with the minimum number of stages.
+    """Return the chain that minimises the time of the slowest stage, with the minimum number of
+    stages.
 
     Returns [] if no chain fits the memory, or if none has a slowest stage of about `most_s` seconds
     or less.
@@ -309,8 +312,9 @@ def _shortest_chain(costs: DownsetCosts, options: list[Option], limit: float) ->
 
 
 def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.int16]:
-    """Return the matrix N(D, d): for each downset and number of devices, the minimum number of stages
-    for the blocks outside of the downset on the last d devices, or `ANY_PLACE` if impossible.
+    """Return the matrix N(D, d): for each downset and number of devices, the minimum number of
+    stages for the blocks outside of the downset on the last d devices, or `ANY_PLACE` if
+    impossible.
     """
     downsets = costs.chains.downsets
     size = costs.problem.cluster.size
@@ -337,8 +341,8 @@ def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.in
 
 
 def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
-    """Return the possible numbers of devices after a group of `devices` devices. A group lies inside a
-    node, or starts at the first device of a node.
+    """Return the possible numbers of devices after a group of `devices` devices. A group lies
+    inside a node, or starts at the first device of a node.
     """
     size = problem.cluster.size
     node = problem.cluster.devices_per_node
@@ -389,7 +393,8 @@ def _trace(
 
 @dataclass(frozen=True, slots=True)
 class Piper:
-    """Partitions the graph into a chain of stages, each of which may contain parts of several branches.
+    """Partitions the graph into a chain of stages, each of which may contain parts of several
+    branches.
 
     Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
     (NeurIPS 2021). A search over all downsets of blocks of about a layer each minimises the time of
@@ -402,14 +407,16 @@ class Piper:
     max_downsets: int = 10_000
     """Maximum number of downsets. A graph with more is rejected."""
     objective: Literal["step", "slowest_stage"] = "step"
-    """Objective: `step` minimises the time of a step including warm-up and cool-down, `slowest_stage`
-    the time of the slowest stage, as in the paper.
+    """Objective: `step` minimises the time of a step including warm-up and cool-down,
+    `slowest_stage` the time of the slowest stage, as in the paper.
     """
 
     name: ClassVar[str] = "piper"
 
     def division(self, graph: Graph) -> Division:
-        """Return `Division.OWN`: the strategy chooses the micro-batch size, equal for all stages."""
+        """Return `Division.OWN`: the strategy chooses the micro-batch size, equal for all
+        stages.
+        """
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
@@ -465,7 +472,8 @@ class Piper:
     def _best_chain(
         self, problem: Problem, chains: Chains, most_step_s: float
     ) -> tuple[Placement, float]:
-        """Return (placement, seconds of a step) of the best chain for the problem's micro-batch size.
+        """Return (placement, seconds of a step) of the best chain for the problem's micro-batch
+        size.
 
         Raises InfeasibleError if no chain fits the memory, or none has a step shorter than about
         `most_step_s`.

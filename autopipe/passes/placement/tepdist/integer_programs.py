@@ -223,11 +223,11 @@ def fix_by_reduced_cost(
     """Reduce a merged model until at most `most` pairs of configurations remain, or the bound stops
     improving.
 
-    Let reach(c) be the lower bound on all choices that contain configuration c (`Dual.configuration_bounds`).
-    Configuration c is removed if reach(c) exceeds the threshold, because no choice of at most that
-    cost contains c. The threshold is `cutoff`, or, if it is None, the cost of the cheapest choice
-    found so far, `known` included. Raise InfeasibleError if the arrays of costs show that all
-    choices are forbidden.
+    Let reach(c) be the lower bound on all choices that contain configuration c
+    (`Dual.configuration_bounds`). Configuration c is removed if reach(c) exceeds the threshold,
+    because no choice of at most that cost contains c. The threshold is `cutoff`, or, if it is None,
+    the cost of the cheapest choice found so far, `known` included. Raise InfeasibleError if the
+    arrays of costs show that all choices are forbidden.
     """
     part = Subproblem(model, all_configurations(model))
     choice = tuple(known)

@@ -185,8 +185,8 @@ def _load_bound(graph: BlockGraph, micro_batches: int) -> int:
 
 
 def period_bound(graph: BlockGraph) -> int:
-    """Return a lower bound of the period of a steady state: the maximum of 1, the devices' loads and,
-    for devices with a memory limit, the bound of Little's law.
+    """Return a lower bound of the period of a steady state: the maximum of 1, the devices' loads
+    and, for devices with a memory limit, the bound of Little's law.
     """
     return max(
         *graph.loads, *(_memory_period_bound(graph, device) for device in range(graph.devices)), 1

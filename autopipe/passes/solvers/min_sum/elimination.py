@@ -301,8 +301,8 @@ def minimum_of_sum(tables: list[Array]) -> Array:
     inner = math.prod(shape[2:])
 
     def current(table: Array) -> Array:
-        """Return the part of `table` for the indices `rows` of axis 0 and `block` of axis 1. An axis of
-        size 1 is broadcast and returned in full.
+        """Return the part of `table` for the indices `rows` of axis 0 and `block` of axis 1. An
+        axis of size 1 is broadcast and returned in full.
         """
         return table[
             rows if table.shape[0] > 1 else slice(None),

@@ -209,7 +209,9 @@ this method grows with the number of ranks, so larger tensors use a ring.
 
 
 def is_direct(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Return True if every rank sends to all others directly: for tensors in host memory over gloo."""
+    """Return True if every rank sends to all others directly: for tensors in host memory over
+    gloo.
+    """
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 

@@ -180,7 +180,9 @@ class OutputCollector:
                     yield from ((index, place, shard) for shard in needed_shards(place))
 
     def _write(self) -> None:
-        """Receive the outputs of the previous step, if there is one, and append them to the files."""
+        """Receive the outputs of the previous step, if there is one, and append them to the
+        files.
+        """
         if self._waiting is None:
             return
         (own, samples) = self._waiting

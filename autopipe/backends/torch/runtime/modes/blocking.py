@@ -75,8 +75,8 @@ def global_event_order(
     for rank, tasks in enumerate(lists):
         for stage in {task.stage for task in tasks}:
             ranks[stage].append(rank)
-    # Keys are (stage, is gradient). `needs`: slice of the stage, other stage that sends to it, slice
-    # of the other stage. `leaving`: the channels to other ranks, and the slice of the stage.
+    # Keys are (stage, is gradient). `needs`: slice of the stage, other stage that sends to it,
+    # slice of the other stage. `leaving`: the channels to other ranks, and the slice of the stage.
     needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
     leaving = defaultdict[tuple[int, bool], list[tuple[ChannelEnd, MicroBatchSlice]]](list)
     for end in ends:

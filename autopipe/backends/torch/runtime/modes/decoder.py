@@ -148,7 +148,8 @@ class Decoder:
                 f"the cache has {', '.join(map(str, sorted(lengths)))} positions, "
                 f"a step {length} {plural(length, 'token')}, "
                 f"the mask {inputs[MASK].value.shape[1]}",
-                hint="plan with --dim values for which the mask is as long as cache and step together, "
+                hint="plan with --dim values for which the mask is as long as cache and step "
+                "together, "
                 "or as the cache if it is written in place",
             )
         logits = _logits(

@@ -166,7 +166,9 @@ class DryExecution(Execution):
 
 
 class DryReporter(Reporter):
-    """Reports tasks, messages and memory of one rank in one step, instead of metrics of all ranks."""
+    """Reports tasks, messages and memory of one rank in one step, instead of metrics of all
+    ranks.
+    """
 
     def __init__(
         self, rank: RankContext, transport: DryTransport, tracker: MemoryTracker | None

@@ -213,7 +213,9 @@ class Generation(BatchReader):
                     )
 
     def _present_box(self, entry: CacheEntry, stage: int) -> TensorSlice | None:
-        """Return this rank's shard of the updated cache that a stage computes, None if it has none."""
+        """Return this rank's shard of the updated cache that a stage computes, None if it has
+        none.
+        """
         shards = (
             each for place in entry.present.places if place.stage == stage for each in place.shards
         )
@@ -282,7 +284,9 @@ class Generation(BatchReader):
                     self._generated[ended[0]] = ended[1]
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """Return an argument of a stage: its shard of the cache, or of tokens, mask or positions."""
+        """Return an argument of a stage: its shard of the cache, or of tokens, mask or
+        positions.
+        """
         if request.name in self.decoder.cache:
             cached = self._caches.get((request.stage, request.micro_batch, request.name))
             if cached is not None:

@@ -1,4 +1,6 @@
-"""`--cuda-graphs`: which stages of a rank are captured as CUDA graphs, and whether the update is."""
+"""`--cuda-graphs`: which stages of a rank are captured as CUDA graphs, and whether the update
+is.
+"""
 
 from __future__ import annotations
 

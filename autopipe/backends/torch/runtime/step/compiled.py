@@ -126,7 +126,9 @@ def _compile(stage: Stage) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Return the folder of compiled kernels, next to the plan cache; None if it cannot be created."""
+    """Return the folder of compiled kernels, next to the plan cache; None if it cannot be
+    created.
+    """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("AUTOPIPE_CACHE") or Path(caches) / "autopipe") / "kernels"
     try:

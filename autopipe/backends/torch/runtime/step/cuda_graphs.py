@@ -205,7 +205,9 @@ class StageGraphs:
     """The captured graphs of a stage, with one slot for each micro-batch that may be in flight."""
 
     def __init__(self, stage: Captured, resources: CaptureResources, slots: int) -> None:
-        """Capture the stage with `slots` slots. If this raises NotCaptured, the stage is unchanged."""
+        """Capture the stage with `slots` slots. If this raises NotCaptured, the stage is
+        unchanged.
+        """
         self._stage = stage
         self._resources = resources
         self._trained: list[torch.Tensor] = []
@@ -422,5 +424,7 @@ def _gib(count: float) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of the error's message, or the name of its type if it has no message."""
+    """Return the first line of the error's message, or the name of its type if it has no
+    message.
+    """
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -262,7 +262,9 @@ def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool
 
 
 def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
-    """Return the ranks of all process groups of a program: of its stages and of gradient reduction."""
+    """Return the ranks of all process groups of a program: of its stages and of gradient
+    reduction.
+    """
     found = {ranks for stage in manifest.stages for ranks in stage.groups()}
     if manifest.train:
         for shards in manifest.shards:

@@ -139,7 +139,9 @@ class LossScaler:
         optimizer.step()
 
     def end_step(self) -> None:
-        """Halve the scale after an overflow; double it after `_GROWTH_INTERVAL` steps without one."""
+        """Halve the scale after an overflow; double it after `_GROWTH_INTERVAL` steps without
+        one.
+        """
         self.outcome = torch.stack((self.scale, self._overflow))
         update_loss_scale_(
             self.scale, self._good_steps, self._overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL

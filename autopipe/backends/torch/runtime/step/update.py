@@ -101,8 +101,8 @@ class Update:
             scale_gradients(self.reduction.updated, divisor.reciprocal())
 
     def move_running_statistics(self) -> None:
-        """Update the running statistics of BatchNormalization with those of the step's micro-batches.
-        Collective over the ranks that share a statistic.
+        """Update the running statistics of BatchNormalization with those of the step's
+        micro-batches. Collective over the ranks that share a statistic.
         """
         rank = self._rank
         running = ((number, stage.p.running) for number, stage in rank.stages.items())

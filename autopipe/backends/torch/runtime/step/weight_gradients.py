@@ -186,7 +186,8 @@ class WeightGradQueue:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        # Vectors are not deferred: the gradient of a bias is a sum, which is cheap to compute at once.
+        # Vectors are not deferred: the gradient of a bias is a sum, which is cheap to compute at
+        # once.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
         self._known: dict[str, list[tuple[Function, Formula | None]]] = {}
         """By name of a recomputed segment ("" for the forward), the function and formula of each

@@ -1,1 +1,3 @@
-"""Observation of a running rank: clocks, reports, heartbeats, failures, and requests to stop or save."""
+"""Observation of a running rank: clocks, reports, heartbeats, failures, and requests to stop or
+save.
+"""

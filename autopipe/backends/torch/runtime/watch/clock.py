@@ -39,7 +39,9 @@ class MeasuredSpan:
 
 @dataclass(frozen=True, slots=True)
 class LateMessage:
-    """Start and end of a task's wait for a received tensor, in seconds since the start of the step."""
+    """Start and end of a task's wait for a received tensor, in seconds since the start of the
+    step.
+    """
 
     task: str
     peer: int

@@ -31,8 +31,11 @@ _LOST_OVER_GLOO = (
 )
 """Parts of the messages of RuntimeErrors that a rank gets over gloo when another rank has ended."""
 _LOST_OVER_NCCL = (
-    "ncclRemoteError", "remote process exited", "communicator was aborted", "collective operation timeout",
-)  # fmt: skip
+    "ncclRemoteError",
+    "remote process exited",
+    "communicator was aborted",
+    "collective operation timeout",
+)
 """Parts of the messages of NCCL errors that follow from the end of another rank. Other NCCL errors,
 such as out of memory, are errors of the rank itself.
 """
@@ -45,7 +48,9 @@ _BEAT_S = 0.5
 STACKS = signal.SIGUSR1
 """Signal at which a rank writes the stacks of its threads to stderr."""
 STOP = signal.SIGUSR2
-"""Signal at which a rank that saves checkpoints requests a last checkpoint and the end of the run."""
+"""Signal at which a rank that saves checkpoints requests a last checkpoint and the end of the
+run.
+"""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
@@ -124,7 +129,9 @@ def failure_of(
 
 
 def has_lost_rank(error: BaseException) -> bool:
-    """Return True if a torch error follows from the end of another rank or of the connection to it."""
+    """Return True if a torch error follows from the end of another rank or of the connection to
+    it.
+    """
     if not isinstance(error, RuntimeError):
         return False
     import torch.distributed as dist
