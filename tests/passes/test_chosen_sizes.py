@@ -123,7 +123,10 @@ def test_what_the_user_fixes_leaves_no_choice(model, given):
 
 @pytest.mark.parametrize("scheduler", [OneForwardOneBackward(), GPipe()])
 def test_schedules_of_equal_micro_batches_say_so(model, scheduler):
-    with pytest.raises(InfeasibleError, match=r"equal micro-batches, but stage 0 has 1 sample"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"one micro-batch size for all stages, but stage 0 has micro-batches of 1 sample",
+    ):
         make_plan(request(model, (1, 4), scheduler))
 
 
