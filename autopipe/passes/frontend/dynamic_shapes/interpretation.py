@@ -129,9 +129,10 @@ class DynamicShapes(dict[str, Fact]):
                 if count is not None:
                     self._static_counts[node.output[0]] = count
             elif node.op_type not in MINIMA:
-                selection = next(each.selection for each in context.facts if each is not None)
+                selections = (each.selection for each in context.facts if each is not None)
+                selection = next(selections, None)
                 for name, each in (size_results(context) or {}).items():
-                    if each.degree:
+                    if each.degree and selection is not None:
                         self._static_counts[name] = Counted(selection, each)
         return False
 
