@@ -69,13 +69,11 @@ def _summary(good: Sequence[Row], bad: Sequence[Row], cells: int) -> Iterable[st
         slower = sum(each < 1 - SAME for each in ratios)
         shorter = sum(each > 1 + SAME for each in ratios)
         text += (
-            f" In {slower} cells the chosen plan is slower than the best single one, in "
-            f"{shorter} it is faster"
-            f" (up to {max(ratios):.2f} times, median {median(ratios):.3f}), in the others as fast."
-            f" A search takes {median(row['search_s'] for row in good):.1f} s of processor time "
-            "(median; at most"
-            f" {max(row['search_s'] for row in good):.0f} s), a whole cell"
-            f" {median(row['cell_s'] for row in good):.1f} s."
+            f" In {slower} cells the chosen plan is slower than the best single one, in {shorter} "
+            f"it is faster (up to {max(ratios):.2f} times, median {median(ratios):.3f}), in the "
+            f"others as fast. A search takes {median(row['search_s'] for row in good):.1f} s of "
+            f"processor time (median; at most {max(row['search_s'] for row in good):.0f} s), a "
+            f"whole cell {median(row['cell_s'] for row in good):.1f} s."
         )
         apart = sum(abs(row["single_again_s"] / row["single_step_s"] - 1) > SAME for row in good)
         text += (

@@ -142,8 +142,7 @@ def compare(part: str, folder: Path, solvers: list[str], seconds: float, toleran
         differing += unequal
         largest = max(differences, default=0.0)
         print(
-            f"  {first} and {second}: {len(differences)} proven by both, {unequal} differ, at "
-            "most "
+            f"  {first} and {second}: {len(differences)} proven by both, {unequal} differ, at most "
             f"by {largest:.1e}"
         )
     return differing

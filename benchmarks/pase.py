@@ -111,13 +111,11 @@ Axes: b samples, c and k inputs, n outputs, l layers, v vocabulary.
 
 _ASSUMPTIONS: Final = {
     "1080ti-pcie": "simulated: GTX 1080 Ti by data sheet (fp32), eight a server, 12 GB/s a device in it over "
-    "PCIe 3.0, "
-    "6.25 GB/s a device between servers; gradients are exchanged after backward, and nothing "
-    "else overlaps either",
+    "PCIe 3.0, 6.25 GB/s a device between servers; gradients are exchanged after backward, and "
+    "nothing else overlaps either",
     "2080ti-pcie": "simulated: RTX 2080 Ti by data sheet (fp32), eight a server, 6 GB/s a device through the "
-    "host's "
-    "memory, 6 GB/s between servers; gradients are exchanged after backward, and nothing else "
-    "overlaps either",
+    "host's memory, 6 GB/s between servers; gradients are exchanged after backward, and nothing "
+    "else overlaps either",
 }
 CLUSTERS: Final = tuple(_ASSUMPTIONS)
 """Presets: servers of eight devices on PCIe, InfiniBand between them."""

@@ -92,8 +92,7 @@ def drawing() -> str:
         )
     for name, (x, y) in places.items():
         parts.append(
-            f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6" '
-            'fill="#e8f0fa" '
+            f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="#e8f0fa" '
             'stroke="#2c5b95"/>'
         )
         parts.append(

@@ -50,8 +50,7 @@ def _setting(
 
 SOURCES: Final = (
     "FILE.npz, FILE.bin of tokens, a table or folder (docs/guides/data.md) or module:function; "
-    "random "
-    "data without it"
+    "random data without it"
 )
 """The sources of data that `--data` accepts."""
 

@@ -265,8 +265,7 @@ def _node_screen(found: NodeExplanation) -> list[RenderableType]:
         f"{group_text(report.devices)},"
         f" {split}{each}",
         f"takes {seconds_text(report.forward_s)} forward and {seconds_text(report.backward_s)} "
-        "backward for a"
-        f" micro-batch{share}",
+        f"backward for a micro-batch{share}",
     ]
     if report.recomputed:
         screen.append(

@@ -284,9 +284,8 @@ class _Comparison:
         if gained:
             raise VerificationError(
                 (
-                    f"the exported file trains {listed(gained, _NAMED)}, of which the module "
-                    "has no "
-                    "gradient"
+                    f"the exported file trains {listed(gained, _NAMED)}, of which the module has "
+                    "no gradient"
                 ),
                 f"{self._cause(expected)}; freeze them (requires_grad_(False)), or {_WITHOUT}",
             )

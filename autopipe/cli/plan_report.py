@@ -391,11 +391,9 @@ def _memory_limits(plan: Plan) -> str:
 
 def prediction_line(summary: Summary) -> str:
     return (
-        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, "
-        "lower bound"
-        f" {seconds_text(summary.lower_bound_s)} for this placement), bubble "
-        f"{summary.bubble_rate:.1%}, peak memory"
-        f" {bytes_text(max(summary.peak_memory_bytes))}"
+        f"step {seconds_text(summary.step_time_s)} ({summary.samples_per_s:,.1f} samples/s, lower "
+        f"bound {seconds_text(summary.lower_bound_s)} for this placement), bubble "
+        f"{summary.bubble_rate:.1%}, peak memory {bytes_text(max(summary.peak_memory_bytes))}"
     )
 
 

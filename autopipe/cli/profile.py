@@ -157,9 +157,8 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
         if (tasks := device.tasks) is not None:
             yield (
                 f"  besides its operators a forward takes {seconds_text(tasks.forward_s)}, a "
-                "backward"
-                f" {seconds_text(tasks.backward_s)}; an operator whose gradients wait"
-                f" {seconds_text(tasks.waiting_s)} more"
+                f"backward {seconds_text(tasks.backward_s)}; an operator whose gradients wait "
+                f"{seconds_text(tasks.waiting_s)} more"
             )
         if device.host_launch_s:
             yield f"  the host takes {seconds_text(device.host_launch_s)} per operator"

@@ -155,6 +155,5 @@ def _by_spread(found: Measured) -> str:
     verb = "is explained by" if found.difference <= found.limit else "is not explained by"
     return (
         f"the difference of {found.tensor!r}, {found.difference:.2e}, {verb} ONNX Runtime's own "
-        "spread: "
-        f"{found.spread}, so the limit is {found.limit:.2g}"
+        f"spread: {found.spread}, so the limit is {found.limit:.2g}"
     )

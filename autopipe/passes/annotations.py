@@ -146,9 +146,8 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
                 known, source = found.setdefault(axis, (cut, name))
                 if known != cut:
                     raise ModelError(
-                        f"the annotations of its tensors {source!r} and {name!r} contradict "
-                        "each other:"
-                        f" they cut its axis {axis!r} into {known.degree} and {degree} "
+                        f"the annotations of its tensors {source!r} and {name!r} contradict each "
+                        f"other: they cut its axis {axis!r} into {known.degree} and {degree} "
                         f"{plural(degree, 'part')}, or in another order",
                         hint="autopipe finds itself what must be exchanged before and after a node",
                         where=where,

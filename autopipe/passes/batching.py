@@ -118,8 +118,7 @@ def _not_of_own(size: int, own: int | None) -> ConfigurationError:
     return ConfigurationError(
         (
             f"micro-batches of {size} {plural(size, 'sample')} cannot be made of the {own} that "
-            "the "
-            "model's file fixes"
+            "the model's file fixes"
         ),
         hint=(
             f"choose a micro-batch size that divides {own}, or export the model with a symbolic "

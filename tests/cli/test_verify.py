@@ -155,10 +155,8 @@ def test_a_difference_within_the_spread_of_onnx_runtime_is_explained(
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
         f"outputs of one device: the difference of {LONG!r}, 3.00e-05, is explained by ONNX "
-        "Runtime's own spread: "
-        "it is 1.0e-06 away from its results with optimizations, 2.0e-05 from its results in "
-        "float64, "
-        "of which one device is 1.0e-05 away, so the limit is 4.4e-05",
+        "Runtime's own spread: it is 1.0e-06 away from its results with optimizations, 2.0e-05 "
+        "from its results in float64, of which one device is 1.0e-05 away, so the limit is 4.4e-05",
         f"equal: the limit is {LIMIT}",
     ]
 

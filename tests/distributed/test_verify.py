@@ -144,8 +144,7 @@ def test_batch_statistics_are_the_batchs_or_the_running_ones(
             TensorProto.DOUBLE,
             (
                 "ONNX Runtime has no kernel: Could not find an implementation for Erf(13) node "
-                "with "
-                "name 'noise'"
+                "with name 'noise'"
             ),
         ),
     ],

@@ -164,8 +164,7 @@ def _end_bar(span: EndSpan, end: float) -> str:
     what = span.kind.value if span.stage is None else f"{span.kind.value} of stage {span.stage}"
     box = (
         f'<rect class="end" x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 1):.2f}" '
-        f'height="{_BAR}" '
-        f'style="fill:{style.fill}"><title>{what}</title></rect>'
+        f'height="{_BAR}" style="fill:{style.fill}"><title>{what}</title></rect>'
     )
     return box + _label(style.letter, left, right, top, style.ink)
 

@@ -293,7 +293,5 @@ def _check_kinds(problem: Problem, devices: Sequence[int], who: str) -> None:
         raise InfeasibleError(
             f"{who} of different kinds: {describe_kinds(problem.cluster, devices)}",
             hint="set cluster.allow_mixed_stages to true, or take a strategy that makes stages: "
-            "pipedream, "
-            "graphpipe, tepdist or "
-            "grid",
+            "pipedream, graphpipe, tepdist or grid",
         )

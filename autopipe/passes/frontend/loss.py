@@ -129,9 +129,8 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
     if not logits.dtype.is_floating or len(logits.shape) < 2:
         raise ConfigurationError(
             (
-                f"loss: {choice.logits!r} is {logits.dtype.value}{list(logits.shape)}, no "
-                "scores of "
-                "classes"
+                f"loss: {choice.logits!r} is {logits.dtype.value}{list(logits.shape)}, no scores "
+                "of classes"
             ),
             hint="logits have the shape (samples, classes) or (samples, positions, classes)",
         )

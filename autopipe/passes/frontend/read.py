@@ -394,8 +394,7 @@ def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> 
         (
             others,
             "mixes the samples of a batch: micro-batches change what is computed, larger ones "
-            "change less "
-            "(--micro-batch-size)",
+            "change less (--micro-batch-size)",
         ),
         (
             losses,

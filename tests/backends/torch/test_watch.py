@@ -100,8 +100,7 @@ def test_for_whom_each_waits() -> None:
     hang = find_hung_rank(circle, 30.0, 100.0, SHORT, 1)
     assert hang is not None and hang.message() == (
         "rank 0 waits in task 0B1 for 40 s, and so do all others: for rank 1 (channel 3), which "
-        "waits in task 1F2 "
-        "for rank 0 (channel 2), which waits in task 0B1"
+        "waits in task 1F2 for rank 0 (channel 2), which waits in task 0B1"
     )
     assert waits_of({0: on(1, "0B1"), 1: on(4, "1B1")}, 0) == (
         "for rank 1 (channel 7), which waits in task 1B1 for rank 4 (channel 7), of another node"

@@ -174,8 +174,7 @@ H = "tensor 'h'"
             (blocks("x", (1, 2), inner=2), blocks("w", (0, 4))),
             (
                 "of its tensors 'x' and 'w' contradict each other: they cut its axis 'k' into 2 "
-                "and "
-                "4 parts"
+                "and 4 parts"
             ),
         ),
         (

@@ -212,9 +212,8 @@ def test_a_circle_names_who_waits_for_whom() -> None:
     with pytest.raises(CodegenError) as caught:
         prove(changed(chain(), 1, forwards_first))
     assert str(caught.value) == (
-        "deadlock: rank 0 would wait in 0B0 for 1B0 of rank 1, rank 1 would wait in 1F3 for "
-        "0F3 "
-        "of rank 0"
+        "deadlock: rank 0 would wait in 0B0 for 1B0 of rank 1, rank 1 would wait in 1F3 for 0F3 of "
+        "rank 0"
     )
 
 

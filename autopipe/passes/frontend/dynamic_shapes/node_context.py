@@ -108,8 +108,7 @@ class NodeFacts:
         selections = (each.selection.node for each in self.facts if each is not None)
         return ModelError(
             f"it combines rows that {next(selections, 'another node')} selects by data, so the "
-            "shape "
-            "of its result cannot be inferred",
+            "shape of its result cannot be inferred",
             hint="compute rows that the data select one by one, then sum them or write them into "
             "a tensor",
             where=self.title,

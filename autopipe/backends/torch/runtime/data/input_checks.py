@@ -169,8 +169,7 @@ def check_rows(
         kind = "an integer " if rows.dtype.kind == "f" else ""
         raise ConfigurationError(
             f"{name!r}{row} holds {block[tuple(place)].item():.15g}: it must be {kind}from "
-            f"{bounds.least} to "
-            f"{bounds.below - 1}{besides}",
+            f"{bounds.least} to {bounds.below - 1}{besides}",
             where=where,
         )
 

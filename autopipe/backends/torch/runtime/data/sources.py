@@ -221,9 +221,8 @@ class StoredSource(Source):
         if not keeps_last and self.samples < batch:
             raise ConfigurationError(
                 (
-                    f"{self.samples} {plural(self.samples, 'sample is', 'samples are')} no "
-                    "batch of "
-                    f"{batch}"
+                    f"{self.samples} {plural(self.samples, 'sample is', 'samples are')} no batch "
+                    f"of {batch}"
                 ),
                 hint=(
                     "plan with a smaller --batch-size, give more data, or plan with --set "

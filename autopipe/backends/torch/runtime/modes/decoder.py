@@ -149,8 +149,7 @@ class Decoder:
                 f"a step {length} {plural(length, 'token')}, "
                 f"the mask {inputs[MASK].value.shape[1]}",
                 hint="plan with --dim values for which the mask is as long as cache and step "
-                "together, "
-                "or as the cache if it is written in place",
+                "together, or as the cache if it is written in place",
             )
         logits = _logits(
             [output for name, output in outputs.items() if name not in pairs.values()], length

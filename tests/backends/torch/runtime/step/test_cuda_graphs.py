@@ -68,8 +68,7 @@ def test_names_of_a_text() -> None:
                 }
             ],
             "CUDA graphs: 1 of 3 stages captured; stage 0 eager: the plan is not bound by the "
-            "host; "
-            "stage 2 eager: one of its operators waits for the device",
+            "host; stage 2 eager: one of its operators waits for the device",
         ),
         (
             1,
