@@ -187,9 +187,8 @@ def sequential_step(problem: Problem, placement: Placement) -> Step:
     predicted = predict(sized, placement)
     chain = tuple(itertools.pairwise(range(len(placement.stages))))
     first = [stage.devices[0] for stage in placement.stages]
-    waits = tuple(
-        Message(one, two, first[one], first[two], 0, 0, 0.0, 0.0) for one, two in chain
-    )  # Take no time.
+    # Take no time.
+    waits = tuple(Message(one, two, first[one], first[two], 0, 0, 0.0, 0.0) for one, two in chain)
     chained = replace(graph, edges=tuple(sorted({*graph.edges, *chain})))
     return _step(
         sized, placement, chained, replace(predicted, messages=(*predicted.messages, *waits))

@@ -266,10 +266,11 @@ def main() -> None:
         times = interleaved(ours, theirs, arguments.rounds, arguments.device)
     mine, hand = map(statistics.median, times)
     ratios = sorted(own / other for own, other in zip(*times, strict=True))
+    # Interquartile range of the rounds' ratios.
     middle = (
         ratios[len(ratios) // 4],
         ratios[-1 - len(ratios) // 4],
-    )  # Interquartile range of the rounds' ratios.
+    )
     tera = step_flops(arguments, model) / 1e12
     figures = {
         "generated_s": mine,

@@ -364,9 +364,8 @@ _SETTING = (
 
 def _levels(case: str, size: str) -> Iterator[Row]:
     for level in _LEVELS:
-        _searched(
-            _tables((("layers", 2),))[0], LEVELS[level](None)
-        )  # What loads on first use is not counted.
+        # What loads on first use is not counted.
+        _searched(_tables((("layers", 2),))[0], LEVELS[level](None))
     tables, seconds = _tables((("size", size),))
     counted = f"{len(tables.nodes)} operators, {len(tables.model.costs)} variables"
     yield Row(

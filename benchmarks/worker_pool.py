@@ -120,9 +120,8 @@ def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
     os.environ.update({name: str(value) for name, value in world.items()})
     os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)
     sys.dont_write_bytecode = True
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 2
-    )  # The profiler writes there from C++; what fails is told in replies.
+    # The profiler writes there from C++; what fails is told in replies.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     patience = timedelta(seconds=PATIENCE_S)
     pin_to_cores(rank, size)
     with patient_threads():

@@ -115,9 +115,8 @@ def generate(
       autopipe generate decoder.plan --prompts prompts.json --max-new-tokens 32 --temperature 0.8
       --top-p 0.95 -o t.npy
     """
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # As in launch: torch reads this variable when it is imported.
+    # As in launch: torch reads this variable when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from autopipe.api.program_folder import open_program
     from autopipe.backends.torch.runtime.modes.decoder import Decoder, GenerationRequest

@@ -308,7 +308,8 @@ class Launch:
         for line in (
             *notes,
             placement_note(self.settings.device, ranks),
-        ):  # An error of the flags comes without them.
+        ):
+            # An error of the flags comes without them.
             output.note(line)
         if self.manifest.train:
             optimizer = self.manifest.optimizer

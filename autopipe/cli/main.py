@@ -143,9 +143,8 @@ def main(
     # A stream that other code has assigned is closed by that code.
     if own is not None and sys.stdout is own:
         if isinstance(own, io.TextIOWrapper):
-            own.reconfigure(
-                errors="replace"
-            )  # A terminal of ASCII, latin-1 or cp1252 lacks characters of tables.
+            # A terminal of ASCII, latin-1 or cp1252 lacks characters of tables.
+            own.reconfigure(errors="replace")
         sys.stdout = whole_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words

@@ -452,9 +452,8 @@ def in_pipeline(
     pipeline. Messages of a task after the first have their time in a small pipeline. Raise
     LaunchError if the pipeline fails.
     """
-    follow = next(
-        each.fit.fixed_s for each in exchanges if each.kind == "follow"
-    )  # The time per byte is part of the first message's time.
+    # The time per byte is part of the first message's time.
+    follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")
     period = statistics.median(measure_period(pipeline.folder, device) for _ in range(_RUNS))
     both = period - pipeline.period_s
     first = max(0.0, both / 2 - (pipeline.messages - 1) * follow)

@@ -196,9 +196,8 @@ def _write_storage(storage: Storage) -> dict[str, Any]:
 def _read_storage(record: Record) -> Storage:
     kind = record.get("kind", Literal["file", "varints", "fill", "draw"])
     if kind == "fill":
-        return Fill(
-            float(record.get("value", Any))
-        )  # It may be infinite, which the codec rejects for `float`.
+        # It may be infinite, which the codec rejects for `float`.
+        return Fill(float(record.get("value", Any)))
     folded = FoldedSlice if record.has("rows") else FileSlice
     classes = {"file": folded, "varints": VarintSlice, "draw": Initializer}
     storage: Storage = decode(record, classes[kind])

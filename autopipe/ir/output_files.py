@@ -284,9 +284,8 @@ def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(
-            OSError
-        ):  # A file system without locks: no process removes the folder either.
+        with contextlib.suppress(OSError):
+            # A file system without locks: no process removes the folder either.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The marker comes last: without it, no other process removes the folder.
         (path / _MARKER).touch()

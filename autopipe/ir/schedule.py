@@ -125,9 +125,8 @@ class Schedule:
         return same and all(own == its for own, its in pairs.values())
 
     def grid(self) -> str:
-        orders = {
-            id(order): order for order in self.tasks
-        }  # Devices of a stage usually have the same list.
+        # Devices of a stage usually have the same list.
+        orders = {id(order): order for order in self.tasks}
         texts = {number: " ".join(map(str, order)) for number, order in orders.items()}
         return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
 

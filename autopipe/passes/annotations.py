@@ -57,9 +57,8 @@ class AxisSplit:
     places: tuple[int, ...]
 
 
-Cuts = tuple[
-    AxisSplit, ...
-]  # All splits of a node, in any order; () if each device computes the full node.
+# All splits of a node, in any order; () if each device computes the full node.
+Cuts = tuple[AxisSplit, ...]
 
 
 def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:

@@ -199,9 +199,8 @@ class Runner:
                 verify(result)
         except AutopipeError as error:
             error.where = error.where or self._place(name)
-            if (
-                type(error) is AutopipeError
-            ):  # The error comes from a solver, and neither the user nor the model is the cause.
+            if type(error) is AutopipeError:
+                # The error comes from a solver, and neither the user nor the model is the cause.
                 raise InternalError(
                     error.message, error.hint or "rerun with --debug", error.where
                 ) from error

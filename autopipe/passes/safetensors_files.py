@@ -178,9 +178,8 @@ def write_safetensors(
 
 
 def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> None:
-    ordered = sorted(
-        tensors, key=lambda each: -each.value.dtype.itemsize
-    )  # Descending item sizes keep each tensor aligned.
+    # Descending item sizes keep each tensor aligned.
+    ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)
     listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
     header, _, _ = safetensors_header(listed, {"format": "pt"})
     with replacing(path) as file:

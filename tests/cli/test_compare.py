@@ -57,9 +57,8 @@ def rows(out: str) -> dict[str, list[str]]:
 def test_plans_stand_side_by_side(
     plans: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "COLUMNS", "160"
-    )  # In a narrow terminal a short task has no room for its name.
+    # In a narrow terminal a short task has no room for its name.
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["compare", *(str(plans / name) for name in ("one", "two", "gpipe"))]) == 0
     out = capsys.readouterr().out
     found = rows(out)

@@ -268,9 +268,8 @@ def test_files_that_are_not_damaged(here: CommandLine) -> None:
     reading.
     """
     every = dict.fromkeys(words for _, _, commands in CASES.values() for words in commands)
-    del every[
-        "show", PLAN / "schedule.json"
-    ]  # A schedule of a plan, which `show` refuses by its content.
+    # A schedule of a plan, which `show` refuses by its content.
+    del every["show", PLAN / "schedule.json"]
     for words in every:
         here.done(*words)
 

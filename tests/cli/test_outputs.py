@@ -208,9 +208,8 @@ def test_an_output_replaces_an_earlier_one_by_force_another_file_and_follows_lin
     assert target.read_bytes()[:8] == first.read_bytes()[:8]
     real = Path("below", target.name)
     real.parent.mkdir(exist_ok=True)
-    if (
-        name != "plan --annotate"
-    ):  # Weights next to the model would not be found from another folder.
+    if name != "plan --annotate":
+        # Weights next to the model would not be found from another folder.
         target.unlink()
         target.symlink_to(real)
         here.done(*words)

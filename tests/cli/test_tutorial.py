@@ -183,9 +183,8 @@ def test_every_command(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(
-        "COLUMNS", "132"
-    )  # Rows of tables that the tutorial shows are one line each.
+    # Rows of tables that the tutorial shows are one line each.
+    monkeypatch.setenv("COLUMNS", "132")
     reader = Reader(tmp_path, capfd)
     for found in BLOCK.finditer(TUTORIAL):
         if inline := found["inline"]:

@@ -139,9 +139,8 @@ class EmissionBackend(Backend):
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> Deferred:
-        set_products(
-            "fp32"
-        )  # As generated programs do: torch's default for convolutions on CUDA is TF32.
+        # As generated programs do: torch's default for convolutions on CUDA is TF32.
+        set_products("fp32")
         return Deferred(model, device.lower())
 
     @classmethod

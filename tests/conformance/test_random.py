@@ -71,9 +71,8 @@ def test_moments(
     model = oh.make_model(
         oh.make_graph([node], "g", inputs, [result]), opset_imports=[oh.make_opsetid("", 17)]
     )
-    logarithms = np.log(np.array([[1e-30, 1.0, 3.0]], np.float32)).repeat(
-        200, 0
-    )  # A quarter of ones, the rest twos.
+    # A quarter of ones, the rest twos.
+    logarithms = np.log(np.array([[1e-30, 1.0, 3.0]], np.float32)).repeat(200, 0)
     (found,) = EmissionBackend.prepare(model).run(
         [logarithms if shape[1] == 3 else np.zeros(shape, np.float32)][: len(names)]
     )

@@ -167,9 +167,8 @@ def test_steps_differ_and_go_on_from_a_checkpoint_under_any_plan(
     graph, loss = graph_with_dropout(SAMPLES)
     still = Optimizer("sgd", lr=0.0)
     data = tmp_path / "data.npz"
-    np.savez(
-        data, tokens=np.full((96, 12), 3), labels=np.full((96, 12), 5)
-    )  # One batch again and again.
+    # One batch again and again.
+    np.savez(data, tokens=np.full((96, 12), 3), labels=np.full((96, 12), 5))
     placement = random_placement(Random(5), graph, 2, SAMPLES)
     write(
         graph,

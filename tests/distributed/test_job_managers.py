@@ -167,9 +167,8 @@ def test_a_launch_on_each_machine(tmp_path: Path) -> None:
     """As over ssh. Machine c is node 0: what is said of the network there holds on both, but for
     what is said on a. It reaches a's 10.77.0.1 through its link to another interface of a.
     """
-    program = write_chain(
-        tmp_path / "program", groups=((0, 2), (1, 3))
-    )  # A rank of each machine reads data.
+    # A rank of each machine reads data.
+    program = write_chain(tmp_path / "program", groups=((0, 2), (1, 3)))
     write_key(program.parent)
     seen = (
         "(here / f'rank{rank}').write_text(str([os.environ.get(each) for each in NAMES])) if step "

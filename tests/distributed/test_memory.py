@@ -136,9 +136,8 @@ def test_scores_of_a_large_vocabulary_are_never_all_in_memory(
     few, many = (peak_of_rank(folder / "program", 0) for folder in folders)
     kept = plan.prediction.stages[0].kept_bytes
     assert kept < 4 * 2 * 64 * MIN_CLASSES / 8
-    assert (
-        0.99 <= (many - few) / 3 / kept <= 1.02
-    )  # Tokens and labels of each micro-batch are held, too.
+    # Tokens and labels of each micro-batch are held, too.
+    assert 0.99 <= (many - few) / 3 / kept <= 1.02
     assert 0.95 <= many / timeline.peak_memory[0] <= 1.05
 
 
@@ -182,9 +181,8 @@ def test_memory_falls_as_predicted_with_state_in_shares(
     counted = peaks[0] - peaks[1]
     predicted = predictions[0] - predictions[1]
     assert abs(counted - predicted) < 0.01 * predicted
-    tied = (
-        4 * 256 * 64
-    )  # The table of the first stage and the head is one, and all four ranks hold it.
+    # The table of the first stage and the head is one, and all four ranks hold it.
+    tied = 4 * 256 * 64
     others = plan.prediction.stages[-1].parameter_bytes - tied
     assert abs(predicted - 2 * (others * (1 - 1 / copies) + tied * (1 - 1 / 4))) < 0.001 * predicted
 
@@ -206,7 +204,6 @@ def test_scores_that_are_kept_are_predicted(precision: str, tmp_path: Path) -> N
     few, many = (peak_of_rank(folder / "program", 0) for folder in folders)
     kept = plan.prediction.stages[0].kept_bytes
     assert kept > 4 * 2 * 64 * MIN_CLASSES
-    assert (
-        0.99 <= (many - few) / 3 / kept <= 1.02
-    )  # Tokens and labels of each micro-batch are held, too.
+    # Tokens and labels of each micro-batch are held, too.
+    assert 0.99 <= (many - few) / 3 / kept <= 1.02
     assert 0.95 <= many / timeline.peak_memory[0] <= 1.05

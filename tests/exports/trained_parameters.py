@@ -169,9 +169,8 @@ def _numbers(parameter: Parameter, path: Path) -> np.ndarray:
     if isinstance(place, Fill):
         return np.full(parameter.value.shape, place.value, np.float32)
     if not isinstance(place, FileSlice):
-        return np.full(
-            parameter.value.shape, np.nan, np.float32
-        )  # Drawn at random: like nothing of torch's.
+        # Drawn at random: like nothing of torch's.
+        return np.full(parameter.value.shape, np.nan, np.float32)
     assert parameter.value.dtype is DType.FLOAT32, parameter.value
     file = path.parent / place.file if place.file else path
     numbers = np.fromfile(file, "<f4", place.length // 4, offset=place.offset)

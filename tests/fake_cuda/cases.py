@@ -126,9 +126,8 @@ def main() -> None:
                     except RuntimeError as caught:
                         if "is not differentiable" not in str(caught):
                             raise
-                        run(
-                            case, precision, watcher, trained=False
-                        )  # The weights of a loss are no parameters.
+                        # The weights of a loss are no parameters.
+                        run(case, precision, watcher, trained=False)
                 except NEEDS_VALUES:
                     needs_values = True
                 except Exception as caught:  # noqa: BLE001

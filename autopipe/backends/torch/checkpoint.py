@@ -530,9 +530,8 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
     """Write a file and wait until it is on the disk. Return its description, and the offset of each
     tensor in bytes by key. Raise LaunchError if it cannot be written.
     """
-    ordered = sorted(
-        contents, key=lambda each: -numpy_type(each.dtype).itemsize
-    )  # Larger element types first, so that each tensor is aligned.
+    # Larger element types first, so that each tensor is aligned.
+    ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)
     header, offsets, size = safetensors_header(
         (each.key, DType(each.dtype), each.shape) for each in ordered
     )

@@ -195,9 +195,8 @@ class Watchdog:
         records: dict[int, HeartbeatRecord | None] = {}
         for rank in self.ranks:
             record = read_heartbeat(heartbeat_file(self.folder, rank))
-            if (
-                record is not None
-            ):  # The times of a heartbeat are not before the time at which watching began.
+            if record is not None:
+                # The times of a heartbeat are not before the time at which watching began.
                 record = replace(
                     record, at=max(record.at, self._began), since=max(record.since, self._began)
                 )

@@ -234,9 +234,8 @@ def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams
         reply = ours.recv(_LENGTH.size)
         if len(reply) < _LENGTH.size:
             raise ConnectionError("the fork server ended")
-        ours.sendall(
-            b"\0"
-        )  # If this process is interrupted and does not send it, the rank ends at once.
+        # If this process is interrupted and does not send it, the rank ends at once.
+        ours.sendall(b"\0")
         return int(_LENGTH.unpack(reply)[0])
 
 
@@ -306,9 +305,8 @@ def _become(request: _Request) -> None:
         if not reply.recv(1):
             os._exit(1)
     request.close()
-    if (
-        "numpy.random" in sys.modules
-    ):  # Otherwise all ranks would generate equal random numbers if no seed is set.
+    if "numpy.random" in sys.modules:
+        # Otherwise all ranks would generate equal random numbers if no seed is set.
         importlib.import_module("numpy.random").seed()
 
 

@@ -92,9 +92,8 @@ class _NothingDropped(TorchFunctionMode):
             and isinstance(found, torch.Tensor)
             and not torch.is_grad_enabled()
         ):
-            return (
-                found.detach()
-            )  # With probability 0, the result may be the operand itself, which has a gradient.
+            # With probability 0, the result may be the operand itself, which has a gradient.
+            return found.detach()
         return found
 
     def _without_probability(self, args: Sequence[Any]) -> list[Any]:

@@ -171,9 +171,8 @@ class Transformer(TransformerModel):
             activation="Relu",
             init=init,
         )
-        with graph.scope(
-            "positions"
-        ):  # [sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden).
+        with graph.scope("positions"):
+            # [sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden).
             angle = graph.angles(self.sequence, self.hidden // 2, 10000)
             waves = graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
         memory = self._embedded(graph, "source_embedding", source, waves)

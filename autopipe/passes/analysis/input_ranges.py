@@ -146,9 +146,8 @@ class _Bounds:
         for first, stop, positions in _by_bounds(least.reshape(-1), below.reshape(-1)):
             if (stop == _UNBOUNDED and first == -_UNBOUNDED) or stop <= first:
                 continue
-            axes = (
-                np.unravel_index(positions, least.shape) if least.ndim else ()
-            )  # NumPy rejects scalars.
+            # NumPy rejects scalars.
+            axes = np.unravel_index(positions, least.shape) if least.ndim else ()
             starts = np.asarray([axis.min() for axis in axes], np.int64)
             stops = np.asarray([axis.max() + 1 for axis in axes], np.int64)
             if np.prod(stops - starts) != len(positions):
@@ -437,9 +436,8 @@ def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbe
         case "TensorScatter" if slot == 2:
             axis = positive(node.integer("axis", -2), len(signature.operand(0).shape))
             return 0, signature.operand(0).shape[axis] - signature.operand(1).shape[axis] + 1
-        case "RotaryEmbedding" if slot == (
-            1 if node.domain else 3
-        ):  # Positions in the tables of sines and cosines.
+        case "RotaryEmbedding" if slot == (1 if node.domain else 3):
+            # Positions in the tables of sines and cosines.
             table = signature.operand(2 if node.domain else 1)
             data = signature.operand(0)
             # The contributed operator may get only the first position; the positions then count up

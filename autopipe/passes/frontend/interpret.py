@@ -838,9 +838,8 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     values = [sweep.types[name] for node in nodes for name in node.outputs if name]
     outputs = dict(_outputs(sweep))
     for name, source in outputs.items():
-        if (
-            name != source
-        ):  # The output keeps its name. `cleaned` later removes the Identity if possible.
+        if name != source:
+            # The output keeps its name. `cleaned` later removes the Identity if possible.
             title = name
             while title in sweep.names:
                 title += "_"

@@ -238,9 +238,8 @@ class Roles:
         if ("Gather", 0) in slots or name not in self.signature.parameters:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
-                return Role(
-                    False, table
-                )  # An embedding that is not trained, which the signature does not record.
+                # An embedding that is not trained, which the signature does not record.
+                return Role(False, table)
         if name in self.signature.parameters:
             return SIGNED
         origins = quoted(self.signature.origins(name))

@@ -207,7 +207,8 @@ def test_orders_and_running_sums_keep_their_axis_whole(
         "Softmax",
         "LogSoftmax",
         "ArgMax",
-    ):  # The parts tell one another their largest scores.
+    ):
+        # The parts tell one another their largest scores.
         assert check(use_of(op, [array], axis=axis)) == free + (shape[axis] > 1)
 
 

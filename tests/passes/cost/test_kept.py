@@ -86,9 +86,8 @@ def test_what_a_gpu_writes_for_attention_is_priced() -> None:
     layers = [index for index, node in enumerate(graph.nodes) if node.op == "Attention"]
     assert len(layers) == 2
     assert {index for index, size in enumerate(more) if size} == set(layers)
-    assert (
-        more[layers[0]] == 12 * 12 * 12 * (4 + 4) * 4
-    )  # samples, heads, keys, numbers of key and value, bytes
+    # samples, heads, keys, numbers of key and value, bytes
+    assert more[layers[0]] == 12 * 12 * 12 * (4 + 4) * 4
     assert flash == kept_values(graph, "bf16")
     double = in_double(graph)
     scores = attention_tensors(double, "fp32", (8, 0))[layers[0]].tensor

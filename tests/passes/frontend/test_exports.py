@@ -128,9 +128,8 @@ def test_samples_are_where_the_graph_says(exported: Exported, name: str, exporte
         )
         assert not differs[[0, 2]].any(), value
         moved += differs[1].any()
-    assert (
-        moved > len(watched) * 0.9
-    )  # what is expanded from a weight does not depend on the sample
+    # what is expanded from a weight does not depend on the sample
+    assert moved > len(watched) * 0.9
 
 
 @pytest.mark.parametrize("name", LIGHT_MODELS)

@@ -130,9 +130,8 @@ def test_packed_experts(bits: int, points: bool, block: int, tmp_path: Path) -> 
     }
     settings |= {"block_size": block} if block else {}
     held = " ".join(each[0] for each in operands[2:] if each)
-    atol = (
-        0.3 if block and bits == 8 else 1e-4
-    )  # In these cases the kernel quantises activations to bytes.
+    # In these cases the kernel quantises activations to bytes.
+    atol = 0.3 if block and bits == 8 else 1e-4
     compare(tmp_path, "QMoE", operands, held, rtol=1e-3, atol=atol, **settings)
 
 

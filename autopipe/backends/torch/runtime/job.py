@@ -236,10 +236,11 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         and "KUBERNETES_SERVICE_HOST" in environment
         and "RANK" in environment
     ):
+        # A PyTorchJob starts one pod per rank.
         found = {
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
-        }  # A PyTorchJob starts one pod per rank.
+        }
     world = {**environment, **found}
     if (
         int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1"))

@@ -167,9 +167,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
         try:
             with graph:
                 yield
-            if (
-                device.captures == device.failing
-            ):  # CUDA has invalidated the capture, and torch does not end it.
+            if device.captures == device.failing:
+                # CUDA has invalidated the capture, and torch does not end it.
                 raise torch.OutOfMemoryError("CUDA error: out of memory")
             device.open_pools.remove(pool)
         finally:
@@ -204,9 +203,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
         clone_state=lambda: "a copy", graphsafe_set_state=device.generator_states.append
     )
     monkeypatch.setattr(cuda_graphs, "_DEVICE", "cpu")
-    monkeypatch.setattr(
-        philox, "_kernel_for", lambda tensor: None
-    )  # A graph records operators, but not NumPy.
+    # A graph records operators, but not NumPy.
+    monkeypatch.setattr(philox, "_kernel_for", lambda tensor: None)
     monkeypatch.setattr(optimizers, "_is_fused", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)

@@ -75,9 +75,8 @@ def test_other_files(tmp_path: Path, text: str | None, message: str) -> None:
 def test_every_key_is_needed(folder: Path) -> None:
     path = folder / "manifest.json"
     whole = json.loads(path.read_text(encoding="utf-8"))
-    del whole[
-        "sha256"
-    ]  # Digests of the folder's files, which only `codegen` reads: an edited program still runs.
+    # Digests of the folder's files, which only `codegen` reads: an edited program still runs.
+    del whole["sha256"]
     path.write_text(json.dumps(whole), encoding="utf-8")
     assert read_manifest(folder).world_size == 3
     for key in whole:

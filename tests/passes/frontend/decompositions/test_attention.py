@@ -208,9 +208,8 @@ def test_group_query_attention(name: str, tmp_path: Path) -> None:
     found, expected = both(
         tmp_path, "GroupQueryAttention", arrays, num_heads=HEADS, kv_num_heads=GROUPS, **attributes
     )
-    if (
-        tokens == max(lengths) and 6 not in attributes["known"]
-    ):  # The results for padding behind a prompt are undefined.
+    if tokens == max(lengths) and 6 not in attributes["known"]:
+        # The results for padding behind a prompt are undefined.
         counted = np.arange(tokens) < np.array(lengths)[:, None]
         found["y"], expected["y"] = found["y"][counted], expected["y"][counted]
     for key, array in expected.items():

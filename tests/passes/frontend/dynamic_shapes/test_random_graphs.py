@@ -136,9 +136,8 @@ def test_any_graph(
         return
     for mask in masks:
         feeds = {"x": floats(ROWS, WIDTH, seed=seed), "keep": np.array(mask)}
-        selected = [
-            (seed + each) % ROWS for each in range(4)
-        ]  # Three slices leave one of four rows.
+        # Three slices leave one of four rows.
+        selected = [(seed + each) % ROWS for each in range(4)]
         feeds["keep"][selected] = True
         feeds["x"][selected] = np.abs(feeds["x"][selected]) + 1
         if end in WITHOUT_ROWS and ROW_BY_ROW.issuperset(steps) and not any(mask):

@@ -152,10 +152,11 @@ def test_a_mixture_computes_and_saves_only_chosen_experts(
     assert_close({"y": found["y"]}, run(path, feeds))
     index = next(index for index, each in enumerate(fused.graph.nodes) if each.op == operator)
     assert uses_of(fused.graph)[index].flops == 2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER
+    # Tokens are an input.
     assert [each.key[0] for each in kept_values(fused.graph)[index]] == [
         "chosen",
         "shares",
-    ]  # Tokens are an input.
+    ]
     monkeypatch.setattr(rules, "RULES", {})
     plain = read_model(path)
     assert operator not in {each.op for each in plain.graph.nodes}

@@ -76,9 +76,8 @@ def predictions(draw, graph, train=True):
         stages.append(StagePrediction(draw(seconds), first + second, **halves, **sizes))
     links = []
     for number, (source, target, *turns) in enumerate(sharing_pairs(graph)):
-        away = (
-            graph.devices + 2 * number
-        )  # Devices without a stage: nothing else is sent over their links.
+        # Devices without a stage: nothing else is sent over their links.
+        away = graph.devices + 2 * number
         links.append(
             Message(source, target, away, away + 1, 1, 1, draw(short), draw(short), *turns)
         )
@@ -172,10 +171,11 @@ def test_split_backwards_send_their_gradients_early():
         ends.append(simulate(schedule, graph.stage_devices, prediction).end)
         phases = {task.phase for order in schedule.tasks for task in order}
         assert (Phase.INPUT_GRADIENT in phases) is split
+    # (6 + 3) * 3 for 1F1B, and no bubble except for the first forwards.
     assert ends == [
         27.0,
         21.0,
-    ]  # (6 + 3) * 3 for 1F1B, and no bubble except for the first forwards.
+    ]
 
 
 def test_delays_are_those_of_the_slowest_message():

@@ -81,9 +81,8 @@ class PendingRecv:
             self.work = self.sent = None
         if self.reduce == dist.ReduceOp.MAX:
             return self.buffer.amax(0)
-        if (
-            self.reduce is not None
-        ):  # All ranks sum in the order of ranks, so that results are equal.
+        if self.reduce is not None:
+            # All ranks sum in the order of ranks, so that results are equal.
             return self.buffer.sum(0, dtype=self.buffer.dtype)
         return (
             self.buffer
@@ -287,9 +286,8 @@ def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) ->
     if is_direct(rows, group):
         return start_direct_exchange(rows, group, dist.ReduceOp.SUM)
     backend = dist.get_backend(group)
-    if (
-        rows.is_cuda and backend == "gloo"
-    ):  # Gloo's reduce-scatter accepts tensors in host memory only.
+    if rows.is_cuda and backend == "gloo":
+        # Gloo's reduce-scatter accepts tensors in host memory only.
         sums = start_all_reduce(rows, group, in_place=False)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
     if backend == "nccl":

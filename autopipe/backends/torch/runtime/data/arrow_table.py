@@ -155,9 +155,8 @@ class ArrowTable(StoredArrays):
         """
         types = self._pyarrow.types
         rows = len(chunk)
-        if isinstance(
-            chunk, self._pyarrow.ExtensionArray
-        ):  # `datasets` stores arrays of two and more axes as extension types.
+        if isinstance(chunk, self._pyarrow.ExtensionArray):
+            # `datasets` stores arrays of two and more axes as extension types.
             chunk = chunk.storage
         lengths = np.ones(rows, np.int64)
         while (

@@ -145,9 +145,8 @@ class PrefetchingReader(BatchReader):
         )
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(item.copied)
-        item.tensor.record_stream(
-            stream
-        )  # The copy stream owns this memory and must not reuse it before this stream is done.
+        # The copy stream owns this memory and must not reuse it before this stream is done.
+        item.tensor.record_stream(stream)
         return item.tensor
 
     def end_step(self, step: int) -> StepData:

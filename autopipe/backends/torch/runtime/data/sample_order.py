@@ -68,12 +68,13 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     """Return the 64-bit round keys of the Feistel network for an epoch, uint64 [_ROUNDS]."""
+    # This module must load without torch.
     from autopipe.backends.torch.runtime.random_numbers.philox import (
         Purpose,
         as_unsigned,
         draw_run,
         key_of,
-    )  # This module must load without torch.
+    )
 
     halves = (
         as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _ROUNDS))

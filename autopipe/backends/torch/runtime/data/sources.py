@@ -61,9 +61,10 @@ def open_source(
     """
     settings = settings or DataSettings()
     if data is None:
+        # This module imports torch, which is slow to load.
         from autopipe.backends.torch.runtime.data.random_batches import (
             RandomSource,
-        )  # This module imports torch, which is slow to load.
+        )
 
         return RandomSource(manifest, seed, begin)
     if is_data_function(data):

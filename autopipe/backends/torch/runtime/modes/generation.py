@@ -471,9 +471,8 @@ def choose_tokens(
     drawn = torch.stack([_uniform(request.seed, sequence, number) for sequence, number in draws])
     below = drawn[:, None] * sums[:, -1:]
     places = (sums <= below).sum(-1, keepdim=True)
-    places = places.clamp(
-        max=(probabilities > 0).sum(-1, keepdim=True) - 1
-    )  # Rounded sums may exceed the last one.
+    # Rounded sums may exceed the last one.
+    places = places.clamp(max=(probabilities > 0).sum(-1, keepdim=True) - 1)
     return [int(token) for token in order.gather(-1, places)[:, 0]]
 
 

@@ -155,9 +155,8 @@ class Snapshot:
     position: Position
     seed: int
     blocks: Sequence[SavedBlock]
-    counters: Mapping[
-        int, tuple[tuple[str, float], ...]
-    ]  # Scalar optimizer state by parameter index.
+    # Scalar optimizer state by parameter index.
+    counters: Mapping[int, tuple[tuple[str, float], ...]]
     generators: Mapping[str, torch.Tensor]  # Generator states by device type.
     loss_scale: tuple[float, int] | None = None
     eval_loss: float | None = None

@@ -124,9 +124,8 @@ def boxes_of(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
     return (box.moved(full_slice(block.shape), block) for box in run.boxes(block.shape))
 
 
-COUNTERS = frozenset(
-    {"step"}
-)  # Names of optimizer state that torch stores as one scalar per tensor.
+# Names of optimizer state that torch stores as one scalar per tensor.
+COUNTERS = frozenset({"step"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

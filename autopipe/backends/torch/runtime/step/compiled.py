@@ -87,10 +87,11 @@ def _compile(stage: Stage) -> str:
     """Compile a stage's forward, or its recomputed segments. Return which parts run eagerly and
     why, "" if none does.
     """
+    # The import takes about a second.
     from autopipe.backends.torch.torch_interfaces import (
         TorchDynamoException,
         Unsupported,
-    )  # The import takes about a second.
+    )
 
     forward = stage.module.forward
     segments = [

@@ -250,9 +250,8 @@ def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
         if AVERAGE in state:
             averages.append(state[AVERAGE])
             weights.append(tensor.detach())
-        elif state or isinstance(
-            optimizer, torch.optim.SGD
-        ):  # Other optimizers initialise their state if it is empty.
+        elif state or isinstance(optimizer, torch.optim.SGD):
+            # Other optimizers initialise their state if it is empty.
             state[AVERAGE] = tensor.detach().clone()
     if averages:
         foreach_lerp_(averages, weights, 1.0 - decay)

@@ -53,9 +53,8 @@ def test_numbers_are_written_in_the_type_asked_for() -> None:
 @pytest.mark.parametrize("largest", [False, True])
 def test_regions_have_as_many_samples_as_pixels(largest: bool) -> None:
     images = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(3))
-    regions = torch.tensor(
-        [[1.0, 0.5, 4.5, 4.0], [-3.0, 2.0, 4.0, 9.0]]
-    )  # 3.5 and 7 pixels wide and high.
+    # 3.5 and 7 pixels wide and high.
+    regions = torch.tensor([[1.0, 0.5, 4.5, 4.0], [-3.0, 2.0, 4.0, 9.0]])
     settings = {"size": (2, 2), "scale": 1.0, "half_pixel": True, "largest": largest}
     owners = torch.tensor([1, 0])
     found = operators.roi_align(images, regions, owners, samples=0, **settings)
