@@ -137,6 +137,11 @@ class Manifest:
         return self.train if self.training_graph is None else self.training_graph
 
     @property
+    def scales_loss(self) -> bool:
+        """True if the loss is scaled, because the program trains in fp16."""
+        return self.train and self.precision == "fp16"
+
+    @property
     def batch_size(self) -> int:
         """Number of samples in a step."""
         return (
@@ -153,6 +158,10 @@ class Manifest:
         all pipelines.
         """
         return self.micro_batches * self.stages[stage].micro_batch_ratio
+
+    def micro_batch_size_at(self, stage: int) -> int:
+        """Return the number of samples in a micro-batch of the stage."""
+        return self.micro_batch_size // self.stages[stage].micro_batch_ratio
 
     def micro_batches_of(self, stage: int) -> range:
         """Return the micro-batches that the stage runs: pipeline p of n runs p, p + n, p + 2n,

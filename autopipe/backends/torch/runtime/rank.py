@@ -125,8 +125,10 @@ class Rank(RankContext):
         """Resume from the newest checkpoint, if `--resume` is given and there is one: its state,
         position in the data and, unless `--seed` is given, its seed.
         """
-        saved = None if self.saving is None else self.saving.restore()
-        if self.saving is None or saved is None:
+        if self.saving is None:
+            return
+        saved = self.saving.restore()
+        if saved is None:
             return
         self.steps_done = saved.step
         self.seed = saved.seed if self.options.seed is None else self.options.seed

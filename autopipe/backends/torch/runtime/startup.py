@@ -77,18 +77,18 @@ def connect(rank: RankContext) -> None:
     """
     manifest = rank.manifest
     transport = rank.transport
-    rank.shared_statistics = shared_statistics(manifest)
     transport.start()
     set_products(manifest.precision, exact=any(mode.exact_matmuls for mode in rank.modes))
     groups = groups_of(manifest)
     if (
-        (rank.train and manifest.precision == "fp16")
+        manifest.scales_loss
         or manifest.counts_labels
         or manifest.loss_division.root
         or manifest.training.max_norm is not None
     ):
         groups.add(tuple(range(manifest.world_size)))
-    transport.connect(groups | sharing_groups(manifest, rank.shared_statistics), manifest.channels)
+    groups |= sharing_groups(manifest, shared_statistics(manifest))
+    transport.connect(groups, manifest.channels)
     if rank.device.type == "cuda" and manifest.memory_limits:
         limit_memory(manifest.memory_limits[rank.number], rank.device)
 

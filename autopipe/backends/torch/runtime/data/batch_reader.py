@@ -71,10 +71,7 @@ class BatchReader:
         """Return a block in the type in which the source has the data: on the device if the data is
         random, otherwise in host memory.
         """
-        size = (
-            self._manifest.micro_batch_size
-            // self._manifest.stages[request.stage].micro_batch_ratio
-        )
+        size = self._manifest.micro_batch_size_at(request.stage)
         entry = self._inputs[request.name]
         offset = request.micro_batch * size
         if offset + size <= self.source.count(step):

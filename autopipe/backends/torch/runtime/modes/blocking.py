@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
+from autopipe.backends.torch.runtime.modes.execution import Execution
 from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
@@ -259,8 +259,7 @@ class BlockingExecution(Execution):
     def make_stage(
         self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
     ) -> Stage:
-        order = self._order_of(rank)
-        return BlockingStage(order, rank, number, module, stage_arguments(rank), ports)
+        return BlockingStage(self._order_of(rank), rank, number, module, ports)
 
     def before_step(self, rank: RankContext, step: Callable[[], None]) -> None:
         self._order_of(rank).note(step)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from autopipe.backends.torch.runtime.communication.transport import (
     PendingSend,
     Transport,
 )
-from autopipe.backends.torch.runtime.modes.execution import Execution, stage_arguments
+from autopipe.backends.torch.runtime.modes.execution import Execution
 from autopipe.backends.torch.runtime.state.parameters import dtype_name
-from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
+from autopipe.backends.torch.runtime.step.ports import Recv, Send
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage, Tensors
 from autopipe.backends.torch.runtime.step.update import Update
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
@@ -129,16 +128,12 @@ class DryExecution(Execution):
     have no values.
     """
 
+    stage_type = DryStage
     probes = True
     can_skip_updates = False
 
     def __init__(self) -> None:
         self._tracker: MemoryTracker | None = None
-
-    @property
-    def has_values(self) -> bool:  # type: ignore[override]
-        """False if tensors are fake. Known once `context` is entered."""
-        return self._tracker is None
 
     def make_transport(self, device: str, timeouts: Timeouts, heartbeat: Heartbeat) -> Transport:
         return DryTransport(device, timeouts, heartbeat)
@@ -148,13 +143,9 @@ class DryExecution(Execution):
         if rank.options.device != "meta" and not fake_cuda.is_loaded():
             yield
             return
+        self.has_values = False
         with use_fake_tensors(rank.device) as self._tracker:
             yield
-
-    def make_stage(
-        self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
-    ) -> Stage:
-        return DryStage(rank, number, module, stage_arguments(rank), ports)
 
     def make_reporter(self, rank: RankContext) -> Reporter:
         assert isinstance(rank.transport, DryTransport)

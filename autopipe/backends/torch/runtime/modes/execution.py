@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 from autopipe.backends.torch.runtime.communication.transport import Transport
-from autopipe.backends.torch.runtime.state.parameters import Arguments
 from autopipe.backends.torch.runtime.step.ports import Port
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.backends.torch.runtime.step.update import Update
@@ -22,6 +21,7 @@ class Execution:
 
     probes = False
     """True if the run inspects one step (`Mode.probes`)."""
+    stage_type: type[Stage] = Stage
     has_values = True
     """False if tensors have shapes and types but no values."""
     can_skip_updates = True
@@ -39,7 +39,7 @@ class Execution:
         self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
     ) -> Stage:
         """Return stage `number` of a rank; `module` is the generated module of the stage."""
-        return Stage(rank, number, module, stage_arguments(rank), ports)
+        return self.stage_type(rank, number, module, ports)
 
     def make_reporter(self, rank: RankContext) -> Reporter:
         """Return the reporter of the rank's steps. Called when the rank is set up."""
@@ -56,8 +56,3 @@ class Execution:
         only forward passes and their P2P communication have an effect.
         """
         step()
-
-
-def stage_arguments(rank: RankContext) -> Arguments:
-    """Return the argument `p` of a stage's forward, before parameters are assigned."""
-    return Arguments(device=rank.device, training=True)

@@ -231,9 +231,7 @@ class Generation(BatchReader):
             self._exchange.begin_step()
             running.clock.begin_step()
             self._program.step()
-            rank.transport.traffic.clear()
-            for stage in running.stages.values():
-                stage.end_step()
+            running.clear_step()
             for program in self._programs:
                 program.rank.steps_done += 1
             first = first or time.perf_counter() - began

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopipe.backends.torch.runtime.data.batch_reader import BlockRequest
 from autopipe.backends.torch.runtime.modes.records import (
     RECORDED_STEPS,
     dump_tensors,
@@ -104,8 +105,12 @@ class Perturb(Mode):
             if constants[name].numel() == 1:
                 constants[name] = perturbed(constants[name], self._step, key)
 
-    def on_input(self, tensor: torch.Tensor, sample: int) -> torch.Tensor:
-        return perturbed(tensor, self._step, sample)
+    def on_input(
+        self, rank: RankContext, request: BlockRequest, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        size = rank.manifest.micro_batch_size_at(request.stage)
+        first_sample = rank.samples_done + request.micro_batch * size
+        return perturbed(tensor, self._step, first_sample)
 
 
 def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:

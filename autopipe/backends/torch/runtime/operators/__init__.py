@@ -25,4 +25,5 @@ def __getattr__(name: str) -> Any:
     if name not in OPERATORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warn_of_old_name(f"operators.{name}", f"operators.{OPERATORS[name]}")
-    return globals()[OPERATORS[name]]
+    found = globals()[name] = globals()[OPERATORS[name]]
+    return found

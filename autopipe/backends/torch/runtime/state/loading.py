@@ -15,7 +15,6 @@ from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
 from autopipe.backends.torch.runtime.state.parameters import (
-    Arguments,
     load_constants,
     load_parameters,
 )
@@ -78,7 +77,7 @@ class _Stages:
         self._context = context
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
-        made = Stage(self._context, number, module, Arguments(device=self._context.device), ports)
+        made = Stage(self._context, number, module, ports)
         self._context.stages[number] = made
         return made
 

@@ -85,14 +85,13 @@ def _assembled(
     dtype, shape = form
     if len(pieces) == 1 and pieces[0][1] is None:
         return pieces[0][0].to(dtype)
-    if add:
-        result = torch.zeros(shape, dtype=dtype, device=device)
-        for tensor, offsets in pieces:
-            _slice_of(result, offsets).add_(tensor)
-        return result
-    result = torch.empty(shape, dtype=dtype, device=device)
+    result = (torch.zeros if add else torch.empty)(shape, dtype=dtype, device=device)
     for tensor, offsets in pieces:
-        _slice_of(result, offsets).copy_(tensor)
+        part = _slice_of(result, offsets)
+        if add:
+            part.add_(tensor)
+        else:
+            part.copy_(tensor)
     return result
 
 
@@ -114,8 +113,6 @@ class RankContext:
     reader: BatchReader
     """Reads the samples of the run."""
     reduction: GradientReduction
-    shared_statistics: frozenset[int] = frozenset()
-    """Running statistics, by parameter index, that forward passes of several stages move."""
     loss_scaler: LossScaler | None = None
     """None unless the program trains in fp16."""
     evaluated: EvaluationStep | None = None
@@ -193,15 +190,11 @@ class RankContext:
         # A validation weights its micro-batches itself.
         if self.step_samples == batch or self.evaluated is not None:
             return 1.0
-        size = self.micro_batch_size(stage)
+        size = self.manifest.micro_batch_size_at(stage)
         real = max(0, min(size, self.step_samples - micro_batch * size))
         if self.manifest.counts_labels:
             return float(real > 0)
         return real * (batch // size) / self.step_samples
-
-    def micro_batch_size(self, stage: int) -> int:
-        """Return the number of samples in a micro-batch of the stage."""
-        return self.manifest.micro_batch_size // self.manifest.stages[stage].micro_batch_ratio
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
         """Return the slice of a graph input that a stage uses for one of its micro-batches, on the
@@ -211,10 +204,8 @@ class RankContext:
         if self.evaluated is not None:
             return self.evaluated.reader.read(self.evaluated.number, request)
         tensor = self.reader.read(self.steps_done, request)
-        if self.modes:
-            first_sample = self.samples_done + micro_batch * self.micro_batch_size(stage)
-            for mode in self.modes:
-                tensor = mode.on_input(tensor, first_sample)
+        for mode in self.modes:
+            tensor = mode.on_input(self, request, tensor)
         return tensor
 
     def clear_step(self) -> None:
@@ -246,10 +237,10 @@ class Mode:
     def on_stages(self, rank: RankContext) -> None:
         """Called once when the rank's stages have their parameters."""
 
-    def on_input(self, tensor: torch.Tensor, sample: int) -> torch.Tensor:
-        """Return the replacement of `tensor`, a slice of a graph input for one micro-batch.
-        `sample` is the number of the micro-batch's first sample.
-        """
+    def on_input(
+        self, rank: RankContext, request: BlockRequest, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the replacement of `tensor`, the requested slice of a graph input."""
         return tensor
 
     def computes_step(self, step: int) -> bool:
@@ -282,21 +273,15 @@ class Stage:
     """
 
     def __init__(
-        self,
-        rank: RankContext,
-        number: int,
-        module: ModuleType,
-        arguments: Arguments,
-        ports: tuple[Port, ...],
+        self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
     ) -> None:
-        """`module` is the generated code of the stage, `arguments` the object `p` that its forward
-        takes first.
-        """
+        """`module` is the generated code of the stage."""
         self._rank = rank
         self.number = number
         self._inputs: dict[str, Form] = module.INPUTS
         self._outputs: tuple[Form, ...] = tuple(module.OUTPUTS.values())
-        self.p = arguments
+        self.p = Arguments(device=rank.device, training=True)
+        """The first argument of the stage's forward."""
         self.module = module
         self.data = [port for port in ports if isinstance(port, Data)]
         self.receives = tuple(port for port in ports if isinstance(port, Recv))
@@ -465,7 +450,10 @@ class Stage:
         number = self._number_in_step(micro_batch)
         step = rank.steps_done if rank.evaluated is None else rank.evaluated.number
         self.p.random.begin(
-            rank.seed, step, number * (full_size // ratio), number // ratio * full_size
+            rank.seed,
+            step,
+            number * manifest.micro_batch_size_at(self.number),
+            number // ratio * full_size,
         )
         self.p.training = rank.evaluated is None
         self.p.running.begin(rank.evaluated is None)

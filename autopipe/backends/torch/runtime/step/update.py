@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from autopipe.backends.torch.runtime.state.running_statistics import move
+from autopipe.backends.torch.runtime.state.running_statistics import move, shared_statistics
 from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, NotCaptured
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction, buckets_of_rank
 from autopipe.backends.torch.runtime.step.optimizers import (
@@ -33,6 +33,7 @@ class Update:
         manifest = rank.manifest
         self._rank = rank
         self._can_skip = can_skip
+        self._shared_statistics = shared_statistics(manifest)
         buckets = buckets_of_rank(manifest, rank.number) if rank.train else ()
         self.reduction = GradientReduction(
             rank.transport,
@@ -42,7 +43,7 @@ class Update:
             groups_of_parameters(manifest),
         )
         self.loss_scaler: LossScaler | None = None
-        if rank.train and manifest.precision == "fp16":
+        if manifest.scales_loss:
             scale = float(manifest.optimizer.get("loss_scale", FIRST_LOSS_SCALE))
             self.loss_scaler = LossScaler(scale, rank.transport)
         self.optimizer = make_optimizer(
@@ -106,7 +107,7 @@ class Update:
         """
         rank = self._rank
         running = ((number, stage.p.running) for number, stage in rank.stages.items())
-        move(rank.manifest, rank.transport, rank.parameters, running, rank.shared_statistics)
+        move(rank.manifest, rank.transport, rank.parameters, running, self._shared_statistics)
 
     def apply(self) -> None:
         """Clip the gradients and update the parameters with the learning rate of this step. Sets
