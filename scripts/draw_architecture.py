@@ -80,8 +80,8 @@ def drawing() -> str:
     for (source, target), count in sorted(arrows.items()):
         if target == "ir":
             continue  # Everything reads the data types.
-        (x1, y1) = places[source]
-        (x2, y2) = places[target]
+        x1, y1 = places[source]
+        x2, y2 = places[target]
         down = y2 > y1
         start = x1 + WIDTH / 2, y1 + (HEIGHT if down else HEIGHT / 2)
         end = x2 + WIDTH / 2, y2 if down else y2 + HEIGHT / 2
@@ -100,8 +100,7 @@ def drawing() -> str:
         )
         parts.append(
             f'<text x="{x + WIDTH / 2:.0f}" y="{y + 36}" text-anchor="middle" font-size="11" '
-            'fill="#555">'
-            f"{lines[name]:,} lines</text>"
+            f'fill="#555">{lines[name]:,} lines</text>'
         )
     return "\n".join((*parts, "</svg>", ""))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import heapq
 import io
 import re
 import sys
@@ -136,9 +137,14 @@ class Total:
         self.hits.update(found)
 
 
+def _without_code(text: str) -> str:
+    """Return `text` with a word in place of each passage in backticks."""
+    return re.sub(r"`[^`]*`", " X ", text)
+
+
 def hits(text: str) -> Counter[str]:
     """Return the number of matches of each rule that matches `text`."""
-    without_code = re.sub(r"`[^`]*`", " X ", text)
+    without_code = _without_code(text)
     counts = {name: len(rule.findall(without_code)) for name, (_, rule) in _COMPILED.items()}
     return +Counter(counts)
 
@@ -150,7 +156,7 @@ def weight_of(found: Counter[str]) -> float:
 
 def word_count(text: str) -> int:
     """Return the number of words, each passage in backticks counted as one."""
-    return len(re.findall(r"[A-Za-z][\w'-]*", re.sub(r"`[^`]*`", " X ", text)))
+    return len(re.findall(r"[A-Za-z][\w'-]*", _without_code(text)))
 
 
 def _constant_text(node: ast.AST) -> str | None:
@@ -232,12 +238,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{kind:10} {total.texts:6} texts {total.words:8} words {total.rate:6.1f}")
     rules = sum((total.hits for total in by_kind.values()), Counter[str]())
     print(", ".join(f"{name} {count}" for name, count in rules.most_common()))
-    hardest = sorted(
+    hardest = heapq.nlargest(
+        options.worst,
         found,
         key=lambda text: weight_of(hits(text.words)) / max(word_count(text.words), 1),
-        reverse=True,
     )
-    for text in hardest[: options.worst]:
+    for text in hardest:
         line = " ".join(text.words.split())[:150]
         print(f"{text.path}:{text.line} [{text.kind}] {line}")
     exceeded = options.limit is not None and any(

@@ -268,8 +268,8 @@ def models_page() -> str:
         kind = zoo.model_class(name)
         sizes = ", ".join(f"`{size}`" for size in kind.presets)
         parts.append(
-            "## "
-            f"{name}\n\n{summary[0].upper()}{summary[1:]}.{f' Sizes: {sizes}.' if sizes else ''}\n"
+            f"## {name}\n\n{summary[0].upper()}{summary[1:]}."
+            f"{f' Sizes: {sizes}.' if sizes else ''}\n"
         )
         parts.append("".join(f"{row}\n" for row in table(kind).splitlines() if row not in known))
     return "\n".join(parts)

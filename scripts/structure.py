@@ -7,13 +7,10 @@
 from __future__ import annotations
 
 import ast
-import json
-import os
+import functools
 import statistics
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx.defs
@@ -32,6 +29,7 @@ _ALSO_WORDS = {"If", "Max", "Min", "Size", "Shape", "Not", "And", "Or"}
 Trees = Mapping[str, ast.Module]
 
 
+@functools.cache
 def syntax_trees(folder: Path = ROOT / "autopipe") -> Trees:
     """Return the syntax tree of each module below `folder`, by dotted name."""
     trees = {}
@@ -42,19 +40,23 @@ def syntax_trees(folder: Path = ROOT / "autopipe") -> Trees:
     return trees
 
 
+def imported_names(tree: ast.Module) -> set[str]:
+    """Return the modules and members that a module imports, at any depth of its code."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.Import):
+            names.update(each.name for each in node.names)
+    return names
+
+
 def imports(trees: Trees) -> dict[str, set[str]]:
-    """Return the modules of the package that each module imports, at any depth of its code."""
-    found: dict[str, set[str]] = {}
-    for module, tree in trees.items():
-        names: set[str] = set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names.add(node.module)
-                names.update(f"{node.module}.{each.name}" for each in node.names)
-            elif isinstance(node, ast.Import):
-                names.update(each.name for each in node.names)
-        found[module] = (names & trees.keys()) - {module}
-    return found
+    """Return the modules of `trees` that each of them imports, type-checking imports included."""
+    return {
+        module: (imported_names(tree) & trees.keys()) - {module} for module, tree in trees.items()
+    }
 
 
 def widest_module(trees: Trees) -> tuple[str, int]:
@@ -117,61 +119,10 @@ def node_writers(trees: Trees) -> list[str]:
 
 def untested_folders(trees: Trees, tests: Trees) -> list[str]:
     """Return the packages of which no test imports a module."""
-    imported: set[str] = set()
-    for tree in tests.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                imported.add(node.module)
-                imported.update(f"{node.module}.{each.name}" for each in node.names)
+    imported: set[str] = set().union(*map(imported_names, tests.values()))
     packages = {module.rpartition(".")[0] for module in trees} - {"", "autopipe"}
-    return sorted(
-        package
-        for package in packages
-        if not any(
-            (name in trees and name.rpartition(".")[0] == package) or name == package
-            for name in imported
-        )
-    )
-
-
-_COUNT_MODULES = """
-import json, sys
-
-entered = set()
-
-def note(frame, event, argument):
-    name = frame.f_globals.get("__name__", "")
-    if event == "call" and frame.f_code.co_name != "<module>" and name.startswith("autopipe."):
-        entered.add(name)
-
-from autopipe.cli.main import main
-
-sys.setprofile(note)
-try:
-    main(sys.argv[1:])
-except SystemExit:
-    pass
-finally:
-    sys.setprofile(None)
-    print(json.dumps(sorted(entered)), file=sys.stderr)
-"""
-
-
-def modules_entered(command: Sequence[str]) -> list[str]:
-    """Return the modules of the package whose functions a command of autopipe calls.
-
-    The command runs in a process of its own. Calls during imports do not count.
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", _COUNT_MODULES, *command],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    names: list[str] = json.loads(result.stderr.splitlines()[-1])
-    return names
+    tested = imported | {name.rpartition(".")[0] for name in imported & trees.keys()}
+    return sorted(packages - tested)
 
 
 def main() -> None:

@@ -6,32 +6,18 @@ from __future__ import annotations
 
 import ast
 import re
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from autopipe.ir.words import bytes_text, plural
-
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "autopipe"
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    """Return the syntax tree of every module of the package, by dotted module name."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
+from scripts.structure import imports, syntax_trees
 
 
 @pytest.mark.parametrize("pattern", [r"(What|Whether|Those)\b", r"(?s).*\bso many\b"])
 def test_docstrings_open_with_a_noun_or_a_verb(pattern: str) -> None:
     wrong = []
-    for module, tree in trees().items():
+    for module, tree in syntax_trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 strings = (each.value for each in node.body if isinstance(each, ast.Expr))
@@ -44,23 +30,8 @@ def test_docstrings_open_with_a_noun_or_a_verb(pattern: str) -> None:
     assert wrong == []
 
 
-def imports_of(module: str, tree: ast.Module, known: set[str]) -> set[str]:
-    """Return the modules of the package that `module` imports anywhere, type-checking imports
-    included.
-    """
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found.update(f"{node.module}.{each.name}" for each in node.names)
-        elif isinstance(node, ast.Import):
-            found.update(each.name for each in node.names)
-    return (found & known) - {module}
-
-
 def test_no_import_cycles() -> None:
-    known = set(trees())
-    graph = {module: imports_of(module, tree, known) for module, tree in trees().items()}
+    graph = imports(syntax_trees())
     while leaves := {module for module, needs in graph.items() if not needs & set(graph)}:
         graph = {module: needs for module, needs in graph.items() if module not in leaves}
     readers = {module for needs in graph.values() for module in needs}
@@ -90,7 +61,7 @@ NO_NUMBERS = re.compile(
 
 def test_nouns_behind_numbers_agree_with_them() -> None:
     wrong = []
-    for module, tree in trees().items():
+    for module, tree in syntax_trees().items():
         for node in ast.walk(tree):
             for value, text in pairwise(node.values if isinstance(node, ast.JoinedStr) else ()):
                 if not isinstance(value, ast.FormattedValue) or not isinstance(text, ast.Constant):

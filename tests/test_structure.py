@@ -14,7 +14,6 @@ import pytest
 from scripts.prose import Total, texts, totals, word_count
 from scripts.structure import (
     ROOT,
-    Trees,
     imports,
     long_lines,
     node_writers,
@@ -24,12 +23,6 @@ from scripts.structure import (
     untested_folders,
     widest_module,
 )
-
-
-@cache
-def package() -> Trees:
-    """Return the syntax trees of the package."""
-    return syntax_trees()
 
 
 @cache
@@ -51,14 +44,14 @@ LIMITS = {
 
 @cache
 def measures() -> dict[str, int]:
-    operators = operator_names(package())
+    operators = operator_names(syntax_trees())
     return {
         "operator names outside of operator tables": operators.total(),
         "modules that name operators outside of operator tables": len(operators),
-        "imports of the widest module": widest_module(package())[1],
-        "classes that construct nodes": len(node_writers(package())),
+        "imports of the widest module": widest_module(syntax_trees())[1],
+        "classes that construct nodes": len(node_writers(syntax_trees())),
         "lines over 100 columns": len(long_lines()),
-        "parallel assignments": parallel_assignments(package()),
+        "parallel assignments": parallel_assignments(syntax_trees()),
     }
 
 
@@ -82,11 +75,11 @@ def test_documentation_stays_readable() -> None:
 
 
 def test_each_folder_is_imported_by_a_test() -> None:
-    assert untested_folders(package(), syntax_trees(ROOT / "tests")) == []
+    assert untested_folders(syntax_trees(), syntax_trees(ROOT / "tests")) == []
 
 
 def test_a_rank_imports_at_most_eighteen_modules() -> None:
-    assert len(imports(package())["autopipe.backends.torch.runtime.rank"]) <= 18
+    assert len(imports(syntax_trees())["autopipe.backends.torch.runtime.rank"]) <= 18
 
 
 def test_hits_have_weights_and_code_is_ignored(tmp_path: Path) -> None:

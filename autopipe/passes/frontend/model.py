@@ -260,7 +260,7 @@ class Model:
     trained.
     """
     scores: Scores = "keep"
-    """Whether the graph's losses save their logits for backward or recompute them."""
+    """`keep` if the losses of the graph save their logits for backward, `recompute` if they do not."""
     unknown_detached: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """Titles of nodes for which the file states that an operand is detached, but not which operand.
     """
