@@ -260,7 +260,9 @@ class Model:
     trained.
     """
     scores: Scores = "keep"
-    """`keep` if the losses of the graph save their logits for backward, `recompute` if they do not."""
+    """`keep` if the losses of the graph save their logits for backward, and `recompute` if they
+    compute the logits again.
+    """
     unknown_detached: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """Titles of nodes for which the file states that an operand is detached, but not which operand.
     """
