@@ -29,6 +29,7 @@ __all__ = [
     "Operator",
     "Signature",
     "operator_of",
+    "operators_with",
     "qualified_name",
     "signature_of",
     "space_of",
@@ -51,6 +52,13 @@ OPERATORS.update((row.name, row) for family in _FAMILIES for row in family.ROWS)
 def operator_of(node: Node) -> Operator | None:
     """Return the definition of a node's operator, or None if the operator is not supported."""
     return OPERATORS.get(qualified_name(node))
+
+
+def operators_with(fact: Callable[[Operator], object]) -> frozenset[str]:
+    """Return the names of the operators for whose definition `fact` is true, as keys of
+    `OPERATORS`.
+    """
+    return frozenset(name for name, row in OPERATORS.items() if fact(row))
 
 
 def space_of(graph: Graph, node: Node) -> Space:

@@ -51,15 +51,35 @@ def pointwise(
     *,
     backward: float = 1.0,
     flows: bool = True,
+    linear: str = "",
+    finite_at: tuple[tuple[int, int], ...] = (),
 ) -> list[Operator]:
     """Return definitions of the elementwise operators named in `operators` (separated by blanks),
     with `cost` FLOPs per element of the result.
     """
     return [
         Operator(
-            name, broadcast, "elementwise", per_result(cost), backward, keeps, differentiable=flows
+            name,
+            broadcast,
+            "elementwise",
+            per_result(cost),
+            backward,
+            keeps,
+            differentiable=flows,
+            linear=linear,
+            finite_at=finite_at,
         )
         for name in operators.split()
+    ]
+
+
+def _masks(operators: str, *, compare: bool = False) -> list[Operator]:
+    """Return definitions of the elementwise operators named in `operators` (separated by blanks),
+    whose results are booleans.
+    """
+    return [
+        replace(row, mask=True, comparison=compare)
+        for row in pointwise(operators, keeps=(), backward=0.0, flows=False)
     ]
 
 
@@ -80,43 +100,65 @@ def per_channel(signature: Signature) -> Space:
 
 
 ELEMENTWISE = (
-    *pointwise("Add Sub", keeps=()),
-    *pointwise("Mul Div Mod", keeps=("0", "1")),
-    *pointwise("Pow", 8.0, keeps=("0", "1")),
-    Operator("Sum", broadcast, "elementwise", _variadic_flops),
-    Operator("Mean", broadcast, "elementwise", _variadic_flops),
+    *pointwise("Add Sub", keeps=(), linear="together"),
+    *pointwise("Mul", keeps=("0", "1"), linear="each"),
+    *pointwise("Div", keeps=("0", "1"), linear="first", finite_at=((1, 1),)),
+    *pointwise("Mod", keeps=("0", "1"), finite_at=((1, 1),)),
+    *pointwise("Pow", 8.0, keeps=("0", "1"), finite_at=((0, 1), (1, 1))),
+    Operator("Sum", broadcast, "elementwise", _variadic_flops, linear="together"),
+    Operator("Mean", broadcast, "elementwise", _variadic_flops, linear="together"),
     Operator("Max", broadcast, "elementwise", _variadic_flops, keeps=("*",)),
     Operator("Min", broadcast, "elementwise", _variadic_flops, keeps=("*",)),
-    *pointwise("Where"),
+    *pointwise("Where", linear="together"),
     Operator("Clip", first_operand, "elementwise", per_result(2.0), keeps=("0",)),
+    *_masks("Equal Greater GreaterOrEqual Less LessOrEqual", compare=True),
+    *_masks("And Or Xor Not IsNaN IsInf"),
     *pointwise(
-        "Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not IsNaN IsInf "
-        "BitShift BitwiseAnd BitwiseOr BitwiseXor BitwiseNot",
-        keeps=(),
-        backward=0.0,
-        flows=False,
+        "BitShift BitwiseAnd BitwiseOr BitwiseXor BitwiseNot", keeps=(), backward=0.0, flows=False
     ),
-    Operator("Cast", broadcast, "elementwise"),
+    Operator("Cast", broadcast, "elementwise", linear="together"),
     Operator("CastLike", first_operand, "elementwise"),
     Operator("BitCast", broadcast, "view", backward=0.0, differentiable=False),
     # The identity; backward passes no gradient.
-    Operator("autopipe.StopGradient", broadcast, "view", backward=0.0, differentiable=False),
+    Operator(
+        "autopipe.StopGradient",
+        broadcast,
+        "view",
+        backward=0.0,
+        differentiable=False,
+        same_elements=True,
+    ),
 )
 
 ACTIVATION = (
     # The derivatives of these operators are zero, except at the steps.
     *pointwise("Ceil Floor Round Sign", keeps=(), backward=0.0),
-    *pointwise("Neg", keeps=()),
+    *pointwise("Neg", keeps=(), linear="together"),
     *pointwise("Abs ThresholdedRelu"),
     *pointwise("LeakyRelu Shrink", 2.0),
-    Operator("PRelu", per_channel, "elementwise", per_result(2.0), keeps=("0", "1")),
+    Operator(
+        "PRelu",
+        per_channel,
+        "elementwise",
+        per_result(2.0),
+        keeps=("0", "1"),
+        layer_weights=(1,),
+        scales_and_biases=(1,),
+    ),
     *pointwise("HardSigmoid Softsign", 3.0),
-    *pointwise("Log HardSwish Sin Cos Sinh Cosh Asin Acos Atan Asinh Acosh Atanh", 4.0),
+    *pointwise("Log", 4.0, finite_at=((0, 1),)),
+    *pointwise("HardSwish Sin Cos", 4.0),
+    *pointwise("Sinh Cosh Asin Acos", 4.0, finite_at=((0, 0),)),
+    *pointwise("Atan Asinh", 4.0),
+    *pointwise("Acosh", 4.0, finite_at=((0, 2),)),
+    *pointwise("Atanh", 4.0, finite_at=((0, 0),)),
     *pointwise("Elu Celu Selu Swish", 5.0),
     *pointwise("Erf Gelu Softplus", 8.0),
     *pointwise("Mish", 12.0),
-    *pointwise("Relu Reciprocal Sqrt", keeps=(">0",)),
-    *pointwise("Exp Tan Sigmoid Tanh", 4.0, keeps=(">0",)),
+    *pointwise("Relu", keeps=(">0",)),
+    *pointwise("Reciprocal Sqrt", keeps=(">0",), finite_at=((0, 1),)),
+    *pointwise("Exp Tan", 4.0, keeps=(">0",), finite_at=((0, 0),)),
+    *pointwise("Sigmoid Tanh", 4.0, keeps=(">0",)),
     *(
         # Backward computes the activation again, its derivative, and one multiplication per
         # operand.

@@ -82,5 +82,6 @@ ROWS = (
         mixes_samples=weighs_labels,
         statistics=_statistics,
         recomputes=1.0,
+        loss=True,
     ),
 )

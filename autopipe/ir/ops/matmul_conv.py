@@ -187,9 +187,42 @@ def _factor_flops(signature: Signature, space: Space) -> float:
 
 
 PRODUCTS = (
-    Operator("MatMul", matmul, "matmul", per_point(2.0), 2.0, keeps=("0", "1"), weights=(0, 1)),
-    Operator("Gemm", gemm, "matmul", per_point(2.0), 2.0, keeps=("0", "1"), weights=(0, 1)),
-    Operator("Einsum", einsum, "matmul", _factor_flops, 2.0, keeps=("*",), weights=(0, 1, 2)),
+    Operator(
+        "MatMul",
+        matmul,
+        "matmul",
+        per_point(2.0),
+        2.0,
+        keeps=("0", "1"),
+        weights=(0, 1),
+        linear="each",
+        neutral=0.0,
+        layer_weights=(0, 1),
+    ),
+    Operator(
+        "Gemm",
+        gemm,
+        "matmul",
+        per_point(2.0),
+        2.0,
+        keeps=("0", "1"),
+        weights=(0, 1),
+        neutral=0.0,
+        layer_weights=(0, 1, 2),
+        scales_and_biases=(2,),
+    ),
+    Operator(
+        "Einsum",
+        einsum,
+        "matmul",
+        _factor_flops,
+        2.0,
+        keeps=("*",),
+        weights=(0, 1, 2),
+        linear="each",
+        neutral=0.0,
+        layer_weights=(0, 1),
+    ),
     Operator(
         "MatMulInteger",
         lambda use: _with_scales(use, 1, "k+"),
@@ -312,15 +345,19 @@ def _conv_flops(signature: Signature, space: Space) -> float:
 
 
 CONVOLUTION = (
-    Operator("Conv", conv, "convolution", _conv_flops, 2.0, keeps=("0", "1"), weights=(1,)),
-    Operator(
-        "ConvTranspose",
-        conv_transpose,
-        "convolution",
-        _conv_flops,
-        2.0,
-        keeps=("0", "1"),
-        weights=(1,),
+    *(
+        Operator(
+            name,
+            notation,
+            "convolution",
+            _conv_flops,
+            2.0,
+            keeps=("0", "1"),
+            weights=(1,),
+            layer_weights=(1, 2),
+            scales_and_biases=(2,),
+        )
+        for name, notation in (("Conv", conv), ("ConvTranspose", conv_transpose))
     ),
     Operator("ConvInteger", conv_integer, "convolution", _conv_flops, differentiable=False),
     Operator("QLinearConv", conv_quantized, "convolution", _conv_flops, differentiable=False),
@@ -477,8 +514,22 @@ def _statistics(
 
 
 RECURRENT = tuple(
-    Operator(name, recurrent, "recurrent", _flops, 2.0, ("0", ">0"), statistics=_statistics)
-    for name in ("RNN", "GRU", "LSTM")
+    Operator(
+        name,
+        recurrent,
+        "recurrent",
+        _flops,
+        2.0,
+        ("0", ">0"),
+        statistics=_statistics,
+        gates=gates,
+        layer_weights=weights,
+    )
+    for name, gates, weights in (
+        ("RNN", 1, (1, 2, 3)),
+        ("GRU", 3, (1, 2, 3)),
+        ("LSTM", 4, (1, 2, 3, 7)),  # Operand 7 has the peephole weights.
+    )
 )
 
 ROWS = (*PRODUCTS, *CONVOLUTION, *POOLING, *RECURRENT)

@@ -129,19 +129,32 @@ def _compress(signature: Signature) -> Space:
 
 
 MOVEMENT = (
-    Operator("Identity", first_operand, "view"),
-    Operator("Transpose", _transpose, "view"),
-    Operator("Expand", _expand, "view", static=(1,), shaping=(1,)),
-    Operator("Concat", lambda use: changed(use, [use.axis()], len(use.operands)), "memory"),
-    Operator("Split", lambda use: changed(use, [use.axis()]), "view", static=(1,), shaping=(1,)),
-    Operator("Slice", _slice, "view", static=(1, 2, 3, 4)),
+    Operator("Identity", first_operand, "view", same_elements=True, linear="together"),
+    Operator("Transpose", _transpose, "view", linear="together"),
+    Operator("Expand", _expand, "view", static=(1,), shaping=(1,), linear="together"),
+    Operator(
+        "Concat",
+        lambda use: changed(use, [use.axis()], len(use.operands)),
+        "memory",
+        linear="together",
+    ),
+    Operator(
+        "Split",
+        lambda use: changed(use, [use.axis()]),
+        "view",
+        static=(1,),
+        shaping=(1,),
+        linear="together",
+    ),
+    Operator("Slice", _slice, "view", static=(1, 2, 3, 4), linear="together"),
     Operator(
         "Pad",
         lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))),
         "memory",
         static=(1, 2, 3),
+        linear="together",
     ),
-    Operator("Tile", _tile, "memory", static=(1,)),
+    Operator("Tile", _tile, "memory", static=(1,), linear="together"),
     Operator("CenterCropPad", _tile, "memory", static=(1,), shaping=(1,)),
     Operator("DepthToSpace", _blocks, "memory"),
     Operator("SpaceToDepth", _blocks, "memory"),
@@ -249,9 +262,18 @@ def _tensor_scatter(signature: Signature) -> Space:
 
 
 INDEXING = (
-    Operator("Gather", _gather, "memory", keeps=("1",), weights=(0,)),
-    Operator("GatherElements", _gather_elements, "memory", keeps=("1",)),
-    Operator("GatherND", _gather_nd, "memory", keeps=("1",)),
+    Operator(
+        "Gather",
+        _gather,
+        "memory",
+        keeps=("1",),
+        weights=(0,),
+        linear="together",
+        finite_at=((1, 0),),
+        layer_weights=(0,),
+    ),
+    Operator("GatherElements", _gather_elements, "memory", keeps=("1",), finite_at=((1, 0),)),
+    Operator("GatherND", _gather_nd, "memory", keeps=("1",), finite_at=((1, 0),)),
     Operator("Scatter", _scatter_elements, "memory", keeps=("1",)),
     Operator("ScatterElements", _scatter_elements, "memory", keeps=("1",)),
     Operator("ScatterND", _scatter_nd, "memory", keeps=("1",)),
@@ -296,11 +318,26 @@ def regroup(signature: Signature) -> Space:
     return notate(signature, [left], [right], **extents)
 
 
+def _regrouping(name: str, shape: tuple[int, ...] = (1,)) -> Operator:
+    """Return the definition of an operator that changes only the shape, which the operands `shape`
+    determine.
+    """
+    return Operator(
+        name,
+        regroup,
+        "view",
+        static=shape,
+        shaping=shape,
+        same_elements=True,
+        linear="together",
+    )
+
+
 REGROUP = (
-    Operator("Reshape", regroup, "view", static=(1,), shaping=(1,)),
-    Operator("Flatten", regroup, "view"),
-    Operator("Squeeze", regroup, "view", static=(1,), shaping=(1,)),
-    Operator("Unsqueeze", regroup, "view", static=(1,), shaping=(1,)),
+    _regrouping("Reshape"),
+    _regrouping("Flatten", ()),
+    _regrouping("Squeeze"),
+    _regrouping("Unsqueeze"),
 )
 
 

@@ -4,6 +4,7 @@ losses over classes. The devices then exchange statistics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.operator import (
@@ -118,6 +119,9 @@ def _normalization(
     cost: float,
     statistics: Statistics = _MOMENTS,
     mixes: Callable[[Signature], bool] = lambda signature: False,
+    *,
+    weights: tuple[int, ...] = (),
+    affine: tuple[int, ...] = (),
 ) -> Operator:
     flops = per_result(cost)
     return Operator(
@@ -129,16 +133,25 @@ def _normalization(
         ("0",),
         mixes_samples=mixes,
         statistics=statistics,
+        layer_weights=weights or affine,
+        scales_and_biases=affine,
     )
 
 
 NORMALIZATION = (
-    _normalization("BatchNormalization", batch_norm, 4.0, mixes=trains),
-    _normalization("LayerNormalization", layer_norm, 8.0),
-    _normalization("RMSNormalization", layer_norm, 5.0, _NORM),
+    _normalization(
+        "BatchNormalization",
+        batch_norm,
+        4.0,
+        mixes=trains,
+        weights=(1, 2, 3, 4),
+        affine=(1, 2),
+    ),
+    _normalization("LayerNormalization", layer_norm, 8.0, affine=(1, 2)),
+    _normalization("RMSNormalization", layer_norm, 5.0, _NORM, affine=(1,)),
     _normalization("SimplifiedLayerNormalization", layer_norm, 5.0, _NORM),
-    _normalization("GroupNormalization", group_norm, 8.0),
-    _normalization("InstanceNormalization", notated("n c *i=, c, c -> n c *i"), 8.0),
+    _normalization("GroupNormalization", group_norm, 8.0, affine=(1, 2)),
+    _normalization("InstanceNormalization", notated("n c *i=, c, c -> n c *i"), 8.0, affine=(1, 2)),
     _normalization(
         "MeanVarianceNormalization",
         lambda signature: along(signature, variance_axes(signature), "="),
@@ -149,11 +162,19 @@ NORMALIZATION = (
         "LpNormalization", lambda signature: along(signature, [signature.axis(-1)], "="), 4.0, _NORM
     ),
     _normalization("LRN", lambda signature: along(signature, [1], "!"), 12.0, no_statistics),
-    Operator(
-        "Softmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX
-    ),
-    Operator(
-        "LogSoftmax", _softmax, "normalization", per_result(5.0), 1.0, (">0",), statistics=_SOFTMAX
+    *(
+        Operator(
+            name,
+            _softmax,
+            "normalization",
+            per_result(5.0),
+            1.0,
+            (">0",),
+            statistics=_SOFTMAX,
+            neutral=-math.inf,
+            finite_at=((0, 0),),
+        )
+        for name in ("Softmax", "LogSoftmax")
     ),
 )
 
@@ -206,6 +227,10 @@ def _row(
     cost: float = 1.0,
     keeps: tuple[str, ...] = (),
     statistics: Statistics = no_statistics,
+    *,
+    neutral: float = 0.0,
+    linear: str = "",
+    finite_at: tuple[tuple[int, int], ...] = (),
 ) -> Operator:
     return Operator(
         name,
@@ -215,10 +240,13 @@ def _row(
         keeps=keeps,
         static=(1,),
         statistics=statistics,
+        neutral=neutral,
+        linear=linear,
+        finite_at=finite_at,
     )
 
 
-def _index(name: str) -> Operator:
+def _index(name: str, neutral: float) -> Operator:
     """Return the definition of ArgMax or ArgMin. Devices exchange the maximum or minimum of each
     row, then its index, a 64-bit integer.
     """
@@ -230,23 +258,24 @@ def _index(name: str) -> Operator:
         0.0,
         differentiable=False,
         statistics=per_row((1,), (), (8,)),
+        neutral=neutral,
     )
 
 
 REDUCTION = (
-    _row("ReduceSum", "+"),
-    _row("ReduceMean", "~"),
+    _row("ReduceSum", "+", linear="together"),
+    _row("ReduceMean", "~", linear="together"),
     _row("ReduceL1", "+", 2.0, keeps=("0",)),
     _row("ReduceSumSquare", "+", 2.0, keeps=("0",)),
     _row("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_NORM),
-    _row("ReduceMax", "=", keeps=("0", ">0"), statistics=extreme_statistics),
-    _row("ReduceMin", "=", keeps=("0", ">0"), statistics=extreme_statistics),
-    _row("ReduceProd", "!", keeps=("0", ">0")),
-    _row("ReduceLogSum", "=", statistics=_NORM),
-    _row("ReduceLogSumExp", "=", 6.0, keeps=("0", ">0"), statistics=_SOFTMAX),
-    _index("ArgMax"),
-    _index("ArgMin"),
-    Operator("CumSum", _running, "reduction", _per_operand(1.0), 1.0, static=(1,)),
+    _row("ReduceMax", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=-math.inf),
+    _row("ReduceMin", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=math.inf),
+    _row("ReduceProd", "!", keeps=("0", ">0"), neutral=1.0),
+    _row("ReduceLogSum", "=", statistics=_NORM, finite_at=((0, 1),)),
+    _row("ReduceLogSumExp", "=", 6.0, ("0", ">0"), _SOFTMAX, neutral=-math.inf),
+    _index("ArgMax", -math.inf),
+    _index("ArgMin", math.inf),
+    Operator("CumSum", _running, "reduction", _per_operand(1.0), 1.0, static=(1,), neutral=0.0),
     Operator(
         "CumProd", _running, "reduction", _per_operand(1.0), 2.0, keeps=("0", ">0"), static=(1,)
     ),
@@ -325,6 +354,8 @@ LOSSES = (
         keeps=("probabilities",),
         mixes_samples=weighs_labels,
         statistics=class_statistics,
+        loss=True,
+        finite_at=((1, 0),),
     ),
     Operator(
         "NegativeLogLikelihoodLoss",
@@ -334,6 +365,8 @@ LOSSES = (
         keeps=("1",),
         mixes_samples=weighs_labels,
         statistics=_weight_statistics,
+        loss=True,
+        finite_at=((1, 0),),
     ),
 )
 

@@ -323,6 +323,49 @@ class Operator:
     """Fraction of `backward`, as a multiple of forward, that recomputes values of forward. It is
     not part of the model FLOPs.
     """
+    same_elements: bool = False
+    """True if the result has the elements of the first operand in the same row-major order. Only
+    the shape may differ.
+    """
+    linear: str = ""
+    """How the floating-point results depend on the floating-point operands, as far as passes use
+    it. Axes, indices and conditions are fixed.
+
+    - "together": linear in all operands together, f(a x, a y) = a f(x, y)
+    - "each": linear in each operand if the other operands are fixed, f(a x, y) = a f(x, y)
+    - "first": linear in the first operand if the other operands are fixed
+    - "": none of these, or not stated
+    """
+    mask: bool = False
+    """True if the results are booleans for operands of every type."""
+    comparison: bool = False
+    """True if the operator compares the elements of two operands. `mask` is true, too."""
+    loss: bool = False
+    """True for the loss of class labels: operand 1 has the labels, operand 2 a weight per class."""
+    gates: int = 0
+    """Number of gates of a recurrent layer: rows of a weight per hidden unit. 0 if the operator is
+    not a recurrent layer.
+    """
+    neutral: float | None = None
+    """For an operator that combines the elements along an axis: the element that changes no result
+    if it is added along this axis, except that a mean divides by the number of all elements. None
+    for other operators, or if it is not stated.
+    """
+    finite_at: tuple[tuple[int, int], ...] = ()
+    """Pairs of an operand and an element of this operand for which the result and its gradient are
+    finite. Stated for operands for which other elements give infinite or undefined results.
+    """
+    layer_weights: tuple[int, ...] = ()
+    """Operands that are weights of a layer if they do not depend on the inputs of the model."""
+    scales_and_biases: tuple[int, ...] = ()
+    """Operands of `layer_weights` that are scales, biases or slopes. All of their elements are equal
+    in a new layer.
+    """
+
+    @property
+    def has_zero_gradient(self) -> bool:
+        """True if the derivative is 0 wherever it exists."""
+        return self.differentiable and self.backward == 0.0
 
     def space(self, signature: Signature) -> Space:
         """Return the iteration space of a node.
