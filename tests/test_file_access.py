@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tests.test_house import trees
+from scripts.structure import syntax_trees
 
 FUNCTIONS = {
     *(f"os.{name}" for name in ("replace", "rename", "renames", "unlink", "remove", "rmdir", "removedirs", "truncate",
@@ -146,7 +146,7 @@ def writers(tree: ast.AST, inside: str = "") -> Iterator[str]:
 def test_every_function_that_touches_files_is_listed() -> None:
     found = {
         f"{module.removeprefix('autopipe.')}:{name}"
-        for module, tree in trees().items()
+        for module, tree in syntax_trees().items()
         for name in writers(tree)
     }
     assert found == set(LISTED)
