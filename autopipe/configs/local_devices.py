@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 
 from autopipe.configs.cluster import cluster_preset
@@ -29,8 +29,6 @@ different product, for example the A100 with 40 GB.
 """
 _CPU = "cpu-local"
 _MOST_CORES = 8
-_NAME_BYTES = 96
-"""NVML_DEVICE_NAME_V2_BUFFER_SIZE; a UUID is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,6 @@ class LocalCluster:
     """Description of the devices for the first line of a plan."""
     warning: str = ""
     """Description of GPUs that were found but are not used; "" if there are none."""
-
-
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
-
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
 @functools.cache
@@ -83,36 +75,27 @@ def local_cluster() -> LocalCluster:
 
 
 def installed_gpus() -> tuple[Gpu, ...]:
-    """Return the NVIDIA GPUs of this machine in the order of NVML; () if the driver is not
-    installed or does not respond.
+    """Return the NVIDIA GPUs of this machine in the order of NVML, without GPUs that do not
+    respond; () if the driver is not installed or does not respond.
     """
+    import pynvml
+
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2():
-            return ()
-    except (OSError, AttributeError):
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
         return ()
     gpus: list[Gpu] = []
-    count = ctypes.c_uint()
-    handle = ctypes.c_void_p()
-    memory = _Memory()
-    name, uuid = (ctypes.create_string_buffer(_NAME_BYTES) for _ in range(2))
     try:
-        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        for index in range(count.value):
-            failed = (
-                library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-                or library.nvmlDeviceGetName(handle, name, _NAME_BYTES)
-                or library.nvmlDeviceGetUUID(handle, uuid, _NAME_BYTES)
-                or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-            )
-            if not failed:
-                texts = (each.value.decode(errors="replace") for each in (name, uuid))
-                gpus.append(Gpu(next(texts), memory.total, next(texts)))
-    except AttributeError:
-        return ()  # An older NVML library lacks one of the functions.
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with suppress(pynvml.NVMLError):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                name = pynvml.nvmlDeviceGetName(handle)
+                gpus.append(Gpu(name, memory.total, pynvml.nvmlDeviceGetUUID(handle)))
+    except pynvml.NVMLError:
+        return ()
     finally:
-        library.nvmlShutdown()
+        pynvml.nvmlShutdown()
     return tuple(gpus)
 
 

@@ -40,6 +40,7 @@ HEAVY = (
     "onnxruntime",
     "onnxscript",
     "ortools",
+    "pynvml",
     "scipy",
     "numpy",
     "yaml",

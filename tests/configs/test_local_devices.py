@@ -17,7 +17,7 @@ from autopipe.configs.local_devices import Gpu, preset_of, visible
 NVML = """
 #include <string.h>
 static const char *names[] = {NAMES};
-int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = sizeof(names) / sizeof(*names); return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = &names[index]; return 0; }
