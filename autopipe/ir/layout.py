@@ -223,8 +223,12 @@ class Layout:
 
     @property
     def partial_over(self) -> MeshAxes:
-        """Return the mesh axes over which devices hold partial sums or means, outer to inner."""
-        return merge_axes(sorted(self.sums + self.means, key=lambda axis: -axis.stride))
+        """Return the mesh axes over which devices hold partial sums or means, outer to inner.
+
+        An axis of sums and an axis of means are not merged, because a reduction over a part of both
+        must leave one of each.
+        """
+        return tuple(sorted(self.sums + self.means, key=lambda axis: -axis.stride))
 
     @property
     def shard_count(self) -> int:

@@ -239,7 +239,7 @@ def test_the_plan_says_whether_the_optimizers_state_is_in_shares(
     assert (
         "parameter" in next(line for line in out.splitlines() if line.startswith("communication"))
     ) is shard
-    assert f"shard: {str(shard).lower()}" in (tmp_path / "plan/config.yaml").read_text()
+    assert f"zero_stage: {int(shard)}" in (tmp_path / "plan/config.yaml").read_text()
     assert open_plan(tmp_path / "plan").problem.optimizer.shard is shard
     assert main(["codegen", str(tmp_path / "plan"), "-q"]) == 0
     text = (tmp_path / "plan/program/rank_000.py").read_text()

@@ -57,7 +57,7 @@ def test_a_plan_and_its_program_name_no_code(here: CommandLine, name: str) -> No
                 2,
                 (command, PROGRAM, "--device", "cpu"),
                 name,
-                "`launch --data` alone names Python code",
+                "only `launch --data` accepts Python code",
             )
         (PROGRAM / "manifest.json").write_text(before)
     assert "trap" not in sys.modules

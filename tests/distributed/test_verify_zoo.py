@@ -88,7 +88,7 @@ def with_a_scale_too_small(program: Path) -> None:
     """The loss is divided by the number of ranks once more."""
     for path in program.glob("rank_*.py"):
         text = path.read_text(encoding="utf-8")
-        path.write_text(re.sub(r"share=([\d.e-]+)", r"share=\1 / 4", text), encoding="utf-8")
+        path.write_text(re.sub(r"weight=([\d.e-]+)", r"weight=\1 / 4", text), encoding="utf-8")
 
 
 def with_a_wrong_block(program: Path) -> None:

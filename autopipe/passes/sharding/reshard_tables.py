@@ -507,8 +507,7 @@ class ReshardTable:
         shards stay.
         """
         additions: list[Addition] = [
-            (("all_reduce", each.partial_over, each.shard_count),) if each.is_partial else ()
-            for each in sources
+            _addition(each.partial_over, each.shard_count, ()) for each in sources
         ]
         return self._adding(additions).seconds(size_bytes)
 

@@ -53,7 +53,7 @@ def test_memory_that_does_not_do_is_refused() -> None:
         (Constraint("matmul*", split=(("n", 2),)), "a split other than"),
         (Constraint("matmul*", split=(("b", 1),)), "a split other than"),
         (Constraint("matmul*", split=()), "a split other than"),
-        (Constraint("*", pipeline=1), "for pipeline 1, but this strategy makes 1"),
+        (Constraint("*", pipeline=1), "for pipeline 1, but this strategy has 1 pipeline"),
     ],
 )
 def test_constraints_it_cannot_follow_are_refused(constraint: Constraint, reason: str) -> None:

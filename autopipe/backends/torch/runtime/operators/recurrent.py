@@ -18,6 +18,7 @@ Before each step except the first, an all-gather collects the outputs of all uni
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,7 +183,8 @@ class Layer:
             weights += tensors
         # Has biases, number of layers, dropout, training, bidirectional, batch first.
         settings = (self.bias is not None, 1, 0.0, torch.is_grad_enabled(), directions == 2, False)
-        y, *finals = kernel(x, start, weights, *settings)
+        with _without_unsupported_bfloat16(x):
+            y, *finals = kernel(x, start, weights, *settings)
         y = y.unflatten(2, (directions, self.width)).transpose(1, 2)
         return self._arranged(y.flip(0) if backward else y, finals)
 
@@ -193,6 +195,17 @@ class Layer:
         if self.batch_first:
             return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in states)
         return y, *states
+
+
+def _without_unsupported_bfloat16(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast if `x` is on a CPU that has no bfloat16 instructions.
+
+    Autocast converts the operands of a recurrent layer to bfloat16 for a kernel of oneDNN that does
+    not exist on such a CPU.
+    """
+    if x.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.autocast("cpu", enabled=False)
+    return nullcontext()
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
