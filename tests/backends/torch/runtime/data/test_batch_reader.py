@@ -40,8 +40,8 @@ BATCH = 6
 
 @dataclass(frozen=True)
 class Batches:
-    """What readers look at of a manifest: three micro-batches of two samples, of which stage 1
-    makes two of each.
+    """The fields of a manifest that readers use: three micro-batches of two samples; stage 1 has two
+    micro-batches of one sample for each.
     """
 
     train: bool = True
@@ -55,6 +55,9 @@ class Batches:
         SimpleNamespace(micro_batch_ratio=1),
         SimpleNamespace(micro_batch_ratio=2),
     )
+
+    def micro_batch_size_at(self, stage: int) -> int:
+        return self.micro_batch_size // int(self.stages[stage].micro_batch_ratio)
 
 
 WHOLE: Slices = ((0, 2), (0, 3))
