@@ -28,6 +28,7 @@ __all__ = [
     "OPERATORS",
     "Operator",
     "Signature",
+    "is_label_loss",
     "operator_of",
     "operators_with",
     "qualified_name",
@@ -59,6 +60,12 @@ def operators_with(fact: Callable[[Operator], object]) -> frozenset[str]:
     `OPERATORS`.
     """
     return frozenset(name for name, row in OPERATORS.items() if fact(row))
+
+
+def is_label_loss(node: Node) -> bool:
+    """True if a node computes the loss of class labels (see `Operator.loss`)."""
+    row = operator_of(node)
+    return row is not None and row.loss
 
 
 def space_of(graph: Graph, node: Node) -> Space:

@@ -358,8 +358,8 @@ class Operator:
     layer_weights: tuple[int, ...] = ()
     """Operands that are weights of a layer if they do not depend on the inputs of the model."""
     scales_and_biases: tuple[int, ...] = ()
-    """Operands of `layer_weights` that are scales, biases or slopes. All of their elements are equal
-    in a new layer.
+    """Operands of `layer_weights` that are scales, biases or slopes. In a new layer, all elements
+    of such an operand are equal.
     """
 
     @property

@@ -32,13 +32,12 @@ import numpy as np
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.graph import Constant, Graph, Node
-from autopipe.ir.ops import operator_of, signature_of, spaces_of
+from autopipe.ir.ops import is_label_loss, operator_of, signature_of, spaces_of
 from autopipe.ir.ops.normalization import reduction, trains
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.loss_ratio import Divisor, Ratio
-from autopipe.passes.frontend.loss import LOSSES
 
 
 class LossKind(enum.Enum):
@@ -426,7 +425,7 @@ class _Forms:
         has_samples = any(each.has_samples for each in operands)
         if any(each.base in _DIVIDED for each in operands):
             return self._of_divided(node, names, operands)
-        if node.op in LOSSES and reduction(signature) == "mean":
+        if is_label_loss(node) and reduction(signature) == "mean":
             combined = _nonlinear(node, operands)
             if combined.base is _Base.MIXED:
                 return combined

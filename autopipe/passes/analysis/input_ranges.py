@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.graph import Graph, Node, Value
+from autopipe.ir.ops import is_label_loss
 from autopipe.ir.ops.linear_cross_entropy import classes_of
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.operator import Signature, positive, signature_of
@@ -55,8 +56,6 @@ _COMPARISONS = frozenset(["Greater", "GreaterOrEqual", "Less", "LessOrEqual"])
 _RECURRENCES = frozenset(["GRU", "LSTM", "RNN"])
 _SEQUENCE_LENGTHS = 4
 """Position of the operand of a recurrent operator with the length of each sequence."""
-_LOSSES = frozenset(["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"])
-
 Numbers = npt.NDArray[np.int64]
 
 
@@ -237,7 +236,7 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
             # OneHot accepts any index; a row out of range is empty.
             if path.exact and node.op != "OneHot":
                 taken.tighten(path.places, *bounds)
-            if node.op in _LOSSES and node.has("ignore_index") and not path.shift.any():
+            if is_label_loss(node) and node.has("ignore_index") and not path.shift.any():
                 ignored = node.integer("ignore_index")
     without_end = (drawn.below == _UNBOUNDED) & (drawn.least > -_UNBOUNDED)
     drawn.below[without_end] = np.maximum(drawn.least[without_end] + 1, _MASK_LIMIT)

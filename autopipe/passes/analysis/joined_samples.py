@@ -14,11 +14,10 @@ import numpy as np
 from autopipe.ir.batch import BatchAxes, NodeSamples, batch_axes_of
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.ops import operator_of, signature_of
+from autopipe.ir.ops import is_label_loss, operator_of, signature_of
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.space import AxisKind
-from autopipe.passes.frontend.loss import LOSSES
 
 _ORDERED: Final = frozenset(
     {
@@ -124,7 +123,7 @@ def _keeps_joined(
     the batch.
     """
     row = operator_of(node)
-    if row is None or node.op in LOSSES or node.op in _APPROXIMATE:
+    if row is None or is_label_loss(node) or node.op in _APPROXIMATE:
         return False
     together = max((len(axes.values.get(name, ())) for name in node.inputs), default=0)
     if len({each.axis for each in samples}) > max(together, 1):
@@ -199,7 +198,7 @@ def _adds_up(graph: Graph, node: Node, samples: Sequence[NodeSamples]) -> bool:
     row = operator_of(node)
     if row is None or row.kind == "memory" or node.op in _APPROXIMATE:
         return False
-    if node.op in LOSSES and reduction(signature_of(graph, node)) == "mean":
+    if is_label_loss(node) and reduction(signature_of(graph, node)) == "mean":
         return False
     return any(each.kind in _JOINT for each in samples)
 

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
+from autopipe.ir.ops import is_label_loss
 from autopipe.ir.problem import AVERAGED, LossDivision, Mode
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
 from autopipe.passes.analysis.loss_ratio import Divisor, Ratio, summed_elements, with_totals
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend.input_shapes import has_fixed_batch
-from autopipe.passes.frontend.loss import LOSSES, leaves_out
+from autopipe.passes.frontend.loss import leaves_out
 from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.read import mixing_nodes
 
@@ -136,7 +137,7 @@ def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> 
     """True if a node that mixes samples gives other results on micro-batches than on the complete
     batch.
     """
-    if node.op not in LOSSES:
+    if not is_label_loss(node):
         return True
     if any(node.inputs[2:3]):
         divisor = None if form is None or form.ratio is None else form.ratio.divisor

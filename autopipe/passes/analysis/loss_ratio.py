@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.graph import COUNTED_LABELS, Attribute, DType, Graph, Node
+from autopipe.ir.ops import is_label_loss
 from autopipe.passes.frontend.elements import NUMBERS
-from autopipe.passes.frontend.loss import LOSSES
 from autopipe.passes.frontend.rewriter import GraphEdit
 
 Stated = tuple[str, Attribute]
@@ -78,7 +78,7 @@ def summed_elements(graph: Graph, total: str) -> int:
     """Return the number of elements that are summed in a total; 1 if it is not known. `total` is
     the same as in `Divisor`.
     """
-    loss = next((each for each in graph.nodes if each.name == total and each.op in LOSSES), None)
+    loss = next((each for each in graph.nodes if each.name == total and is_label_loss(each)), None)
     if loss is not None:
         return graph.type_of(loss.inputs[1]).elements
     while (index := graph.producer(total)) is not None:
@@ -117,7 +117,7 @@ class _Totals:
             return None
         node = self._graph.nodes[index]
         values = self._values
-        if node.op in LOSSES:
+        if is_label_loss(node):
             attributes = tuple(pair for pair in node.attributes if pair[0] != "reduction")
             return self._append(node, node.inputs, name, (*attributes, ("reduction", "sum")))
         if values.isdisjoint(node.inputs):
@@ -179,7 +179,7 @@ class _Totals:
                 (
                     each
                     for each in self._graph.nodes
-                    if each.name == divisor.total and each.op in LOSSES
+                    if each.name == divisor.total and is_label_loss(each)
                 ),
                 None,
             )

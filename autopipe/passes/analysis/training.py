@@ -7,11 +7,11 @@ from __future__ import annotations
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.ops import is_label_loss
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.ops.operator import signature_of
 from autopipe.ir.problem import GROUPS, Optimizer
 from autopipe.passes.analysis.input_ranges import input_ranges
-from autopipe.passes.frontend.loss import LOSSES
 from autopipe.passes.frontend.read import mixing_nodes
 
 
@@ -52,7 +52,7 @@ def check_padding(graph: Graph, loss: str) -> None:
         node = _producer(graph, node.inputs[0])
     why = ""
     by_label = graph.has(COUNTED_LABELS)
-    if node is None or node.op not in LOSSES:
+    if node is None or not is_label_loss(node):
         origin = "an input" if node is None else f"{node.op} {node.name!r}"
         why = f"the loss is computed by {origin}, which does not ignore labels"
     elif not node.has("ignore_index"):
@@ -68,7 +68,7 @@ def check_padding(graph: Graph, loss: str) -> None:
     elif mixing := [
         each
         for each in mixing_nodes(graph)
-        if each is not node and not (by_label and each.op in LOSSES)
+        if each is not node and not (by_label and is_label_loss(each))
     ]:
         why = f"{mixing[0].op} {mixing[0].name!r} mixes the samples of a batch"
     if why:

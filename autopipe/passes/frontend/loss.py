@@ -11,10 +11,9 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
+from autopipe.ir.ops import is_label_loss
 from autopipe.passes.frontend.model import only_reached
 from autopipe.passes.frontend.rewriter import GraphEdit
-
-LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", "LinearCrossEntropy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def own_loss(graph: Graph) -> str:
 
 def _is_written_by_loss(graph: Graph, name: str) -> bool:
     index = graph.producer(name)
-    return index is not None and graph.nodes[index].op in LOSSES
+    return index is not None and is_label_loss(graph.nodes[index])
 
 
 def _trains(graph: Graph, name: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from autopipe.ir.batch import batch_axes_of, rebatched
 from autopipe.ir.errors import AutopipeError, ModelError
 from autopipe.ir.graph import Fill, Graph, Node
-from autopipe.ir.ops import operator_of, signature_of, spaces_of
+from autopipe.ir.ops import is_label_loss, operator_of, signature_of, spaces_of
 from autopipe.ir.problem import Mode, Scores, wanted_outputs
 from autopipe.ir.words import plural
 from autopipe.passes.frontend.batch_inputs import infer_batch_axes
@@ -34,7 +34,6 @@ from autopipe.passes.frontend.input_shapes import (
 from autopipe.passes.frontend.interpret import interpret
 from autopipe.passes.frontend.load import Source, load, located
 from autopipe.passes.frontend.loss import (
-    LOSSES,
     CrossEntropy,
     leaves_out,
     loss_choices,
@@ -386,8 +385,8 @@ def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> 
     loss with class weights does not mix samples either: micro-batches either accumulate losses and
     weights separately, or are rejected.
     """
-    others = [node for node in mixing if node.op not in LOSSES]
-    losses = [node for node in mixing if node.op in LOSSES and not any(node.inputs[2:3])]
+    others = [node for node in mixing if not is_label_loss(node)]
+    losses = [node for node in mixing if is_label_loss(node) and not any(node.inputs[2:3])]
     losses = [node for node in losses if not by_label and leaves_out(graph, node)]
     found = []
     for nodes, what in (

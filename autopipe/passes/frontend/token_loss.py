@@ -14,7 +14,7 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, DType, Graph, Node
-from autopipe.passes.frontend.loss import LOSSES
+from autopipe.ir.ops import is_label_loss
 from autopipe.passes.frontend.rewriter import GraphEdit
 
 _KEY = "loss.normalize"
@@ -28,7 +28,7 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
     """
     index = graph.producer(loss)
     node = None if index is None else graph.nodes[index]
-    if node is None or node.op not in LOSSES or node.text("reduction", "mean") != "mean":
+    if node is None or not is_label_loss(node) or node.text("reduction", "mean") != "mean":
         how = "an input" if node is None else f"{node.op} {node.name!r}"
         raise ConfigurationError(
             (
