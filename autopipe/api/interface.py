@@ -63,7 +63,7 @@ def export(
     likely cause, if they differ, and ConfigurationError if torch cannot export the module. `force`
     replaces a file at `path` that is not an ONNX model.
     """
-    from autopipe.cli.export import export_module
+    from autopipe.api.exporting import export_module
 
     found = export_module(module, example, loss, labels, path=Path(path), check=check, force=force)
     for note in found.notes:

@@ -169,7 +169,7 @@ def ranks_in(pools: Pools) -> Iterator[None]:
         mock.patch("autopipe.cli.launch.launch_program", together),
         mock.patch("autopipe.api.verification.launch_program", together),
         mock.patch("autopipe.api.verification.run_alone", alone),
-        mock.patch("autopipe.cli.export_check.run_alone", alone),
+        mock.patch("autopipe.api.export_check.run_alone", alone),
         mock.patch("autopipe.cli.launch.fork_server", contextlib.nullcontext),
         mock.patch("autopipe.api.verification.fork_server", contextlib.nullcontext),
     ):
