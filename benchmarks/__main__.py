@@ -116,7 +116,7 @@ def fidelity(
     """
     import tempfile
 
-    from autopipe.cli.output import check_writable
+    from autopipe.ir.output_kinds import check_writable
     from benchmarks.weighed_plans import compare, rows, sessions, table, verdict, write_page
 
     if write is not None:

@@ -24,17 +24,18 @@ from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, wr
 from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.output import Output, Verbosity, seconds_text, write_texts
+from autopipe.cli.output import Output, Verbosity
 from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
 from autopipe.cli.profile_session import Profiling, processor
 from autopipe.configs import zoo
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merged, read_costs
+from autopipe.ir.output_kinds import write_texts
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
-from autopipe.ir.words import bytes_text
+from autopipe.ir.words import bytes_text, seconds_text
 from autopipe.passes.auto.choose import weigh
 from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower

@@ -19,7 +19,6 @@ from typing import Any, cast
 import click
 
 from autopipe.cli.main import COMMANDS, autopipe
-from autopipe.cli.output import write_texts
 from autopipe.configs import zoo
 from autopipe.configs.cluster import ClusterDescription
 from autopipe.configs.configuration import Configuration
@@ -39,6 +38,7 @@ from autopipe.ir.codec import (
     unwrap,
 )
 from autopipe.ir.ops import Operator
+from autopipe.ir.output_kinds import write_texts
 from autopipe.passes.registry import (
     scheduler_class,
     scheduler_names,

@@ -20,16 +20,16 @@ from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.drawing.timeline_figure import MOST_DEVICES, Picture, one_of_each, plan_picture
 from autopipe.cli.options import FORCE, PATH, standard_options
-from autopipe.cli.output import Output, devices_text, plain_table, seconds_text, write_texts
+from autopipe.cli.output import Output, devices_text, plain_table
 from autopipe.cli.plan_report import gap_text
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
-from autopipe.ir.output_kinds import REPORT, OutputFile, plan_inputs
+from autopipe.ir.output_kinds import REPORT, OutputFile, plan_inputs, write_texts
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest
 from autopipe.ir.timeline import Timeline
-from autopipe.ir.words import bytes_text, plural
+from autopipe.ir.words import bytes_text, plural, seconds_text
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.placement.explicit import (
     NodeEntry,

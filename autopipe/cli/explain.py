@@ -22,10 +22,10 @@ from autopipe.api.explanation import (
 )
 from autopipe.api.summary_text import degrees_text
 from autopipe.cli.options import MODEL, PATH, standard_options
-from autopipe.cli.output import Output, count_text, group_text, plain_table, seconds_text
+from autopipe.cli.output import Output, group_text, plain_table
 from autopipe.cli.plan_report import over_text, reason_lines, strategy_text
 from autopipe.ir.timeline import StagePrediction
-from autopipe.ir.words import bytes_text, plural, printable
+from autopipe.ir.words import bytes_text, count_text, plural, printable, seconds_text
 from autopipe.passes.degree_table import DegreeRow
 from autopipe.passes.explain import Change, DeviceReport, NodeReport, WhatIf
 from autopipe.passes.pipeline import PlanResult

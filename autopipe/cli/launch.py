@@ -48,13 +48,13 @@ from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
 from autopipe.backends.torch.runtime.watch.heartbeat import Timeouts
 from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
 from autopipe.cli.options import FORCE, MODEL, PATH, Command, stepwise_options
-from autopipe.cli.output import Output, count_text, write_texts
+from autopipe.cli.output import Output
 from autopipe.cli.plan_report import update_line
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import followed, scratch_folder
-from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile
+from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile, write_texts
 from autopipe.ir.training import DataSettings
-from autopipe.ir.words import plural
+from autopipe.ir.words import count_text, plural
 
 _KEY_BYTES = 32
 _NO_END = 2**40

@@ -21,12 +21,12 @@ from autopipe.backends.torch.launcher import read_times
 from autopipe.backends.torch.metrics import mean_of_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.bars import LineBar
-from autopipe.cli.output import Output, Verbosity, plain_table, seconds_text, write_texts
+from autopipe.cli.output import Output, Verbosity, plain_table
 from autopipe.ir.cluster import own_cores
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.output_kinds import TRACE, OutputFile
+from autopipe.ir.output_kinds import TRACE, OutputFile, write_texts
 from autopipe.ir.plan import plan_digest
-from autopipe.ir.words import bytes_text, plural
+from autopipe.ir.words import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from autopipe.cli.drawing.timeline_figure import Picture

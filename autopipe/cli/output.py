@@ -1,5 +1,5 @@
-"""Output of commands: results on stdout, and notes, progress and warnings on stderr. Also the
-formatting of numbers and tables, and writing text files.
+"""Output of commands: results on stdout, and notes, progress and warnings on stderr. Also tables
+and the text of groups of devices.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,11 +24,8 @@ from rich.text import Text
 
 from autopipe.api.events import Progress as Work
 from autopipe.cli.bars import DrawnBar, LineBar
-from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import replacing
-from autopipe.ir.output_kinds import OutputFile
 from autopipe.ir.placement import node_ranges
-from autopipe.ir.words import in_units, plural, printable
+from autopipe.ir.words import printable_lines
 
 _PIPED_WIDTH = 160
 """Line width in characters if stdout is no terminal and COLUMNS is not set."""
@@ -40,11 +37,6 @@ class Verbosity(enum.IntEnum):
     QUIET = 0
     NORMAL = 1
     DETAILED = 2
-
-
-def printable_lines(text: str) -> str:
-    """Return `text` with its line breaks; each line is escaped by `printable`."""
-    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +59,6 @@ def _console(stderr: bool = False) -> Console:
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
         console.width = _PIPED_WIDTH
     return console
-
-
-def count_text(count: int, noun: str) -> str:
-    """Return a number with its noun in the matching form: `1 device`, `1,024 devices`."""
-    return f"{count:,} {plural(count, noun)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,16 +226,10 @@ def facts_table() -> Table:
     return table
 
 
-_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _LONGEST_GROUP = 32
 """Maximum number of characters that a list of devices takes in a sentence before it is
 shortened.
 """
-
-
-def seconds_text(seconds: float) -> str:
-    """Format a time with three digits: `41.2 ms`."""
-    return in_units(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
 
 
 def kinds_text(names: Sequence[str], devices: Iterable[int]) -> str:
@@ -284,40 +265,3 @@ def group_text(devices: Sequence[int]) -> str:
     if len(text) <= _LONGEST_GROUP:
         return text
     return f"{devices[0]},{devices[1]},...,{devices[-1]} ({len(devices)} of them)"
-
-
-def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
-    """Write each text to a temporary file next to its path, then rename all of them. Raise
-    ConfigurationError if a path may not be replaced or cannot be written.
-    """
-    for target in texts:
-        if isinstance(target, OutputFile):
-            target.check()
-    path = Path()
-    try:
-        with ExitStack() as stack:
-            for target, text in texts.items():
-                path = target.path if isinstance(target, OutputFile) else target
-                if path.is_dir():
-                    raise ConfigurationError(f"{path} is a folder", hint="name a file")
-                file = stack.enter_context(replacing(path))
-                file.write(text.encode())
-                file.flush()
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot write {path}: {error.strerror}", hint="choose another place"
-        ) from error
-
-
-def check_writable(path: Path) -> None:
-    """Raise ConfigurationError if no file can be written at `path`. Commands check this before long
-    work begins.
-    """
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a folder", hint="name a file")
-    parent = path.absolute().parent
-    if not os.access(parent, os.W_OK | os.X_OK):
-        why = "it may not be written to" if parent.is_dir() else "there is no such folder"
-        raise ConfigurationError(
-            f"cannot write {path}: {parent}: {why}", hint="choose another place"
-        )

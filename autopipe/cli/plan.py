@@ -162,7 +162,8 @@ def _warn_of_devices(
 
     `about_this_machine` is a warning about the devices of this machine, or "" if there is none.
     """
-    from autopipe.cli.output import count_text, devices_text
+    from autopipe.cli.output import devices_text
+    from autopipe.ir.words import count_text
 
     size = planned.problem.cluster.size
     used = set[int]().union(*(stage.devices for stage in planned.plan.placement.stages))

@@ -17,18 +17,16 @@ from autopipe.api.summary_text import degrees_text
 from autopipe.cli.output import (
     Output,
     Verbosity,
-    count_text,
     counted_text,
     devices_text,
     kinds_text,
     plain_table,
-    seconds_text,
 )
 from autopipe.ir.codec import encode
 from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each, plan_digest
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
-from autopipe.ir.words import bytes_text
+from autopipe.ir.words import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.model import Model, Tensor

@@ -14,10 +14,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.cli.options import FORCE, PATH, configuration_options, standard_options
-from autopipe.cli.output import Output, plain_table, seconds_text
+from autopipe.cli.output import Output, plain_table
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.measured_costs import Costs, OperationCost
-from autopipe.ir.words import bytes_text, plural
+from autopipe.ir.words import bytes_text, plural, seconds_text
 
 
 @click.command()
@@ -97,10 +97,9 @@ def profile(
       autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --costs gpt.onnx.costs
       autopipe profile --merge gpt.onnx.costs dlrm.onnx.costs -o cpu.costs
     """
-    from autopipe.cli.output import write_texts
     from autopipe.cli.profile_programs import parsed_sizes
     from autopipe.ir.measured_costs import costs_text, merged, read_costs
-    from autopipe.ir.output_kinds import COSTS, OutputFile
+    from autopipe.ir.output_kinds import COSTS, OutputFile, write_texts
 
     refused: tuple[str, ...] = ()
     if merge:

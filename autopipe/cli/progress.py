@@ -8,11 +8,12 @@ import pprint
 from collections.abc import Iterator, Sequence
 
 from autopipe.api.events import Progress
-from autopipe.cli.output import Output, seconds_text
+from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError, InternalError
 from autopipe.ir.placement import Placement, node_ranges
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
+from autopipe.ir.words import seconds_text
 from autopipe.passes.auto.choose import weighed_names
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Observer, Request, pass_names

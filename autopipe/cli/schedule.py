@@ -93,10 +93,9 @@ def schedule(
       autopipe schedule --shape nn --devices 8 --memory 12 --micro-batches 64
       autopipe schedule --shape v --schedule 1f1b
     """
-    from autopipe.cli.output import write_texts
     from autopipe.cli.show import BlockView, blocks_title
     from autopipe.ir.block_schedule import block_schedule_form, check_blocks
-    from autopipe.ir.output_kinds import SCHEDULE, OutputFile
+    from autopipe.ir.output_kinds import SCHEDULE, OutputFile, write_texts
     from autopipe.passes.schedule.published.blocks import schedule_blocks
     from autopipe.passes.schedule.tessel.model import SearchOptions, require_memory
     from autopipe.passes.schedule.tessel.search import search

@@ -26,7 +26,7 @@ from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.drawing.timeline_figure import Picture, block_picture, plan_picture
 from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
-from autopipe.cli.output import Output, devices_text, plain_table, write_texts
+from autopipe.cli.output import Output, devices_text, plain_table
 from autopipe.cli.plan_report import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import (
     BlockSchedule,
@@ -36,7 +36,15 @@ from autopipe.ir.block_schedule import (
 )
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.output_kinds import ORDER, PICTURE, REPORT, TRACE, OutputFile, plan_inputs
+from autopipe.ir.output_kinds import (
+    ORDER,
+    PICTURE,
+    REPORT,
+    TRACE,
+    OutputFile,
+    plan_inputs,
+    write_texts,
+)
 from autopipe.ir.plan import Plan
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import StageGraph

@@ -11,8 +11,8 @@ import os
 import re
 import stat
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -280,3 +280,40 @@ def plan_inputs(folder: Path) -> tuple[Path, ...]:
         if folder.is_dir()
         else (folder,)
     )
+
+
+def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
+    """Write each text to a temporary file next to its path, then rename all of them. Raise
+    ConfigurationError if a path may not be replaced or cannot be written.
+    """
+    for target in texts:
+        if isinstance(target, OutputFile):
+            target.check()
+    path = Path()
+    try:
+        with ExitStack() as stack:
+            for target, text in texts.items():
+                path = target.path if isinstance(target, OutputFile) else target
+                if path.is_dir():
+                    raise ConfigurationError(f"{path} is a folder", hint="name a file")
+                file = stack.enter_context(replacing(path))
+                file.write(text.encode())
+                file.flush()
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write {path}: {error.strerror}", hint="choose another place"
+        ) from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigurationError if no file can be written at `path`. Commands check this before long
+    work begins.
+    """
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder", hint="name a file")
+    parent = path.absolute().parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        why = "it may not be written to" if parent.is_dir() else "there is no such folder"
+        raise ConfigurationError(
+            f"cannot write {path}: {parent}: {why}", hint="choose another place"
+        )

@@ -14,6 +14,9 @@ _BYTES = (
 )
 
 
+_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+
+
 def plural(count: float, noun: str, many: str = "") -> str:
     """Return `noun` if `count` is 1, otherwise its plural.
 
@@ -29,6 +32,11 @@ def plural(count: float, noun: str, many: str = "") -> str:
     if noun.endswith("axis"):
         return noun[:-2] + "es"
     return noun + ("es" if noun.endswith(("ch", "s", "x")) else "s")
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a number with its noun in the matching form: `1 device`, `1,024 devices`."""
+    return f"{count:,} {plural(count, noun)}"
 
 
 def listed(texts: Sequence[str], most: int) -> str:
@@ -51,9 +59,19 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """Return `text` with its line breaks; each line is escaped by `printable`."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
 def bytes_text(size: float) -> str:
     """Return a number of bytes with about three digits and its unit: `3.10 GiB`."""
     return in_units(size, _BYTES) or f"{size:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a time with three digits: `41.2 ms`."""
+    return in_units(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
 
 
 def in_units(value: float, units: Sequence[tuple[str, float]]) -> str | None:

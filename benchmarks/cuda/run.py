@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autopipe.cli.output import Output, check_writable
+from autopipe.cli.output import Output
 from autopipe.ir.errors import ConfigurationError
+from autopipe.ir.output_kinds import check_writable
 from benchmarks.cuda.fork_server import ForkServer
 from benchmarks.cuda.processes import environment_of_python
 from benchmarks.cuda.programs import Prepared, open_prepared, prepare

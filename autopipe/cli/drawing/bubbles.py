@@ -14,7 +14,8 @@ from rich.table import Table
 
 from autopipe.cli.drawing.timeline_figure import Picture
 from autopipe.cli.drawing.trace import END, Bubble, MeasuredTask, Wait
-from autopipe.cli.output import plain_table, seconds_text
+from autopipe.cli.output import plain_table
+from autopipe.ir.words import seconds_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ from autopipe.cli.drawing.timeline_figure import (
     stage_colour,
     text_colour,
 )
-from autopipe.cli.output import devices_text, seconds_text
+from autopipe.cli.output import devices_text
 from autopipe.cli.plan_report import gap_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import EndSpan, Timeline
-from autopipe.ir.words import bytes_text
+from autopipe.ir.words import bytes_text, seconds_text
 
 _LEAST_SHARE = 5e-4
 """Fraction of a step below which a part has no row."""

@@ -17,12 +17,12 @@ from autopipe.cli.drawing.timeline_figure import (
     stage_colour,
     text_colour,
 )
-from autopipe.cli.output import devices_text, printable_lines
+from autopipe.cli.output import devices_text
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import EndSpan
-from autopipe.ir.words import bytes_text, plural
+from autopipe.ir.words import bytes_text, plural, printable_lines
 
 
 def escape(text: str) -> str:

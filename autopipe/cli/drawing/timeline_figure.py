@@ -12,12 +12,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from autopipe.cli.output import count_text, seconds_text
 from autopipe.ir.block_schedule import Block, BlockSchedule
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase, Repetend, Schedule, micro_batch_ratios
 from autopipe.ir.timeline import EndKind, EndSpan, Span, Timeline, Transfer
-from autopipe.ir.words import bytes_text, plural
+from autopipe.ir.words import bytes_text, count_text, plural, seconds_text
 
 Curve = tuple[tuple[float, int], ...]
 """(time, memory in use from this time on), ascending by time; the first time is 0."""
