@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Final
 
-from autopipe.cli.drawing.timeline_figure import Picture, step_picture
+from autopipe.api.timeline_figure import Picture, step_picture
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.cli.drawing.timeline_figure import Picture
+from autopipe.api.timeline_figure import Picture
 from autopipe.cli.output import Output
 from autopipe.configs import zoo
 from autopipe.ir.errors import ConfigurationError

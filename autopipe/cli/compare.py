@@ -15,10 +15,10 @@ from rich.text import Text
 
 from autopipe.api.plan_folder import graph_of_plan, open_prediction
 from autopipe.api.summary_text import degrees_text, number_text
+from autopipe.api.timeline_figure import MOST_DEVICES, Picture, one_of_each, plan_picture
 from autopipe.cli.drawing.report import Report, legend_markup, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
-from autopipe.cli.drawing.timeline_figure import MOST_DEVICES, Picture, one_of_each, plan_picture
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, devices_text, plain_table
 from autopipe.cli.plan_report import gap_text

@@ -355,8 +355,8 @@ class Launch:
         """
         if self.settings.trace is None:
             return
-        from autopipe.cli.drawing.bubbles import measured_steps
-        from autopipe.cli.drawing.trace import chrome_trace
+        from autopipe.api.measured_steps import measured_steps
+        from autopipe.api.timeline_files import chrome_trace
 
         write_texts(
             {

@@ -29,7 +29,7 @@ from autopipe.ir.plan import plan_digest
 from autopipe.ir.words import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
-    from autopipe.cli.drawing.timeline_figure import Picture
+    from autopipe.api.timeline_figure import Picture
 
 
 Record = Mapping[str, Any]
@@ -322,8 +322,9 @@ class ProfiledSteps:
         """Write `timeline.json` from the task times in the folder `times`, and print how the ranks
         spent their time. Do nothing if there are no task times.
         """
-        from autopipe.cli.drawing.bubbles import bubble_screen, measured_steps
-        from autopipe.cli.drawing.trace import chrome_trace
+        from autopipe.api.measured_steps import measured_steps
+        from autopipe.api.timeline_files import chrome_trace
+        from autopipe.cli.drawing.bubbles import bubble_screen
 
         by_rank = read_times(times)
         measured = measured_steps(by_rank)
@@ -352,7 +353,7 @@ def _predicted(manifest: Manifest, output: Output) -> Picture | None:
     folder above the program does not contain that plan.
     """
     from autopipe.api.plan_folder import open_prediction
-    from autopipe.cli.drawing.timeline_figure import plan_picture
+    from autopipe.api.timeline_figure import plan_picture
 
     try:
         plan, timeline = open_prediction(manifest.folder.parent)

@@ -14,6 +14,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.api.plan_folder import open_plan, open_prediction
+from autopipe.api.timeline_figure import Picture, block_picture, plan_picture
+from autopipe.api.timeline_files import chrome_trace, orders_csv, read_measured
 from autopipe.cli.drawing.report import (
     Report,
     ScheduleResult,
@@ -23,8 +25,6 @@ from autopipe.cli.drawing.report import (
 )
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
-from autopipe.cli.drawing.timeline_figure import Picture, block_picture, plan_picture
-from autopipe.cli.drawing.trace import chrome_trace, orders_csv, read_measured
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output, devices_text, plain_table
 from autopipe.cli.plan_report import prediction_line, schedule_line, stage_table, traffic_line

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from autopipe.api.summary_text import number_text
-from autopipe.cli.drawing.svg import (
-    block_graph_svg,
-    escape,
-    markup_row,
-    markup_table,
-    plan_graph_svg,
-)
-from autopipe.cli.drawing.timeline_figure import (
+from autopipe.api.timeline_figure import (
     END_STYLES,
     Picture,
     block_kinds,
@@ -26,6 +19,13 @@ from autopipe.cli.drawing.timeline_figure import (
     plan_picture,
     stage_colour,
     text_colour,
+)
+from autopipe.cli.drawing.svg import (
+    block_graph_svg,
+    escape,
+    markup_row,
+    markup_table,
+    plan_graph_svg,
 )
 from autopipe.cli.output import devices_text
 from autopipe.cli.plan_report import gap_text, over_text, stage_columns, strategy_text

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 from html import escape as html_escape
 
-from autopipe.cli.drawing.timeline_figure import (
+from autopipe.api.timeline_figure import (
     END_STYLES,
     Bar,
     Picture,

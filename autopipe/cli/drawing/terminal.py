@@ -15,7 +15,7 @@ from textwrap import wrap
 from rich.style import Style
 from rich.text import Text
 
-from autopipe.cli.drawing.timeline_figure import (
+from autopipe.api.timeline_figure import (
     END_STYLES,
     PHASE_NAMES,
     Bar,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from autopipe.api.timeline_figure import one_of_each, plan_picture
 from autopipe.cli.compare import ComparisonPlan, PlanDiff, compare_report
 from autopipe.cli.drawing.report import report_page
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
-from autopipe.cli.drawing.timeline_figure import one_of_each, plan_picture
 from autopipe.ir.plan import Breakdown
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan

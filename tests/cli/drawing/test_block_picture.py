@@ -4,7 +4,7 @@ start.
 
 from __future__ import annotations
 
-from autopipe.cli.drawing.timeline_figure import block_kinds, block_picture
+from autopipe.api.timeline_figure import block_kinds, block_picture
 from autopipe.ir.block_schedule import Block
 from autopipe.ir.schedule import Phase
 from autopipe.passes.schedule.published.blocks import SHAPES, shape_blocks

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from autopipe.cli.drawing.bubbles import measured_steps, predicted_bubbles, worst_bubbles
-from autopipe.cli.drawing.timeline_figure import plan_picture
-from autopipe.cli.drawing.trace import END, MEASURED, PREDICTED, chrome_trace, read_measured
+from autopipe.api.measured_steps import measured_steps, predicted_bubbles, worst_bubbles
+from autopipe.api.timeline_figure import plan_picture
+from autopipe.api.timeline_files import END, MEASURED, PREDICTED, chrome_trace, read_measured
 from tests.cli.drawing.examples import chain_plan
 
 

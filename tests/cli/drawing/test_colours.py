@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopipe.cli.drawing.timeline_figure import stage_colour, text_colour
+from autopipe.api.timeline_figure import stage_colour, text_colour
 from autopipe.ir.schedule import Phase
 
 VISION = {

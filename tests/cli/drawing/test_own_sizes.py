@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
+from autopipe.api.timeline_figure import plan_picture
+from autopipe.api.timeline_files import chrome_trace, orders_csv
 from autopipe.cli.drawing.report import plan_report, report_page
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_timeline
-from autopipe.cli.drawing.timeline_figure import plan_picture
-from autopipe.cli.drawing.trace import chrome_trace, orders_csv
 from tests.cli.drawing.examples import own_sizes_plan
 
 

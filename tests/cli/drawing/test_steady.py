@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopipe.cli.drawing.timeline_figure import block_picture, plan_picture, steady_state
+from autopipe.api.timeline_figure import block_picture, plan_picture, steady_state
 from autopipe.passes.schedule.published.blocks import schedule_blocks, shape_blocks
 from tests.cli.drawing.examples import chain_plan, own_sizes_plan, split_embedding
 

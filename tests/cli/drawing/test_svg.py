@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from autopipe.api.timeline_figure import plan_picture
 from autopipe.cli.drawing.svg import timeline_svg
-from autopipe.cli.drawing.timeline_figure import plan_picture
 from tests.cli.drawing.examples import HOSTILE, chain_plan
 
 

@@ -9,8 +9,8 @@ import re
 import pytest
 from rich.console import Console
 
+from autopipe.api.timeline_figure import Bar, Picture, block_picture, plan_picture
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline, draw_timelines
-from autopipe.cli.drawing.timeline_figure import Bar, Picture, block_picture, plan_picture
 from autopipe.cli.output import Output
 from autopipe.ir.schedule import Phase, Task
 from tests.cli.drawing.examples import chain_plan, split_embedding

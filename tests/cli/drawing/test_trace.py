@@ -7,8 +7,8 @@ import itertools
 import json
 from collections import defaultdict
 
-from autopipe.cli.drawing.timeline_figure import block_picture, plan_picture
-from autopipe.cli.drawing.trace import MeasuredTask, chrome_trace
+from autopipe.api.timeline_figure import block_picture, plan_picture
+from autopipe.api.timeline_files import MeasuredTask, chrome_trace
 from autopipe.ir.schedule import Phase, Task
 from autopipe.ir.timeline import Transfer
 from tests.cli.drawing.examples import chain_plan, split_embedding

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as pipelining
 
-from autopipe.cli.drawing.timeline_figure import plan_picture
-from autopipe.cli.drawing.trace import orders_csv
+from autopipe.api.timeline_figure import plan_picture
+from autopipe.api.timeline_files import orders_csv
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.schedule.csv_order import fitted_order, read_orders

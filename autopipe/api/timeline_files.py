@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.cli.drawing.timeline_figure import Picture
+from autopipe.api.timeline_figure import Picture
 from autopipe.ir.codec import Index
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
