@@ -133,9 +133,12 @@ def deform_conv(
         taps, oh, ow
     )
     images = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
-    grid = torch.stack(
-        (2 * columns / max(width - 1, 1) - 1, 2 * rows / max(height - 1, 1) - 1), dim=-1
-    ).reshape(batch * offset_groups, taps, oh * ow, 2)
+    # `grid_sample` scales positions by the distance of the first and the last pixel. An image with
+    # one row or one column gets a second one of zeros, because this distance would be zero.
+    images = F.pad(images, (0, int(width == 1), 0, int(height == 1)))
+    height, width = images.shape[2:]
+    grid = torch.stack((2 * columns / (width - 1) - 1, 2 * rows / (height - 1) - 1), dim=-1)
+    grid = grid.reshape(batch * offset_groups, taps, oh * ow, 2)
     read = F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=True)
     read = read.reshape(batch, offset_groups, channels // offset_groups, taps, oh, ow)
     if mask is not None:
