@@ -257,11 +257,16 @@ class _Growing:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, train: bool) -> tuple[Graph, str | None]:
-    """A graph with its loss, or with several outputs."""
+def graphs(draw: st.DrawFn, train: bool, chained: bool = False) -> tuple[Graph, str | None]:
+    """A graph with its loss, or with several outputs.
+
+    With `chained`, a node reads the first product, so that two stages can exchange a value.
+    """
     growing = _Growing(draw)
     builder = growing.builder
     growing.product()
+    if chained:
+        growing.floats.append(builder.node("Tanh", growing.floats[-1]))
     for _ in range(draw(st.integers(1, 8))):
         growing.grow()
     made = [name for name in growing.floats if name not in {value.name for value in builder.inputs}]
