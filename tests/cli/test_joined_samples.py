@@ -43,6 +43,10 @@ JOINING: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
     "ReduceProd": ([node("ReduceProd", "x axis", "y")], AXIS),
     "ReduceLogSumExp of all": ([node("ReduceLogSumExp", "x", "y")], {}),
     "square of a mean": ([node("ReduceMean", "x axis", "m"), node("Mul", "m m", "y")], AXIS),
+    "einsum of a mean with itself": (
+        [node("ReduceMean", "x axis", "m"), node("Einsum", "m m", "y", equation="ab,cb->ac")],
+        AXIS,
+    ),
     "exponential of a mean": ([node("ReduceMean", "x", "m"), node("Exp", "m", "y")], {}),
     "deviation": (
         [node("Mul", "x x", "s"), node("ReduceMean", "s axis", "m"), node("Sqrt", "m", "y")],
@@ -80,6 +84,22 @@ APART: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray]]] = {
     "linear function of a mean": (
         [node("ReduceMean", "x axis", "m"), node("Mul", "m w", "p"), node("Neg", "p", "y")],
         AXIS | {"w": floats(6)},
+    ),
+    "padding of a mean": (
+        [node("ReduceMean", "x axis", "m"), node("Pad", "m pads one", "y")],
+        AXIS | {"pads": integers(0, 1, 0, 1), "one": np.array(1, np.float32)},
+    ),
+    "choice between a mean and a constant": (
+        [node("ReduceMean", "x axis", "m"), node("Where", "mask m w", "y")],
+        AXIS | {"mask": np.arange(6) % 2 == 0, "w": floats(6)},
+    ),
+    "mean of a mean and a constant": (
+        [node("ReduceMean", "x axis", "m"), node("Mean", "m w", "y")],
+        AXIS | {"w": floats(6)},
+    ),
+    "einsum of a mean and a constant": (
+        [node("ReduceMean", "x axis", "m"), node("Einsum", "m w", "y", equation="ab,bc->ac")],
+        AXIS | {"w": floats(6, 2)},
     ),
     "product": ([node("MatMul", "x w", "y")], {"w": floats(6, 2)}),
     "padding of each sample": ([node("Pad", "x pads", "y")], {"pads": integers(0, 0, 0, 1)}),

@@ -32,7 +32,7 @@ import numpy as np
 
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.graph import Constant, Graph, Node
-from autopipe.ir.ops import is_label_loss, operator_of, signature_of, spaces_of
+from autopipe.ir.ops import is_label_loss, operator_of, operators_with, signature_of, spaces_of
 from autopipe.ir.ops.normalization import reduction, trains
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.space import AxisKind
@@ -166,35 +166,11 @@ _TEXTS = {
 _FIXED = _Form(_Base.FIXED)
 _EACH = _Form(_Base.EACH)
 
-_LINEAR = frozenset(
-    {
-        "Cast",
-        "Concat",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "Mean",
-        "Neg",
-        "Pad",
-        "ReduceMean",
-        "ReduceSum",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Sum",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-        "Where",
-    }
-)
+_ADDING = operators_with(lambda row: row.linear == "together")
 """Operators whose result is linear in all floating-point operands together."""
-_ADDING = _LINEAR | {"Add", "Sub"}
-_MULTIPLYING = frozenset({"Mul", "MatMul", "Einsum"})
+_MULTIPLYING = operators_with(lambda row: row.linear == "each")
 """Operators whose result is linear in each operand separately."""
-_SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 """Operators that only change the type or shape of an operand."""
 _REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
 _DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)

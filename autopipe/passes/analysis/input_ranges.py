@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.graph import Graph, Node, Value
-from autopipe.ir.ops import is_label_loss
+from autopipe.ir.ops import is_label_loss, operators_with
 from autopipe.ir.ops.linear_cross_entropy import classes_of
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.operator import Signature, positive, signature_of
@@ -33,27 +33,15 @@ _FEWEST_CONSECUTIVE = 3
 may be the two values of a mask.
 """
 
-_KEEPING = frozenset(
-    [
-        "Cast",
-        "Expand",
-        "Flatten",
-        "Identity",
-        "Reshape",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    ]
-)
+_KEEPING = operators_with(lambda row: row.same_elements) | {"Cast", "Expand", "Tile", "Transpose"}
 """Operators whose result holds all elements of their operand."""
 _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
 """Operators that change values, but give no larger values for small operands. Ranges behind them
 are used to generate values, not to reject given values.
 """
 _MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Pad", "Slice", "Split"}
-_COMPARISONS = frozenset(["Greater", "GreaterOrEqual", "Less", "LessOrEqual"])
-_RECURRENCES = frozenset(["GRU", "LSTM", "RNN"])
+_COMPARISONS = operators_with(lambda row: row.comparison)
+_RECURRENCES = operators_with(lambda row: row.gates)
 _SEQUENCE_LENGTHS = 4
 """Position of the operand of a recurrent operator with the length of each sequence."""
 Numbers = npt.NDArray[np.int64]
@@ -254,7 +242,7 @@ def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
     node = signature.node
     if node.domain:
         return None
-    if node.op == "Equal" or node.op in _COMPARISONS:
+    if node.op in _COMPARISONS:
         ends = _ends_of_consecutive(signature.constant(1 - slot))
         if ends is None:
             return None

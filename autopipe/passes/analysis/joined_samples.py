@@ -50,35 +50,6 @@ the result, micro-batches change the result; for example, each micro-batch would
 _JOINT: Final = (AxisKind.SUM, AxisKind.JOINT, AxisKind.AGREED)
 _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
 """Operators whose result depends on other samples only through rounding."""
-_LINEAR: Final = frozenset(
-    {
-        "Add",
-        "Cast",
-        "Concat",
-        "Div",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "MatMul",
-        "Mul",
-        "Neg",
-        "ReduceMean",
-        "ReduceSum",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Sub",
-        "Sum",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
-"""Operators for which the mean over equal micro-batches of the results is the result for the mean,
-if at most one factor differs between micro-batches.
-"""
 
 
 @remembered(GRAPHS)
@@ -204,10 +175,13 @@ def _adds_up(graph: Graph, node: Node, samples: Sequence[NodeSamples]) -> bool:
 
 
 def _is_linear(graph: Graph, node: Node, averaged: dict[str, Node]) -> bool:
-    """True if a node is linear in the operands that are means over samples."""
+    """True if a node is linear in the operands that are means over samples. The mean over equal
+    micro-batches of its results is then the result for the mean.
+    """
     own = [place for place, name in enumerate(node.inputs) if name in averaged]
-    if node.domain or node.op not in _LINEAR or (node.op == "Div" and own != [0]):
+    row = operator_of(node)
+    if row is None or not row.linear:
         return False
-    if node.op in ("Mul", "MatMul") and len(own) > 1:
+    if (row.linear == "first" and own != [0]) or (row.linear == "each" and len(own) > 1):
         return False
     return all(graph.type_of(name).dtype.is_floating for name in node.outputs if name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.ops import is_label_loss
+from autopipe.ir.ops import is_label_loss, operators_with
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.ops.operator import signature_of
 from autopipe.ir.problem import GROUPS, Optimizer
@@ -37,7 +37,7 @@ def check_groups(optimizer: Optimizer, graph: Graph) -> None:
             )
 
 
-_SAME = frozenset(["Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"])
+_SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 
 
 def check_padding(graph: Graph, loss: str) -> None:

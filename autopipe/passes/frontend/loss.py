@@ -11,7 +11,7 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Attribute, DType, Graph, Node, Value
-from autopipe.ir.ops import is_label_loss
+from autopipe.ir.ops import is_label_loss, operators_with
 from autopipe.passes.frontend.model import only_reached
 from autopipe.passes.frontend.rewriter import GraphEdit
 
@@ -32,7 +32,7 @@ class CrossEntropy:
     """Label that is ignored in the loss; None if all labels count."""
 
 
-_SAME = frozenset({"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 
 
 def leaves_out(graph: Graph, node: Node) -> bool:

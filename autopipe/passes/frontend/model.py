@@ -400,10 +400,6 @@ def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
 UNREACHED = "no gradient reaches it"
 
 
-ZERO_GRADIENT = frozenset({"Ceil", "Floor", "Round", "Sign"})
-"""Operators whose derivative is 0 wherever it exists."""
-
-
 def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
     """Return the parameters on which the loss depends but to which no gradient flows, by the title
     of the node that stops the gradient.
@@ -440,7 +436,7 @@ def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
 
 def _stops_gradients(graph: Graph, node: Node) -> bool:
     row = operator_of(node)
-    if node.op in ZERO_GRADIENT or (row is not None and not row.differentiable):
+    if row is not None and (row.has_zero_gradient or not row.differentiable):
         return True
     return not any(graph.type_of(name).dtype.is_floating for name in node.outputs if name)
 

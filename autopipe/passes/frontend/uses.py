@@ -6,52 +6,27 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from autopipe.ir.ops import OPERATORS, operators_with
 from autopipe.passes.frontend.signature import NUMBERED
 
 if TYPE_CHECKING:
     import onnx
 
-WEIGHT_SLOTS: dict[str, frozenset[int]] = {
-    "Conv": frozenset({1, 2}),
-    "ConvTranspose": frozenset({1, 2}),
-    "Gemm": frozenset({0, 1, 2}),
-    "MatMul": frozenset({0, 1}),
-    "Einsum": frozenset({0, 1}),
-    "BatchNormalization": frozenset({1, 2, 3, 4}),
-    "InstanceNormalization": frozenset({1, 2}),
-    "GroupNormalization": frozenset({1, 2}),
-    "LayerNormalization": frozenset({1, 2}),
-    "RMSNormalization": frozenset({1}),
-    "PRelu": frozenset({1}),
-    "LSTM": frozenset({1, 2, 3, 7}),
-    "GRU": frozenset({1, 2, 3}),
-    "RNN": frozenset({1, 2, 3}),
-    "Gather": frozenset({0}),
+WEIGHT_SLOTS = {
+    name: frozenset(row.layer_weights) for name, row in OPERATORS.items() if row.layer_weights
 }
 """By operator, the operands that are weights if they do not depend on the inputs."""
 AFFINE_SLOTS = frozenset(
-    {
-        ("Conv", 2),
-        ("ConvTranspose", 2),
-        ("Gemm", 2),
-        ("BatchNormalization", 1),
-        ("BatchNormalization", 2),
-    }
-    | {
-        (f"{kind}Normalization", slot)
-        for kind in ("Instance", "Group", "Layer", "RMS")
-        for slot in (1, 2)
-    }
-    | {("PRelu", 1)}
+    (name, slot) for name, row in OPERATORS.items() for slot in row.scales_and_biases
 )
 """(operator, operand) of scales, biases and slopes. All of their elements are equal in a new
 layer.
 """
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
 """Operators that apply a scale or bias in layers for which ONNX has no operator."""
-VIEWS = frozenset({"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Cast"})
+VIEWS = operators_with(lambda row: row.same_elements) | {"Cast", "Transpose"}
 """Operators that may stand between a weight and the operator that uses it."""
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+GATES = {name: row.gates for name, row in OPERATORS.items() if row.gates}
 """Number of gates of recurrent layers: weight rows per hidden unit."""
 LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
 """Names that torch's exporters give to constants and to folded values, which may be weights."""

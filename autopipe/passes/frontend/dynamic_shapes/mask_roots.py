@@ -10,31 +10,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops import operators_with
 from autopipe.passes.frontend.inference import content_of, form_of
 
 if TYPE_CHECKING:
     import onnx
 
-_VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_VIEWS = operators_with(lambda row: row.same_elements)
 """Operators that keep the elements and their row-major order."""
-_MASK_OPERATORS = frozenset(
-    {
-        "And",
-        "Equal",
-        "Gather",
-        "Greater",
-        "GreaterOrEqual",
-        "IsNaN",
-        "Less",
-        "LessOrEqual",
-        "Not",
-        "Or",
-        "ReduceMax",
-        "ReduceSum",
-        "Slice",
-        "Xor",
-    }
-)
+_MASK_OPERATORS = operators_with(lambda row: row.mask) | {
+    "Gather",
+    "ReduceMax",
+    "ReduceSum",
+    "Slice",
+}
 """Operators of which masks are computed. Equal operands give equal results."""
 _ROUNDING = frozenset({"Ceil", "Floor", "Round"})
 _MAX_DEPTH = 8

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 from autopipe.ir.graph import DType, Value
+from autopipe.ir.ops import OPERATORS, operators_with
 from autopipe.ir.ops.operator import positive
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
@@ -25,28 +26,9 @@ from autopipe.passes.frontend.dynamic_shapes.prefixes import at_most_root
 from autopipe.passes.frontend.dynamic_shapes.size_operators import run_time_numbers
 from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
-NEUTRAL_ELEMENTS = {
-    "ArgMax": -math.inf,
-    "ArgMin": math.inf,
-    "CumSum": 0.0,
-    "Einsum": 0.0,
-    "Gemm": 0.0,
-    "LogSoftmax": -math.inf,
-    "MatMul": 0.0,
-    "ReduceL1": 0.0,
-    "ReduceL2": 0.0,
-    "ReduceLogSum": 0.0,
-    "ReduceLogSumExp": -math.inf,
-    "ReduceMax": -math.inf,
-    "ReduceMean": 0.0,
-    "ReduceMin": math.inf,
-    "ReduceProd": 1.0,
-    "ReduceSum": 0.0,
-    "ReduceSumSquare": 0.0,
-    "Softmax": -math.inf,
-}
+NEUTRAL_ELEMENTS = {name: row.neutral for name, row in OPERATORS.items() if row.neutral is not None}
 """By operator, the element in rows that are not selected with which these rows change nothing."""
-LOSSES = frozenset({"NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss"})
+LOSSES = operators_with(lambda row: row.loss)
 _RETURN_ROWS = frozenset({"CumSum", "LogSoftmax", "Softmax"})
 """Operators whose result has a row per row."""
 _RETURN_POSITIONS = frozenset({"ArgMax", "ArgMin"})

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopipe.ir.graph import Value
+from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
     Indices,
@@ -27,29 +28,7 @@ _SUMS = frozenset({"Add", "Concat", "Sub"})
 _INTEGER_TYPES = (6, 7)
 """ONNX's numbers of int32 and int64, the types of indices."""
 _SAFE_ELEMENTS = {
-    ("Acos", 0): 0,
-    ("Acosh", 0): 2,
-    ("Asin", 0): 0,
-    ("Atanh", 0): 0,
-    ("Cosh", 0): 0,
-    ("Div", 1): 1,
-    ("Exp", 0): 0,
-    ("Gather", 1): 0,
-    ("GatherElements", 1): 0,
-    ("GatherND", 1): 0,
-    ("Log", 0): 1,
-    ("LogSoftmax", 0): 0,
-    ("Mod", 1): 1,
-    ("NegativeLogLikelihoodLoss", 1): 0,
-    ("Pow", 0): 1,
-    ("Pow", 1): 1,
-    ("Reciprocal", 0): 1,
-    ("ReduceLogSum", 0): 1,
-    ("Sinh", 0): 0,
-    ("Softmax", 0): 0,
-    ("SoftmaxCrossEntropyLoss", 1): 0,
-    ("Sqrt", 0): 1,
-    ("Tan", 0): 0,
+    (name, slot): element for name, row in OPERATORS.items() for slot, element in row.finite_at
 }
 """By (operator, operand slot), an element of which result and gradient are finite. It replaces the
 elements of rows that are not selected, which can be outside of the operator's domain: their

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopipe.ir.ops import operators_with
 from autopipe.ir.ops.operator import positive
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ LINEAR_OPERANDS: dict[str, tuple[int, ...] | None] = {
 """By operator, the operands in which the result is linear if the other operands are constants; None
 for all operands.
 """
-COMPARISONS = frozenset({"Equal", "Greater", "Less"})
+COMPARISONS = operators_with(lambda row: row.comparison)
 MINIMA = frozenset({"Min", "ReduceMin"})
 ORDER_OPERATORS = COMPARISONS | MINIMA | {"Max", "ReduceMax"}
 """Operators whose result depends only on the order of the elements that they read."""
