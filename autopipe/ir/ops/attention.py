@@ -14,11 +14,13 @@ from autopipe.ir.ops.matmul_conv import batched
 from autopipe.ir.ops.normalization import MOMENTS, NORM
 from autopipe.ir.ops.operator import (
     Operator,
+    Range,
     Signature,
     Statistics,
     aligned,
     marked,
     names,
+    no_index_range,
     notate,
     notated,
     per_point,
@@ -174,6 +176,11 @@ def _linear_attention_flops(signature: Signature, space: Space) -> float:
     return 2.0 * reads * axes["b"] * axes["t"] * axes["h"] * axes["d"] * axes["v"]
 
 
+def _table_positions(signature: Signature, slot: int) -> Range | None:
+    """Return the range of the positions in the tables of cosines and sines: operand 3."""
+    return (0, signature.operand(1).shape[0]) if slot == 3 else None
+
+
 ATTENTION = (
     Operator(
         "LinearAttention",
@@ -203,8 +210,20 @@ ATTENTION = (
     ),
     *(
         # Multiply by the cosines, then add the product of the swapped halves with the sines.
-        Operator(name, space, "elementwise", per_result(3.0), 1.0, ("1", "2"), kernels=3)
-        for name, space in (("RotaryEmbedding", rotary_embedding), ("autopipe.Rotary", _rotary))
+        Operator(
+            name,
+            space,
+            "elementwise",
+            per_result(3.0),
+            1.0,
+            ("1", "2"),
+            kernels=3,
+            index_range=positions,
+        )
+        for name, space, positions in (
+            ("RotaryEmbedding", rotary_embedding, _table_positions),
+            ("autopipe.Rotary", _rotary, no_index_range),
+        )
     ),
 )
 
@@ -267,6 +286,17 @@ def _skipping(name: str, cost: float, statistics: Statistics) -> Operator:
     )
 
 
+def _contributed_table_positions(signature: Signature, slot: int) -> Range | None:
+    """Return the range of the positions in the tables of cosines and sines: operand 1. If the
+    operand has one element, it is the first position, from which the positions count up.
+    """
+    if slot != 1:
+        return None
+    counts_up = signature.operand(1).elements == 1
+    last = signature.operand(0).shape[-2] - 1 if counts_up else 0
+    return 0, signature.operand(2).shape[0] - last
+
+
 CONTRIB = (
     *pointwise(f"{_DOMAIN}QuickGelu", 6.0),
     *pointwise(f"{_DOMAIN}Gelu", 8.0),
@@ -290,6 +320,7 @@ CONTRIB = (
         1.0,
         ("1", "2", "3"),
         kernels=3,
+        index_range=_contributed_table_positions,
     ),
 )
 

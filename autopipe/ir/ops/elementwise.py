@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopipe.ir.ops.operator import (
+    Integers,
+    Move,
     Operator,
     Signature,
     aligned,
+    broadcast_to_result,
     changed,
+    first_broadcast,
     marked,
     names,
     notate,
@@ -23,6 +27,7 @@ from autopipe.ir.ops.operator import (
     per_result,
     positive,
     replaced,
+    reshaped,
     unindexed,
 )
 from autopipe.ir.space import Space
@@ -53,6 +58,7 @@ def pointwise(
     flows: bool = True,
     linear: str = "",
     finite_at: tuple[tuple[int, int], ...] = (),
+    moved: Move | None = None,
 ) -> list[Operator]:
     """Return definitions of the elementwise operators named in `operators` (separated by blanks),
     with `cost` FLOPs per element of the result.
@@ -68,6 +74,7 @@ def pointwise(
             differentiable=flows,
             linear=linear,
             finite_at=finite_at,
+            moved=moved,
         )
         for name in operators.split()
     ]
@@ -99,24 +106,45 @@ def per_channel(signature: Signature) -> Space:
     return notate(signature, [words, channels if slope else ""], [words])
 
 
+def _chosen(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return the elements of a Where: those of operands 1 and 2, none of the condition."""
+    return broadcast_to_result(signature, slot, result, array) if slot else None
+
+
 ELEMENTWISE = (
     *pointwise("Add Sub", keeps=(), linear="together"),
     *pointwise("Mul", keeps=("0", "1"), linear="each"),
     *pointwise("Div", keeps=("0", "1"), linear="first", finite_at=((1, 1),)),
-    *pointwise("Mod", keeps=("0", "1"), finite_at=((1, 1),)),
+    *pointwise("Mod", keeps=("0", "1"), finite_at=((1, 1),), moved=first_broadcast),
     *pointwise("Pow", 8.0, keeps=("0", "1"), finite_at=((0, 1), (1, 1))),
     Operator("Sum", broadcast, "elementwise", _variadic_flops, linear="together"),
     Operator("Mean", broadcast, "elementwise", _variadic_flops, linear="together"),
-    Operator("Max", broadcast, "elementwise", _variadic_flops, keeps=("*",)),
-    Operator("Min", broadcast, "elementwise", _variadic_flops, keeps=("*",)),
-    *pointwise("Where", linear="together"),
-    Operator("Clip", first_operand, "elementwise", per_result(2.0), keeps=("0",)),
+    *(
+        Operator(
+            name,
+            broadcast,
+            "elementwise",
+            _variadic_flops,
+            keeps=("*",),
+            moved=broadcast_to_result,
+        )
+        for name in ("Max", "Min")
+    ),
+    *pointwise("Where", linear="together", moved=_chosen),
+    Operator(
+        "Clip",
+        first_operand,
+        "elementwise",
+        per_result(2.0),
+        keeps=("0",),
+        moved=first_broadcast,
+    ),
     *_masks("Equal Greater GreaterOrEqual Less LessOrEqual", compare=True),
     *_masks("And Or Xor Not IsNaN IsInf"),
     *pointwise(
         "BitShift BitwiseAnd BitwiseOr BitwiseXor BitwiseNot", keeps=(), backward=0.0, flows=False
     ),
-    Operator("Cast", broadcast, "elementwise", linear="together"),
+    Operator("Cast", broadcast, "elementwise", linear="together", moved=reshaped),
     Operator("CastLike", first_operand, "elementwise"),
     Operator("BitCast", broadcast, "view", backward=0.0, differentiable=False),
     # The identity; backward passes no gradient.
@@ -134,7 +162,8 @@ ACTIVATION = (
     # The derivatives of these operators are zero, except at the steps.
     *pointwise("Ceil Floor Round Sign", keeps=(), backward=0.0),
     *pointwise("Neg", keeps=(), linear="together"),
-    *pointwise("Abs ThresholdedRelu"),
+    *pointwise("Abs", moved=reshaped),
+    *pointwise("ThresholdedRelu"),
     *pointwise("LeakyRelu Shrink", 2.0),
     Operator(
         "PRelu",

@@ -83,5 +83,6 @@ ROWS = (
         statistics=_statistics,
         recomputes=1.0,
         loss=True,
+        index_range=lambda use, slot: (0, classes_of(use)) if slot == 1 else None,
     ),
 )

@@ -13,18 +13,22 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops.elementwise import first_operand
 from autopipe.ir.ops.operator import (
+    Integers,
     Operator,
+    Range,
     Signature,
     aligned,
     along,
     axes_of,
     changed,
+    first_broadcast,
     marked,
     names,
     notate,
     opaque,
     positive,
     replaced,
+    reshaped,
     unindexed,
 )
 from autopipe.ir.space import Space
@@ -128,15 +132,81 @@ def _compress(signature: Signature) -> Space:
     )
 
 
+def _concatenated(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    axis = positive(signature.node.integer("axis"), array.ndim)
+    start = sum(signature.operand(before).shape[axis] for before in range(slot))
+    joined = np.full(signature.result(result).shape, -1)
+    joined[(slice(None),) * axis + (slice(start, start + array.shape[axis]),)] = array
+    return joined
+
+
+def _divided(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return the elements of one result of a Split."""
+    if slot:
+        return None
+    axis = positive(signature.node.integer("axis"), array.ndim)
+    before = signature.results[:result]
+    start = sum(each.shape[axis] for each in before if each is not None)
+    extent = signature.result(result).shape[axis]
+    return np.take(array, np.arange(start, start + extent), axis)
+
+
+def _sliced(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    if slot:
+        return None
+    for axis, (first, count, step) in enumerate(slices(signature)):
+        array = np.take(array, first + step * np.arange(count), axis)
+    return array
+
+
+def _padded(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    pads = signature.constant(1)
+    if (
+        slot
+        or pads is None
+        or signature.node.text("mode", "constant") != "constant"
+        or pads.min(initial=0) < 0
+    ):
+        return None
+    axes = signature.constant(3) if signature.present(3) else np.arange(array.ndim)
+    if axes is None:
+        return None
+    widths = np.zeros((array.ndim, 2), np.int64)
+    widths[axes] = pads.reshape(2, -1).T
+    return np.pad(array, widths, constant_values=-1)
+
+
+def _repeated(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    if slot:
+        return None
+    shapes = zip(signature.result(result).shape, array.shape, strict=True)
+    return np.tile(array, [extent // part for extent, part in shapes])
+
+
+def _transposed(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    return None if slot else array.transpose(permutation(signature))
+
+
 MOVEMENT = (
-    Operator("Identity", first_operand, "view", same_elements=True, linear="together"),
-    Operator("Transpose", _transpose, "view", linear="together"),
-    Operator("Expand", _expand, "view", static=(1,), shaping=(1,), linear="together"),
+    Operator(
+        "Identity", first_operand, "view", same_elements=True, linear="together", moved=reshaped
+    ),
+    Operator("Transpose", _transpose, "view", linear="together", moved=_transposed),
+    Operator(
+        "Expand",
+        _expand,
+        "view",
+        static=(1,),
+        shaping=(1,),
+        linear="together",
+        moved=first_broadcast,
+    ),
     Operator(
         "Concat",
         lambda use: changed(use, [use.axis()], len(use.operands)),
         "memory",
         linear="together",
+        moved=_concatenated,
     ),
     Operator(
         "Split",
@@ -145,16 +215,18 @@ MOVEMENT = (
         static=(1,),
         shaping=(1,),
         linear="together",
+        moved=_divided,
     ),
-    Operator("Slice", _slice, "view", static=(1, 2, 3, 4), linear="together"),
+    Operator("Slice", _slice, "view", static=(1, 2, 3, 4), linear="together", moved=_sliced),
     Operator(
         "Pad",
         lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))),
         "memory",
         static=(1, 2, 3),
         linear="together",
+        moved=_padded,
     ),
-    Operator("Tile", _tile, "memory", static=(1,), linear="together"),
+    Operator("Tile", _tile, "memory", static=(1,), linear="together", moved=_repeated),
     Operator("CenterCropPad", _tile, "memory", static=(1,), shaping=(1,)),
     Operator("DepthToSpace", _blocks, "memory"),
     Operator("SpaceToDepth", _blocks, "memory"),
@@ -261,6 +333,62 @@ def _tensor_scatter(signature: Signature) -> Space:
     return notate(signature, [cache, cache, *([["d0"]] if signature.present(2) else [])], [cache])
 
 
+def _axis_range(signature: Signature, slot: int) -> Range | None:
+    """Return the range of indices along an axis of the first operand. A negative index counts from
+    the end.
+    """
+    table = signature.operand(0).shape
+    if slot != 1 or not table:
+        return None
+    extent = table[signature.axis()]
+    return -extent, extent
+
+
+def _row_range(signature: Signature, slot: int) -> Range | None:
+    """Return the range of the indices of a Gather. Indices into an embedding table, a
+    floating-point matrix that is indexed along its first axis, are taken to be nonnegative.
+    """
+    found = _axis_range(signature, slot)
+    table = signature.operand(0)
+    embeds = len(table.shape) == 2 and table.dtype.is_floating and signature.axis() == 0
+    return (0, found[1]) if found is not None and embeds else found
+
+
+def _element_range(signature: Signature, slot: int) -> Range | None:
+    """Return the range of the indices of GatherND or ScatterND. The last dimension of the indices
+    has one index per dimension of the first operand.
+    """
+    if slot != 1:
+        return None
+    first = signature.node.integer("batch_dims")
+    shape = signature.operand(1).shape
+    extents = np.asarray(signature.operand(0).shape[first : first + shape[-1]], np.int64)
+    return np.broadcast_to(-extents, shape), np.broadcast_to(extents, shape)
+
+
+def _cache_range(signature: Signature, slot: int) -> Range | None:
+    """Return the range of the positions in a cache at which an update fits."""
+    if slot != 2:
+        return None
+    axis = signature.axis(-2)
+    return 0, signature.operand(0).shape[axis] - signature.operand(1).shape[axis] + 1
+
+
+def _class_range(signature: Signature, slot: int) -> Range | None:
+    """Return the range of the classes of a OneHot with constant depth."""
+    depth = signature.constant(1)
+    return None if slot or depth is None else (0, int(depth.reshape(-1)[0]))
+
+
+def _gathered(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return the elements at constant indices: exporters write `x[:, 3]` as Gather."""
+    indices = signature.constant(1)
+    if slot or indices is None:
+        return None
+    axis = positive(signature.node.integer("axis"), max(array.ndim, 1))
+    return np.take(array, indices, axis)
+
+
 INDEXING = (
     Operator(
         "Gather",
@@ -271,14 +399,38 @@ INDEXING = (
         linear="together",
         finite_at=((1, 0),),
         layer_weights=(0,),
+        index_range=_row_range,
+        moved=_gathered,
     ),
-    Operator("GatherElements", _gather_elements, "memory", keeps=("1",), finite_at=((1, 0),)),
-    Operator("GatherND", _gather_nd, "memory", keeps=("1",), finite_at=((1, 0),)),
-    Operator("Scatter", _scatter_elements, "memory", keeps=("1",)),
-    Operator("ScatterElements", _scatter_elements, "memory", keeps=("1",)),
-    Operator("ScatterND", _scatter_nd, "memory", keeps=("1",)),
-    Operator("TensorScatter", _tensor_scatter, "memory", keeps=("2",)),
-    Operator("OneHot", _one_hot, "memory", keeps=("0",), static=(1,), shaping=(1,)),
+    Operator(
+        "GatherElements",
+        _gather_elements,
+        "memory",
+        keeps=("1",),
+        finite_at=((1, 0),),
+        index_range=_axis_range,
+    ),
+    Operator(
+        "GatherND",
+        _gather_nd,
+        "memory",
+        keeps=("1",),
+        finite_at=((1, 0),),
+        index_range=_element_range,
+    ),
+    Operator("Scatter", _scatter_elements, "memory", keeps=("1",), index_range=_axis_range),
+    Operator("ScatterElements", _scatter_elements, "memory", keeps=("1",), index_range=_axis_range),
+    Operator("ScatterND", _scatter_nd, "memory", keeps=("1",), index_range=_element_range),
+    Operator("TensorScatter", _tensor_scatter, "memory", keeps=("2",), index_range=_cache_range),
+    Operator(
+        "OneHot",
+        _one_hot,
+        "memory",
+        keeps=("0",),
+        static=(1,),
+        shaping=(1,),
+        index_range=_class_range,
+    ),
     Operator("NonZero", opaque, "memory", static=(0,), computable=(0,), differentiable=False),
 )
 
@@ -330,6 +482,7 @@ def _regrouping(name: str, shape: tuple[int, ...] = (1,)) -> Operator:
         shaping=shape,
         same_elements=True,
         linear="together",
+        moved=reshaped,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.operator import (
     Operator,
+    Range,
     Signature,
     Statistic,
     Statistics,
@@ -345,6 +346,11 @@ def class_statistics(
     return (*classes, *_weight_statistics(signature, space, degrees))
 
 
+def _label_range(signature: Signature, slot: int) -> Range | None:
+    """Return the range of labels: below the number of classes."""
+    return (0, signature.operand(0).shape[1]) if slot == 1 else None
+
+
 LOSSES = (
     Operator(
         "SoftmaxCrossEntropyLoss",
@@ -356,6 +362,7 @@ LOSSES = (
         statistics=class_statistics,
         loss=True,
         finite_at=((1, 0),),
+        index_range=_label_range,
     ),
     Operator(
         "NegativeLogLikelihoodLoss",
@@ -367,6 +374,7 @@ LOSSES = (
         statistics=_weight_statistics,
         loss=True,
         finite_at=((1, 0),),
+        index_range=_label_range,
     ),
 )
 

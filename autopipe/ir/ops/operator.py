@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
+import numpy.typing as npt
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Graph, Node, Value
@@ -218,6 +219,49 @@ def notate(
     return parse(f"{', '.join(left)} -> {', '.join(right)}", read, written, extents, fill)
 
 
+Integers = npt.NDArray[np.int64]
+Range = tuple[int | Integers, int | Integers]
+"""The range [least, below) of integers: one range for all elements of a tensor, or an array with
+the bound of each element.
+"""
+IndexRange = Callable[[Signature, int], Range | None]
+"""Function that returns the range of the elements of an operand if they are indices or labels, and
+None for other operands. The arguments are the signature and the index of the operand.
+"""
+Move = Callable[[Signature, int, int, Integers], Integers | None]
+"""Function that moves the elements of an array as the operator moves the elements of an operand.
+
+The arguments are the signature, the index of the operand, the index of the result, and an array of
+the operand's shape. The function returns an array of the result's shape, with -1 at positions that
+hold other elements. It returns None if the result holds no element of the operand, or if the
+positions are not known.
+"""
+
+
+def no_index_range(signature: Signature, slot: int) -> Range | None:
+    """Return None: the operand has no indices."""
+    return None
+
+
+def reshaped(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return the array of the first operand in the result's shape (see `Move`)."""
+    return None if slot else array.reshape(signature.result(result).shape)
+
+
+def broadcast_to_result(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
+    """Return the array of an operand, broadcast to the result's shape (see `Move`)."""
+    return np.broadcast_to(array, signature.result(result).shape)
+
+
+def first_broadcast(
+    signature: Signature, slot: int, result: int, array: Integers
+) -> Integers | None:
+    """Return the array of the first operand, broadcast to the result's shape (see `Move`)."""
+    return None if slot else broadcast_to_result(signature, slot, result, array)
+
+
 Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]]
 """Function that returns the collectives of a node from its signature, its iteration space, and the
 degree of each split axis.
@@ -360,6 +404,13 @@ class Operator:
     scales_and_biases: tuple[int, ...] = ()
     """Operands of `layer_weights` that are scales, biases or slopes. In a new layer, all elements
     of such an operand are equal.
+    """
+
+    index_range: IndexRange = no_index_range
+    """Ranges of the operands that are indices or labels."""
+    moved: Move | None = None
+    """How the results hold elements of the operands. None if the operator computes other elements,
+    or if the movement is not stated. Abs, Clip, Max, Min, Mod and Where may replace elements.
     """
 
     @property

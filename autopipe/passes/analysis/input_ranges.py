@@ -11,10 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.graph import Graph, Node, Value
-from autopipe.ir.ops import is_label_loss, operators_with
-from autopipe.ir.ops.linear_cross_entropy import classes_of
-from autopipe.ir.ops.movement import slices
-from autopipe.ir.ops.operator import Signature, positive, signature_of
+from autopipe.ir.ops import is_label_loss, operator_of, operators_with
+from autopipe.ir.ops.operator import Move, Signature, signature_of
 from autopipe.ir.program import InputBounds, InputRange
 
 _MASK_LIMIT = 2
@@ -39,7 +37,6 @@ _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
 """Operators that change values, but give no larger values for small operands. Ranges behind them
 are used to generate values, not to reject given values.
 """
-_MOVING = _KEEPING | _CHANGING | {"Concat", "Gather", "Pad", "Slice", "Split"}
 _COMPARISONS = operators_with(lambda row: row.comparison)
 _RECURRENCES = operators_with(lambda row: row.gates)
 _SEQUENCE_LENGTHS = 4
@@ -85,13 +82,19 @@ def _becomes_whole(graph: Graph, value: Value) -> bool:
     while waiting and len(seen) < _MOST_VISITS:
         for index in graph.consumers().get(waiting.pop(), ()):
             node = graph.nodes[index]
-            for name in filter(None, node.outputs if node.op in _MOVING else ()):
+            for name in filter(None, node.outputs if _move_of(node) else ()):
                 if graph.type_of(name).dtype.is_integer:
                     return True
                 if name not in seen:
                     seen.add(name)
                     waiting.append(name)
     return False
+
+
+def _move_of(node: Node) -> Move | None:
+    """Return the function that moves elements as a node does, or None if the node moves none."""
+    row = operator_of(node)
+    return None if row is None else row.moved
 
 
 class _Bounds:
@@ -205,7 +208,8 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
         )
         for node, slot in uses:
             signature = signature_of(graph, node)
-            limits = _limits(signature, slot)
+            row = operator_of(node)
+            limits = None if row is None else row.index_range(signature, slot)
             if limits is None:
                 likely = None if path.summed else _likely_limits(signature, slot)
                 if likely is None:
@@ -287,7 +291,8 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
         ):
             yield _Path(node.outputs[0], None, path.shift, exact=False, summed=True)
         return
-    if node.op not in _MOVING or node.domain:
+    move = _move_of(node)
+    if move is None:
         return
     signature = signature_of(graph, node)
     exact = path.exact and node.op not in _CHANGING
@@ -298,8 +303,8 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
             if not path.shift.ndim:
                 yield _Path(value.name, None, path.shift, exact and node.op in _KEEPING)
             continue
-        places = _moved(signature, slot, result, path.places)
-        shift = _moved(signature, slot, result, np.broadcast_to(path.shift, path.places.shape))
+        places = move(signature, slot, result, path.places)
+        shift = move(signature, slot, result, np.broadcast_to(path.shift, path.places.shape))
         if places is not None and shift is not None:
             shift = np.where(places < 0, 0, shift)
             yield _Path(value.name, places, shift if shift.any() else np.zeros((), np.int64), exact)
@@ -326,110 +331,3 @@ def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
         yield _Path(result.name, places, np.broadcast_to(shift, result.shape), path.exact)
     elif constant.array.size == 1:
         yield _Path(result.name, None, shift, path.exact)
-
-
-def _moved(signature: Signature, slot: int, result: int, moved: Numbers) -> Numbers | None:
-    """Return the element indices `moved` of an operand at the positions of a result, -1 at
-    positions that hold other elements. None if the result holds no element of the operand, or the
-    movement is not known.
-    """
-    node = signature.node
-    shape = signature.result(result).shape
-    match node.op:
-        case "Concat":
-            axis = positive(node.integer("axis"), moved.ndim)
-            start = sum(signature.operand(before).shape[axis] for before in range(slot))
-            whole = np.full(shape, -1)
-            whole[(slice(None),) * axis + (slice(start, start + moved.shape[axis]),)] = moved
-            return whole
-        case "Max" | "Min":
-            return np.broadcast_to(moved, shape)
-        case "Where":
-            return np.broadcast_to(moved, shape) if slot else None
-        case _ if slot:
-            return None
-        case "Expand" | "Clip" | "Mod":
-            return np.broadcast_to(moved, shape)
-        case "Gather":  # Constant indices: exporters write `x[:, 3]` as Gather.
-            indices = signature.constant(1)
-            axis = positive(node.integer("axis"), max(moved.ndim, 1))
-            return None if indices is None else np.take(moved, indices, axis)
-        case "Slice":
-            for axis, (first, count, step) in enumerate(slices(signature)):
-                moved = np.take(moved, first + step * np.arange(count), axis)
-            return moved
-        case "Pad":  # Transformers shift labels by a pad at the end and a slice.
-            return _padded(signature, moved)
-        case "Split":
-            axis = positive(node.integer("axis"), moved.ndim)
-            start = sum(each.shape[axis] for each in signature.results[:result] if each is not None)
-            return np.take(moved, np.arange(start, start + shape[axis]), axis)
-        case "Tile":
-            return np.tile(
-                moved, [whole // part for whole, part in zip(shape, moved.shape, strict=True)]
-            )
-        case "Transpose":
-            return moved.transpose(node.integers("perm", tuple(reversed(range(moved.ndim)))))
-        case _:
-            return moved.reshape(shape)
-
-
-def _padded(signature: Signature, moved: Numbers) -> Numbers | None:
-    pads = signature.constant(1)
-    if (
-        pads is None
-        or signature.node.text("mode", "constant") != "constant"
-        or pads.min(initial=0) < 0
-    ):
-        return None
-    axes = signature.constant(3) if signature.present(3) else np.arange(moved.ndim)
-    if axes is None:
-        return None
-    widths = np.zeros((moved.ndim, 2), np.int64)
-    widths[axes] = pads.reshape(2, -1).T
-    return np.pad(moved, widths, constant_values=-1)
-
-
-def _limits(signature: Signature, slot: int) -> tuple[int | Numbers, int | Numbers] | None:
-    """Return the range [least, below) of an operand's values if they are indices or labels,
-    otherwise None.
-    """
-    node = signature.node
-    match node.op:
-        case "Gather" | "GatherElements" | "Scatter" | "ScatterElements" if (
-            slot == 1 and signature.operand(0).shape
-        ):
-            # Indices may be negative, counted from the end, except for embeddings.
-            table = signature.operand(0)
-            axis = positive(node.integer("axis"), len(table.shape))
-            embeds = (
-                node.op == "Gather"
-                and axis == 0
-                and len(table.shape) == 2
-                and table.dtype.is_floating
-            )
-            return (0 if embeds else -table.shape[axis]), table.shape[axis]
-        case "GatherND" | "ScatterND" if slot == 1:
-            first = node.integer("batch_dims")
-            shape = signature.operand(1).shape
-            extents = np.asarray(signature.operand(0).shape[first : first + shape[-1]], np.int64)
-            return np.broadcast_to(-extents, shape), np.broadcast_to(extents, shape)
-        case "SoftmaxCrossEntropyLoss" | "NegativeLogLikelihoodLoss" if slot == 1:
-            return 0, signature.operand(0).shape[1]
-        case "LinearCrossEntropy" if slot == 1:
-            return 0, classes_of(signature)
-        case "OneHot" if slot == 0 and (depth := signature.constant(1)) is not None:
-            return 0, int(depth.reshape(-1)[0])
-        case "TensorScatter" if slot == 2:
-            axis = positive(node.integer("axis", -2), len(signature.operand(0).shape))
-            return 0, signature.operand(0).shape[axis] - signature.operand(1).shape[axis] + 1
-        case "RotaryEmbedding" if slot == (1 if node.domain else 3):
-            # Positions in the tables of sines and cosines.
-            table = signature.operand(2 if node.domain else 1)
-            data = signature.operand(0)
-            # The contributed operator may get only the first position; the positions then count up
-            # from it.
-            starts = bool(node.domain) and signature.operand(1).elements == 1
-            return 0, table.shape[0] - (data.shape[-2] - 1 if starts else 0)
-        case _:
-            return None

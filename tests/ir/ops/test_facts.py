@@ -11,7 +11,8 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from autopipe.ir.ops import OPERATORS, Operator, operators_with
+from autopipe.ir.graph import DType, Node, Value
+from autopipe.ir.ops import OPERATORS, Operator, Signature, operators_with
 
 OPSET = 21
 TENSOR = np.array([[0.5, 1.25, 2.0, 0.75], [1.5, 0.25, 1.0, 3.0]])
@@ -68,7 +69,7 @@ LINEAR_CASES = {
     "Div": Case(2),
     "Einsum": Case(2, attributes={"equation": "ij,kj->ik"}),
     "Expand": Case(after=(int64(3, 2, 4),)),
-    "Gather": Case(after=(int64(2, 0),), attributes={"axis": 1}),
+    "Gather": Case(after=(int64(2, 0, 3, 1),), attributes={"axis": 1}),
     "MatMul": Case(2),
     "Mean": Case(2),
     "Mul": Case(2),
@@ -117,6 +118,87 @@ def test_operators_with_the_same_elements_keep_their_order(operator: str) -> Non
     (result,) = LINEAR_CASES.get(operator, Case()).run(operator, operand)
     assert result.dtype == operand.dtype
     np.testing.assert_array_equal(result.reshape(-1), operand.reshape(-1))
+
+
+def signature(
+    operator: str, operands: list[np.ndarray], results: list[np.ndarray], **attributes: Any
+) -> Signature:
+    """Return the signature of a node whose integer operands are constants."""
+    names = [f"operand_{slot}" for slot in range(len(operands))]
+    written = [f"result_{slot}" for slot in range(len(results))]
+    stated = tuple(
+        (name, tuple(value) if isinstance(value, list) else value)
+        for name, value in sorted(attributes.items())
+    )
+    values = [
+        Value(name, DType(array.dtype.name), array.shape)
+        for name, array in zip([*names, *written], [*operands, *results], strict=True)
+    ]
+    return Signature(
+        Node("node", operator, tuple(names), tuple(written), stated),
+        tuple(values[: len(operands)]),
+        tuple(values[len(operands) :]),
+        tuple(array if array.dtype.kind == "i" else None for array in operands),
+        OPSET,
+    )
+
+
+@pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.moved and row.linear)))
+def test_moved_elements_are_the_elements_of_the_operand(operator: str) -> None:
+    move = OPERATORS[operator].moved
+    assert move is not None
+    case = LINEAR_CASES.get(operator, Case())
+    floating = [TENSOR, OTHER][: case.floating]
+    if operator == "Squeeze":
+        floating[0] = TENSOR[None]
+    results = case.run(operator, *floating)
+    operands = [*case.before, *floating, *case.after]
+    use = signature(operator, operands, results, **case.attributes)
+    for number, result in enumerate(results):
+        held = np.zeros(result.shape, bool)
+        for slot in range(len(case.before), len(case.before) + case.floating):
+            positions = np.arange(operands[slot].size).reshape(operands[slot].shape)
+            found = move(use, slot, number, positions)
+            assert found is not None
+            assert found.shape == result.shape
+            is_held = (found >= 0) & (result == operands[slot].reshape(-1)[found])
+            assert operator == "Where" or is_held[found >= 0].all()
+            held |= is_held
+        assert held.all() == (operator != "Pad")
+        assert (result[~held] == 0).all()
+
+
+INDICES = {
+    "Gather": ([TENSOR, int64(0, -3, 3)], 1, {"axis": 1}),
+    "GatherElements": ([TENSOR, np.array([[0, 3], [-1, -4]])], 1, {"axis": 1}),
+    "GatherND": ([TENSOR, np.array([[0, 3], [1, -4]])], 1, {}),
+    "NegativeLogLikelihoodLoss": ([TENSOR, int64(3, 0)], 1, {}),
+    "OneHot": ([int64(0, 2), np.array(3), np.array([0.0, 1.0])], 0, {}),
+    "ScatterElements": ([TENSOR, np.array([[0, -1], [3, -4]]), OTHER[:, :2]], 1, {"axis": 1}),
+    "ScatterND": ([TENSOR, np.array([[0, 3], [-2, 1]]), OTHER[0, :2]], 1, {}),
+    "SoftmaxCrossEntropyLoss": ([TENSOR, int64(3, 0)], 1, {}),
+}
+"""By operator: operands, the operand with indices, and attributes."""
+
+
+@pytest.mark.parametrize("operator", INDICES)
+def test_indices_below_the_end_of_their_range_select_elements(operator: str) -> None:
+    operands, slot, attributes = INDICES[operator]
+    results = evaluated(operator, operands, **attributes)
+    use = signature(operator, operands, results, **attributes)
+    for other in range(len(operands)):
+        assert (OPERATORS[operator].index_range(use, other) is None) == (other != slot)
+    bounds = OPERATORS[operator].index_range(use, slot)
+    assert bounds is not None
+    least, below = (np.broadcast_to(bound, operands[slot].shape) for bound in bounds)
+    assert (operands[slot] >= least).all()
+    assert (operands[slot] < below).all()
+    # The reference implementations of these operators accept any index.
+    if operator not in ("GatherElements", "OneHot"):
+        beyond = [*operands]
+        beyond[slot] = below
+        with pytest.raises((IndexError, ValueError)):
+            evaluated(operator, beyond, **attributes)
 
 
 @pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.mask)))

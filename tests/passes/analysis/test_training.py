@@ -11,6 +11,8 @@ from autopipe.passes.analysis.training import check_padding
 from autopipe.passes.frontend import read_model
 from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
 
+X: list[int | str | None] = ["samples", 6]
+LABELS: tuple[int, list[str]] = (INT64, ["samples"])
 LOSS = node("SoftmaxCrossEntropyLoss", "scores labels", "loss", ignore_index=-100)
 
 
@@ -29,7 +31,7 @@ def test_operators_that_keep_the_elements_may_follow_the_loss(
         node(operator, operands, "result", **attributes),
     ]
     held = {"weight": floats(6, 4)} | ({"one": one} if "one" in operands else {})
-    result = model(nodes, {"x": ["samples", 6], "labels": (INT64, ["samples"])}, "result", held)
+    result = model(nodes, {"x": X, "labels": LABELS}, "result", held)
     graph = read_model(saved(result, tmp_path)).graph
     if operator == "Exp":
         with pytest.raises(ConfigurationError, match="the loss is computed by Exp"):
