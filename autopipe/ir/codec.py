@@ -504,18 +504,25 @@ def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
 
 
 def _read_row(schema: type[Shape], record: Record) -> Shape:
+    if not isinstance(record.value, list | tuple):
+        record.refuse("a list")
     values: dict[str, object] = {}
-    cells = list(record.items())
-    for key in keys(schema):
-        inner = keys(unwrap(key.hint)[0]) if key.flat else (key,)
-        if len(cells) < len(inner):
+    position = 0
+    for key, read, quick in _key_readers(schema):
+        inner = _key_readers(unwrap(key.hint)[0]) if key.flat else ((key, read, quick),)
+        if len(record.value) - position < len(inner):
             break
-        taken = {
-            each.name: decode(cell, each.hint) for each, cell in zip(inner, cells, strict=False)
-        }
+        taken: dict[str, object] = {}
+        for inner_key, read_cell, quick_cell in inner:
+            cell = record.value[position]
+            found = quick_cell(cell) if quick_cell and record.is_plain else _UNFIT
+            if found is _UNFIT:
+                found = read_cell(record.child(cell, position))
+            taken[inner_key.name] = found
+            position += 1
         values |= {key.name: unwrap(key.hint)[0](**taken)} if key.flat else taken
-        cells = cells[len(inner) :]
-    if cells or any(key.required and key.name not in values for key in keys(schema)):
+    is_incomplete = any(key.required and key.name not in values for key in keys(schema))
+    if position < len(record.value) or is_incomplete:
         record.refuse(describe(Annotated[schema, Row()]))
     return schema(**values)
 
