@@ -231,9 +231,8 @@ def solve_with_highs(
 ) -> MilpResult | None:
     """Return the unchecked result of HiGHS on one thread, or None if HiGHS cannot state its result.
 
-    The HiGHS inside scipy can share a process with OR-tools; the package highspy cannot. HiGHS in
-    scipy accepts no start values. Raise AutopipeError for a model that HiGHS rejects, and for an
-    objective without a minimum.
+    HiGHS in scipy accepts no start values. Raise AutopipeError for a model that HiGHS rejects, and
+    for an objective without a minimum.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 

@@ -1,8 +1,9 @@
 """Integer programs that a chosen solver solves through PuLP, in a separate process.
 
-The process (`solvers/pulp_worker.py`) keeps libraries out of this process that cannot be loaded
-together with OR-tools. It also contains solvers that crash or ignore their time limit. `milp.solve`
-checks the values that the process returns against every row.
+The process (`solvers/pulp_worker.py`) separates `highspy` from OR-tools, which contains another
+version of HiGHS. It also isolates solvers that crash or ignore their time limit: `_run_worker`
+kills the process and the solver that it started. `milp.solve` checks the values that the process
+returns against every row.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Process in which PuLP solves one integer program: `python -m autopipe.passes.solvers.pulp_worker
 FOLDER`.
 
-PuLP loads the library `highspy` if it is installed, and `highspy` and OR-tools cannot share a
-process. This process therefore imports neither OR-tools nor modules that do. FOLDER contains the
-request, which `solvers/pulp_client.py` writes:
+PuLP loads the library `highspy` if it is installed, and OR-tools contains another version of HiGHS.
+This process imports neither OR-tools nor modules that do, so that it has only one of the two
+versions. FOLDER contains the request, which `solvers/pulp_client.py` writes:
 
 - `request.json`: `interface` (an installed PuLP interface of `SOLVERS`), `seconds`, `gap`, `nodes`
-  (or
-  null) and `presolve`;
+  (or null) and `presolve`;
 - `program.npz`: the arrays of `solvers/milp.Model`, the matrix as compressed sparse rows.
 
 The process writes `answer.json` (`status`, `is_optimal`, and `error` if the solver failed) and, if
