@@ -71,24 +71,24 @@ PRINTED = {
 
 RANKS = {
     "gloo_collectives": r"ranks .*\n(?: +2 +4096 +(?:all-reduce|all-gather|reduce-scatter)(?: +{n}){{4}}\n){{3}}",
-    "memory": r"(?:gpt gpipe, recompute none, rank [01]: {n} predicted, {n} allocated, {n}\n){{2}}",
     "one_device": (
         r'(?s).*\{{"generated_s": {n}, "hand_written_s": {n}, "ratio": {n}, "ratios": \[{n}, '
         r"{n}\], "
         r'"generated_tflops": {n}, "hand_written_tflops": {n}, .*\}}\n'
     ),
+    "auto_search": r"case .*\nsmall +{n} s +{n} s +{n} s +{n} s +{n} s  .* on 1 device of .*\n",
+}
+"""What scripts that start processes print."""
+
+SLOW = {
+    "memory": r"(?:gpt gpipe, recompute none, rank [01]: {n} predicted, {n} allocated, {n}\n){{2}}",
     "pipeline_step": r'(?s).*\{{"generated_s": {n}, "torch_pipelining_s": {n}, "ratio": {n}\}}\n',
     "blocking": r'\{{"shape": "v", "overlapping": {n}, "blocking": {n}, "ratio": {n}\}}\n',
-    "auto_search": r"case .*\nsmall +{n} s +{n} s +{n} s +{n} s +{n} s  .* on 1 device of .*\n",
     "scale": (
         r"\| [\w .]+(?: \| {n}){{5}} \|\n"
         r"(?:\| \d of \d \| \d \| \d+ \| {n} GiB \| {n} GiB \({n} GiB\) \| {n} \|\n){{3}}"
         r"no dry run took more than {n} GiB of memory\n"
     ),
-}
-"""What scripts that start processes print."""
-
-SLOW = {
     "auto_cases": r"candle-uno-paper/p=8 {n} s of processor time\n",
     "auto_never_slower": r"\('mmt', '[\w-]+', 4\) \w+ \w+ {n}\n",
     "step_times": (
@@ -182,7 +182,10 @@ def test_processes(name: str, tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "flags",
-    [("--compile",), ("--optimizer", "sgd", "--precision", "bf16", "--scores", "recompute")],
+    [
+        pytest.param(("--compile",), marks=pytest.mark.sweep),
+        ("--optimizer", "sgd", "--precision", "bf16", "--scores", "recompute"),
+    ],
 )
 def test_one_device_otherwise(flags: tuple[str, ...]) -> None:
     checked(
