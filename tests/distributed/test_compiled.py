@@ -46,12 +46,19 @@ PLANS = {
     ),
     "bf16": ("--gpus", "1", "--schedule", "1f1b", "--set", "precision=bf16"),
 }
-"""By what is special about their stages."""
+"""Flags of plans, by the properties of their stages."""
+SWEPT = {"recomputed", "bf16"}
+"""Plans that run in sweeps, since each of them compiles for more than ten seconds. Recomputed
+segments also run in `test_every_run_computes_the_same_and_no_step_compiles`.
+"""
 BATCH = ("--cluster", "cpu-local", "--batch-size", "4", "--micro-batches", "4")
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(name, marks=[pytest.mark.sweep] if name in SWEPT else []) for name in PLANS],
+)
 def test_gradients_are_those_of_one_device(
     plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,42 +68,46 @@ def test_gradients_are_those_of_one_device(
     assert set(checks) == OF_TRAINING
 
 
+RECOMPUTED = (
+    *("--gpus", "1", "--schedule", "1f1b", "--strategy", "pipedream"),
+    *("--set", "recompute=full"),
+)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A program for one rank, in recomputed segments."""
+    return generated(tmp_path, *RECOMPUTED, *BATCH, layers=1)
+
+
 @pytest.fixture
 def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program for one rank that draws random numbers, in segments. Few: Philox is long to
-    compile.
+    """A program for one rank that draws random numbers in recomputed segments. The numbers are few,
+    since Philox compiles for long.
     """
     model = tmp_path / "model.onnx"
     plan = tmp_path / "plan"
     monkeypatch.setattr(dropping, "DROPPED", {"Softmax"})
     monkeypatch.setitem(dropping.GPT, "layers", "1")
     dropping.save_with_dropout(model)
-    flags = (
-        "--gpus",
-        "1",
-        "--schedule",
-        "1f1b",
-        "--strategy",
-        "pipedream",
-        "--set",
-        "recompute=full",
-    )
-    assert main(["plan", str(model), *flags, *BATCH, "-o", str(plan), "-q"]) == 0
+    assert main(["plan", str(model), *RECOMPUTED, *BATCH, "-o", str(plan), "-q"]) == 0
     assert main(["codegen", str(plan), "-q"]) == 0
     return plan / "program"
 
 
+@pytest.mark.parametrize("kind", ["plain", pytest.param("drawing", marks=pytest.mark.sweep)])
 def test_every_run_computes_the_same_and_no_step_compiles(
-    pools: Pools, drawing: Path, tmp_path: Path
+    pools: Pools, kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    program: Path = request.getfixturevalue(kind)
     words = {
         name: ("--device", "cpu", "--steps", 3, "--report", tmp_path / name)
         for name in ("eager", "one", "two")
     }
-    pools.of(1).run(drawing, *words["eager"])
+    pools.of(1).run(program, *words["eager"])
     for name in ("one", "two"):
-        with as_rank(drawing, 0, *words[name], "--compile"):
-            run_compiled(drawing / "rank_000.py")
+        with as_rank(program, 0, *words[name], "--compile"):
+            run_compiled(program / "rank_000.py")
     losses = {name: read_losses(tmp_path / name) for name in words}
     assert losses["one"] == losses["two"]
     assert losses["one"] == pytest.approx(losses["eager"], rel=1e-5)
