@@ -110,7 +110,12 @@ SHORTER = {
     "size=70b": "layers=2",
     "size=3-70b": "layers=2",
     "sequence=8192": "sequence=16",
-    "--batch-size 512": "--batch-size 8",
+    # Automatic planning is the subject of other pages.
+    "--batch-size 512": "--batch-size 8 --strategy grid",
+    "--micro-batches 8 -o gpt.plan": (
+        "--micro-batches 4 --strategy pipedream --schedule 1f1b --set strategy.replicate=false -o "
+        "gpt.plan"
+    ),
     "size=paper": "branches=2",
     "size=million": "classes=10",
     "layers=12 --set hidden=768 --set heads=12 --set sequence=256": "layers=1",
