@@ -28,7 +28,7 @@ from autopipe.backends.torch.runtime.step.optimizers import TensorGroup, make_op
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import full_slice
-from autopipe.ir.program import Shard
+from autopipe.ir.program import ParameterShard
 from tests.backends.torch.runtime.state.checkpointing.saving import ADAMW, manifest_with
 
 SIDE = 1024
@@ -41,7 +41,9 @@ def checkpointer(folder: Path, mebibytes: int) -> Checkpointer:
     count = mebibytes * 2**20 // (SIDE * SIDE * 4 * STATES)
     values = (Value(f"w{each}", DType.FLOAT32, (SIDE, SIDE)) for each in range(count))
     entries = tuple(Parameter(value, Initializer("zeros")) for value in values)
-    shards = tuple(Shard(each, full_slice((SIDE, SIDE)), (0,), None) for each in range(count))
+    shards = tuple(
+        ParameterShard(each, full_slice((SIDE, SIDE)), (0,), None) for each in range(count)
+    )
     manifest = manifest_with(parameters=entries, shards=(shards,))
     parameters = {each: torch.randn(SIDE, SIDE, requires_grad=True) for each in range(count)}
     optimizer = make_optimizer(

@@ -4,7 +4,7 @@ limited number of micro-batches in flight (Figure 11).
 
 from __future__ import annotations
 
-from autopipe.ir.block_schedule import BlockGraph, BlockRepetend, BlockSchedule, check_blocks
+from autopipe.ir.block_schedule import BlockGraph, BlockRepetend, BlockSchedule, check_start_times
 from autopipe.ir.errors import ConfigurationError
 from autopipe.passes.schedule.tessel.model import (
     Budget,
@@ -55,7 +55,7 @@ def search_all_at_once(
     )
     optimal = makespan(graph, starts) == bound
     schedule = BlockSchedule(graph, starts, None, bound, optimal, None, budget.used)
-    check_blocks(schedule)
+    check_start_times(schedule)
     return schedule
 
 
@@ -166,5 +166,5 @@ def search_in_flight(
     starts = unroll(graph, cyclic, micro_batches)
     is_optimal = cyclic.period == bound
     schedule = BlockSchedule(graph, starts, cyclic.period, bound, is_optimal, repetend, budget.used)
-    check_blocks(schedule)
+    check_start_times(schedule)
     return schedule

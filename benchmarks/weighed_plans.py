@@ -30,7 +30,7 @@ from autopipe.cli.profile_session import Profiling, processor
 from autopipe.configs import zoo
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merged, read_costs
+from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merge_costs, read_costs
 from autopipe.ir.output_kinds import write_texts
 from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
@@ -115,7 +115,7 @@ def request(subject: Subject, ranks: int, costs: Sequence[Costs], folder: Path) 
     it.
     """
     path = folder / f"{subject.name}.costs"
-    path.write_text(costs_text(merged(costs)), encoding="utf-8")
+    path.write_text(costs_text(merge_costs(costs)), encoding="utf-8")
     words = {"--gpus": ranks, "--cluster": "cpu-local", "--costs": path, "--batch-size": BATCH}
     return request_of(
         load_configuration(words={flag: str(word) for flag, word in words.items()}), subject.path

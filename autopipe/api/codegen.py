@@ -18,7 +18,7 @@ from autopipe.backends.torch.codegen.program import (
 )
 from autopipe.ir import VERSION
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.program import FORWARD, REFERENCE, Program, RankCode, StageCode
+from autopipe.ir.program import FORWARD_FOLDER, REFERENCE_FOLDER, Program, RankCode, StageCode
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import Evaluation
 from autopipe.ir.words import plural
@@ -129,8 +129,8 @@ def write_programs(
     ]
     if not ranks:
         if problem.loss is not None:
-            files.append(_one_device(planned, REFERENCE, problem.loss))
-        files.append(_one_device(planned, FORWARD, None))
+            files.append(_one_device(planned, REFERENCE_FOLDER, problem.loss))
+        files.append(_one_device(planned, FORWARD_FOLDER, None))
     provenance = Provenance(
         model=plan.model,
         model_digest=planned.model.digest,

@@ -28,8 +28,8 @@ from autopipe.backends.torch.verification import (
 from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_text
 from autopipe.ir.errors import VerificationError
-from autopipe.ir.program import FORWARD, REFERENCE
-from autopipe.ir.words import listed, plural
+from autopipe.ir.program import FORWARD_FOLDER, REFERENCE_FOLDER
+from autopipe.ir.words import list_first, plural
 from autopipe.passes.pipeline import make_plan
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     if hooked:
         raise VerificationError(
             (
-                f"hooks run after the backward of {listed(hooked, _NAMED)}, which an exported file "
-                "has not"
+                f"hooks run after the backward of {list_first(hooked, _NAMED)}, which an exported "
+                "file has not"
             ),
             f"remove them (register_post_accumulate_grad_hook), or {_WITHOUT}",
         )
@@ -70,7 +70,7 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     if expected[0].changed_again:
         raise VerificationError(
             f"the backward of the module runs a part of the forward again, which changes "
-            f"{listed(expected[0].changed_again, _NAMED)} twice in a step: the exported file "
+            f"{list_first(expected[0].changed_again, _NAMED)} twice in a step: the exported file "
             "changes them once",
             f"export without checkpointing (a plan may recompute instead), or {_WITHOUT}",
         )
@@ -97,7 +97,7 @@ def reject_changes(names: Sequence[str]) -> None:
     does not change.
     """
     if names:
-        changed = listed(list(dict.fromkeys(names)), _NAMED)
+        changed = list_first(list(dict.fromkeys(names)), _NAMED)
         raise VerificationError(
             f"the forward of the module changes {changed}, which an ONNX file cannot",
             "count in place (`steps += 1`), change other tensors outside of the forward, put "
@@ -176,7 +176,7 @@ class _Comparison:
         a summary.
         """
         manifest = self._generated("train")
-        folder = self._run(manifest, REFERENCE, self.examples)
+        folder = self._run(manifest, REFERENCE_FOLDER, self.examples)
         losses = read_losses(folder / "report.jsonl")
         trained = {entry.value.name for entry in manifest.parameters if entry.trainable}
         for step, expected in enumerate(self.expected):
@@ -208,10 +208,10 @@ class _Comparison:
     def of_outputs(self) -> str:
         """Compare the outputs of a module without a loss. Return a summary."""
         manifest = self._generated("infer")
-        forward = read_manifest(manifest.folder / FORWARD)
+        forward = read_manifest(manifest.folder / FORWARD_FOLDER)
         count = 0
         for step, (example, expected) in enumerate(zip(self.examples, self.expected, strict=True)):
-            folder = self._run(manifest, FORWARD, [example])
+            folder = self._run(manifest, FORWARD_FOLDER, [example])
             found = read_outputs(folder / "outputs.npz", forward)
             count = len(found)
             triples = zip(found, found.values(), expected.results, strict=False)
@@ -277,15 +277,15 @@ class _Comparison:
         lost = sorted(flowing - trained)
         if lost:
             raise VerificationError(
-                f"the exported file has no gradient of {listed(lost, _NAMED)}, the module has",
+                f"the exported file has no gradient of {list_first(lost, _NAMED)}, the module has",
                 f"rewrite the part of the module that reads them, or {_WITHOUT}",
             )
         gained = sorted(name for name in trained - flowing if np.any(found[name]))
         if gained:
             raise VerificationError(
                 (
-                    f"the exported file trains {listed(gained, _NAMED)}, of which the module has "
-                    "no gradient"
+                    f"the exported file trains {list_first(gained, _NAMED)}, of which the module "
+                    "has no gradient"
                 ),
                 f"{self._cause(expected)}; freeze them (requires_grad_(False)), or {_WITHOUT}",
             )
@@ -305,7 +305,7 @@ class _Comparison:
             return
         worst = max(wrong, key=lambda each: each.relative)
         what = "gradients" if worst.tensor in self.expected[step].gradients else "results"
-        names = listed(
+        names = list_first(
             [each.tensor for each in sorted(wrong, key=lambda each: -each.relative)], _NAMED
         )
         where = "the example" if step == 0 else "a second example"
@@ -343,7 +343,7 @@ class _Comparison:
             return f"the backward of the autograd function {names} is not in an ONNX file"
         hooks = parameter_hooks(self.subject.module)
         if hooks:
-            return f"hooks on backward are not in an ONNX file: {listed(hooks, _NAMED)}"
+            return f"hooks on backward are not in an ONNX file: {list_first(hooks, _NAMED)}"
         return (
             "the module stops or changes a gradient, or computes a value, in a way that torch's "
             "exporter loses"

@@ -15,7 +15,7 @@ from autopipe.api.events import Events, Silent
 from autopipe.api.export_check import compare, reject_changes
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.files import INLINE_LIMIT
-from autopipe.ir.output_files import replacing, scratch_folder
+from autopipe.ir.output_files import open_replacement_file, scratch_folder
 from autopipe.ir.output_kinds import ONNX, OutputFile, check_data_file
 
 if TYPE_CHECKING:
@@ -175,5 +175,5 @@ def _write(program: torch.onnx.ONNXProgram, path: Path, force: bool) -> None:
         check_data_file(path, path.with_name(path.name + ".data"), force)
         program.save(path, external_data=True)
         return
-    with replacing(path) as file:
+    with open_replacement_file(path) as file:
         file.write(program.model_proto.SerializeToString())

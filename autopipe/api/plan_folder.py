@@ -29,19 +29,19 @@ from autopipe.ir.graph import FileSlice, Graph
 from autopipe.ir.graph_file import GRAPH_FILE, PlannedGraph, read_graph, write_graph
 from autopipe.ir.movable_paths import movable_path, relative_path
 from autopipe.ir.output_files import (
-    Seal,
+    FolderDigests,
+    add_digests,
+    add_path_to_errors,
     edited_files,
-    mixed_file,
-    naming,
-    read_seal,
-    replacing_files,
-    replacing_folder,
-    seal,
+    file_of_interrupted_write,
+    open_replacement_files,
+    open_replacement_folder,
+    read_digests,
 )
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import PLAN_FILE, SCHEDULE_FILE, Plan, read_plan, write_plan
 from autopipe.ir.timeline import Timeline
-from autopipe.ir.training import with_path
+from autopipe.ir.training import change_data_path
 from autopipe.ir.words import printable
 from autopipe.passes.frontend.elements import external_file
 from autopipe.passes.frontend.load import file_digest
@@ -195,7 +195,7 @@ def stored_graph(folder: Path, plan: Plan) -> PlannedGraph | None:
     read.
     """
     path = folder / GRAPH_FILE
-    own = read_seal(folder / PLAN_FILE)
+    own = read_digests(folder / PLAN_FILE)
     if not path.is_file() or own is None or GRAPH_FILE not in own.digests:
         return None
     if not own.holds(path):
@@ -272,7 +272,7 @@ def _check_ending(folder: Path) -> None:
     `_LAST_KEYS`. Otherwise a file that was cut short could be valid: keys of a configuration would
     silently have their defaults, and nodes of a placement no splits.
     """
-    own = read_seal(folder / PLAN_FILE)
+    own = read_digests(folder / PLAN_FILE)
     for path in (folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE):
         if not path.is_file() or (own is not None and own.holds(path)):
             continue
@@ -295,7 +295,7 @@ def _read_whole(folder: Path) -> Plan:
     """
     check_unmixed(folder)
     plan = read_plan(folder)
-    own = read_seal(folder / PLAN_FILE)
+    own = read_digests(folder / PLAN_FILE)
     if own is not None and not own.holds(folder / SCHEDULE_FILE):
         raise _mixed(folder / SCHEDULE_FILE, "was edited, or is of another plan than")
     return plan
@@ -306,7 +306,7 @@ def check_unmixed(folder: Path) -> None:
     interrupted.
     """
     check_plan_folder(folder)
-    mixed = mixed_file(folder, PLAN_FILE, _leftover_heads(folder))
+    mixed = file_of_interrupted_write(folder, PLAN_FILE, _leftover_heads(folder))
     if mixed is not None:
         raise _mixed(mixed, "is of a later plan, whose writing was interrupted, than")
 
@@ -321,10 +321,10 @@ def _leftover_heads(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{_SCRATCH}*/{PLAN_FILE}"))
 
 
-def _seals(folder: Path) -> list[Seal]:
+def _seals(folder: Path) -> list[FolderDigests]:
     """Return the digests of the files that `plan` has written to `folder`."""
     heads = (folder / PLAN_FILE, *_leftover_heads(folder))
-    return [found for found in map(read_seal, heads) if found is not None]
+    return [found for found in map(read_digests, heads) if found is not None]
 
 
 def check_target(folder: Path, base: Path | None = None, force: bool = False) -> None:
@@ -351,7 +351,7 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
     if edited:
         what = (
             "was edited"
-            if read_seal(folder / PLAN_FILE)
+            if read_digests(folder / PLAN_FILE)
             else "was edited, or an earlier version of autopipe wrote it"
         )
         ways = "plan --from plans what it says, -o names another folder, --force replaces it"
@@ -381,8 +381,8 @@ def movable(configuration: Configuration, home: Path) -> Configuration:
     return replace(
         configuration,
         model=replace(configuration.model, path=relative_path(model, home)),
-        data=replace(configuration.data, path=with_path(configuration.data.path, move)),
-        eval=replace(configuration.eval, data=with_path(configuration.eval.data, move)),
+        data=replace(configuration.data, path=change_data_path(configuration.data.path, move)),
+        eval=replace(configuration.eval, data=change_data_path(configuration.eval.data, move)),
         costs=costs if costs == "roofline" else move(costs),
         cluster=cluster if cluster.file is None else replace(cluster, file=move(cluster.file)),
     )
@@ -423,13 +423,13 @@ def write_plan_folder(
             texts = {name: text for name, text in texts.items() if name not in edited}
         with _new_files(target) as made:
             for name, text in texts.items():
-                with naming(target / name):
+                with add_path_to_errors(target / name):
                     (made / name).write_text(text, encoding="utf-8")
-            with naming(target / GRAPH_FILE):
+            with add_path_to_errors(target / GRAPH_FILE):
                 write_graph(made, planned_graph(planned))
-            with naming(target / PLAN_FILE):
+            with add_path_to_errors(target / PLAN_FILE):
                 write_plan(made, planned.plan, planned.timeline, home=target)
-                seal(made, PLAN_FILE)
+                add_digests(made, PLAN_FILE)
     except OSError as error:
         place = error.filename or folder
         raise ConfigurationError(
@@ -451,9 +451,9 @@ def _configuration_text(planned: PlanResult, configuration: Configuration) -> st
 def _new_files(target: Path) -> Iterator[Path]:
     """Yield a folder for the new files of the plan folder `target`, which may exist."""
     writer = (
-        replacing_files(target, PLAN_FILE, _SCRATCH)
+        open_replacement_files(target, PLAN_FILE, _SCRATCH)
         if target.exists()
-        else replacing_folder(target, PLAN_FILE)
+        else open_replacement_folder(target, PLAN_FILE)
     )
     with writer as made:
         yield made

@@ -15,7 +15,7 @@ import numpy as np
 from autopipe.ir.block_schedule import Block, BlockSchedule
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase, Repetend, Schedule, micro_batch_ratios
-from autopipe.ir.timeline import EndKind, EndSpan, Span, Timeline, Transfer
+from autopipe.ir.timeline import Span, StepEndKind, StepEndSpan, Timeline, Transfer
 from autopipe.ir.words import bytes_text, count_text, plural, seconds_text
 
 Curve = tuple[tuple[float, int], ...]
@@ -79,7 +79,7 @@ class Picture:
     transfers: tuple[Transfer, ...] = ()
     devices: tuple[int, ...] = ()
     """The device of each row, where rows are not all devices in order."""
-    ends: tuple[EndSpan, ...] = ()
+    ends: tuple[StepEndSpan, ...] = ()
     """Gradient sums and updates, sorted by row, then by start."""
 
     @property
@@ -95,18 +95,18 @@ class Picture:
         return found
 
     @property
-    def end_rows(self) -> list[list[EndSpan]]:
-        found: list[list[EndSpan]] = [[] for _ in self.memory]
+    def end_rows(self) -> list[list[StepEndSpan]]:
+        found: list[list[StepEndSpan]] = [[] for _ in self.memory]
         for span in self.ends:
             found[span.device].append(span)
         return found
 
     @property
-    def end_kinds(self) -> tuple[EndKind, ...]:
+    def end_kinds(self) -> tuple[StepEndKind, ...]:
         """The kinds of work at the end of the step (gradient sums, updates) that occur in the
         figure.
         """
-        return tuple(kind for kind in EndKind if any(span.kind is kind for span in self.ends))
+        return tuple(kind for kind in StepEndKind if any(span.kind is kind for span in self.ends))
 
     def device_of(self, row: int) -> int:
         return self.devices[row] if self.devices else row
@@ -411,8 +411,8 @@ class EndStyle:
 
 
 END_STYLES = {
-    EndKind.GRADIENT_SUM: EndStyle("G", "#aab2bd", "#10131a"),
-    EndKind.UPDATE: EndStyle("U", "#59636e", "#ffffff"),
+    StepEndKind.GRADIENT_SUM: EndStyle("G", "#aab2bd", "#10131a"),
+    StepEndKind.UPDATE: EndStyle("U", "#59636e", "#ffffff"),
 }
 PHASE_NAMES = {
     Phase.FORWARD: "forward",
@@ -431,7 +431,7 @@ class Legend:
 
     phases: tuple[tuple[str, Phase], ...]
     """Pairs of a letter and its phase."""
-    ends: tuple[EndKind, ...]
+    ends: tuple[StepEndKind, ...]
     stages: tuple[int, ...]
 
     @property
@@ -468,7 +468,7 @@ def legend_of(pictures: Sequence[Picture]) -> Legend:
     kinds = {kind for picture in pictures for kind in picture.end_kinds}
     return Legend(
         tuple((letters[phase], phase) for phase in PHASE_NAMES if phase in letters),
-        tuple(kind for kind in EndKind if kind in kinds),
+        tuple(kind for kind in StepEndKind if kind in kinds),
         tuple(sorted({bar.stage for bar in bars})),
     )
 

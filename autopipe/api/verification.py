@@ -38,7 +38,7 @@ from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
 from autopipe.ir.graph import COUNTED_LABELS, DType, Initializer
 from autopipe.ir.layout import full_slice
 from autopipe.ir.output_files import scratch_folder
-from autopipe.ir.program import FORWARD, REFERENCE
+from autopipe.ir.program import FORWARD_FOLDER, REFERENCE_FOLDER
 from autopipe.ir.rounding import UNIT_ROUNDOFF, Rounding
 from autopipe.ir.words import plural
 
@@ -211,7 +211,7 @@ class Verification:
             replay = self.scratch / "replay"
             recorded = write_whole_gradients(self.manifest, self.scratch / "ranks", replay)
             own = self._run_arguments("one", steps) + flag_words(replay=replay)
-            run_alone(folder / REFERENCE, own, server=self.server)
+            run_alone(folder / REFERENCE_FOLDER, own, server=self.server)
             advance()
             ranks = self._losses("ranks")
             one = self._losses("one")
@@ -232,8 +232,8 @@ class Verification:
                 yield self._check(
                     "buffers after a step", "one device", pairs, self._buffer_responses
                 )
-        forward = read_manifest(folder / FORWARD, self.model)
-        run_alone(folder / FORWARD, self._run_arguments("forward"), server=self.server)
+        forward = read_manifest(folder / FORWARD_FOLDER, self.model)
+        run_alone(folder / FORWARD_FOLDER, self._run_arguments("forward"), server=self.server)
         advance()
         ours = self._outputs("forward")
         if not self.manifest.train:
@@ -297,7 +297,7 @@ class Verification:
         """
         among_ranks = "one device" in references
         alone = self.manifest.folder / (
-            REFERENCE if self.manifest.train and among_ranks else FORWARD
+            REFERENCE_FOLDER if self.manifest.train and among_ranks else FORWARD_FOLDER
         )
         ranks = self.scratch / "values of ranks"
         one = self.scratch / "values of one"
@@ -341,7 +341,9 @@ class Verification:
 
     def _outputs(self, name: str) -> dict[str, np.ndarray]:
         folder = self.manifest.folder
-        manifest = self.manifest if name == "ranks" else read_manifest(folder / FORWARD, self.model)
+        manifest = (
+            self.manifest if name == "ranks" else read_manifest(folder / FORWARD_FOLDER, self.model)
+        )
         return read_outputs(self.scratch / name / "outputs.npz", manifest)
 
     def _check(
@@ -422,7 +424,7 @@ class Verification:
         """Return the relative change of the loss and of each gradient if one unit in the last place
         is added to every input and weight.
         """
-        folder = self.manifest.folder / REFERENCE
+        folder = self.manifest.folder / REFERENCE_FOLDER
         self._run_moved(folder, "one moved")
         loss = difference("loss", self._losses("one moved"), self._losses("one"))
         gradients = tensor_differences(
@@ -434,7 +436,7 @@ class Verification:
         """Return the relative change of each buffer if one unit in the last place is added to every
         input and weight.
         """
-        folder = self.manifest.folder / REFERENCE
+        folder = self.manifest.folder / REFERENCE_FOLDER
         self._run_moved(folder, "one moved")
         manifest = read_manifest(folder)
         folders = (self.scratch / "one moved", self.scratch / "one")
@@ -445,7 +447,7 @@ class Verification:
         """Return the relative change of each output if one unit in the last place is added to every
         input and weight.
         """
-        self._run_moved(self.manifest.folder / FORWARD, "forward moved")
+        self._run_moved(self.manifest.folder / FORWARD_FOLDER, "forward moved")
         moved = self._outputs("forward moved")
         own = self._outputs("forward")
         return {name: difference(name, moved[name], own[name]).relative for name in own}
@@ -536,7 +538,7 @@ class Verification:
         """Return the values that ONNX Runtime computes in its first forward pass, by name, in the
         order of the file.
         """
-        forward = read_manifest(self.manifest.folder / FORWARD, self.model)
+        forward = read_manifest(self.manifest.folder / FORWARD_FOLDER, self.model)
         model, seed = self._reference_model(forward)
         model.watch(names)
         source = open_source(forward, self.data, seed, settings=forward.data)

@@ -18,7 +18,7 @@ import numpy as np
 from autopipe.backends import onnx_float64
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.measured_costs import OperationCost, Sample, Timing
+from autopipe.ir.measured_costs import OperationCost, OperationSample, Timing
 from autopipe.ir.ops import OPERATORS
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.output_files import scratch_folder
@@ -33,7 +33,7 @@ _WARM_UP = 2
 
 
 def measure_operations(
-    lap: Sequence[Sample], folder: Path, threads: int, seconds: float
+    lap: Sequence[OperationSample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
     """Measure the forward of each distinct operation in `lap`, for about `seconds` in all. Return
     the costs, and the reasons why some operations could not run.
@@ -63,7 +63,7 @@ def version() -> str:
     return str(onnxruntime.__version__)
 
 
-def _measured(sample: Sample, prefix: Path, threads: int, seconds: float) -> Timing:
+def _measured(sample: OperationSample, prefix: Path, threads: int, seconds: float) -> Timing:
     session = _session(
         _model(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix)
     )
@@ -119,7 +119,7 @@ def _kernel_times(path: Path, runs: int) -> Timing:
     return Timing.of(np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP:].tolist())
 
 
-def _model(sample: Sample) -> bytes:
+def _model(sample: OperationSample) -> bytes:
     """Return the operation as a serialized ONNX model. Its known operands are stored in the
     model.
     """

@@ -33,7 +33,7 @@ from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import full_slice
 from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, OutputFile
-from autopipe.ir.words import bytes_text, listed, plural
+from autopipe.ir.words import bytes_text, list_first, plural
 
 if TYPE_CHECKING:
     from autopipe.passes.export import Numbers
@@ -335,7 +335,7 @@ def _write_weights(output: Output, sharded: ShardedOutput, state: ModuleState, s
 
 def _listed(names: Sequence[str]) -> str:
     """Return the first names, quoted, and the number of further names."""
-    return listed([repr(name) for name in names], _LISTED)
+    return list_first([repr(name) for name in names], _LISTED)
 
 
 @checkpoint.command(name="import")

@@ -16,7 +16,7 @@ import numpy as np
 from autopipe.api.program_folder import flag_words
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output
-from autopipe.ir.errors import REFUSALS, CodegenError, ConfigurationError, InfeasibleError
+from autopipe.ir.errors import CANDIDATE_ERRORS, CodegenError, ConfigurationError, InfeasibleError
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.output_kinds import NPY, TOKENS, OutputFile, plan_inputs
 from autopipe.ir.plan import PLAN_FILE
@@ -290,7 +290,7 @@ def write_prefill(
             return
         if write_programs(wider, second).channels != read_manifest(folder).channels:
             raise InfeasibleError("its stages exchange other tensors")
-    except (*REFUSALS, CodegenError) as error:
+    except (*CANDIDATE_ERRORS, CodegenError) as error:
         note(
             f"prompts are fed as the plan's own steps do, not {chunk} {plural(chunk, 'token')} "
             f"a step: {error.message}"

@@ -21,7 +21,7 @@ from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
     from autopipe.ir.graph import Value
-    from autopipe.ir.problem import Work
+    from autopipe.ir.problem import NodeCost
     from autopipe.passes.analysis.batch_forms import LossForm
     from autopipe.passes.frontend import Model
     from autopipe.passes.frontend.branches import Branch
@@ -82,7 +82,7 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
 
 
 def _data(
-    model: Model, work: tuple[Work, ...], branches: tuple[Branch, ...], form: LossForm | None
+    model: Model, work: tuple[NodeCost, ...], branches: tuple[Branch, ...], form: LossForm | None
 ) -> dict[str, object]:
     graph = model.graph
     trained, kept = (
@@ -170,7 +170,7 @@ def initial_values(graph: Graph) -> dict[str, int]:
 
 def _rows(
     model: Model,
-    work: tuple[Work, ...],
+    work: tuple[NodeCost, ...],
     branches: tuple[Branch, ...],
     form: LossForm | None,
     every: bool,

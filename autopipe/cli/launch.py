@@ -51,7 +51,7 @@ from autopipe.cli.options import FORCE, MODEL, PATH, Command, stepwise_options
 from autopipe.cli.output import Output
 from autopipe.cli.plan_report import update_line
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import followed, scratch_folder
+from autopipe.ir.output_files import follow_links, scratch_folder
 from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile, write_texts
 from autopipe.ir.training import DataSettings
 from autopipe.ir.words import count_text, plural
@@ -339,7 +339,7 @@ class Launch:
                     )
             finally:
                 if self.settings.outputs is not None:
-                    remove_partial(followed(self.settings.outputs))
+                    remove_partial(follow_links(self.settings.outputs))
                 self._write_trace(scratch / "spans")
             if self.profiled is not None:
                 self.profiled.finish(scratch / "profile", self.manifest, output)

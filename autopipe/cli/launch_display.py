@@ -22,7 +22,7 @@ from autopipe.backends.torch.metrics import mean_of_steps
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.bars import LineBar
 from autopipe.cli.output import Output, Verbosity, plain_table
-from autopipe.ir.cluster import own_cores
+from autopipe.ir.cluster import usable_cpu_cores
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.output_kinds import TRACE, OutputFile, write_texts
 from autopipe.ir.plan import plan_digest
@@ -263,7 +263,7 @@ def core_line(run: Run) -> str:
     """Return a note that several ranks share a CPU core of this node, or "" if each rank has its
     own core or a GPU.
     """
-    cores = own_cores()
+    cores = usable_cpu_cores()
     if run.gpus or run.ranks <= cores:
         return ""
     shared = f"{cores} {plural(cores, 'core')}" if cores > 1 else "one core"

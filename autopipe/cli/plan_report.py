@@ -23,7 +23,7 @@ from autopipe.cli.output import (
     plain_table,
 )
 from autopipe.ir.codec import encode
-from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each, plan_digest
+from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_per_strategy, plan_digest
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
 from autopipe.ir.words import bytes_text, count_text, seconds_text
@@ -87,7 +87,7 @@ def candidates_screen(
     `chosen_s` is the step time of the chosen plan in seconds. With `most`, only the best `most`
     candidates after the chosen one are listed.
     """
-    best = best_of_each(alternatives)
+    best = best_per_strategy(alternatives)
     if most is not None:
         # One row suffices for strategies that found the same plan.
         plans = {

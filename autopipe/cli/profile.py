@@ -98,7 +98,7 @@ def profile(
       autopipe profile --merge gpt.onnx.costs dlrm.onnx.costs -o cpu.costs
     """
     from autopipe.cli.profile_programs import parsed_sizes
-    from autopipe.ir.measured_costs import costs_text, merged, read_costs
+    from autopipe.ir.measured_costs import costs_text, merge_costs, read_costs
     from autopipe.ir.output_kinds import COSTS, OutputFile, write_texts
 
     refused: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ def profile(
             raise click.UsageError("--merge needs -o FILE")
         written_to = OutputFile(target, COSTS, files, force)
         written_to.check()
-        costs = merged(map(read_costs, files))
+        costs = merge_costs(map(read_costs, files))
     else:
         from autopipe.api.request import request_of
         from autopipe.cli.profile_session import Profiling

@@ -28,13 +28,13 @@ from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.graph import DType, Graph, Initializer, Node, Parameter, Value
 from autopipe.ir.measured_costs import (
-    Affine,
+    AffineTime,
     Costs,
     DeviceCosts,
     ExchangeCost,
     Operation,
     OperationCost,
-    Sample,
+    OperationSample,
     TaskCosts,
     Timing,
 )
@@ -66,7 +66,7 @@ class Group:
     note: str
     size: int
     """Number of samples of the batch per micro-batch."""
-    lap: tuple[Sample, ...]
+    lap: tuple[OperationSample, ...]
 
 
 def models_of(request: Request, sizes: Sequence[int] | None) -> tuple[tuple[int, Model], ...]:
@@ -113,12 +113,12 @@ def groups_of(
             yield from (Group(note, size, lap) for lap in _laps(new))
 
 
-def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample]:
+def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[OperationSample]:
     """Yield the samples to measure, for every node in order. Samples of equal nodes are created
     only once.
     """
     operations = Operations(model.graph, precision)
-    known: dict[Hashable, tuple[Sample, ...]] = {}
+    known: dict[Hashable, tuple[OperationSample, ...]] = {}
     for index, work in enumerate(annotate(operations.graph, operations.precision)):
         if index in operations.absorbed:
             continue
@@ -129,12 +129,12 @@ def samples_of(model: Model, precision: str, degree: int = 1) -> Iterator[Sample
         yield from known[key]
 
 
-def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
+def _laps(samples: Sequence[OperationSample]) -> Iterator[tuple[OperationSample, ...]]:
     """Yield the samples in laps of limited length and memory. Each distinct operation occurs in a
     lap; repetitions of an operation may be dropped once a lap is full.
     """
     seen: set[Operation] = set()
-    lap = list[Sample]()
+    lap = list[OperationSample]()
     held = 0
     for sample in samples:
         size = bytes_of(sample)
@@ -152,7 +152,7 @@ def _laps(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
         yield tuple(lap)
 
 
-def bytes_of(sample: Sample) -> int:
+def bytes_of(sample: OperationSample) -> int:
     """Return the size in bytes of the operands and results, each with its gradient."""
     values = [value for each in sample.signatures for value in (*each.operands, *each.results)]
     return 2 * sum(value.bytes for value in values if value is not None)
@@ -465,13 +465,13 @@ def in_pipeline(
     )
 
 
-def _through(line: Affine, seconds: float, size: int) -> Affine:
+def _through(line: AffineTime, seconds: float, size: int) -> AffineTime:
     """Return the line with the slope of `line` that has the value `seconds` at `size` bytes. If
     that line would be negative at 0 bytes, return the line through 0 instead.
     """
     if seconds < line.per_byte_s * size:
-        return Affine(0.0, seconds / size)
-    return Affine(seconds - line.per_byte_s * size, line.per_byte_s)
+        return AffineTime(0.0, seconds / size)
+    return AffineTime(seconds - line.per_byte_s * size, line.per_byte_s)
 
 
 _MOST = 0.6

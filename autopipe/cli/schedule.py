@@ -94,7 +94,7 @@ def schedule(
       autopipe schedule --shape v --schedule 1f1b
     """
     from autopipe.cli.show import BlockView, blocks_title
-    from autopipe.ir.block_schedule import block_schedule_form, check_blocks
+    from autopipe.ir.block_schedule import block_schedule_json, check_start_times
     from autopipe.ir.output_kinds import SCHEDULE, OutputFile, write_texts
     from autopipe.passes.schedule.published.blocks import schedule_blocks
     from autopipe.passes.schedule.tessel.model import SearchOptions, require_memory
@@ -128,8 +128,8 @@ def schedule(
             found = search(graph, micro_batches, SearchOptions(time_limit, seed, progress=tell))
     else:
         found = schedule_blocks(name, graph, micro_batches)
-    check_blocks(found)
-    form = block_schedule_form(found)
+    check_start_times(found)
+    form = block_schedule_json(found)
     if written_to is not None:
         write_texts({written_to: json.dumps(form) + "\n"})
     source = placement if placement is not None else Path(f"shape {shape}")

@@ -30,8 +30,8 @@ from autopipe.cli.output import Output, devices_text, plain_table
 from autopipe.cli.plan_report import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import (
     BlockSchedule,
-    block_schedule_form,
-    check_blocks,
+    block_schedule_json,
+    check_start_times,
     read_block_schedule,
 )
 from autopipe.ir.codec import encode
@@ -277,7 +277,7 @@ class BlockView:
                 if name == "tessel"
                 else schedule_blocks(name, graph, units)
             )
-            check_blocks(found)
+            check_start_times(found)
             return outcome(found)
 
         names = ("tessel", *block_schedule_names())
@@ -311,7 +311,7 @@ class BlockView:
         yield from _drawn(self.picture, output)
 
     def data(self) -> dict[str, object]:
-        return {"file": self.file, **block_schedule_form(self.schedule)}
+        return {"file": self.file, **block_schedule_json(self.schedule)}
 
 
 def _drawn(picture: Picture, output: Output) -> Iterator[RenderableType]:

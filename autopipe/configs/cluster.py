@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar
 
 from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, read_file
-from autopipe.ir.cluster import Cluster, Device, Group, Level, Link
+from autopipe.ir.cluster import Cluster, Device, DevicePool, Level, Link
 from autopipe.ir.codec import Above, AtLeast, AtMost
-from autopipe.ir.errors import ConfigurationError, InfeasibleError, nearest
+from autopipe.ir.errors import ConfigurationError, InfeasibleError, similar_name_hint
 from autopipe.ir.words import plural
 
 Latency = Annotated[float, SECONDS, AtLeast(0)]
@@ -250,7 +250,7 @@ def _mixed(description: ClusterDescription) -> Cluster:
     return Cluster(description.name, devices, (joining,), groups)
 
 
-def _group(who: str, group: GroupDescription) -> Group:
+def _group(who: str, group: GroupDescription) -> DevicePool:
     """Return the group with the levels that its devices require."""
     if not group.levels:
         hint = "describe at least the links in a node, or name a preset as its device"
@@ -272,7 +272,7 @@ def _group(who: str, group: GroupDescription) -> Group:
             f"{plural(group.count, 'device')}, and its levels hold only {held}"
         )
         raise InfeasibleError(message, "give it fewer devices, or one level more")
-    return Group(group.name, group.count, tuple(levels))
+    return DevicePool(group.name, group.count, tuple(levels))
 
 
 def _check_total(description: ClusterDescription, total: int) -> None:
@@ -333,7 +333,7 @@ def cluster_preset(name: str, where: str = "") -> ClusterDescription:
         hint = (
             f"did you mean {' or '.join(map(repr, family))}?"
             if family
-            else nearest(name, cluster_names())
+            else similar_name_hint(name, cluster_names())
         )
         raise ConfigurationError(f"no cluster preset is named {name!r}", hint, where)
     return read_cluster(_preset_file(name))

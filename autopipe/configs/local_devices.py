@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from autopipe.configs.cluster import cluster_preset
-from autopipe.ir.cluster import own_cores
+from autopipe.ir.cluster import usable_cpu_cores
 
 _PRESETS = (
     (r"\bH200\b", "h200"),
@@ -57,7 +57,7 @@ def local_cluster() -> LocalCluster:
     `cpu-local`, with one device per CPU core and at most `_MOST_CORES`, if there is no GPU, or if
     the GPUs have different presets or no preset.
     """
-    cores = own_cores()
+    cores = usable_cpu_cores()
     count = min(cores, _MOST_CORES)
     found = visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not found:

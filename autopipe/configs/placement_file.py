@@ -13,7 +13,7 @@ from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import Place, read_file
 from autopipe.ir.block_schedule import Block, BlockGraph
 from autopipe.ir.codec import AtLeast, AtMost, Origin
-from autopipe.ir.errors import ConfigurationError, nearest, quote
+from autopipe.ir.errors import ConfigurationError, quote, similar_name_hint
 from autopipe.ir.words import plural
 
 MOST_DEVICES = 4096
@@ -117,7 +117,7 @@ def _block(described: BlockDescription, index: dict[str, int], devices: int) -> 
     for other in described.after:
         if other not in index:
             message = f"{name} comes after {quote(other)}, which is not a block"
-            raise ConfigurationError(message, nearest(other, index), place)
+            raise ConfigurationError(message, similar_name_hint(other, index), place)
     if described.delays and len(described.delays) != len(described.after):
         message = (
             f"{name} has {len(described.delays)} {plural(len(described.delays), 'delay')} for "

@@ -37,7 +37,7 @@ from autopipe.ir.codec import (
     keys,
     marked_field,
 )
-from autopipe.ir.errors import ConfigurationError, RenamedWarning, nearest, quote
+from autopipe.ir.errors import ConfigurationError, RenamedWarning, quote, similar_name_hint
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
@@ -70,7 +70,7 @@ def unknown_key(name: str, known: Iterable[str], place: Place, path: str) -> Con
     """Return the error for an unknown key, with the most similar known key as the hint."""
     within = f" in {path}" if path else ""
     return ConfigurationError(
-        f"unknown key {quote(name)}{within}", hint=nearest(name, known), where=str(place)
+        f"unknown key {quote(name)}{within}", hint=similar_name_hint(name, known), where=str(place)
     )
 
 

@@ -25,7 +25,7 @@ class Kernel(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionForm:
+class AttentionProperties:
     """Properties of an attention that determine its kernel."""
 
     dtype: str
@@ -40,26 +40,29 @@ class AttentionForm:
     """True if several query heads use the same key-value head (grouped-query attention)."""
 
 
-def kernels_of(form: AttentionForm, capability: Capability) -> tuple[Kernel, ...]:
+def usable_kernels(form: AttentionProperties, capability: Capability) -> tuple[Kernel, ...]:
     """Return the kernels that can compute the attention, the fastest first."""
     found = [
         kernel
-        for kernel, takes in ((Kernel.FLASH, _is_flash), (Kernel.EFFICIENT, _is_efficient))
+        for kernel, takes in (
+            (Kernel.FLASH, _supports_flash),
+            (Kernel.EFFICIENT, _supports_efficient),
+        )
         if takes(form, capability)
     ]
     return tuple(found) or (Kernel.MATH,)
 
 
-def repeats_heads(form: AttentionForm, capability: Capability) -> bool:
+def must_repeat_heads(form: AttentionProperties, capability: Capability) -> bool:
     """True if keys and values must be repeated for each query head before the attention.
 
     This is the case if the fastest kernel is `EFFICIENT`, which does not support grouped-query
     attention. The math kernel would repeat keys and values too, and also write the scores.
     """
-    return form.grouped and kernels_of(form, capability)[0] is Kernel.EFFICIENT
+    return form.grouped and usable_kernels(form, capability)[0] is Kernel.EFFICIENT
 
 
-def _is_flash(form: AttentionForm, capability: Capability) -> bool:
+def _supports_flash(form: AttentionProperties, capability: Capability) -> bool:
     """True for 16-bit types from capability 8.0, without a mask, with a head size of at most 256
     (192 on devices with little shared memory).
     """
@@ -73,7 +76,7 @@ def _is_flash(form: AttentionForm, capability: Capability) -> bool:
     )
 
 
-def _is_efficient(form: AttentionForm, capability: Capability) -> bool:
+def _supports_efficient(form: AttentionProperties, capability: Capability) -> bool:
     """True for fp32, fp16 and, from capability 8.0, bf16, if the head sizes are aligned."""
     narrow = form.dtype in ("float16", "bfloat16")
     least = (8, 0) if form.dtype == "bfloat16" else (5, 0)
@@ -87,7 +90,7 @@ def _is_efficient(form: AttentionForm, capability: Capability) -> bool:
     )
 
 
-def capability_of(cluster: Cluster) -> Capability | None:
+def min_cuda_capability(cluster: Cluster) -> Capability | None:
     """Return a lower bound of the compute capability of all devices of a cluster: (8, 0) if all
     declare a bf16 peak, (7, 0) if all declare an fp16 peak, otherwise None.
     """

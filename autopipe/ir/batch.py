@@ -18,7 +18,7 @@ import numpy as np
 
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Constant, Graph, Node, Value
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of, spaces_of
 from autopipe.ir.ops.loop import operand_ports
 from autopipe.ir.space import AxisKind, Dimension, NotationError, Space
@@ -26,7 +26,7 @@ from autopipe.ir.words import plural
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Samples:
+class BatchDimension:
     """The batch in one dimension of a value. The size of the dimension is outer · batch · inner,
     row-major. After a Reshape of (batch, sequence) into one dimension, `outer` is 1 and `inner` is
     the sequence length.
@@ -38,7 +38,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeSamples:
+class BatchAxis:
     """The batch in one axis of a node's iteration space. The size of the axis is outer · batch ·
     inner.
     """
@@ -53,9 +53,9 @@ class NodeSamples:
 class BatchAxes:
     batch: int
     """Samples of one forward pass; 0 if no input has a batch dimension."""
-    nodes: tuple[tuple[NodeSamples, ...], ...]
+    nodes: tuple[tuple[BatchAxis, ...], ...]
     """Batch axes of each node, in the order of the axes of its iteration space."""
-    values: dict[str, tuple[Samples, ...]]
+    values: dict[str, tuple[BatchDimension, ...]]
     """Batch dimensions of each value that has some, by name."""
 
     def axis(self, node: int) -> str | None:
@@ -72,36 +72,38 @@ class BatchAxes:
             None,
         )
 
-    def lost(self, graph: Graph, space: Space, node: int) -> str | None:
+    def value_without_batch_axis(self, graph: Graph, space: Space, node: int) -> str | None:
         """Return a value of a node whose batch dimension is no axis of the node's iteration space,
         or None if there is none.
         """
         extents = space.axis_sizes()
-        samples = _samples_in(graph.nodes[node], space, self.values)
+        samples = _batch_dimensions_of_node(graph.nodes[node], space, self.values)
         return next(
             (
                 name
                 for name, words, place in samples
-                if _axis_at(words, place, extents, self.batch) is None
+                if _axis_containing_batch(words, place, extents, self.batch) is None
             ),
             None,
         )
 
-    def of(self, value: str) -> Samples | None:
+    def of(self, value: str) -> BatchDimension | None:
         """Return the first batch dimension of a value, or None if it has none."""
         found = self.values.get(value)
         return found[0] if found else None
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def batch_axes_of(graph: Graph) -> BatchAxes:
     """Return the batch dimensions of all values, propagated from `graph.batch_axes`. Nodes with
     unknown operators stop the propagation.
     """
     extents = [graph.type_of(name).shape[axis] for name, axis in graph.batch_axes]
     batch = extents[0] if extents else 0
-    values: dict[str, set[Samples]] = {name: {Samples(axis)} for name, axis in graph.batch_axes}
-    nodes: list[tuple[NodeSamples, ...]] = [()] * len(graph.nodes)
+    values: dict[str, set[BatchDimension]] = {
+        name: {BatchDimension(axis)} for name, axis in graph.batch_axes
+    }
+    nodes: list[tuple[BatchAxis, ...]] = [()] * len(graph.nodes)
     if batch <= 1:
         return BatchAxes(
             batch, tuple(nodes), {name: tuple(found) for name, found in values.items()}
@@ -120,11 +122,11 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
             name in values for name in (*node.inputs, *node.outputs)
         ):
             continue
-        found = _node_samples(node, spaces(index), values, batch)
+        found = _infer_batch_axes(node, spaces(index), values, batch)
         if found == nodes[index]:
             continue
         nodes[index] = found
-        for name, place in _places(node, spaces(index), found):
+        for name, place in _batch_dimensions_from_axes(node, spaces(index), found):
             if name in fixed or place in values.setdefault(name, set()):
                 continue
             values[name].add(place)
@@ -137,37 +139,39 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
     )
 
 
-def _tensors(node: Node, space: Space) -> tuple[tuple[str, tuple[Dimension, ...] | None], ...]:
+def _tensors_and_dimensions(
+    node: Node, space: Space
+) -> tuple[tuple[str, tuple[Dimension, ...] | None], ...]:
     return (
         *zip(node.inputs, space.operands, strict=True),
         *zip(node.outputs, space.results, strict=True),
     )
 
 
-def _samples_in(
-    node: Node, space: Space, values: Mapping[str, Iterable[Samples]]
-) -> Iterator[tuple[str, Dimension, Samples]]:
+def _batch_dimensions_of_node(
+    node: Node, space: Space, values: Mapping[str, Iterable[BatchDimension]]
+) -> Iterator[tuple[str, Dimension, BatchDimension]]:
     """Yield (value, dimension in axes, batch position) for each batch dimension of a node's
     operands and results.
     """
-    for name, tensor in _tensors(node, space):
+    for name, tensor in _tensors_and_dimensions(node, space):
         if tensor is not None:
             yield from ((name, tensor[place.dimension], place) for place in values.get(name, ()))
 
 
-def _node_samples(
-    node: Node, space: Space, values: dict[str, set[Samples]], batch: int
-) -> tuple[NodeSamples, ...]:
+def _infer_batch_axes(
+    node: Node, space: Space, values: dict[str, set[BatchDimension]], batch: int
+) -> tuple[BatchAxis, ...]:
     """Return the batch axes of a node's iteration space, given the known batch dimensions of its
     operands and results.
     """
     extents = space.axis_sizes()
-    tensors = _samples_in(node, space, values)
+    tensors = _batch_dimensions_of_node(node, space, values)
     found = sorted(
         {
             axis
             for _, dimension, place in tensors
-            if (axis := _axis_at(dimension, place, extents, batch))
+            if (axis := _axis_containing_batch(dimension, place, extents, batch))
         }
     )
     pairs = (
@@ -176,11 +180,11 @@ def _node_samples(
         for name, outer, inner in found
         if name == axis.name
     )
-    return tuple(NodeSamples(axis.name, outer, inner, axis.kind) for axis, outer, inner in pairs)
+    return tuple(BatchAxis(axis.name, outer, inner, axis.kind) for axis, outer, inner in pairs)
 
 
-def _axis_at(
-    dimension: Dimension, place: Samples, extents: dict[str, int], batch: int
+def _axis_containing_batch(
+    dimension: Dimension, place: BatchDimension, extents: dict[str, int], batch: int
 ) -> tuple[str, int, int] | None:
     """Return (axis, outer, inner) of the axis of `dimension` that contains the batch, with the
     sizes outside and inside the batch within the axis. None if no single axis contains it.
@@ -195,27 +199,29 @@ def _axis_at(
     return None
 
 
-def _places(node: Node, space: Space, found: tuple[NodeSamples, ...]) -> list[tuple[str, Samples]]:
+def _batch_dimensions_from_axes(
+    node: Node, space: Space, found: tuple[BatchAxis, ...]
+) -> list[tuple[str, BatchDimension]]:
     """Return (value, batch position) in a node's operands and results for its batch axes."""
     extents = space.axis_sizes()
-    places: list[tuple[str, Samples]] = []
-    for samples, (name, tensor) in itertools.product(found, _tensors(node, space)):
+    places: list[tuple[str, BatchDimension]] = []
+    for samples, (name, tensor) in itertools.product(found, _tensors_and_dimensions(node, space)):
         for index, dimension in enumerate(tensor or ()):
             if name and samples.axis in dimension:
                 at = dimension.index(samples.axis)
                 outer = math.prod(extents[other] for other in dimension[:at]) * samples.outer
                 inner = math.prod(extents[other] for other in dimension[at + 1 :]) * samples.inner
-                places.append((name, Samples(index, outer, inner)))
+                places.append((name, BatchDimension(index, outer, inner)))
     return places
 
 
-TARGETS = frozenset({"Reshape", "Expand"})
+SHAPE_OPERAND_OPERATORS = frozenset({"Reshape", "Expand"})
 """Operators whose second operand is the shape of the result."""
-_EXPORT = "export with a symbolic batch dimension, or with a batch of one micro-batch"
+_EXPORT_HINT = "export with a symbolic batch dimension, or with a batch of one micro-batch"
 
 
-@remembered(GRAPHS)
-def rebatched(graph: Graph, size: int) -> Graph:
+@memoize(MAX_CACHED_GRAPHS)
+def resize_batch(graph: Graph, size: int) -> Graph:
     """Return the graph with a batch of `size` samples. Nodes keep their indices. Each batch
     dimension, including merged ones, shrinks in proportion.
 
@@ -243,12 +249,12 @@ def rebatched(graph: Graph, size: int) -> Graph:
     for index, node in enumerate(graph.nodes):
         if (
             operator_of(node) is not None
-            and (lost := axes.lost(graph, spaces(index), index)) is not None
+            and (lost := axes.value_without_batch_axis(graph, spaces(index), index)) is not None
         ):
             message = (
                 f"{node.op} does not keep the samples of {lost!r} apart, so the batch cannot shrink"
             )
-            raise ModelError(message, _EXPORT, repr(node.name))
+            raise ModelError(message, _EXPORT_HINT, repr(node.name))
     shrunk = {}
     for name, places in axes.values.items():
         value = graph.type_of(name)
@@ -257,25 +263,25 @@ def rebatched(graph: Graph, size: int) -> Graph:
             shape[place.dimension] = shape[place.dimension] // axes.batch * size
         shrunk[name] = Value(name, value.dtype, tuple(shape))
 
-    def resized(value: Value) -> Value:
+    def resize_value(value: Value) -> Value:
         return shrunk.get(value.name, value)
 
-    constants, nodes = _targets(graph, shrunk)
+    constants, nodes = _resize_shape_operands(graph, shrunk)
     nodes = tuple(
-        node if node.body is None else _with_body(graph, node, axes, size) for node in nodes
+        node if node.body is None else _resize_loop_body(graph, node, axes, size) for node in nodes
     )
     result = dataclasses.replace(
         graph,
-        inputs=tuple(map(resized, graph.inputs)),
-        constants=tuple(_sliced(constant, axes, size) for constant in constants),
+        inputs=tuple(map(resize_value, graph.inputs)),
+        constants=tuple(_slice_constant(constant, axes, size) for constant in constants),
         nodes=nodes,
-        values=tuple(map(resized, graph.values)),
+        values=tuple(map(resize_value, graph.values)),
     )
-    _check(result)
+    _check_operator_shapes(result)
     return result
 
 
-def _with_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> Node:
+def _resize_loop_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> Node:
     """Return a loop with its body for `size` samples."""
     assert node.body is not None
     given = {value.name for value in node.body.inputs}
@@ -289,23 +295,27 @@ def _with_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> Node:
                     f"its runs do not each have a part of all samples of {name!r}, so the batch "
                     "cannot shrink"
                 )
-                raise ModelError(message, _EXPORT, repr(node.name))
+                raise ModelError(message, _EXPORT_HINT, repr(node.name))
             places.append(place)
     if not places:
         return node
     return dataclasses.replace(
-        node, body=rebatched(dataclasses.replace(node.body, batch_axes=tuple(places)), size)
+        node, body=resize_batch(dataclasses.replace(node.body, batch_axes=tuple(places)), size)
     )
 
 
-def _targets(graph: Graph, shrunk: dict[str, Value]) -> tuple[list[Constant], tuple[Node, ...]]:
-    """Return constants and nodes with new shape operands for the nodes in `TARGETS`."""
+def _resize_shape_operands(
+    graph: Graph, shrunk: dict[str, Value]
+) -> tuple[list[Constant], tuple[Node, ...]]:
+    """Return constants and nodes with new shape operands for the nodes in
+    `SHAPE_OPERAND_OPERATORS`.
+    """
     constants = list(graph.constants)
     nodes = []
     taken = set[str]()
     for node in graph.nodes:
         result = shrunk.get(node.outputs[0])
-        if node.op not in TARGETS or node.domain or result is None:
+        if node.op not in SHAPE_OPERAND_OPERATORS or node.domain or result is None:
             nodes.append(node)
             continue
         name = f"{node.outputs[0]}_shape"
@@ -321,7 +331,7 @@ def _targets(graph: Graph, shrunk: dict[str, Value]) -> tuple[list[Constant], tu
     return [constant for constant in constants if constant.value.name in read], tuple(nodes)
 
 
-def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
+def _slice_constant(constant: Constant, axes: BatchAxes, size: int) -> Constant:
     """Return a constant with the data of the first `size` samples. Raise ModelError if samples
     differ.
     """
@@ -334,7 +344,7 @@ def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
         samples = np.moveaxis(apart, len(before) + 1, 0)
         if any(each.tobytes() != samples[0].tobytes() for each in samples[1:]):
             message = f"constant {constant.value.name!r} differs from sample to sample"
-            raise ModelError(f"{message}: micro-batches would not be alike", _EXPORT)
+            raise ModelError(f"{message}: micro-batches would not be alike", _EXPORT_HINT)
         kept = np.moveaxis(samples[:size], 0, len(before) + 1)
         array = np.ascontiguousarray(
             kept.reshape(*before, place.outer * size * place.inner, *after)
@@ -344,7 +354,7 @@ def _sliced(constant: Constant, axes: BatchAxes, size: int) -> Constant:
     return Constant(Value(constant.value.name, constant.value.dtype, array.shape), array)
 
 
-def _check(graph: Graph) -> None:
+def _check_operator_shapes(graph: Graph) -> None:
     """Raise ModelError if a node is invalid for the smaller shapes."""
     spaces = spaces_of(graph)
     for index, node in enumerate(graph.nodes):

@@ -3,7 +3,7 @@
 A block graph has the blocks of one micro-batch, here called a unit. All units run the same blocks
 independently. A block runs for a fixed time on one device or on several at once, and changes the
 used memory of its devices when it starts (Lin et al., "Tessel", HPCA 2024, section III). Times and
-memory are integers in arbitrary units. `check_blocks` shares no code with the searches.
+memory are integers in arbitrary units. `check_start_times` shares no code with the searches.
 `schedule.json` contains such a schedule.
 """
 
@@ -18,27 +18,27 @@ from typing import Annotated
 
 from autopipe.ir.codec import AtLeast, AtMost, Count, Index, OmitDefault, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.files import JsonRecord, read_record
+from autopipe.ir.files import JsonRecord, read_json_record
 from autopipe.ir.words import plural
 
 SCHEDULE_FORMAT = "autopipe.schedule/1"
-_MOST = 2**53
+_MAX_INTEGER = 2**53
 """Maximum integer in a file; some JSON readers round larger ones."""
-Whole = Annotated[int, AtLeast(0), AtMost(_MOST)]
-Change = Annotated[int, AtLeast(-_MOST), AtMost(_MOST)]
-Devices = Annotated[int, AtLeast(1), AtMost(4096)]
+NonNegativeInteger = Annotated[int, AtLeast(0), AtMost(_MAX_INTEGER)]
+SignedInteger = Annotated[int, AtLeast(-_MAX_INTEGER), AtMost(_MAX_INTEGER)]
+DeviceCount = Annotated[int, AtLeast(1), AtMost(4096)]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     name: str
     devices: tuple[Index, ...]
-    time: Change
-    memory: Change = 0
+    time: SignedInteger
+    memory: SignedInteger = 0
     """Change of the used memory on each of its devices when the block starts."""
     after: tuple[Index, ...] = ()
     """Indices of blocks of the same unit that must end before this block starts."""
-    delays: Annotated[tuple[Whole, ...], OmitDefault()] = ()
+    delays: Annotated[tuple[NonNegativeInteger, ...], OmitDefault()] = ()
     """Minimum time between the end of each block of `after` and the start, such as the time of a
     message; () for 0.
     """
@@ -51,9 +51,9 @@ class Block:
 class BlockGraph:
     """The blocks of one unit, and the memory limits of the devices."""
 
-    devices: Devices
+    devices: DeviceCount
     blocks: tuple[Block, ...]
-    memory: tuple[Whole | None, ...]
+    memory: tuple[NonNegativeInteger | None, ...]
     """Memory limit of each device; None for no limit."""
     micro_batches_per_unit: Annotated[int, AtLeast(1), OmitDefault()] = 1
 
@@ -69,7 +69,7 @@ class BlockGraph:
                 f"{plural(self.devices, 'device')}"
             )
         for block in self.blocks:
-            message, hint = self._wrong(block)
+            message, hint = self._error_and_hint(block)
             if message:
                 raise ConfigurationError(message, hint, f"block {block.name!r}")
         if stuck := set(range(len(self.blocks))) - set(self.order):
@@ -82,7 +82,7 @@ class BlockGraph:
             message = f"blocks wait in a circle: {' after '.join(circle)}"
             raise ConfigurationError(message, where=f"block {self.blocks[path[0]].name!r}")
 
-    def _wrong(self, block: Block) -> tuple[str, str]:
+    def _error_and_hint(self, block: Block) -> tuple[str, str]:
         """Return (error, hint) for a block; ("", "") if the block is valid."""
         if not block.devices:
             return "it is on no device", ""
@@ -116,7 +116,7 @@ class BlockGraph:
 
     @cached_property
     def following(self) -> tuple[tuple[int, ...], ...]:
-        return _inverted((block.after for block in self.blocks), len(self.blocks))
+        return _invert_index_sets((block.after for block in self.blocks), len(self.blocks))
 
     @cached_property
     def waits(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -133,14 +133,14 @@ class BlockGraph:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        return _inverted((block.devices for block in self.blocks), self.devices)
+        return _invert_index_sets((block.devices for block in self.blocks), self.devices)
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
         return tuple(sum(self.blocks[index].time for index in members) for members in self.members)
 
 
-def _inverted(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
+def _invert_index_sets(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
     """Return, for each number below `count`, the ascending indices of the sets that contain it."""
     found: list[list[int]] = [[] for _ in range(count)]
     for index, each in enumerate(sets):
@@ -223,11 +223,11 @@ class BlockSchedule:
         )
 
 
-def check_blocks(schedule: BlockSchedule) -> None:
+def check_start_times(schedule: BlockSchedule) -> None:
     """Raise InfeasibleError for the first block that cannot start at its scheduled time."""
     blocks = schedule.graph.blocks
 
-    def named(unit: int, index: int) -> str:
+    def block_title(unit: int, index: int) -> str:
         return f"{blocks[index].name!r} of unit {unit}"
 
     for unit, starts in enumerate(schedule.starts):
@@ -238,12 +238,13 @@ def check_blocks(schedule: BlockSchedule) -> None:
             )
         for index, (start, block) in enumerate(zip(starts, blocks, strict=True)):
             if start < 0:
-                raise InfeasibleError(f"{named(unit, index)} starts at {start}, before 0")
+                raise InfeasibleError(f"{block_title(unit, index)} starts at {start}, before 0")
             for position, other in enumerate(block.after):
                 ready = starts[other] + blocks[other].time + block.delay(position)
                 if start < ready:
                     raise InfeasibleError(
-                        f"{named(unit, index)} starts at {start}, but {named(unit, other)}, "
+                        f"{block_title(unit, index)} starts at {start}, but "
+                        f"{block_title(unit, other)}, "
                         "which it comes after, is "
                         f"there at {ready}"
                     )
@@ -252,7 +253,7 @@ def check_blocks(schedule: BlockSchedule) -> None:
         before = ""
         where = f"device {device}"
         for start, unit, index in tasks:
-            name = named(unit, index)
+            name = block_title(unit, index)
             if start < free:
                 raise InfeasibleError(
                     f"{name} starts at {start}, while {before} runs until {free}", where=where
@@ -265,11 +266,11 @@ def check_blocks(schedule: BlockSchedule) -> None:
             before = name
 
 
-def order_form(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
+def task_order_json(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
     return [{"block": block, "unit": unit, "start": start} for block, unit, start in tasks]
 
 
-def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
+def block_schedule_json(schedule: BlockSchedule) -> dict[str, object]:
     """Return the schedule as lists, dicts and scalars for JSON. A block on several devices is in
     the task list of each of them.
     """
@@ -296,7 +297,7 @@ def block_schedule_form(schedule: BlockSchedule) -> dict[str, object]:
             encode(each if any(each.delays) else replace(each, delays=())) for each in graph.blocks
         ],
         "tasks": [
-            order_form((block, unit, start) for start, unit, block in order)
+            task_order_json((block, unit, start) for start, unit, block in order)
             for order in schedule.tasks
         ],
     }
@@ -306,12 +307,12 @@ def read_block_schedule(path: Path) -> BlockSchedule:
     """Return the schedule in the file `path`. Raise ConfigurationError, with file and key, if the
     schedule is invalid.
     """
-    record = read_record(path, SCHEDULE_FORMAT)
+    record = read_json_record(path, SCHEDULE_FORMAT)
     if record.has("repetends"):
         hint = "give the folder of the plan that it belongs to"
         raise record.error("the file is the schedule of a plan, not of blocks", hint)
     if not record.has("memory"):
-        devices = record.get("devices", Devices)
+        devices = record.get("devices", DeviceCount)
         record.value["memory"] = (None,) * devices
     graph = decode(record, BlockGraph)
     try:
@@ -326,26 +327,26 @@ def read_block_schedule(path: Path) -> BlockSchedule:
             )
     schedule = BlockSchedule(
         graph=graph,
-        starts=_starts_of(record, graph),
-        period=record.get("period", Whole | None),
-        lower_bound=record.get("lower_bound", Whole),
+        starts=_read_starts(record, graph),
+        period=record.get("period", NonNegativeInteger | None),
+        lower_bound=record.get("lower_bound", NonNegativeInteger),
         optimal=record.get("optimal", bool),
         repetend=repetend,
         search_time_s=record.get("search_time_s", float),
     )
     try:
-        check_blocks(schedule)
+        check_start_times(schedule)
     except InfeasibleError as error:
         place = f"{path}: {error.where}" if error.where else str(path)
         raise ConfigurationError(
             error.message, "the tasks do not fit the blocks; search anew", place
         ) from error
-    if record.get("makespan", Whole) != schedule.makespan:
+    if record.get("makespan", NonNegativeInteger) != schedule.makespan:
         record.at("makespan").refuse(f"the end of the last task, {schedule.makespan}")
     return schedule
 
 
-def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
+def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
     """Return the start of each block of each unit. Raise ConfigurationError unless each block is
     once in the list of each of its devices, with one start time.
     """
@@ -366,7 +367,7 @@ def _starts_of(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], 
                 task.at("block").refuse(f"the index of a block on device {device}")
             if (unit, index, device) in found:
                 task.refuse("each block of a unit once")
-            found[unit, index, device] = task.get("start", Whole)
+            found[unit, index, device] = task.get("start", NonNegativeInteger)
     # A file can declare far more units than it has tasks; the first incomplete unit ends this loop.
     for unit in range(units):
         for index, block in enumerate(graph.blocks):

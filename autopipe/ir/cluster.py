@@ -11,32 +11,37 @@ from typing import Annotated
 
 from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts
+from autopipe.ir.measured_costs import AffineTime, ExchangeCost, TaskCosts
 from autopipe.ir.words import plural
 
-_BUFFERS_BYTES = 524_288 + 4_915_200 + 4_194_304
+_NCCL_BUFFER_BYTES_PER_CHANNEL = 524_288 + 4_915_200 + 4_194_304
 """Bytes of receive buffers per channel (one CTA of a kernel) of an NCCL communicator, for the
 protocols LL, LL128 and Simple: DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE and DEFAULT_BUFFSIZE
 (NCCL_BUFFSIZE) in src/init.cc and src/include/device.h of NCCL 2.21. NCCL allocates the buffers of
 a connection at its first use (NCCL_RUNTIME_CONNECT).
 """
-MESSAGE_CTAS = 32
+MAX_P2P_CTAS = 32
 """Maximum number of CTAs of all P2P communicators of a rank together. A kernel that waits for a
 message occupies one multiprocessor per CTA, and large GPUs have about a hundred multiprocessors.
 """
-_GROUP_CHANNELS = 24
+_MAX_CHANNELS_PER_GROUP = 24
 """Maximum number of channels of a process group's communicator: NCCL opens 24 with NVSwitch, 12
 with the NVLinks of a V100, 2 with PCIe only.
 """
-_GROUPS = 3
+_PROCESS_GROUPS_PER_RANK = 3
 """Process groups of a rank with collectives: one of replicas, one of a stage, and one of tied
 weights or all ranks.
 """
 
 
-def nccl_bytes(ranks: int) -> int:
+def max_nccl_buffer_bytes(ranks: int) -> int:
     """Return an upper bound of the bytes of NCCL buffers on each of `ranks` ranks."""
-    return 0 if ranks < 2 else (MESSAGE_CTAS + _GROUPS * _GROUP_CHANNELS) * _BUFFERS_BYTES
+    return (
+        0
+        if ranks < 2
+        else (MAX_P2P_CTAS + _PROCESS_GROUPS_PER_RANK * _MAX_CHANNELS_PER_GROUP)
+        * _NCCL_BUFFER_BYTES_PER_CHANNEL
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,8 @@ class Device:
     efficiency: tuple[tuple[str, float], ...]
     tasks: TaskCosts | None = None
     collectives: tuple[ExchangeCost, ...] = ()
-    post: Affine | None = None
-    follow: Affine | None = None
+    post: AffineTime | None = None
+    follow: AffineTime | None = None
     context_bytes: int = 0
     """Bytes of GPU memory of the CUDA context."""
     host_launch_s: float = 0.0
@@ -81,17 +86,17 @@ class Device:
             and precision not in declared
             and "fp32" in declared
         )
-        return self._declared(declared, "fp32" if narrow else precision, "peak FLOP/s for")
+        return self._declared_value(declared, "fp32" if narrow else precision, "peak FLOP/s for")
 
-    def fraction(self, operator_class: str) -> float:
+    def efficiency_of(self, operator_class: str) -> float:
         """Return the fraction of peak or bandwidth that operators of a class reach. Raise
         ConfigurationError if the device does not declare it.
         """
-        return self._declared(
+        return self._declared_value(
             dict(self.efficiency), operator_class, "efficiency for operators of class"
         )
 
-    def _declared(self, values: dict[str, float], name: str, what: str) -> float:
+    def _declared_value(self, values: dict[str, float], name: str, what: str) -> float:
         if name not in values:
             hint = f"declared: {', '.join(values) or 'none'}"
             raise ConfigurationError(f"device {self.name} declares no {what} {name}", hint)
@@ -123,7 +128,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DevicePool:
     """A device pool: consecutive devices of a mixed cluster with separate nodes and links."""
 
     name: str = field(compare=False)
@@ -131,7 +136,7 @@ class Group:
     levels: tuple[Level, ...]
 
     def __post_init__(self) -> None:
-        _check_room(f"group {self.name}", self.size, self.levels)
+        _check_level_capacity(f"group {self.name}", self.size, self.levels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class Cluster:
     """Levels from the innermost (devices in a node) to the outermost (nodes in the cluster). With
     `groups`, the level that connects the groups.
     """
-    groups: tuple[Group, ...] = ()
+    groups: tuple[DevicePool, ...] = ()
     """Device pools of a mixed cluster; () if all nodes and links are equal."""
     allow_mixed_stages: Annotated[bool, FormerKey("straddle")] = False
     """True if strategies may make stages whose devices are of different types. If it is false, only
@@ -155,7 +160,7 @@ class Cluster:
     """
 
     def __post_init__(self) -> None:
-        _check_room(f"cluster {self.name}", len(self.groups or self.devices), self.levels)
+        _check_level_capacity(f"cluster {self.name}", len(self.groups or self.devices), self.levels)
         if self.groups and len(self.levels) != 1:
             raise ConfigurationError(
                 (
@@ -180,9 +185,9 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[Device, ...]:
-        return self.kinds_among(range(self.size))
+        return self.device_types_among(range(self.size))
 
-    def kinds_among(self, devices: Iterable[int]) -> tuple[Device, ...]:
+    def device_types_among(self, devices: Iterable[int]) -> tuple[Device, ...]:
         """Return the distinct device types of `devices`, in order of first occurrence."""
         # Equal devices are usually one object, so identity avoids most comparisons.
         found = {id(kind): kind for kind in map(self.devices.__getitem__, devices)}
@@ -205,7 +210,7 @@ class Cluster:
         first, levels = self.part(device)
         before = sum(
             -(-group.size // group.levels[0].size)
-            for group, start in self._placed()
+            for group, start in self._pools_with_first_device()
             if start < first
         )
         return before + (device - first) // levels[0].size
@@ -214,11 +219,13 @@ class Cluster:
         """Return (first, levels): the first device and the levels of the group that contains
         `device`, or 0 and the levels of the cluster if there are no groups.
         """
-        self._check(device)
+        self._check_device(device)
         if not self.groups:
             return 0, self.levels
         group, start = next(
-            (group, start) for group, start in self._placed() if device < start + group.size
+            (group, start)
+            for group, start in self._pools_with_first_device()
+            if device < start + group.size
         )
         return start, group.levels
 
@@ -229,7 +236,7 @@ class Cluster:
             return None
         if self.groups and self.part(second)[0] != start:
             return self.levels[0]
-        self._check(second)
+        self._check_device(second)
         low = first - start
         high = second - start
         for level in levels[:-1]:
@@ -261,7 +268,7 @@ class Cluster:
             return self.link(members[0], members[0])
         # If two members are in different groups of a level, so are two members with consecutive
         # positions in sorted order.
-        return slower(self.link(first, second) for first, second in pairwise(members))
+        return slowest_of(self.link(first, second) for first, second in pairwise(members))
 
     def take(self, count: int) -> Cluster:
         """Return a cluster of the first `count` devices, with level sizes reduced accordingly.
@@ -277,19 +284,22 @@ class Cluster:
                 f"cluster {self.name} has {self.size} {plural(self.size, 'device')}, {fewer}"
             )
         if not self.groups:
-            return replace(self, devices=self.devices[:count], levels=_filled(self.levels, count))
+            return replace(
+                self, devices=self.devices[:count], levels=_shrink_levels(self.levels, count)
+            )
         kept = [
             (group, min(group.size, count - start))
-            for group, start in self._placed()
+            for group, start in self._pools_with_first_device()
             if start < count
         ]
         groups = tuple(
-            replace(group, size=size, levels=_filled(group.levels, size)) for group, size in kept
+            replace(group, size=size, levels=_shrink_levels(group.levels, size))
+            for group, size in kept
         )
         return replace(
             self,
             devices=self.devices[:count],
-            levels=_filled(self.levels, len(groups)),
+            levels=_shrink_levels(self.levels, len(groups)),
             groups=groups,
         )
 
@@ -298,7 +308,7 @@ class Cluster:
         inside nodes if `inside_nodes`, otherwise all other links.
         """
 
-        def scaled(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
+        def scale_levels(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
             found = []
             for number, level in enumerate(levels, first):
                 if (number == 0) == inside_nodes and level.size > 1:
@@ -309,15 +319,17 @@ class Cluster:
                 found.append(level)
             return tuple(found)
 
-        groups = tuple(replace(group, levels=scaled(group.levels, 0)) for group in self.groups)
+        groups = tuple(
+            replace(group, levels=scale_levels(group.levels, 0)) for group in self.groups
+        )
         # The level that connects groups is above the nodes.
-        return replace(self, groups=groups, levels=scaled(self.levels, 1 if groups else 0))
+        return replace(self, groups=groups, levels=scale_levels(self.levels, 1 if groups else 0))
 
     def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
         """Return (cluster, indices): the cluster with its groups in `order`, and the index in this
         cluster of each device of the new one.
         """
-        placed = list(self._placed())
+        placed = list(self._pools_with_first_device())
         groups, starts = zip(*(placed[each] for each in order), strict=True)
         old = tuple(
             chain.from_iterable(
@@ -328,24 +340,24 @@ class Cluster:
             self, devices=tuple(self.devices[device] for device in old), groups=groups
         ), old
 
-    def _placed(self) -> Iterable[tuple[Group, int]]:
+    def _pools_with_first_device(self) -> Iterable[tuple[DevicePool, int]]:
         """Return pairs (group, index of its first device)."""
         starts = accumulate((group.size for group in self.groups), initial=0)
         return zip(self.groups, starts, strict=False)
 
-    def _check(self, device: int) -> None:
+    def _check_device(self, device: int) -> None:
         if not 0 <= device < self.size:
             raise ConfigurationError(
                 f"cluster {self.name} has no device {device}", f"devices are 0 to {self.size - 1}"
             )
 
 
-def slower(links: Iterable[Link]) -> Link:
+def slowest_of(links: Iterable[Link]) -> Link:
     """Return the link with the lowest bandwidth. Ties: the highest latency."""
     return min(set(links), key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
 
 
-def _check_room(who: str, count: int, levels: Sequence[Level]) -> None:
+def _check_level_capacity(who: str, count: int, levels: Sequence[Level]) -> None:
     """Raise ConfigurationError unless the levels can hold `count` devices or groups."""
     if count < 1 or not levels:
         raise ConfigurationError(f"{who} needs at least one device and one level")
@@ -358,7 +370,7 @@ def _check_room(who: str, count: int, levels: Sequence[Level]) -> None:
         )
 
 
-def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
+def _shrink_levels(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
     """Return the levels with sizes reduced to the sizes that `count` innermost members require."""
     found = []
     for level in levels:
@@ -367,6 +379,6 @@ def _filled(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
     return tuple(found)
 
 
-def own_cores() -> int:
+def usable_cpu_cores() -> int:
     """Return the number of CPU cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

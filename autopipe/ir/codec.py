@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
-from autopipe.ir.errors import ConfigurationError, nearest, quote
+from autopipe.ir.errors import ConfigurationError, quote, similar_name_hint
 from autopipe.ir.words import plural
 
 
@@ -475,7 +475,7 @@ def _read_literal(literal: Any, record: Record) -> object:
     if _is_option(value, literal):
         return value
     message = f"{record.path}: {quote(str(value))} is none of {', '.join(map(str, options))}"
-    raise record.error(message, nearest(str(value), map(str, options)))
+    raise record.error(message, similar_name_hint(str(value), map(str, options)))
 
 
 def _is_option(value: object, literal: Any) -> bool:

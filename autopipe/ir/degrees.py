@@ -12,7 +12,7 @@ from autopipe.ir.words import plural
 Interval = tuple[Count, Count]
 """Minimum and maximum of a degree over the stages and their products."""
 
-_MOST_SIZES = 6
+_MAX_LISTED_GROUPS = 6
 """Maximum number of groups whose sizes the text lists one by one."""
 
 
@@ -117,6 +117,6 @@ def _interval_text(interval: Interval) -> str:
 
 
 def _sizes_text(sizes: Sequence[int]) -> str:
-    if len(sizes) > _MOST_SIZES:
+    if len(sizes) > _MAX_LISTED_GROUPS:
         return f"{min(sizes)} to {max(sizes)}"
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

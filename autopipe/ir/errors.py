@@ -64,7 +64,7 @@ class RenamedWarning(FutureWarning):
     """A name or key of the previous release was used; the next release rejects it."""
 
 
-REFUSALS = (ConfigurationError, InfeasibleError, ModelError)
+CANDIDATE_ERRORS = (ConfigurationError, InfeasibleError, ModelError)
 """Errors that reject one candidate, so that a search continues with others."""
 
 
@@ -86,7 +86,7 @@ class CodegenError(AutopipeError):
     exit_code = 2
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def similar_name_hint(name: str, known: Iterable[str]) -> str:
     """Return a hint: the known name that is most similar to `name`, or all known names."""
     names = list(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)

@@ -22,7 +22,7 @@ INLINE_LIMIT: Final = 3 << 29
 """Maximum bytes of tensors inside an ONNX file (1.5 GiB), because a protobuf is limited to 2
 GiB.
 """
-_ALIGNMENT: Final = 4096
+_ALIGNMENT_BYTES: Final = 4096
 Progress = Callable[[int], None]
 """Callback with the number of written bytes after each piece."""
 
@@ -45,11 +45,11 @@ def lfs_error(path: Path) -> tuple[str, str] | None:
     return f"{path.name} is a pointer of Git LFS, not the file itself", "git lfs pull"
 
 
-def aligned(file: IO[bytes]) -> int:
+def pad_to_alignment(file: IO[bytes]) -> int:
     """Pad the file to the next multiple of 4,096 bytes, so that a tensor there can be mapped into
     memory. Return the new offset.
     """
-    file.write(bytes(-file.tell() % _ALIGNMENT))
+    file.write(bytes(-file.tell() % _ALIGNMENT_BYTES))
     return file.tell()
 
 
@@ -87,17 +87,17 @@ class JsonRecord(Record):
         return self.error(f"{self.child(None, key).path} is missing", "write the file anew")
 
 
-def read_record(path: Path, form: str) -> JsonRecord:
+def read_json_record(path: Path, form: str) -> JsonRecord:
     """Return the JSON object in the file `path`, whose key `format` must be `form`. Raise
     ConfigurationError for a file that cannot be read, is not JSON, or has another format.
     """
     where = str(path)
 
-    def refuse_constant(text: str) -> NoReturn:
+    def reject_constant(text: str) -> NoReturn:
         raise ValueError(f"{text} is no number")
 
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse_constant)
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=reject_constant)
     except OSError as error:
         raise ConfigurationError(f"cannot read the file: {error.strerror}", where=where) from error
     except (ValueError, RecursionError) as error:
@@ -111,7 +111,7 @@ def read_record(path: Path, form: str) -> JsonRecord:
     return record
 
 
-def record_text(form: dict[str, object]) -> str:
+def document_text(form: dict[str, object]) -> str:
     """Return the document as JSON with one line per entry of the outer object, for compact files
     with readable differences.
     """
@@ -132,7 +132,7 @@ def _value_text(value: object) -> str:
     return "[" + ", ".join(texts[id(each)] for each in value) + "]"
 
 
-TAGS: Final = {
+SAFETENSORS_TYPES: Final = {
     DType.FLOAT64: "F64",
     DType.FLOAT32: "F32",
     DType.FLOAT16: "F16",
@@ -151,8 +151,8 @@ TAGS: Final = {
     DType.FLOAT8E8M0: "F8_E8M0",
 }
 """Names of element types in safetensors."""
-_PAIRS = {DType.COMPLEX64: "F32", DType.COMPLEX128: "F64"}
-_HEADER_ALIGNMENT = 8
+_COMPLEX_COMPONENT_TYPES = {DType.COMPLEX64: "F32", DType.COMPLEX128: "F64"}
+_HEADER_ALIGNMENT_BYTES = 8
 
 
 def safetensors_header(
@@ -167,16 +167,16 @@ def safetensors_header(
     starts = dict[str, int]()
     end = 0
     for name, dtype, shape in tensors:
-        pair = _PAIRS.get(dtype)
+        pair = _COMPLEX_COMPONENT_TYPES.get(dtype)
         starts[name] = end
         end += math.prod(shape) * dtype.itemsize
         stored = (*shape, 2) if pair else shape
         form[name] = {
-            "dtype": pair or TAGS[dtype],
+            "dtype": pair or SAFETENSORS_TYPES[dtype],
             "shape": stored,
             "data_offsets": [starts[name], end],
         }
     text = json.dumps(form).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT_BYTES)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: len(header) + start for name, start in starts.items()}, len(header) + end

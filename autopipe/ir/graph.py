@@ -26,7 +26,7 @@ import numpy as np
 
 from autopipe.ir.codec import AtLeast, Coded, Index, Inline, Record, decode, encode
 from autopipe.ir.errors import ModelError
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 
 
 class DType(enum.Enum):
@@ -67,13 +67,13 @@ class DType(enum.Enum):
         """Little-endian NumPy type of stored elements. For bfloat16 and float8, an unsigned integer
         type of equal size.
         """
-        bits = "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_eighth else self.held
+        bits = "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_float8 else self.held
         return np.dtype(bits).newbyteorder("<")
 
     @property
     def packed_bits(self) -> int:
         """Bits per element if a byte of a file stores several elements; otherwise 0."""
-        return _PACKED.get(self, 0)
+        return _BITS_OF_PACKED_TYPES.get(self, 0)
 
     @property
     def held(self) -> str:
@@ -85,13 +85,13 @@ class DType(enum.Enum):
         return "int8" if self.value.startswith("int") else "uint8"
 
     @property
-    def is_eighth(self) -> bool:
+    def is_float8(self) -> bool:
         """True for 8-bit floating-point types, which are only stored and not computed with."""
         return self.value.startswith("float8")
 
     @property
     def is_floating(self) -> bool:
-        return self in _FLOATING
+        return self in _FLOATING_TYPES
 
     @property
     def is_integer(self) -> bool:
@@ -99,12 +99,14 @@ class DType(enum.Enum):
         return self.value.startswith(("int", "uint"))
 
 
-_BITS = {
+_BITS_PER_ELEMENT = {
     each: int("0" + "".join(filter(str.isdigit, each.value.partition("_")[0]))) for each in DType
 }
-_ITEMSIZE = {each: max(8, bits) // 8 for each, bits in _BITS.items()}
-_PACKED = {each: bits for each, bits in _BITS.items() if 0 < bits < 8}
-_FLOATING = frozenset(each for each, bits in _BITS.items() if "float" in each.value and bits > 8)
+_ITEMSIZE = {each: max(8, bits) // 8 for each, bits in _BITS_PER_ELEMENT.items()}
+_BITS_OF_PACKED_TYPES = {each: bits for each, bits in _BITS_PER_ELEMENT.items() if 0 < bits < 8}
+_FLOATING_TYPES = frozenset(
+    each for each, bits in _BITS_PER_ELEMENT.items() if "float" in each.value and bits > 8
+)
 
 
 COUNTED_LABELS = "autopipe/counted_labels"
@@ -112,8 +114,8 @@ COUNTED_LABELS = "autopipe/counted_labels"
 divided by its sum.
 """
 
-Whole = Annotated[int, AtLeast(-(2**63))]
-Attribute = Whole | float | str | tuple[Whole, ...] | tuple[float, ...] | tuple[str, ...]
+Int64 = Annotated[int, AtLeast(-(2**63))]
+Attribute = Int64 | float | str | tuple[Int64, ...] | tuple[float, ...] | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +353,7 @@ class Graph:
         found = self._held.get(name)
         return found if isinstance(found, Constant) else None
 
-    @remembered(GRAPHS)
+    @memoize(MAX_CACHED_GRAPHS)
     def consumers(self) -> dict[str, tuple[int, ...]]:
         """Return, for each value, the distinct indices of the nodes that read it, ascending."""
         found: dict[str, list[int]] = {}
@@ -361,7 +363,7 @@ class Graph:
                     found.setdefault(name, []).append(index)
         return {name: tuple(indices) for name, indices in found.items()}
 
-    @remembered(GRAPHS)
+    @memoize(MAX_CACHED_GRAPHS)
     def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
         """Return, for each node, the distinct (value, index of the node that writes it) that it
         reads.

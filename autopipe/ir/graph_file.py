@@ -22,7 +22,7 @@ import numpy as np
 
 from autopipe.ir.codec import Count, Row, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.files import JsonRecord, read_record
+from autopipe.ir.files import JsonRecord, read_json_record
 from autopipe.ir.graph import (
     Attribute,
     Constant,
@@ -40,12 +40,12 @@ from autopipe.ir.words import plural
 
 GRAPH_FILE: Final = "graph.json"
 FORMAT: Final = "autopipe.graph/1"
-_HINT: Final = "plan again"
-_MOST_CONSTANT_BYTES: Final = 1 << 30
+_PLAN_AGAIN_HINT: Final = "plan again"
+_MAX_CONSTANT_BYTES: Final = 1 << 30
 """Maximum bytes of all constants of a file together, as in the reader of ONNX files."""
-_MOST_NESTED: Final = 64
+_MAX_LOOP_DEPTH: Final = 64
 """Maximum depth of loops that contain loops."""
-_INTEGERS: Final = range(-(2**63), 2**64)
+_ATTRIBUTE_INTEGERS: Final = range(-(2**63), 2**64)
 """Integers that an attribute may have."""
 
 
@@ -80,7 +80,7 @@ def graph_text(planned: PlannedGraph) -> str:
         "loss": planned.loss,
         "scores": planned.scores,
         "constraints": encode_as(planned.constraints, tuple[Constraint, ...]),
-        **_graph_form(planned.graph),
+        **_graph_json(planned.graph),
     }
     lines = [f"{json.dumps(key)}: {_member_text(value)}" for key, value in form.items()]
     return "{" + ",\n".join(lines) + "}\n"
@@ -92,33 +92,33 @@ def _member_text(value: object) -> str:
     return "[\n " + ",\n ".join(json.dumps(each, allow_nan=False) for each in value) + "]"
 
 
-def _graph_form(graph: Graph) -> dict[str, Any]:
+def _graph_json(graph: Graph) -> dict[str, Any]:
     return {
         "name": graph.name,
         "opset": graph.opset,
-        "inputs": [_value_form(each) for each in graph.inputs],
+        "inputs": [_value_json(each) for each in graph.inputs],
         "batch_axes": dict(graph.batch_axes),
         "outputs": list(graph.outputs),
-        "parameters": [_parameter_form(each) for each in graph.parameters],
-        "constants": [_constant_form(each) for each in graph.constants],
-        "nodes": [_node_form(each) for each in graph.nodes],
-        "values": [_value_form(each) for each in graph.values],
+        "parameters": [_parameter_json(each) for each in graph.parameters],
+        "constants": [_constant_json(each) for each in graph.constants],
+        "nodes": [_node_json(each) for each in graph.nodes],
+        "values": [_value_json(each) for each in graph.values],
     }
 
 
-def _value_form(value: Value) -> list[object]:
+def _value_json(value: Value) -> list[object]:
     return [value.name, value.dtype.value, list(value.shape)]
 
 
-def _parameter_form(parameter: Parameter) -> dict[str, Any]:
+def _parameter_json(parameter: Parameter) -> dict[str, Any]:
     form = encode(parameter)
     if isinstance(parameter.storage, Fill) and not math.isfinite(parameter.storage.value):
         form["storage"]["value"] = str(parameter.storage.value)
     return form
 
 
-def _constant_form(constant: Constant) -> dict[str, object]:
-    form: dict[str, object] = {"value": _value_form(constant.value)}
+def _constant_json(constant: Constant) -> dict[str, object]:
+    form: dict[str, object] = {"value": _value_json(constant.value)}
     dtype = constant.value.dtype
     if constant.array.dtype.newbyteorder("<") != dtype.stored:
         # A type of the package ml_dtypes, such as bfloat16.
@@ -127,22 +127,22 @@ def _constant_form(constant: Constant) -> dict[str, object]:
     return form
 
 
-def _node_form(node: Node) -> dict[str, object]:
+def _node_json(node: Node) -> dict[str, object]:
     form: dict[str, object] = {"op": node.op, "name": node.name}
     if node.domain:
         form["domain"] = node.domain
     form["inputs"] = list(node.inputs)
     form["outputs"] = list(node.outputs)
     if node.attributes:
-        form["attributes"] = {name: _attribute_form(value) for name, value in node.attributes}
+        form["attributes"] = {name: _attribute_json(value) for name, value in node.attributes}
     if node.body is not None:
-        form["body"] = _graph_form(node.body)
+        form["body"] = _graph_json(node.body)
     return form
 
 
-def _attribute_form(value: Attribute) -> object:
+def _attribute_json(value: Attribute) -> object:
     if isinstance(value, tuple):
-        return [_attribute_form(each) for each in value]
+        return [_attribute_json(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     return value
@@ -152,7 +152,7 @@ def read_graph(path: Path) -> PlannedGraph:
     """Return the graph in the file `path`. Raises ConfigurationError, with the file and the key, if
     it cannot be read or is not a graph whose operators autopipe supports.
     """
-    record = read_record(path, FORMAT)
+    record = read_json_record(path, FORMAT)
     try:
         graph = _read_graph(record, 0)
         planned = PlannedGraph(
@@ -162,18 +162,20 @@ def read_graph(path: Path) -> PlannedGraph:
             scores=record.get("scores", Scores),
             constraints=record.get("constraints", tuple[Constraint, ...]),
         )
-        _check(graph)
+        _check_operators_of_nodes(graph)
     except ModelError as error:
         what = f"{error.where}: {error.message}" if error.where else error.message
-        raise ConfigurationError(f"not a sound graph: {what}", _HINT, str(path)) from error
+        raise ConfigurationError(
+            f"not a sound graph: {what}", _PLAN_AGAIN_HINT, str(path)
+        ) from error
     if planned.loss and not graph.has(planned.loss):
         record.at("loss").refuse("the name of a value of the graph")
     return planned
 
 
 def _read_graph(record: JsonRecord, depth: int) -> Graph:
-    if depth > _MOST_NESTED:
-        record.refuse(f"loops within loops, at most {_MOST_NESTED} deep")
+    if depth > _MAX_LOOP_DEPTH:
+        record.refuse(f"loops within loops, at most {_MAX_LOOP_DEPTH} deep")
     inputs = tuple(map(_read_value, record.at("inputs").items()))
     ranks = {value.name: len(value.shape) for value in inputs}
     axes = record.at("batch_axes")
@@ -183,7 +185,7 @@ def _read_graph(record: JsonRecord, depth: int) -> Graph:
         if type(axis) is not int or not 0 <= axis < ranks.get(name, 0):
             each.refuse("an axis of an input of this name")
         batch_axes.append((name, axis))
-    left = [_MOST_CONSTANT_BYTES]
+    left = [_MAX_CONSTANT_BYTES]
     return Graph(
         name=record.get("name", str),
         opset=record.get("opset", Count),
@@ -191,7 +193,7 @@ def _read_graph(record: JsonRecord, depth: int) -> Graph:
         parameters=tuple(map(_read_parameter, record.at("parameters").items())),
         constants=tuple(_read_constant(each, left) for each in record.at("constants").items()),
         nodes=tuple(_read_node(each, depth) for each in record.at("nodes").items()),
-        outputs=_texts(record.at("outputs")),
+        outputs=_read_texts(record.at("outputs")),
         values=tuple(map(_read_value, record.at("values").items())),
         batch_axes=tuple(batch_axes),
     )
@@ -217,12 +219,12 @@ def _read_parameter(record: JsonRecord) -> Parameter:
     except (TypeError, ValueError):
         record.at("storage").refuse("a place in a file, or how to initialise the parameter")
     storage = parameter.storage
-    if isinstance(storage, FileSlice) and storage.file and not _is_inside(storage.file):
+    if isinstance(storage, FileSlice) and storage.file and not _is_relative_inside(storage.file):
         record.at("storage").at("file").refuse("a path inside the folder of the model")
     return parameter
 
 
-def _is_inside(file: str) -> bool:
+def _is_relative_inside(file: str) -> bool:
     """Return True if a relative path names a file in a folder or below it."""
     path = PurePosixPath(file)
     has_odd_text = "\0" in file or "\\" in file or bool(Path(file).drive)
@@ -236,11 +238,11 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     value = _read_value(record.at("value"))
     dtype = value.dtype.stored
     if record.has("type"):
-        dtype = _numpy_type(record.at("type"), value.dtype)
+        dtype = _ml_dtypes_type(record.at("type"), value.dtype)
     size = value.elements * dtype.itemsize
     left[0] -= size
     if left[0] < 0:
-        record.at("value").refuse(f"constants of at most {_MOST_CONSTANT_BYTES} bytes together")
+        record.at("value").refuse(f"constants of at most {_MAX_CONSTANT_BYTES} bytes together")
     content = record.at("data")
     text = decode(content, str)
     try:
@@ -253,7 +255,7 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     return Constant(value, np.ndarray(value.shape, dtype, buffer=data))
 
 
-def _numpy_type(record: JsonRecord, dtype: DType) -> np.dtype[Any]:
+def _ml_dtypes_type(record: JsonRecord, dtype: DType) -> np.dtype[Any]:
     """Return numpy's type for elements of `dtype` that only the package ml_dtypes defines."""
     import ml_dtypes
 
@@ -271,15 +273,15 @@ def _read_node(record: JsonRecord, depth: int) -> Node:
     return Node(
         name=record.get("name", str),
         op=record.get("op", str),
-        inputs=_texts(record.at("inputs")),
-        outputs=_texts(record.at("outputs")),
+        inputs=_read_texts(record.at("inputs")),
+        outputs=_read_texts(record.at("outputs")),
         attributes=attributes,
         domain=record.get("domain", str) if record.has("domain") else "",
         body=_read_graph(record.at("body"), depth + 1) if record.has("body") else None,
     )
 
 
-def _texts(record: JsonRecord) -> tuple[str, ...]:
+def _read_texts(record: JsonRecord) -> tuple[str, ...]:
     if type(record.value) is not list or not all(type(each) is str for each in record.value):
         record.refuse("a list of texts")
     return tuple(record.value)
@@ -299,7 +301,7 @@ def _read_scalar(record: JsonRecord) -> int | float | str:
     value = record.value
     if type(value) is str:
         return value
-    if type(value) is int and value in _INTEGERS:
+    if type(value) is int and value in _ATTRIBUTE_INTEGERS:
         return value
     if type(value) is float and math.isfinite(value):
         return value
@@ -308,7 +310,7 @@ def _read_scalar(record: JsonRecord) -> int | float | str:
     raise record.refusal("a number or text")
 
 
-def _check(graph: Graph) -> None:
+def _check_operators_of_nodes(graph: Graph) -> None:
     """Raise ModelError if a node of the graph, or of the body of a loop in it, has an unknown
     operator or tensors that do not fit its operator.
     """
@@ -316,7 +318,7 @@ def _check(graph: Graph) -> None:
     space = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
         if node.body is not None:
-            _check(node.body)
+            _check_operators_of_nodes(node.body)
         if qualified_name(node) not in OPERATORS:
             raise ModelError(f"operator {node.op!r} is unknown", where=repr(node.name))
         try:

@@ -9,10 +9,10 @@ MASK = "attention_mask"
 POSITIONS = "position_ids"
 LOGITS = "logits"
 """Names of the other inputs and of the logits output of exported decoders."""
-_PAST = "past"
-_PRESENTS = (
+_PAST_PREFIX = "past"
+_CACHE_NAME_PREFIXES = (
     ("past_key_values", "present"),
-    (_PAST, "present"),
+    (_PAST_PREFIX, "present"),
     ("past_key_values", "present_key_values"),
 )
 """Pairs (start of an input name, start of the output name) of exporters. Optimum names the output
@@ -28,7 +28,9 @@ def cache_pairs(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]
     found = {}
     for name in inputs:
         names = (
-            name.replace(past, present, 1) for past, present in _PRESENTS if name.startswith(past)
+            name.replace(past, present, 1)
+            for past, present in _CACHE_NAME_PREFIXES
+            if name.startswith(past)
         )
         if (present := next((each for each in names if each in given), None)) is not None:
             found[name] = present
@@ -37,4 +39,4 @@ def cache_pairs(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]
 
 def is_cache_input(name: str) -> bool:
     """True if `name` starts as the names of cache inputs do."""
-    return name.startswith(_PAST)
+    return name.startswith(_PAST_PREFIX)

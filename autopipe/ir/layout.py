@@ -149,7 +149,7 @@ def coordinate_along(axes: MeshAxes, position: Positions) -> Positions:
     return index
 
 
-def degree_of(axes: Iterable[MeshAxis]) -> int:
+def total_degree(axes: Iterable[MeshAxis]) -> int:
     """Return the product of the degrees of `axes`."""
     return math.prod([axis.degree for axis in axes])
 
@@ -235,7 +235,7 @@ class Layout:
         """Return the number of different shards, which is the product of the degrees of
         `shard_axes`.
         """
-        return degree_of(axis for axes in self.shard_axes for axis in axes)
+        return total_degree(axis for axes in self.shard_axes for axis in axes)
 
     def reduced(self) -> Layout:
         """Return the layout after the partial sums and means are all-reduced; the shards stay."""
@@ -251,7 +251,8 @@ class Layout:
             return self
         dimensions = zip(self.shape, self.shard_axes, self.windows, strict=True)
         shard_axes = (
-            () if window and size % degree_of(axes) else axes for size, axes, window in dimensions
+            () if window and size % total_degree(axes) else axes
+            for size, axes, window in dimensions
         )
         return Layout(self.shape, tuple(shard_axes))
 
@@ -260,7 +261,8 @@ class Layout:
         step = length.
         """
         even = [
-            size // degree_of(axes) for size, axes in zip(self.shape, self.shard_axes, strict=True)
+            size // total_degree(axes)
+            for size, axes in zip(self.shape, self.shard_axes, strict=True)
         ]
         windows = self.windows or (None,) * len(even)
         return tuple(
@@ -272,7 +274,7 @@ class Layout:
         """Return the shape of one device's shard."""
         if not self.windows:
             return tuple(
-                size // degree_of(axes)
+                size // total_degree(axes)
                 for size, axes in zip(self.shape, self.shard_axes, strict=True)
             )
         return tuple(shards.length for shards in self.shard_ranges())
@@ -324,12 +326,12 @@ def holders_by_shard(layout: Layout, group: int) -> tuple[tuple[TensorSlice, tup
     return tuple((shard, tuple(positions)) for shard, positions in found.items())
 
 
-def replicated(shape: tuple[int, ...]) -> Layout:
+def replicated_layout(shape: tuple[int, ...]) -> Layout:
     """Return the layout in which each device holds the full tensor."""
     return Layout(shape, ((),) * len(shape))
 
 
-def sliced(layout: Layout, group: int) -> Layout:
+def shard_copies(layout: Layout, group: int) -> Layout:
     """Return the layout in which each group of copies is sharded further, so that no two devices
     hold equal data.
 
@@ -351,7 +353,7 @@ def sliced(layout: Layout, group: int) -> Layout:
     if not copy_axes or layout.windows or layout.is_partial:
         return layout
     for dimension, size in enumerate(layout.local_shape()):
-        if size % degree_of(copy_axes) == 0:
+        if size % total_degree(copy_axes) == 0:
             shard_axes = list(layout.shard_axes)
             shard_axes[dimension] = merge_axes([*shard_axes[dimension], *copy_axes])
             return Layout(layout.shape, tuple(shard_axes))
@@ -486,15 +488,15 @@ def missing_elements(source: Layout, target: Layout, group: int) -> NDArray[np.i
     """
     if not target.shape:
         return np.zeros(group, dtype=np.int64)
-    need_start, need_stop = _ranges(target, group)
-    have_start, have_stop = _ranges(source, group)
+    need_start, need_stop = _index_ranges_by_device(target, group)
+    have_start, have_stop = _index_ranges_by_device(source, group)
     need = np.maximum(need_stop - need_start, 0).prod(axis=1)
     overlap = np.minimum(need_stop, have_stop) - np.maximum(need_start, have_start)
     missing: NDArray[np.int64] = need - np.maximum(overlap, 0).prod(axis=1)
     return missing
 
 
-def of_neighbours(layout: Layout, size: int) -> Layout:
+def layout_over_neighbours(layout: Layout, size: int) -> Layout:
     """Return the layout over groups of `size` neighbouring devices, each group counted as one
     device.
 
@@ -531,10 +533,14 @@ def sharded_over_neighbours(
             found.append(MeshAxis(span // size, 1))
         break
     outer = merge_axes(found)
-    return outer, window.joined(degree_of(axes) // degree_of(outer)) if window and outer else None
+    return outer, window.joined(
+        total_degree(axes) // total_degree(outer)
+    ) if window and outer else None
 
 
-def _ranges(layout: Layout, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _index_ranges_by_device(
+    layout: Layout, group: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return (starts, stops), both of shape [group, dimensions]: the index range of each device's
     shard, clipped to the tensor.
     """
@@ -609,4 +615,4 @@ class Redistribution:
         """Return the number by which to divide the reduced sum: the degree of the partial means
         that this step reduces.
         """
-        return degree_of(self.source.means) // degree_of(self.result.means)
+        return total_degree(self.source.means) // total_degree(self.result.means)

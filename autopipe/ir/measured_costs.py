@@ -33,7 +33,7 @@ from autopipe.ir.codec import (
     decode,
     encode,
 )
-from autopipe.ir.files import read_record
+from autopipe.ir.files import read_json_record
 from autopipe.ir.graph import Attribute, Constant, DType, Value
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.operator import Signature
@@ -41,32 +41,32 @@ from autopipe.ir.placement import Split
 from autopipe.ir.words import plural
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-MESSAGES = ("send", "post", "follow")
+P2P_MEASUREMENTS = ("send", "post", "follow")
 """Measurements of P2P messages: `send`, the transfer; `post`, the CPU time of one end; `follow`,
 the CPU time of each further message of a task.
 """
-EXCHANGES = (*MESSAGES, *COLLECTIVES)
+MEASURED_COMMUNICATION = (*P2P_MEASUREMENTS, *COLLECTIVES)
 FORMAT = "autopipe.costs/1"
-_TYPE = re.compile(
+_TENSOR_TYPE_PATTERN = re.compile(
     rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?"
 )
 Attributes = tuple[tuple[str, Attribute], ...]
-_SORTED = Coded(dict, lambda record: tuple(sorted(decode(record, Attributes))))
-TypeText = Annotated[str, Fits(_TYPE.fullmatch, 'a type such as "float32[8,64]"')]
+_SORTED_ATTRIBUTES = Coded(dict, lambda record: tuple(sorted(decode(record, Attributes))))
+TypeText = Annotated[str, Fits(_TENSOR_TYPE_PATTERN.fullmatch, 'a type such as "float32[8,64]"')]
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
+class AffineTime:
     """A time of `fixed_s + per_byte_s * bytes` seconds."""
 
     fixed_s: Amount
     per_byte_s: Amount
 
-    def __add__(self, other: Affine) -> Affine:
-        return Affine(self.fixed_s + other.fixed_s, self.per_byte_s + other.per_byte_s)
+    def __add__(self, other: AffineTime) -> AffineTime:
+        return AffineTime(self.fixed_s + other.fixed_s, self.per_byte_s + other.per_byte_s)
 
-    def __mul__(self, factor: float) -> Affine:
-        return Affine(self.fixed_s * factor, self.per_byte_s * factor)
+    def __mul__(self, factor: float) -> AffineTime:
+        return AffineTime(self.fixed_s * factor, self.per_byte_s * factor)
 
     def seconds(self, size_bytes: float) -> float:
         return self.fixed_s + self.per_byte_s * size_bytes
@@ -99,7 +99,7 @@ class Operation:
     """
 
     operator: str
-    attributes: Annotated[Attributes, _SORTED]
+    attributes: Annotated[Attributes, _SORTED_ATTRIBUTES]
     operands: tuple[TypeText, ...]
     results: tuple[TypeText, ...]
     gradients: tuple[Index, ...]
@@ -143,7 +143,7 @@ class OperationCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class OperationSample:
     """An operation to measure: a node, or its local shard under `splits`.
 
     `signatures` are those of the operator and of the operators that are fused with it, with local
@@ -204,7 +204,7 @@ class TensorCosts:
         return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
 
-_UPDATES = Fits(
+_THREE_UPDATE_COSTS = Fits(
     lambda updates: len(updates) == 3, "3 entries: an optimizer without states, with one, with two"
 )
 
@@ -227,7 +227,7 @@ class TaskCosts:
     """Time to accumulate the gradients of a micro-batch, per bytes of gradients."""
     bucket: TensorCosts
     """Time to copy gradients into a bucket and back, without the collective."""
-    updates: Annotated[tuple[TensorCosts, ...], _UPDATES]
+    updates: Annotated[tuple[TensorCosts, ...], _THREE_UPDATE_COSTS]
     """Time of an optimizer update, per bytes of parameters: without a state, with one state
     (momentum), with two (AdamW).
     """
@@ -247,9 +247,11 @@ class ExchangeCost:
     all-reduce, reduce-scatter and all-to-all; of the output of a rank for all-gather.
     """
 
-    kind: Annotated[str, Fits(EXCHANGES.__contains__, " or ".join(EXCHANGES))]
+    kind: Annotated[
+        str, Fits(MEASURED_COMMUNICATION.__contains__, " or ".join(MEASURED_COMMUNICATION))
+    ]
     ranks: Annotated[int, AtLeast(2), AtMost(2**20)]
-    fit: Annotated[Affine, Inline()]
+    fit: Annotated[AffineTime, Inline()]
     samples: tuple[TimedBytes, ...]
 
 
@@ -285,7 +287,7 @@ class Costs:
         return next((each for each in self.devices if each.device == device), None)
 
 
-def merged(parts: Iterable[Costs]) -> Costs:
+def merge_costs(parts: Iterable[Costs]) -> Costs:
     """Return the union of several costs. Later measurements of equal operations replace earlier
     ones.
     """
@@ -308,14 +310,14 @@ def merged(parts: Iterable[Costs]) -> Costs:
 
 
 def costs_text(costs: Costs) -> str:
-    def entry(key: str, value: object) -> str:
+    def entry_text(key: str, value: object) -> str:
         if isinstance(value, list) and key in ("exchanges", "operations") and value:
             lines = ",\n  ".join(json.dumps(each, allow_nan=False) for each in value)
             return f'"{key}": [\n  {lines}]'
         return f'"{key}": {json.dumps(value, allow_nan=False)}'
 
     texts = (
-        "{" + ",\n ".join(itertools.starmap(entry, encode(each).items())) + "}"
+        "{" + ",\n ".join(itertools.starmap(entry_text, encode(each).items())) + "}"
         for each in costs.devices
     )
     devices = ",\n".join(texts)
@@ -326,7 +328,7 @@ def read_costs(path: Path) -> Costs:
     """Return the costs in the file `path`. Raise ConfigurationError, with file and key, if the file
     is invalid.
     """
-    record = read_record(path, FORMAT)
+    record = read_json_record(path, FORMAT)
     costs: Costs = decode(record, Costs)
     if len({each.device for each in costs.devices}) < len(costs.devices):
         record.at("devices").refuse("devices of different names")

@@ -10,15 +10,15 @@ from typing import ParamSpec, TypeVar
 from autopipe.ir.errors import AutopipeError
 
 Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
-GRAPHS = 32
+MAX_CACHED_GRAPHS = 32
 """Number of graphs whose results are cached: one model at different micro-batch sizes has
 several.
 """
 
 
-def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Arguments, Answer]]:
+def memoize(most: int) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Return a decorator that caches the `most` most recently used results of a pure function.
 
     Numbers, strings and tuples of strings are compared by value, all other arguments by identity,
@@ -26,12 +26,15 @@ def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Ar
     Callers must not modify a result. Exceptions are not cached.
     """
 
-    def remembering(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-        known: OrderedDict[Hashable, tuple[object, Answer]] = OrderedDict()
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        known: OrderedDict[Hashable, tuple[object, Result]] = OrderedDict()
 
         @functools.wraps(function)
-        def answer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-            key = (*map(_named, args), *((name, _named(value)) for name, value in kwargs.items()))
+        def call_memoized(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            key = (
+                *map(_hashable, args),
+                *((name, _hashable(value)) for name, value in kwargs.items()),
+            )
             found = known.get(key)
             if found is None:
                 found = known[key] = ((args, kwargs), function(*args, **kwargs))
@@ -41,18 +44,18 @@ def remembered(most: int) -> Callable[[Callable[Arguments, Answer]], Callable[Ar
                 known.move_to_end(key)
             return found[1]
 
-        return answer
+        return call_memoized
 
-    return remembering
+    return decorate
 
 
-def once_each(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
+def memoize_all(function: Callable[[Key], Result]) -> Callable[[Key], Result]:
     """Return `function` with a cache of all results. An AutopipeError is cached too, and raised
     again. The cache lives as long as the returned function, for example for one search.
     """
-    known: dict[Key, Answer | AutopipeError] = {}
+    known: dict[Key, Result | AutopipeError] = {}
 
-    def answer(key: Key) -> Answer:
+    def call_memoized(key: Key) -> Result:
         if key not in known:
             try:
                 known[key] = function(key)
@@ -63,10 +66,10 @@ def once_each(function: Callable[[Key], Answer]) -> Callable[[Key], Answer]:
             raise found
         return found
 
-    return answer
+    return call_memoized
 
 
-def _named(value: object) -> Hashable:
+def _hashable(value: object) -> Hashable:
     if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
         return ("texts", *value)
     return value if isinstance(value, str | int | float) else (id(value),)

@@ -30,7 +30,7 @@ def movable_path(path: str, home: str | Path, model: str | Path) -> str:
     )
 
 
-def path_from(home: str | Path, text: str) -> str:
+def resolve_path(home: str | Path, text: str) -> str:
     """Return the absolute path of `text`, a path in a file of the folder `home`. This is the
     inverse of `relative_path`.
     """

@@ -24,20 +24,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-_SEAL: Final = ',\n "sha256": '
+_DIGESTS_START: Final = ',\n "sha256": '
 """Text before the digests, which are the last member of a head's JSON object."""
 _AT_CURRENT_FOLDER: Final = -100
 """`AT_FDCWD` of Linux: a relative path is relative to the working folder."""
-_EXCHANGE: Final = 2
+_RENAME_EXCHANGE: Final = 2
 """`RENAME_EXCHANGE`, the flag of Linux's renameat2 that exchanges two paths."""
-_CANNOT_EXCHANGE: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
+_EXCHANGE_UNSUPPORTED: Final = frozenset(
+    {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+)
 """Error numbers of a kernel or a file system that cannot exchange two paths."""
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Add the name `path` to an OSError of the block that has no file name, for example if the disk
-    is full, or that has the name of a temporary file of `replacing`.
+    is full, or that has the name of a temporary file of `open_replacement_file`.
     """
     try:
         yield
@@ -51,7 +53,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def open_replacement_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file to write. It replaces `path` if the block ends without an error; otherwise it is
     removed.
 
@@ -59,13 +61,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     are kept. If `path` is a device or a pipe, the bytes are written to it. Raise OSError with the
     name of the file if it cannot be written.
     """
-    with naming(path):
+    with add_path_to_errors(path):
         descriptor = open_descriptor(path)
         if descriptor is not None:
             with open(os.dup(descriptor), "wb") as stream:
                 yield stream
             return
-        path = followed(path)
+        path = follow_links(path)
         mode = _mode_of(path)
         if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             with open(path, "wb") as device:
@@ -83,8 +85,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             raise
 
 
-_DESCRIPTOR: Final = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self|\d+)/fd)/(\d+)")
-_MOST_LINKS: Final = 40
+_DESCRIPTOR_PATH: Final = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self|\d+)/fd)/(\d+)")
+_MAX_LINKS: Final = 40
 """Maximum length of a chain of links, as on Linux."""
 
 
@@ -93,8 +95,8 @@ def open_descriptor(path: Path) -> int | None:
     any other path.
     """
     place = os.path.abspath(path)
-    for _ in range(_MOST_LINKS):
-        match = _DESCRIPTOR.fullmatch(place)
+    for _ in range(_MAX_LINKS):
+        match = _DESCRIPTOR_PATH.fullmatch(place)
         if match is not None:
             return int(match[1])
         if not os.path.islink(place):
@@ -103,7 +105,7 @@ def open_descriptor(path: Path) -> int | None:
     return None
 
 
-def followed(path: Path) -> Path:
+def follow_links(path: Path) -> Path:
     """Return the absolute path of the file that `path` refers to if it is a link, otherwise the
     absolute path of `path`.
     """
@@ -120,18 +122,19 @@ def _mode_of(path: Path) -> int | None:
         return None
 
 
-def put_in_place(made: Path, path: Path) -> None:
-    """Move the finished file `made` to `path` by the rules of `replacing`. Both must be in one file
-    system, unless `path` is a device, a pipe or an open descriptor, to which the bytes are copied.
+def move_into_place(made: Path, path: Path) -> None:
+    """Move the finished file `made` to `path` by the rules of `open_replacement_file`. Both must be
+    in one file system, unless `path` is a device, a pipe or an open descriptor, to which the bytes
+    are copied.
     """
     if open_descriptor(path) is not None:
-        with open(made, "rb") as source, replacing(path) as stream:
+        with open(made, "rb") as source, open_replacement_file(path) as stream:
             shutil.copyfileobj(source, stream)
         os.unlink(made)
         return
-    path = followed(path)
+    path = follow_links(path)
     mode = _mode_of(path)
-    with naming(path):
+    with add_path_to_errors(path):
         if mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             os.replace(made, path)
             return
@@ -141,27 +144,27 @@ def put_in_place(made: Path, path: Path) -> None:
 
 
 @contextmanager
-def replacing_folder(folder: Path, head: str) -> Iterator[Path]:
+def open_replacement_folder(folder: Path, head: str) -> Iterator[Path]:
     """Yield an empty folder to fill. It replaces `folder` if the block ends without an error;
     otherwise it is removed.
 
     There is no moment at which neither the old nor the new folder exists. If the file system cannot
     exchange two folders, files are moved one by one, files with the name `head` last, so that
-    `mixed_file` can detect an interruption. The caller must check that the old folder holds no
-    files of a user. Raise OSError if the folder cannot be written.
+    `file_of_interrupted_write` can detect an interruption. The caller must check that the old
+    folder holds no files of a user. Raise OSError if the folder cannot be written.
     """
     folder = Path(os.path.realpath(folder))
-    with held_folder(f".{folder.name}.", folder.parent) as scratch:
+    with temporary_folder(f".{folder.name}.", folder.parent) as scratch:
         made = scratch / "made"
         made.mkdir()
         yield made
         if not folder.exists():
             made.rename(folder)
-        elif not exchange(made, folder):
+        elif not exchange_paths(made, folder):
             _move_files(made, folder, head)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange_paths(one: Path, other: Path) -> bool:
     """Exchange two files or folders atomically. Return False if the system or the file system does
     not support this.
     """
@@ -169,12 +172,16 @@ def exchange(one: Path, other: Path) -> bool:
     if renameat2 is None:
         return False
     failed = renameat2(
-        _AT_CURRENT_FOLDER, os.fsencode(one), _AT_CURRENT_FOLDER, os.fsencode(other), _EXCHANGE
+        _AT_CURRENT_FOLDER,
+        os.fsencode(one),
+        _AT_CURRENT_FOLDER,
+        os.fsencode(other),
+        _RENAME_EXCHANGE,
     )
     if not failed:
         return True
     number = ctypes.get_errno()
-    if number in _CANNOT_EXCHANGE:
+    if number in _EXCHANGE_UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(other))
 
@@ -216,70 +223,72 @@ def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
 
 
 @contextmanager
-def replacing_files(folder: Path, head: str, prefix: str) -> Iterator[Path]:
+def open_replacement_files(folder: Path, head: str, prefix: str) -> Iterator[Path]:
     """Yield an empty folder to fill. If the block ends without an error, its files replace the
     files of equal names in `folder`, `head` last. Other files of `folder` are not changed.
 
     Until then the new files are in a temporary folder inside `folder` whose name starts with
     `prefix`. That folder remains if the process is killed while it renames files, so that
-    `mixed_file` can detect the mixture of old and new files.
+    `file_of_interrupted_write` can detect the mixture of old and new files.
     """
-    remove_dead_folders(folder, prefix)
-    scratch, lock = _make_held(prefix, folder)
+    remove_abandoned_folders(folder, prefix)
+    scratch, lock = _make_locked_folder(prefix, folder)
     has_started = False
     try:
         yield scratch
-        names = sorted(set(os.listdir(scratch)) - {_MARKER}, key=lambda name: (name == head, name))
+        names = sorted(
+            set(os.listdir(scratch)) - {_MARKER_FILE}, key=lambda name: (name == head, name)
+        )
         has_started = True
-        rename_all([(scratch / name, followed(folder / name)) for name in names])
+        rename_all([(scratch / name, follow_links(folder / name)) for name in names])
     finally:
         if not has_started or not (scratch / head).exists():
             shutil.rmtree(scratch, ignore_errors=True)
         os.close(lock)
 
 
-_MARKER: Final = ".autopipe-scratch"
+_MARKER_FILE: Final = ".autopipe-scratch"
 """Name of the file that marks a temporary folder of autopipe. A folder without this file is never
 removed.
 """
 
 
 @contextmanager
-def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """Yield a new folder in `parent` (default: the folder for temporary files). The folder is
     removed when the block ends, unless `keep_folder` was called.
 
-    The process holds a lock on the folder until the block ends, so that `remove_dead_folders` can
-    detect a folder whose process was killed.
+    The process holds a lock on the folder until the block ends, so that `remove_abandoned_folders`
+    can detect a folder whose process was killed.
     """
-    path, lock = _make_held(prefix, parent)
+    path, lock = _make_locked_folder(prefix, parent)
     try:
         yield path
     finally:
-        if (path / _MARKER).exists():
+        if (path / _MARKER_FILE).exists():
             shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
 
 
-_TEMPORARY: Final = "autopipe-"
+_TEMPORARY_PREFIX: Final = "autopipe-"
 
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Yield a new temporary folder that is removed when the block ends, as by `held_folder`. First
-    remove temporary folders of autopipe processes that were killed.
+    """Yield a new temporary folder that is removed when the block ends, as by `temporary_folder`.
+    First remove temporary folders of autopipe processes that were killed.
     """
-    remove_dead_folders(Path(tempfile.gettempdir()), _TEMPORARY)
-    with held_folder(f"{_TEMPORARY}{purpose}-") as folder:
+    remove_abandoned_folders(Path(tempfile.gettempdir()), _TEMPORARY_PREFIX)
+    with temporary_folder(f"{_TEMPORARY_PREFIX}{purpose}-") as folder:
         yield folder
 
 
 def keep_folder(folder: Path) -> None:
-    """Keep a folder of `held_folder` for the user when its block ends."""
-    (folder / _MARKER).unlink()
+    """Keep a folder of `temporary_folder` for the user when its block ends."""
+    (folder / _MARKER_FILE).unlink()
 
 
-def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
+def _make_locked_folder(prefix: str, parent: Path | None) -> tuple[Path, int]:
     """Return (path, descriptor) of a new folder. The open descriptor holds the folder's lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -288,11 +297,11 @@ def _make_held(prefix: str, parent: Path | None) -> tuple[Path, int]:
             # A file system without locks: no process removes the folder either.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The marker comes last: without it, no other process removes the folder.
-        (path / _MARKER).touch()
+        (path / _MARKER_FILE).touch()
         return path, lock
 
 
-def remove_dead_folders(parent: Path, *prefixes: str) -> None:
+def remove_abandoned_folders(parent: Path, *prefixes: str) -> None:
     """Remove the folders in `parent` whose names start with one of `prefixes` and whose processes
     ended without removing them.
     """
@@ -302,7 +311,7 @@ def remove_dead_folders(parent: Path, *prefixes: str) -> None:
         return
     for name in names:
         path = parent / name
-        if path.is_symlink() or not (path / _MARKER).is_file():
+        if path.is_symlink() or not (path / _MARKER_FILE).is_file():
             continue
         with contextlib.suppress(OSError):  # It is locked, or it belongs to another user.
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -318,22 +327,22 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def seal(folder: Path, head: str) -> None:
+def add_digests(folder: Path, head: str) -> None:
     """Add the digests of all files directly in `folder` to the JSON object in the file `head`."""
     path = folder / head
     body = path.read_text(encoding="utf-8").rstrip().removesuffix("}").rstrip()
     names = [
         name
         for name in sorted(os.listdir(folder))
-        if name not in (head, _MARKER) and (folder / name).is_file()
+        if name not in (head, _MARKER_FILE) and (folder / name).is_file()
     ]
     digests = {name: digest_of((folder / name).read_bytes()) for name in names}
     digests[head] = digest_of(body.encode())
-    path.write_text(body + _SEAL + Seal(head, digests).text, encoding="utf-8")
+    path.write_text(body + _DIGESTS_START + FolderDigests(head, digests).text, encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class FolderDigests:
     """The digests in the head of a folder, by file name."""
 
     head: str
@@ -347,7 +356,7 @@ class Seal:
         except OSError:
             return False
         if path.name == self.head:
-            body, _, end = content.rpartition(_SEAL.encode())
+            body, _, end = content.rpartition(_DIGESTS_START.encode())
             return expected == digest_of(body) and end == self.text.encode()
         return expected == digest_of(content)
 
@@ -357,33 +366,33 @@ class Seal:
         return f"{json.dumps(self.digests)}}}\n"
 
 
-def read_seal(path: Path) -> Seal | None:
+def read_digests(path: Path) -> FolderDigests | None:
     """Return the seal in the head at `path`. Return None if the file cannot be read or has no valid
     seal, for example because an earlier version of autopipe wrote it.
     """
     try:
-        text = path.read_text(encoding="utf-8").rpartition(_SEAL)[2]
+        text = path.read_text(encoding="utf-8").rpartition(_DIGESTS_START)[2]
         digests = json.loads(text.rstrip().removesuffix("}"))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(digests, dict) or path.name not in digests:
         return None
-    return Seal(path.name, digests)
+    return FolderDigests(path.name, digests)
 
 
-def edited_files(paths: Iterable[Path], seals: Sequence[Seal]) -> list[Path]:
+def edited_files(paths: Iterable[Path], seals: Sequence[FolderDigests]) -> list[Path]:
     """Return the paths that exist and whose content differs from every seal."""
     return [path for path in paths if path.exists() and not any(each.holds(path) for each in seals)]
 
 
-def mixed_file(folder: Path, head: str, leftovers: Iterable[Path]) -> Path | None:
+def file_of_interrupted_write(folder: Path, head: str, leftovers: Iterable[Path]) -> Path | None:
     """Return a file of `folder` that was written by a later, interrupted command than the head of
     `folder`; None if there is none. `leftovers` are the heads that interrupted processes left.
     """
-    own = read_seal(folder / head)
+    own = read_digests(folder / head)
     if own is None:
         return None
-    for later in filter(None, map(read_seal, leftovers)):
+    for later in filter(None, map(read_digests, leftovers)):
         for name in sorted(later.digests):
             path = folder / name
             if name != head and path.exists() and later.holds(path) and not own.holds(path):

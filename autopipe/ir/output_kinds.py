@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import IO, Final
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import followed, open_descriptor, replacing
+from autopipe.ir.output_files import follow_links, open_descriptor, open_replacement_file
 
-_START: Final = 4096
+_START_BYTES: Final = 4096
 """Number of bytes at the beginning of a file that are matched against a pattern."""
-_MOST_HEADER: Final = 100_000_000
+_MAX_HEADER_BYTES: Final = 100_000_000
 """Maximum size of the header of a safetensors file in bytes, as defined by the format."""
 PRODUCER: Final = "autopipe"
 """Name of the producer in the ONNX files of the zoo."""
@@ -38,25 +38,25 @@ class FileKind:
     recognises: Callable[[Path], bool]
 
 
-def _marked(pattern: str) -> Callable[[Path], bool]:
+def _starts_with_pattern(pattern: str) -> Callable[[Path], bool]:
     """Return a test that is true for files whose beginning matches `pattern`."""
     mark = re.compile(pattern.encode())
 
     def recognises(path: Path) -> bool:
         with path.open("rb") as file:
-            return mark.match(file.read(_START)) is not None
+            return mark.match(file.read(_START_BYTES)) is not None
 
     return recognises
 
 
-def _of_format(name: str) -> Callable[[Path], bool]:
+def _has_format(name: str) -> Callable[[Path], bool]:
     """Return a test for autopipe's JSON documents of format `name`. The format is the first member
     of a document.
     """
-    return _marked(rf'\s*\{{\s*"format":\s*"autopipe\.{name}/\d+"')
+    return _starts_with_pattern(rf'\s*\{{\s*"format":\s*"autopipe\.{name}/\d+"')
 
 
-is_document: Final = _of_format(r"\w+")
+is_autopipe_document: Final = _has_format(r"\w+")
 """Return True if the file at a path is one of autopipe's JSON documents."""
 _MODEL_FIELDS: Final = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
 """Wire types by field number of ONNX's ModelProto; 0 is an integer, 2 is bytes with their length.
@@ -64,7 +64,7 @@ _MODEL_FIELDS: Final = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 2
 _PRODUCER_FIELD = 2
 _GRAPH_FIELD = 7
 _OPSET_FIELD = 8
-_MOST_VARINT: Final = 10
+_MAX_VARINT_BYTES: Final = 10
 
 
 def _onnx_producer(path: Path) -> str | None:
@@ -73,13 +73,13 @@ def _onnx_producer(path: Path) -> str | None:
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
         while file.tell() < size:
-            number, wire = divmod(_varint(file), 8)
+            number, wire = divmod(_read_varint(file), 8)
             if _MODEL_FIELDS.get(number) != wire:
                 return None
             if wire == 0:
-                _varint(file)
+                _read_varint(file)
                 continue
-            length = _varint(file)
+            length = _read_varint(file)
             if not 0 <= length <= size - file.tell():
                 return None
             found[number] = file.read(min(length, len(PRODUCER) + 1))
@@ -89,10 +89,10 @@ def _onnx_producer(path: Path) -> str | None:
     return found.get(_PRODUCER_FIELD, b"").decode(errors="replace")
 
 
-def _varint(file: IO[bytes]) -> int:
+def _read_varint(file: IO[bytes]) -> int:
     """Read and return a protobuf varint. Return -1 if there is no valid varint."""
     found = 0
-    for place in range(_MOST_VARINT):
+    for place in range(_MAX_VARINT_BYTES):
         byte = file.read(1)
         if not byte:
             return -1
@@ -105,7 +105,7 @@ def _varint(file: IO[bytes]) -> int:
 def _is_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(_MOST_HEADER, path.stat().st_size - 8):
+        if not 0 < length <= min(_MAX_HEADER_BYTES, path.stat().st_size - 8):
             return False
         try:
             entries = json.loads(file.read(length))
@@ -141,12 +141,12 @@ def _is_token_list(path: Path) -> bool:
     )
 
 
-_TRACE = (
+_TRACE_PATTERN = (
     r'\{"traceEvents": \[(\{"ph": "M", "pid": [12], "tid": 0, "name": "process_name"|\], '
     r'"displayTimeUnit")'
 )
-_REPORT = r'(?s)<!DOCTYPE html>.*<meta name="generator" content="autopipe">'
-_ORDER = r"(?:\d+[FBIW]\d+(?:,\d+[FBIW]\d+)*\n)+"
+_REPORT_PATTERN = r'(?s)<!DOCTYPE html>.*<meta name="generator" content="autopipe">'
+_ORDER_PATTERN = r"(?:\d+[FBIW]\d+(?:,\d+[FBIW]\d+)*\n)+"
 
 ONNX: Final = FileKind("an ONNX model", lambda path: _onnx_producer(path) is not None)
 ZOO_MODEL: Final = FileKind(
@@ -155,16 +155,17 @@ ZOO_MODEL: Final = FileKind(
 SAFETENSORS: Final = FileKind("a safetensors file", _is_safetensors)
 SAFETENSORS_INDEX: Final = FileKind("an index of safetensors files", _is_safetensors_index)
 NPZ: Final = FileKind("an .npz file of arrays", _is_npz)
-NPY: Final = FileKind("an .npy array", _marked(r"\x93NUMPY"))
+NPY: Final = FileKind("an .npy array", _starts_with_pattern(r"\x93NUMPY"))
 TOKENS: Final = FileKind("a list of token ids", _is_token_list)
-COSTS: Final = FileKind("a cost file of autopipe", _of_format("costs"))
-SCHEDULE: Final = FileKind("a schedule of autopipe", _of_format("schedule"))
-TRACE: Final = FileKind("a trace of autopipe", _marked(_TRACE))
-REPORT: Final = FileKind("a report of autopipe", _marked(_REPORT))
+COSTS: Final = FileKind("a cost file of autopipe", _has_format("costs"))
+SCHEDULE: Final = FileKind("a schedule of autopipe", _has_format("schedule"))
+TRACE: Final = FileKind("a trace of autopipe", _starts_with_pattern(_TRACE_PATTERN))
+REPORT: Final = FileKind("a report of autopipe", _starts_with_pattern(_REPORT_PATTERN))
 PICTURE: Final = FileKind(
-    "a picture of autopipe", _marked(r"(?s)<svg [^>]*>\s*<metadata>autopipe</metadata>")
+    "a picture of autopipe",
+    _starts_with_pattern(r"(?s)<svg [^>]*>\s*<metadata>autopipe</metadata>"),
 )
-ORDER: Final = FileKind("a schedule as CSV", _marked(_ORDER))
+ORDER: Final = FileKind("a schedule as CSV", _starts_with_pattern(_ORDER_PATTERN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class OutputFile:
         """
         if open_descriptor(self.path) is not None:
             return
-        path = followed(self.path)
+        path = follow_links(self.path)
         hint = "choose another place"
         if path.is_dir():
             raise ConfigurationError(f"{self.path} is a folder", hint="name a file")
@@ -201,13 +202,13 @@ class OutputFile:
         is_stream = stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)
         if self.force or is_stream or (stat.S_ISREG(status.st_mode) and not status.st_size):
             return
-        why = self._not_replaceable(path)
+        why = self._reason_not_replaceable(path)
         if why:
             raise ConfigurationError(
                 f"{self.path} exists and {why}", f"{hint}, or replace it with --force"
             )
 
-    def _not_replaceable(self, path: Path) -> str:
+    def _reason_not_replaceable(self, path: Path) -> str:
         """Return the reason why the file at `path` may not be replaced, "" if it may."""
         for each in self.inputs:
             if os.path.exists(each) and (
@@ -216,7 +217,7 @@ class OutputFile:
                 return "is read by this command"
         if not path.is_file():
             return "is no regular file"
-        if holder := _holder_of(path):
+        if holder := _folder_containing(path):
             return f"belongs to {holder}"
         try:
             is_own = self.kind.recognises(path)
@@ -229,7 +230,7 @@ class OutputFile:
         """Yield the file to write. Raise ConfigurationError if `check` or writing fails."""
         self.check()
         try:
-            with replacing(self.path) as file:
+            with open_replacement_file(self.path) as file:
                 yield file
         except OSError as error:
             raise ConfigurationError(
@@ -237,24 +238,28 @@ class OutputFile:
             ) from error
 
 
-_PARTS: Final = ("plan.json", "schedule.json", "config.yaml", "placement.yaml")
-_HEADS: Final = (
-    ("plan.json", _of_format("plan"), "the plan"),
-    ("manifest.json", _of_format("program"), "the program"),
-    ("manifest.json", _of_format("checkpoint"), "the checkpoint"),
+_FOLDER_FILES: Final = ("plan.json", "schedule.json", "config.yaml", "placement.yaml")
+_FOLDER_HEADS: Final = (
+    ("plan.json", _has_format("plan"), "the plan"),
+    ("manifest.json", _has_format("program"), "the program"),
+    ("manifest.json", _has_format("checkpoint"), "the checkpoint"),
 )
 """Heads of the folders that autopipe writes: file name, test of the content, and description of the
 folder.
 """
 
 
-def _holder_of(path: Path) -> str:
+def _folder_containing(path: Path) -> str:
     """Return the description of the plan, program or checkpoint to which the file at `path`
     belongs, "" if it belongs to none.
     """
-    for head, recognises, words in _HEADS:
+    for head, recognises, words in _FOLDER_HEADS:
         if (path.parent / head).is_file() and recognises(path.parent / head):
-            return f"{words} in {path.parent}" if head != _PARTS[0] or path.name in _PARTS else ""
+            return (
+                f"{words} in {path.parent}"
+                if head != _FOLDER_FILES[0] or path.name in _FOLDER_FILES
+                else ""
+            )
     return ""
 
 
@@ -276,7 +281,7 @@ def plan_inputs(folder: Path) -> tuple[Path, ...]:
     the folder may be outputs of an earlier command. If `folder` is a file, return that file.
     """
     return (
-        tuple(folder / name for name in (*_PARTS, "manifest.json"))
+        tuple(folder / name for name in (*_FOLDER_FILES, "manifest.json"))
         if folder.is_dir()
         else (folder,)
     )
@@ -296,7 +301,7 @@ def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
                 path = target.path if isinstance(target, OutputFile) else target
                 if path.is_dir():
                     raise ConfigurationError(f"{path} is a folder", hint="name a file")
-                file = stack.enter_context(replacing(path))
+                file = stack.enter_context(open_replacement_file(path))
                 file.write(text.encode())
                 file.flush()
     except OSError as error:

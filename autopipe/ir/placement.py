@@ -19,7 +19,7 @@ from autopipe.ir.codec import (
 )
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of
 from autopipe.ir.words import plural
 
@@ -36,7 +36,7 @@ class Split:
 
 
 Splits = tuple[Annotated[Split, Row()], ...]
-_MOST_NODES = 10_000_000
+_MAX_NODES = 10_000_000
 
 
 def node_ranges(nodes: Iterable[int]) -> list[list[int]]:
@@ -54,7 +54,7 @@ def _read_nodes(record: Record) -> tuple[int, ...]:
     nodes: list[int] = []
     for each in record.items():
         ends = tuple(decode(end, Index) for end in each.items())
-        if len(ends) != 2 or not ends[0] < ends[1] <= _MOST_NODES:
+        if len(ends) != 2 or not ends[0] < ends[1] <= _MAX_NODES:
             each.refuse("a range of nodes: first, one after the last")
         nodes += range(*ends)
     return tuple(nodes)
@@ -217,7 +217,7 @@ class Placement:
 _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def recomputed_nodes(graph: Graph) -> frozenset[int]:
     """Return the nodes that each stage that reads their values computes locally, such as masks and
     positions.

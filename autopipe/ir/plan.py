@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from autopipe.ir.block_schedule import SCHEDULE_FORMAT, order_form
+from autopipe.ir.block_schedule import SCHEDULE_FORMAT, task_order_json
 from autopipe.ir.codec import (
     Amount,
     Count,
@@ -33,22 +33,22 @@ from autopipe.ir.codec import (
 )
 from autopipe.ir.degrees import PlanDegrees
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.files import JsonRecord, read_record, record_text
-from autopipe.ir.memo import remembered
-from autopipe.ir.movable_paths import path_from, relative_path
+from autopipe.ir.files import JsonRecord, document_text, read_json_record
+from autopipe.ir.memo import memoize
+from autopipe.ir.movable_paths import relative_path, resolve_path
 from autopipe.ir.placement import Placement, SplitProof
-from autopipe.ir.problem import AVERAGED, LossDivision, Scores
-from autopipe.ir.program import KINDS
+from autopipe.ir.problem import AVERAGED_LOSS, LossDivision, Scores
+from autopipe.ir.program import COMMUNICATION_KINDS
 from autopipe.ir.schedule import (
+    InvalidScheduleError,
     Phase,
     Proof,
     Repetends,
     Schedule,
     StageGraph,
     Task,
-    WrongScheduleError,
+    expand_to_devices,
     micro_batch_ratios,
-    on_each_device,
     pipelines_of,
 )
 from autopipe.ir.timeline import Message, Prediction, Timeline
@@ -104,7 +104,7 @@ class Alternative:
         return math.inf, math.inf if self.lower_bound_s is None else self.lower_bound_s
 
 
-def best_of_each(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
+def best_per_strategy(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
     """Return the alternative with the shortest step of each strategy, the best strategy first.
 
     Ties: the first alternative wins. Strategies with an equal placement are sorted so that the
@@ -303,7 +303,7 @@ class Plan:
     device_names: Annotated[tuple[str, ...], OmitDefault()] = ()
     alternatives: Annotated[tuple[Alternative, ...], OmitDefault()] = ()
     breakdown: Breakdown | None = None
-    loss_division: Annotated[LossDivision, OmitDefault()] = AVERAGED
+    loss_division: Annotated[LossDivision, OmitDefault()] = AVERAGED_LOSS
 
     @property
     def host_bound_stages(self) -> tuple[int, ...]:
@@ -326,7 +326,7 @@ class Plan:
 FORMAT = "autopipe.plan/1"
 PLAN_FILE = "plan.json"
 SCHEDULE_FILE = "schedule.json"
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Message))[:-2]
+_MESSAGE_COLUMNS = tuple(field.name for field in dataclasses.fields(Message))[:-2]
 _SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
 """Further columns of messages, if stages have micro-batches of different sizes."""
 
@@ -337,34 +337,34 @@ def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None =
     """
     model = relative_path(plan.model, home or folder)
     (folder / PLAN_FILE).write_text(
-        record_text(plan_form(dataclasses.replace(plan, model=model))), encoding="utf-8"
+        document_text(plan_json(dataclasses.replace(plan, model=model))), encoding="utf-8"
     )
     (folder / SCHEDULE_FILE).write_text(
-        record_text(schedule_form(plan, timeline)), encoding="utf-8"
+        document_text(schedule_json(plan, timeline)), encoding="utf-8"
     )
 
 
-def plan_form(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, Any]:
     """Return the plan without its schedule as lists, dicts and scalars. A list names the columns of
     messages.
     """
     form = encode(plan)
     stages, messages = form["predictions"].values()
-    columns = _COLUMNS + _SLICE_COLUMNS
+    columns = _MESSAGE_COLUMNS + _SLICE_COLUMNS
     if all(each.source_slice.of * each.target_slice.of == 1 for each in plan.prediction.messages):
-        columns = _COLUMNS
-        messages = [row[: len(_COLUMNS)] for row in messages]
+        columns = _MESSAGE_COLUMNS
+        messages = [row[: len(_MESSAGE_COLUMNS)] for row in messages]
     form["predictions"] = {"stages": stages, "message_columns": list(columns), "messages": messages}
     return {"format": FORMAT, **form}
 
 
-@remembered(2)
+@memoize(2)
 def plan_digest(plan: Plan) -> str:
     """Return the SHA-256 of the graph digest, the placement, the predictions and the schedule.
 
     Search times, notes and options of the strategy, and the path of the ONNX file do not affect it.
     """
-    form = plan_form(
+    form = plan_json(
         dataclasses.replace(
             plan, placement=dataclasses.replace(plan.placement, notes=(), options=())
         )
@@ -381,7 +381,7 @@ def read_plan(folder: Path) -> Plan:
     """Return the plan in `folder`, with an absolute path of its model. Raises ConfigurationError
     with file and key.
     """
-    record = read_record(folder / PLAN_FILE, FORMAT)
+    record = read_json_record(folder / PLAN_FILE, FORMAT)
     plan: Plan = decode(record, Plan, schedule=Schedule(0, ()))
     _check_prediction(record.at("predictions"), plan.prediction, plan.placement)
     summary = plan.summary
@@ -404,7 +404,10 @@ def read_plan(folder: Path) -> Plan:
     if summary.communication_bytes is not None:
         moved = record.at("summary").at("communication_bytes")
         summary = dataclasses.replace(
-            summary, communication_bytes=tuple((kind, moved.get(kind, Index)) for kind in KINDS)
+            summary,
+            communication_bytes=tuple(
+                (kind, moved.get(kind, Index)) for kind in COMMUNICATION_KINDS
+            ),
         )
     try:
         ratios = micro_batch_ratios(plan.placement, summary.micro_batch_size)
@@ -424,7 +427,7 @@ def read_plan(folder: Path) -> Plan:
         )
         raise ConfigurationError(message, "plan again", f"{folder / SCHEDULE_FILE}: units")
     return dataclasses.replace(
-        plan, model=path_from(folder, plan.model), summary=summary, schedule=schedule
+        plan, model=resolve_path(folder, plan.model), summary=summary, schedule=schedule
     )
 
 
@@ -438,9 +441,10 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
             f"{plural(len(placement.stages), 'stage')}"
         )
     for row, each in zip(record.at("messages").items(), prediction.messages, strict=True):
-        if len(row.value) not in (len(_COLUMNS), len(_COLUMNS + _SLICE_COLUMNS)):
+        if len(row.value) not in (len(_MESSAGE_COLUMNS), len(_MESSAGE_COLUMNS + _SLICE_COLUMNS)):
             row.refuse(
-                f"{len(_COLUMNS)} {plural(len(_COLUMNS), 'column')}, or {len(_SLICE_COLUMNS)} "
+                f"{len(_MESSAGE_COLUMNS)} {plural(len(_MESSAGE_COLUMNS), 'column')}, or "
+                f"{len(_SLICE_COLUMNS)} "
                 "more with turns"
             )
         if not each.source_stage < each.target_stage < len(placement.stages):
@@ -453,13 +457,13 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
                 row.refuse(f"one of {part.of} turns, counted from 0, not {part.index}")
 
 
-_BLOCK = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
-Kind = tuple[int, Phase, int]
+_BLOCK_NAME_PATTERN = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
+TaskKind = tuple[int, Phase, int]
 """A stage, a phase, and the number of the stage's micro-batch within a micro-batch of the step."""
-_HALVES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
+_BACKWARD_PHASES_FOR_OTHER_STAGES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
-def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
+def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
     """Return the schedule of a plan as lists, dicts and scalars, with times in seconds and memory
     in bytes.
 
@@ -473,7 +477,7 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     # Most devices of a group have one order object in common, so each order is visited once.
     distinct = {id(order): order for order in schedule.tasks}.values()
 
-    def kind_of(task: Task) -> Kind:
+    def kind_of(task: Task) -> TaskKind:
         return task.stage, task.phase, task.micro_batch % ratios[task.stage]
 
     found = {kind_of(task) for order in distinct for task in order}
@@ -484,12 +488,14 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     for stage, phase, turn in kinds:
         own = stages[stage]
         needs = set(graph.needs(stage, phase, turn))
-        if phase in _HALVES:  # Another stage may have its backward whole or split.
+        if (
+            phase in _BACKWARD_PHASES_FOR_OTHER_STAGES
+        ):  # Another stage may have its backward whole or split.
             needs |= {
                 (other, half, part)
                 for other, _, part in needs
                 if other != stage
-                for half in _HALVES
+                for half in _BACKWARD_PHASES_FOR_OTHER_STAGES
             }
         block = {
             "name": f"{stage}{phase.value}" + (f".{turn}" if ratios[stage] > 1 else ""),
@@ -502,7 +508,7 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
     starts = {(span.device, span.task): span.start for span in timeline.own_spans}
     lanes = timeline.lanes or tuple((device,) for device in range(schedule.devices))
     orders = [
-        order_form(
+        task_order_json(
             (
                 index[kind_of(task)],
                 task.micro_batch // ratios[task.stage],
@@ -527,7 +533,7 @@ def schedule_form(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "peak_memory": list(timeline.peak_memory),
         "repetends": encode_as(schedule.repetends or (), Repetends),
         "blocks": blocks,
-        "tasks": on_each_device(lanes, orders),
+        "tasks": expand_to_devices(lanes, orders),
     }
 
 
@@ -535,9 +541,9 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
     """Return the schedule in the file `path`. Raises ConfigurationError, with the file and the key,
     if the schedule cannot run.
     """
-    record = read_record(path, SCHEDULE_FORMAT)
-    kinds = [_kind_of(block, stages) for block in record.at("blocks").items()]
-    orders = tuple(_orders_of(record.at("tasks"), kinds, stages))
+    record = read_json_record(path, SCHEDULE_FORMAT)
+    kinds = [_read_task_kind(block, stages) for block in record.at("blocks").items()]
+    orders = tuple(_read_task_orders(record.at("tasks"), kinds, stages))
     if len(orders) != (devices := record.get("devices", Count)):
         record.at("tasks").refuse(f"one list for each of {devices} {plural(devices, 'device')}")
     schedule = Schedule(
@@ -555,20 +561,20 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
         raise ConfigurationError(message, where=str(path))
     try:
         schedule.verify(dataclasses.replace(stages, devices=devices), train)
-    except WrongScheduleError as error:
+    except InvalidScheduleError as error:
         message = f"{error.reason}: {error.around or 'it has no tasks'}"
         raise ConfigurationError(message, "plan again", f"{path}: {error.where}") from error
     return schedule
 
 
-def _orders_of(
-    tasks: JsonRecord, kinds: list[Kind], stages: StageGraph
+def _read_task_orders(
+    tasks: JsonRecord, kinds: list[TaskKind], stages: StageGraph
 ) -> Iterator[tuple[Task, ...]]:
     """Yield the order of tasks of each device. Devices with equal lists, as in a device group,
     share one tuple.
     """
 
-    def task_of(record: JsonRecord) -> Task:
+    def read_task(record: JsonRecord) -> Task:
         block = record.get("block", Index)
         unit = record.get("unit", Index)
         if block >= len(kinds):
@@ -582,13 +588,13 @@ def _orders_of(
     for each in tasks.items():
         order = next((found for value, found in known if value == each.value), None)
         if order is None:
-            order = tuple(map(task_of, each.items()))
+            order = tuple(map(read_task, each.items()))
             known.append((each.value, order))
         yield order
 
 
-def _kind_of(record: JsonRecord, stages: StageGraph) -> Kind:
-    match = _BLOCK.fullmatch(record.get("name", str))
+def _read_task_kind(record: JsonRecord, stages: StageGraph) -> TaskKind:
+    match = _BLOCK_NAME_PATTERN.fullmatch(record.get("name", str))
     if match is None or int(match[1]) >= len(stages.stage_devices):
         record.at("name").refuse(
             f"a stage below {len(stages.stage_devices)} and a phase, such as 0F"

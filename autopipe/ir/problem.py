@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from autopipe.ir.cluster import Cluster, nccl_bytes
+from autopipe.ir.cluster import Cluster, max_nccl_buffer_bytes
 from autopipe.ir.codec import Above, Amount, AtLeast, AtMost, Index, OmitDefault
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
@@ -17,7 +17,7 @@ from autopipe.ir.measured_costs import Costs
 from autopipe.ir.training import LRScheduler, Training
 
 
-def matches(pattern: str, name: str, key: str) -> bool:
+def matches_pattern(pattern: str, name: str, key: str) -> bool:
     """True if `pattern` matches the full `name`. A pattern is a glob or, after `re:`, a regular
     expression. Raise ConfigurationError, with the pattern's configuration key `key`, if the regular
     expression is invalid.
@@ -52,7 +52,7 @@ SCORES: tuple[Scores, Scores] = ("keep", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredNodeTime:
     """Time of one node on one device type."""
 
     device: str
@@ -77,7 +77,7 @@ forward, in fp32 and bf16.
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class NodeCost:
     """Cost of one node for one micro-batch, independent of the device.
 
     All values are for the unsharded node. If a node is sharded into n equal shards, each shard has
@@ -94,7 +94,7 @@ class Work:
     """Bytes that backward reads and writes, including parameters."""
     kept_bytes: int
     """Bytes saved for backward. A value that several nodes save is counted at the first one."""
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[MeasuredNodeTime, ...] = ()
     """Times per device type, if the plan uses measured costs."""
     launches: float = 1.0
     """Number of kernels that a forward launches. If several nodes run as one kernel, each has a
@@ -111,7 +111,7 @@ class Work:
 
 
 FIRST_LOSS_SCALE = 2.0**16
-GROUPS = "optimizer.groups"
+PARAMETER_GROUPS_KEY = "optimizer.groups"
 """Configuration key of parameter groups, for errors."""
 
 
@@ -184,7 +184,11 @@ class Optimizer:
         ConfigurationError for an invalid regular expression.
         """
         return next(
-            (index for index, each in enumerate(self.groups) if matches(each.match, name, GROUPS)),
+            (
+                index
+                for index, each in enumerate(self.groups)
+                if matches_pattern(each.match, name, PARAMETER_GROUPS_KEY)
+            ),
             None,
         )
 
@@ -260,7 +264,7 @@ class LossDivision:
         return math.sqrt(total) if total >= 0 else math.nan
 
 
-AVERAGED = LossDivision()
+AVERAGED_LOSS = LossDivision()
 """The loss of the step is the average of the losses of its micro-batches."""
 
 
@@ -281,7 +285,7 @@ class Problem:
     """The forward pass of one micro-batch: `batch_size / micro_batches` samples. A stage may have
     smaller micro-batches.
     """
-    work: tuple[Work, ...]
+    work: tuple[NodeCost, ...]
     """Cost of each node."""
     cluster: Cluster
     batch_size: int
@@ -312,7 +316,7 @@ class Problem:
     the graph, ascending. () if all stages have the micro-batch size of the graph.
     """
     costs: Costs | None = None
-    loss_division: LossDivision = AVERAGED
+    loss_division: LossDivision = AVERAGED_LOSS
     known_s: float = math.inf
     """Step time, in seconds, of a known plan. A strategy may raise InfeasibleError if it finds no
     shorter step.
@@ -368,5 +372,5 @@ class Problem:
             return self.memory_limit
         own = self.cluster.devices[device]
         return own.memory_bytes - (
-            own.context_bytes and own.context_bytes + nccl_bytes(self.cluster.size)
+            own.context_bytes and own.context_bytes + max_nccl_buffer_bytes(self.cluster.size)
         )

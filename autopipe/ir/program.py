@@ -2,8 +2,8 @@
 
 `StageCode` has the operations of a stage's forward on local shards; autograd computes the backward.
 `RankCode` has the instructions of a rank, with loops. A `Bucket` holds gradients that the same
-ranks reduce in one collective. `KINDS` defines the kinds of communication of a step, for
-predictions and for measurements.
+ranks reduce in one collective. `COMMUNICATION_KINDS` defines the kinds of communication of a step,
+for predictions and for measurements.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated
 
-from autopipe.ir.batch import Samples
+from autopipe.ir.batch import BatchDimension
 from autopipe.ir.codec import Count, Index, Inline, KeyPath, OmitDefault
 from autopipe.ir.graph import Constant, DType, Parameter, Value
 from autopipe.ir.layout import MeshAxes, MeshAxis, Redistribution, TensorSlice, merge_axes
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
-from autopipe.ir.problem import AVERAGED, LossDivision
-from autopipe.ir.schedule import EVERY, MicroBatchSlice
+from autopipe.ir.problem import AVERAGED_LOSS, LossDivision
+from autopipe.ir.schedule import EVERY_MICRO_BATCH, MicroBatchSlice
 
 FORMAT = "autopipe.program/1"
 """Format of the manifest of a program folder."""
 
-REFERENCE = "reference"
+REFERENCE_FOLDER = "reference"
 """Subfolder of a program folder for the same step on one device."""
-FORWARD = "forward"
+FORWARD_FOLDER = "forward"
 """Subfolder of a program folder for the model's forward on one device."""
 
 HARDWARE_QUEUES = 32
@@ -53,7 +53,7 @@ class Compute:
     """Sets of split axes for which the operator itself communicates in a process group; see
     `Call.group`.
     """
-    samples: Samples | None = None
+    samples: BatchDimension | None = None
     """Batch dimension of the random numbers of a random operator."""
 
     def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
@@ -173,7 +173,7 @@ class StageCode:
 
 
 @dataclass(frozen=True, slots=True)
-class MessageBlock:
+class MessageSlice:
     """A slice of a tensor that one rank sends to another after a task."""
 
     channel: int
@@ -191,9 +191,9 @@ class MessageBlock:
     """True if the gradient of the slice is sent back."""
     dtype: DType
     """Element type of the message; it can be narrower than the type of the tensor."""
-    source_slice: MicroBatchSlice = EVERY
+    source_slice: MicroBatchSlice = EVERY_MICRO_BATCH
     """Micro-batches of the source stage after which the message is sent."""
-    target_slice: MicroBatchSlice = EVERY
+    target_slice: MicroBatchSlice = EVERY_MICRO_BATCH
     """Micro-batches of the target stage that read the message."""
 
     @property
@@ -225,7 +225,7 @@ class DataInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ParameterShard:
     """A rank's shard of a parameter."""
 
     parameter: Index
@@ -296,8 +296,8 @@ Section = tuple["Instruction | Loop", ...]
 class StageOnRank:
     stage: int
     data: tuple[DataInput, ...]
-    receives: tuple[MessageBlock, ...]
-    sends: tuple[MessageBlock, ...]
+    receives: tuple[MessageSlice, ...]
+    sends: tuple[MessageSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ class RankCode:
 
     rank: int
     stages: tuple[StageOnRank, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[ParameterShard, ...]
     warm_up: Section
     repetend: Section
     cool_down: Section
@@ -321,7 +321,7 @@ class OutputShard:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputPlace:
+class OutputStage:
     """The stage that computes an output, and the shards of the output."""
 
     stage: Index
@@ -343,7 +343,7 @@ class Output:
     value: Annotated[Value, Inline()]
     batch_axis: Index | None
     """Axis along which micro-batches are concatenated; None if they are averaged."""
-    places: tuple[OutputPlace, ...]
+    places: tuple[OutputStage, ...]
     """Stage and shards in each pipeline."""
 
 
@@ -374,7 +374,7 @@ class InputRange:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningCalls:
+class RunningStatisticCalls:
     """The calls of BatchNormalization, in graph order, that update a running statistic that several
     stages of a pipeline hold.
     """
@@ -409,14 +409,14 @@ class Program:
     """Channels between different ranks, by number."""
     shard: bool = False
     """`Optimizer.shard`: True if the optimizer state is sharded (ZeRO-1)."""
-    loss_division: LossDivision = AVERAGED
+    loss_division: LossDivision = AVERAGED_LOSS
     labels: int | None = None
     """Number of labels of a micro-batch if the loss is a sum over labels that are not ignored; None
     if the loss is a mean.
     """
     low_precision: tuple[int, ...] = ()
     """Indices of parameters of which stages read a 16-bit copy."""
-    running_calls: tuple[RunningCalls, ...] = ()
+    running_calls: tuple[RunningStatisticCalls, ...] = ()
     """Entries for each running statistic and pipeline in which several stages hold the
     statistic.
     """
@@ -461,13 +461,13 @@ BUCKET_BYTES = 25 * 2**20
 """Minimum bytes of a bucket after which it takes no further shard. The value is that of torch's
 DistributedDataParallel.
 """
-_ALIGNMENT = 16
+_ALIGNMENT_BYTES = 16
 """Alignment, in bytes, of shards in a bucket, for vector loads on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A shard of a trained parameter that several ranks have. `home` is as in `Shard`."""
+class BucketShard:
+    """A shard of a trained parameter that several ranks have. `home` is as in `ParameterShard`."""
 
     parameter: int
     elements: int
@@ -518,7 +518,7 @@ class Bucket:
     vector is padded so that all ranks have equal parts, whose boundaries can be inside parameters.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BucketShard, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -549,7 +549,7 @@ class Bucket:
 
     @property
     def _step(self) -> int:
-        return max(1, _ALIGNMENT // self.blocks[0].itemsize)
+        return max(1, _ALIGNMENT_BYTES // self.blocks[0].itemsize)
 
     def runs(self, rank: int) -> Iterator[ElementRange]:
         """Yield the ranges of elements of each shard that are in a rank's part, in order."""
@@ -562,15 +562,15 @@ class Bucket:
                 yield ElementRange(block.parameter, start - begin, stop - begin, start - first)
 
 
-def buckets_of(blocks: Iterable[Block]) -> tuple[Bucket, ...]:
+def make_buckets(blocks: Iterable[BucketShard]) -> tuple[Bucket, ...]:
     """Return the buckets of a rank's shards in the order of their collectives, which is equal on
     all ranks. Shards without a home come first. Parameters are in descending order, because
     backward computes the gradients of the first parameters last.
     """
-    groups: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
+    groups: dict[tuple[int, tuple[int, ...]], list[BucketShard]] = {}
     for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):
         groups.setdefault((-1 if block.home is None else block.home, block.ranks), []).append(block)
-    packed: list[list[Block]] = []
+    packed: list[list[BucketShard]] = []
     for key in sorted(groups):
         size = BUCKET_BYTES
         dtype = ""
@@ -584,7 +584,7 @@ def buckets_of(blocks: Iterable[Block]) -> tuple[Bucket, ...]:
     return tuple(Bucket(tuple(each)) for each in packed)
 
 
-KINDS = (
+COMMUNICATION_KINDS = (
     "all_reduce",
     "reduce_scatter",
     "all_gather",
@@ -613,10 +613,10 @@ nothing. Reports, inference outputs and checkpoints are not counted.
 """
 
 
-def transposed(kind: str) -> str:
+def backward_collective(kind: str) -> str:
     """Return the kind of the backward of a collective; it has the same number of bytes."""
     return {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
 
 
-def by_kind(counted: Mapping[str, int]) -> dict[str, int]:
-    return {kind: counted.get(kind, 0) for kind in KINDS}
+def in_kind_order(counted: Mapping[str, int]) -> dict[str, int]:
+    return {kind: counted.get(kind, 0) for kind in COMMUNICATION_KINDS}

@@ -33,7 +33,7 @@ class Phase(enum.Enum):
     __hash__ = object.__hash__
 
 
-_TASK = re.compile(r"(\d+)([FBIW])(\d+)")
+_TASK_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=False)
@@ -50,7 +50,7 @@ class Task:
     @staticmethod
     def parse(text: str) -> Task:
         """Return the task of a text such as `2F0`. Raise ConfigurationError for other texts."""
-        match = _TASK.fullmatch(text)
+        match = _TASK_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigurationError(
                 f"{text!r} is not a task", "tasks are written like 2F0: stage, phase, micro-batch"
@@ -131,7 +131,7 @@ class Schedule:
         return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
 
     def verify(self, graph: StageGraph, train: bool) -> None:
-        """Raise WrongScheduleError unless the schedule is complete and free of deadlocks.
+        """Raise InvalidScheduleError unless the schedule is complete and free of deadlocks.
 
         Complete: each device of a stage has each phase of each micro-batch of the stage's pipeline
         once. Free of deadlocks: an execution exists that follows the order of each device and these
@@ -139,14 +139,14 @@ class Schedule:
         forward and the backwards of succeeding stages; W follows I. Tasks of different stages
         depend on each other only if their micro-batches have samples in common.
         """
-        lanes = lanes_of(graph.stage_devices, self.tasks)
+        lanes = group_equal_devices(graph.stage_devices, self.tasks)
         firsts = [devices[0] for devices in lanes]
         for device in firsts:
             _check_tasks(self, graph, train, device)
-        groups = lane_groups(graph.stage_devices, lanes)
-        needs = _needs_in(graph, [self.tasks[device] for device in firsts])
+        groups = groups_by_stage(graph.stage_devices, lanes)
+        needs = _dependency_function(graph, [self.tasks[device] for device in firsts])
         waiting = [deque(self.tasks[device]) for device in firsts]
-        done: set[_Number] = set()
+        done: set[_TaskKey] = set()
         moved = True
         while moved:
             moved = False
@@ -168,14 +168,14 @@ class Schedule:
                 missing = next((Task(*need) for need in needs(queue[0]) if need not in done), None)
                 why = f"waits for {missing}, which can never run" if missing else "never starts"
                 position = len(self.tasks[device]) - len(queue)
-                raise WrongScheduleError(self, device, position, f"{queue[0]} {why}")
+                raise InvalidScheduleError(self, device, position, f"{queue[0]} {why}")
 
 
-_AROUND = 6
+_TASKS_AROUND_ERROR = 6
 """Number of tasks that an error shows on each side of the wrong task."""
 
 
-class WrongScheduleError(InfeasibleError):
+class InvalidScheduleError(InfeasibleError):
     """A schedule that cannot run. The message has the reason and the task lists, with the wrong
     task in brackets.
     """
@@ -189,8 +189,8 @@ class WrongScheduleError(InfeasibleError):
         self.device = device
         self.position = position
         self.reason = reason
-        start = max(0, position - _AROUND)
-        stop = position + _AROUND + 1
+        start = max(0, position - _TASKS_AROUND_ERROR)
+        stop = position + _TASKS_AROUND_ERROR + 1
         cells = grid[device]
         self.around = " ".join(
             [*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))]
@@ -199,13 +199,15 @@ class WrongScheduleError(InfeasibleError):
 
 
 Value = TypeVar("Value")
-Lanes = tuple[tuple[int, ...], ...]
+DeviceGroups = tuple[tuple[int, ...], ...]
 """Disjoint groups of devices with equal stages and equal task lists, ordered by the first
 device.
 """
 
 
-def lanes_of(stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[Hashable]]) -> Lanes:
+def group_equal_devices(
+    stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[Hashable]]
+) -> DeviceGroups:
     """Return the groups of devices with equal stages and equal lists. `orders` has a list per
     device.
     """
@@ -224,14 +226,14 @@ def lanes_of(stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[H
     return tuple(map(tuple, found.values()))
 
 
-def lane_groups(
-    stage_devices: Sequence[Sequence[int]], lanes: Lanes
+def groups_by_stage(
+    stage_devices: Sequence[Sequence[int]], lanes: DeviceGroups
 ) -> tuple[tuple[int, ...], ...]:
     lane = {device: index for index, devices in enumerate(lanes) for device in devices}
     return tuple(tuple(dict.fromkeys(lane[device] for device in group)) for group in stage_devices)
 
 
-def on_each_device(lanes: Lanes, values: Sequence[Value]) -> tuple[Value, ...]:
+def expand_to_devices(lanes: DeviceGroups, values: Sequence[Value]) -> tuple[Value, ...]:
     """Return the value of each device, given a value per lane."""
     found = {
         device: value for devices, value in zip(lanes, values, strict=True) for device in devices
@@ -284,7 +286,7 @@ class StageGraph:
         """Return the micro-batches of stage `other` that share samples with a micro-batch of
         `stage`.
         """
-        return sharing(
+        return overlapping_intervals(
             micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other)
         )
 
@@ -344,7 +346,7 @@ def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int
     return tuple(micro_batch_size // size for size in sizes)
 
 
-def sharing(number: int, parts: int, other_parts: int) -> range:
+def overlapping_intervals(number: int, parts: int, other_parts: int) -> range:
     """Return the indices of intervals of length 1 / `other_parts` that overlap interval `number` of
     length 1 / `parts`. Both sequences of intervals start at 0.
     """
@@ -361,7 +363,7 @@ def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
     return tuple(depths)
 
 
-_Number = tuple[int, Phase, int]
+_TaskKey = tuple[int, Phase, int]
 """Stage, phase and micro-batch of a task. Tuples are hashed faster than instances of `Task`."""
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
@@ -369,9 +371,9 @@ _TRAIN_PHASES = (
 )
 
 
-def _needs_in(
+def _dependency_function(
     graph: StageGraph, orders: Sequence[Sequence[Task]]
-) -> Callable[[Task], list[_Number]]:
+) -> Callable[[Task], list[_TaskKey]]:
     """Return a function that returns the tasks that must end before a task starts."""
     before: defaultdict[int, list[int]] = defaultdict(list)
     after: defaultdict[int, list[int]] = defaultdict(list)
@@ -385,7 +387,7 @@ def _needs_in(
         (task.stage, task.micro_batch) for order in orders for task in order if task.phase is half
     }
 
-    def needs(task: Task) -> list[_Number]:
+    def dependencies(task: Task) -> list[_TaskKey]:
         own = task.micro_batch
         phase = task.phase
         if phase is Phase.WEIGHT_GRADIENT:
@@ -403,34 +405,34 @@ def _needs_in(
         ]
         return [(task.stage, Phase.FORWARD, own), *halves]
 
-    return needs
+    return dependencies
 
 
 def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int) -> None:
-    """Raise WrongScheduleError unless a device has each task of its stages once and no other
+    """Raise InvalidScheduleError unless a device has each task of its stages once and no other
     task.
     """
     order = schedule.tasks[device]
 
-    def wrong(position: int, reason: str) -> WrongScheduleError:
-        return WrongScheduleError(schedule, device, position, reason)
+    def error_at(position: int, reason: str) -> InvalidScheduleError:
+        return InvalidScheduleError(schedule, device, position, reason)
 
     seen: dict[tuple[int, int], frozenset[Phase]] = {}
     """Phases so far, by (stage, micro-batch)."""
     for position, task in enumerate(order):
         if task.stage >= len(graph.stage_devices) or device not in graph.stage_devices[task.stage]:
-            raise wrong(position, f"stage {task.stage} is not on device {device}")
+            raise error_at(position, f"stage {task.stage} is not on device {device}")
         phases = seen.get((task.stage, task.micro_batch), frozenset())
         if task.phase in phases:
-            raise wrong(position, f"{task} occurs twice")
+            raise error_at(position, f"{task} occurs twice")
         if (
             not 0
             <= task.micro_batch
             < schedule.micro_batches * graph.micro_batch_ratio_at(task.stage)
         ):
-            raise wrong(position, f"there is no micro-batch {task.micro_batch}")
+            raise error_at(position, f"there is no micro-batch {task.micro_batch}")
         if task.micro_batch not in graph.micro_batches_of(task.stage, schedule.micro_batches):
-            raise wrong(
+            raise error_at(
                 position,
                 (
                     f"micro-batch {task.micro_batch} does not run on the pipeline of stage "
@@ -438,7 +440,7 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
                 ),
             )
         if not train and task.phase is not Phase.FORWARD:
-            raise wrong(position, f"{task} is a backward, but the schedule is for inference")
+            raise error_at(position, f"{task} is a backward, but the schedule is for inference")
         seen[task.stage, task.micro_batch] = phases | {task.phase}
     for stage, devices in enumerate(graph.stage_devices):
         for micro_batch in (
@@ -447,7 +449,7 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
             phases = seen.get((stage, micro_batch), frozenset())
             if phases not in (_TRAIN_PHASES if train else ({Phase.FORWARD},)):
                 have = "".join(sorted(phase.value for phase in phases)) or "nothing"
-                raise wrong(
+                raise error_at(
                     max(len(order) - 1, 0),
                     f"stage {stage} runs {have} on micro-batch {micro_batch}",
                 )
@@ -472,4 +474,4 @@ class MicroBatchSlice:
         return message * self.of + self.index
 
 
-EVERY = MicroBatchSlice()
+EVERY_MICRO_BATCH = MicroBatchSlice()

@@ -138,7 +138,7 @@ class Space:
         return tuple(window for window in self.windows if window.operand == operand)
 
     def __str__(self) -> str:
-        marks = {kind: mark for mark, kind in _MARKS.items()} | {AxisKind.PARALLEL: ""}
+        marks = {kind: mark for mark, kind in _KIND_BY_MARK.items()} | {AxisKind.PARALLEL: ""}
         kinds = {axis.name: marks[axis.kind] for axis in self.axes}
 
         def text_of(
@@ -168,17 +168,17 @@ class NotationError(ModelError):
     """A line of notation that does not fit the shapes of a node's tensors."""
 
 
-_MARKS = {
+_KIND_BY_MARK = {
     "!": AxisKind.UNSPLITTABLE,
     "+": AxisKind.SUM,
     "~": AxisKind.MEAN,
     "&": AxisKind.JOINT,
     "=": AxisKind.AGREED,
 }
-_TOKEN = re.compile(r"\([^)]*\)|\[[^\]]*\]|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
+_TOKEN_PATTERN = re.compile(r"\([^)]*\)|\[[^\]]*\]|1(?![\w])|[A-Za-z_]\w*[!+~&=]?")
 
 
-def parse(
+def parse_notation(
     notation: str,
     operand_shapes: tuple[tuple[int, ...] | None, ...],
     result_shapes: tuple[tuple[int, ...] | None, ...],
@@ -197,13 +197,13 @@ def parse(
         raise NotationError(f"iteration-space notation {notation!r} has no '->'")
     marks: dict[str, str] = {}
     windows: list[_Window] = []
-    operands = _tensors(operand_text, len(operand_shapes), marks, windows)
-    results = _tensors(result_text, len(result_shapes), marks, [])
+    operands = _parse_tensors(operand_text, len(operand_shapes), marks, windows)
+    results = _parse_tensors(result_text, len(result_shapes), marks, [])
     tensors = [
         *zip(operands, operand_shapes, strict=True),
         *zip(results, result_shapes, strict=True),
     ]
-    sizes = _solved_sizes(tensors, dict(extents or {}), notation)
+    sizes = _solve_sizes(tensors, dict(extents or {}), notation)
     axes_by_result = [
         {name for dimension in tensor for name in dimension}
         for tensor in results
@@ -214,7 +214,7 @@ def parse(
         name: AxisKind.PARALLEL if name in in_results else AxisKind.UNSPLITTABLE for name in marks
     }
     axes = tuple(
-        Axis(name, sizes[name], _MARKS.get(mark) or default_kinds[name])
+        Axis(name, sizes[name], _KIND_BY_MARK.get(mark) or default_kinds[name])
         for name, mark in marks.items()
     )
     windowed = tuple(
@@ -228,7 +228,7 @@ _Window = tuple[int, int, str, tuple[int, int, int]]
 """(operand, dimension, axis, (stride, offset, reach))."""
 
 
-def _tensors(
+def _parse_tensors(
     text: str, count: int, marks: dict[str, str], windows: list[_Window]
 ) -> list[tuple[Dimension, ...] | None]:
     words = text.split(",") if count else []
@@ -237,10 +237,10 @@ def _tensors(
             f"notation {text!r} describes {len(words)} {plural(len(words), 'tensor')}, "
             f"but the node has {count}"
         )
-    return [_tensor(part.strip(), marks, index, windows) for index, part in enumerate(words)]
+    return [_parse_tensor(part.strip(), marks, index, windows) for index, part in enumerate(words)]
 
 
-def _tensor(
+def _parse_tensor(
     text: str, marks: dict[str, str], operand: int, windows: list[_Window]
 ) -> tuple[Dimension, ...] | None:
     if text == "?":
@@ -253,7 +253,7 @@ def _tensor(
         return name
 
     dimensions: list[Dimension] = []
-    for token in _TOKEN.findall(text):
+    for token in _TOKEN_PATTERN.findall(text):
         if token.startswith("["):
             word, stride, offset, reach = token[1:-1].split()
             windows.append(
@@ -267,7 +267,7 @@ def _tensor(
     return tuple(dimensions)
 
 
-def _solved_sizes(
+def _solve_sizes(
     tensors: list[tuple[tuple[Dimension, ...] | None, tuple[int, ...] | None]],
     known: dict[str, int],
     notation: str,

@@ -3,7 +3,7 @@ file's metadata.
 
 A file holds each tensor once, under one name, and only tensors that its nodes read. The record has
 the other names of tied tensors. Tensors that no node reads are initializers whose names begin with
-`PREFIX`. Buffers that the module does not save are not in the record.
+`INITIALIZER_PREFIX`. Buffers that the module does not save are not in the record.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from typing import Final
 
 from autopipe.ir.errors import ModelError
 
-KEY: Final = "autopipe.state_dict"
+METADATA_KEY: Final = "autopipe.state_dict"
 """Key of the file's metadata: a JSON object with the fields of `StateNames`."""
-PREFIX: Final = "autopipe.state/"
+INITIALIZER_PREFIX: Final = "autopipe.state/"
 """Start of the names of initializers that are in the file for the module's `state_dict` only."""
-MOST_NAMES: Final = 1 << 20
+MAX_NAMES: Final = 1 << 20
 """Maximum entries of a `state_dict`."""
-MOST_TIED: Final = 1024
+MAX_TIED_NAMES: Final = 1024
 """Maximum names of one tensor. Each name is written as a tensor, so a small file could otherwise
 expand to a huge one.
 """
-LARGEST_COUNT: Final = 1 << 20
+MAX_COUNT: Final = 1 << 20
 """Maximum increment of a counter per forward pass."""
 
 
 def is_for_state_only(name: str) -> bool:
     """True if no node reads the initializer, which exists only for the module's `state_dict`."""
-    return name.startswith(PREFIX)
+    return name.startswith(INITIALIZER_PREFIX)
 
 
 def module_name(name: str) -> str:
-    """Return the name of an initializer without `PREFIX`: its name in the module."""
-    return name.removeprefix(PREFIX)
+    """Return the name of an initializer without `INITIALIZER_PREFIX`: its name in the module."""
+    return name.removeprefix(INITIALIZER_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,37 +62,43 @@ class StateNames:
         """Return the record of a file, None if it has none. Raises ModelError if the record does
         not fit the initializers.
         """
-        text = metadata.get(KEY)
+        text = metadata.get(METADATA_KEY)
         if text is None:
             return None
         try:
             document = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise _wrong("is no JSON") from error
+            raise _invalid_record_error("is no JSON") from error
         if not isinstance(document, dict) or document.keys() != {"names", "counts"}:
-            raise _wrong("is no object of 'names' and 'counts'")
+            raise _invalid_record_error("is no object of 'names' and 'counts'")
         names = document["names"]
         counts = document["counts"]
         if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):
-            raise _wrong("does not give the tensor of each name")
-        if len(names) > MOST_NAMES:
-            raise _wrong(f"has {len(names)} names, the maximum is {MOST_NAMES}")
+            raise _invalid_record_error("does not give the tensor of each name")
+        if len(names) > MAX_NAMES:
+            raise _invalid_record_error(f"has {len(names)} names, the maximum is {MAX_NAMES}")
         for tensor, tied in Counter(names.values()).items():
             if tensor not in initializers:
-                raise _wrong(f"names the tensor {tensor!r}, which the file does not hold")
-            if tied > MOST_TIED:
-                raise _wrong(f"has {tied} names of {tensor!r}, the maximum is {MOST_TIED}")
+                raise _invalid_record_error(
+                    f"names the tensor {tensor!r}, which the file does not hold"
+                )
+            if tied > MAX_TIED_NAMES:
+                raise _invalid_record_error(
+                    f"has {tied} names of {tensor!r}, the maximum is {MAX_TIED_NAMES}"
+                )
         if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
-            raise _wrong(f"has counts that are no integers from 0 to {LARGEST_COUNT}")
+            raise _invalid_record_error(f"has counts that are no integers from 0 to {MAX_COUNT}")
         for tensor in counts:
             if not is_for_state_only(tensor) or tensor not in initializers:
-                raise _wrong(f"counts in {tensor!r}, which is no counter of the file")
+                raise _invalid_record_error(
+                    f"counts in {tensor!r}, which is no counter of the file"
+                )
         return cls(names, counts)
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST_COUNT
+    return type(value) is int and 0 <= value <= MAX_COUNT
 
 
-def _wrong(reason: str) -> ModelError:
-    return ModelError(f"its metadata {KEY!r} {reason}")
+def _invalid_record_error(reason: str) -> ModelError:
+    return ModelError(f"its metadata {METADATA_KEY!r} {reason}")

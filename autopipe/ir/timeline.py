@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from autopipe.ir.codec import Amount, Index, Inline, OmitDefault, Row
-from autopipe.ir.schedule import EVERY, Lanes, MicroBatchSlice, Phase, Task
+from autopipe.ir.schedule import EVERY_MICRO_BATCH, DeviceGroups, MicroBatchSlice, Phase, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Span:
     end: float
 
 
-class EndKind(enum.Enum):
+class StepEndKind(enum.Enum):
     """Kind of work at the end of a training step."""
 
     GRADIENT_SUM = "gradient sum"
@@ -30,13 +30,13 @@ class EndKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class EndSpan:
+class StepEndSpan:
     """Start and end of work of a device after its last task, in seconds from the start of the
     step.
     """
 
     device: int
-    kind: EndKind
+    kind: StepEndKind
     stage: int | None
     """Stage of a gradient all-reduce; None for an update."""
     start: float
@@ -79,11 +79,11 @@ class Timeline:
     """Constant part of the memory of each device: parameters, gradients, optimizer state."""
     end: float
     """End of the step in seconds, including gradient all-reduce and update."""
-    lanes: Lanes = ()
+    lanes: DeviceGroups = ()
     """Groups of devices with equal spans; () if the spans of all devices are stored."""
     links: Links = ()
     """Groups of pairs with equal transfers; () if all transfers are stored."""
-    own_ends: tuple[EndSpan, ...] = ()
+    own_ends: tuple[StepEndSpan, ...] = ()
     """Gradient all-reduces and updates of the first device of each lane, by device and start."""
 
     @property
@@ -94,7 +94,7 @@ class Timeline:
         of_lane: dict[int, list[Span]] = {}
         for span in self.own_spans:
             of_lane.setdefault(span.device, []).append(span)
-        firsts = self._firsts
+        firsts = self._first_device_of_group
         return tuple(
             span if span.device == device else Span(device, span.task, span.start, span.end)
             for device in sorted(firsts)
@@ -102,14 +102,14 @@ class Timeline:
         )
 
     @property
-    def ends(self) -> tuple[EndSpan, ...]:
+    def ends(self) -> tuple[StepEndSpan, ...]:
         """Gradient all-reduces and updates of all devices, sorted by device and start."""
         if len(self.lanes) in (0, len(self.memory)):
             return self.own_ends
-        of_lane: dict[int, list[EndSpan]] = {}
+        of_lane: dict[int, list[StepEndSpan]] = {}
         for span in self.own_ends:
             of_lane.setdefault(span.device, []).append(span)
-        firsts = self._firsts
+        firsts = self._first_device_of_group
         return tuple(
             replace(span, device=device)
             for device in sorted(firsts)
@@ -117,7 +117,7 @@ class Timeline:
         )
 
     @property
-    def _firsts(self) -> dict[int, int]:
+    def _first_device_of_group(self) -> dict[int, int]:
         """{device: first device of its lane}."""
         return {device: devices[0] for devices in self.lanes for device in devices}
 
@@ -259,8 +259,8 @@ class Message:
     backward_bytes: Index
     forward_s: Amount
     backward_s: Amount
-    source_slice: Annotated[MicroBatchSlice, Inline()] = EVERY
-    target_slice: Annotated[MicroBatchSlice, Inline()] = EVERY
+    source_slice: Annotated[MicroBatchSlice, Inline()] = EVERY_MICRO_BATCH
+    target_slice: Annotated[MicroBatchSlice, Inline()] = EVERY_MICRO_BATCH
 
 
 @dataclass(frozen=True, slots=True)

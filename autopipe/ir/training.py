@@ -18,18 +18,18 @@ def is_data_function(path: str) -> bool:
     return re.fullmatch(r"[^\W\d][\w.]*:\w+", path) is not None
 
 
-def with_path(data: str | None, change: Callable[[str], str]) -> str | None:
+def change_data_path(data: str | None, change: Callable[[str], str]) -> str | None:
     """Return `change(data)` if `data` is a path; return None and `module:function` unchanged."""
     return data if data is None or is_data_function(data) else change(data)
 
 
-_ON_COMMAND_LINE = "name it on the command line: autopipe launch PROGRAM --data module:function"
+_COMMAND_LINE_HINT = "name it on the command line: autopipe launch PROGRAM --data module:function"
 DataPath = Annotated[
     str,
     FilePath(
         is_data_function,
         "Python code, which plans and configurations must not name",
-        _ON_COMMAND_LINE,
+        _COMMAND_LINE_HINT,
     ),
     Fits(
         lambda path: not is_data_function(path), "a path (only `launch --data` accepts Python code)"

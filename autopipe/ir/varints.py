@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-_MORE = 0x80
+_CONTINUATION_BIT = 0x80
 """Bit of a byte that is set if more bytes of the varint follow."""
 
 
-def varint_bits(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
+def low_bits_of_varints(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
     """Return the low 16 bits of each varint of a packed field.
 
     These are all bits of float16 and bfloat16 values in `TensorProto.int32_data`
@@ -17,7 +17,7 @@ def varint_bits(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
     """
     if not payload.size:
         return np.empty(0, np.uint16)
-    ends = np.flatnonzero(payload < _MORE)
+    ends = np.flatnonzero(payload < _CONTINUATION_BIT)
     starts = np.concatenate(([0], ends[:-1] + 1))
     places = np.arange(int(ends[-1]) + 1) - np.repeat(starts, ends - starts + 1)
     # A byte has seven bits, the lowest first; the low 16 bits are in the first three bytes.

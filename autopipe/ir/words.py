@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_BYTES = (
+_BYTE_UNITS = (
     ("EiB", 2**60),
     ("PiB", 2**50),
     ("TiB", 2**40),
@@ -39,7 +39,7 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {plural(count, noun)}"
 
 
-def listed(texts: Sequence[str], most: int) -> str:
+def list_first(texts: Sequence[str], most: int) -> str:
     """Return the first `most` texts, separated by commas, and the number of further texts."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{', '.join(texts[:most])}{more}"
@@ -66,15 +66,15 @@ def printable_lines(text: str) -> str:
 
 def bytes_text(size: float) -> str:
     """Return a number of bytes with about three digits and its unit: `3.10 GiB`."""
-    return in_units(size, _BYTES) or f"{size:.0f} B"
+    return in_largest_unit(size, _BYTE_UNITS) or f"{size:.0f} B"
 
 
 def seconds_text(seconds: float) -> str:
     """Format a time with three digits: `41.2 ms`."""
-    return in_units(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
+    return in_largest_unit(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
 
 
-def in_units(value: float, units: Sequence[tuple[str, float]]) -> str | None:
+def in_largest_unit(value: float, units: Sequence[tuple[str, float]]) -> str | None:
     """Return the value in the largest unit of `units` that is not larger than the value, or None if
     all units are larger. `units` lists (name, size), the largest first.
     """

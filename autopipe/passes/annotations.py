@@ -21,13 +21,13 @@ from autopipe.ir.layout import (
     Layout,
     MeshAxes,
     coordinate_along,
-    degree_of,
     mesh_axes_of,
     mesh_axis_by_name,
     operand_layout,
     result_layout,
+    total_degree,
 )
-from autopipe.ir.output_files import replacing
+from autopipe.ir.output_files import open_replacement_file
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Space
@@ -490,14 +490,14 @@ def _blocks(
     """Return (sharded dimensions with their degrees, devices of each shard) for a layout, as
     `Sharding` expects them. Cached, because models with equal layers have few layouts.
     """
-    cut = {dimension: axes for dimension, axes in enumerate(cuts) if degree_of(axes) > 1}
+    cut = {dimension: axes for dimension, axes in enumerate(cuts) if total_degree(axes) > 1}
 
     def block(position: int) -> tuple[int, ...]:
         return tuple(coordinate_along(axes, position) for axes in cut.values())
 
     blocks = itertools.groupby(sorted(range(len(devices)), key=block), block)
     copies = tuple(tuple(devices[position] for position in group) for _, group in blocks)
-    return tuple((dimension, degree_of(axes)) for dimension, axes in cut.items()), copies
+    return tuple((dimension, total_degree(axes)) for dimension, axes in cut.items()), copies
 
 
 IR_VERSION: Final = 11  # First version of the format with multi-device annotations.
@@ -532,7 +532,7 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
     if any(field.number == MODEL_FUNCTION for field in wire.fields_of(data, 0, len(data))):
         data = memoryview(inlined(onnx.ModelProto.FromString(bytes(data))).SerializeToString())
     try:
-        with replacing(target) as file:
+        with open_replacement_file(target) as file:
             for piece in _spliced(data, configuration):
                 file.write(piece)
     except OSError as error:

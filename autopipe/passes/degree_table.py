@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, OutOfMemoryError
+from autopipe.ir.errors import CANDIDATE_ERRORS, AutopipeError, ConfigurationError, OutOfMemoryError
 from autopipe.ir.plan import Breakdown, Choice
 from autopipe.ir.problem import Scores
 from autopipe.ir.words import plural
@@ -215,7 +215,7 @@ class _Table:
                 return self._timed(row, degrees, form, request, placed)
             except OutOfMemoryError as error:
                 refused = refused or error
-            except REFUSALS as error:
+            except CANDIDATE_ERRORS as error:
                 return _Trial(replace(row, reason=(refused or error).message), degrees)
         reason = (
             refused.message
@@ -330,7 +330,7 @@ class _Table:
             placed = replace(placed, problem=replace(problem, time_limit=_SEARCH_S))
         try:
             placed, scheduled = schedule_placed(placed, scheduler, self._runner)
-        except REFUSALS as error:
+        except CANDIDATE_ERRORS as error:
             if always:
                 return replace(
                     trial,

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopipe.ir.batch import rebatched
-from autopipe.ir.errors import REFUSALS, ConfigurationError, InfeasibleError
+from autopipe.ir.batch import resize_batch
+from autopipe.ir.errors import CANDIDATE_ERRORS, ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
@@ -243,12 +243,12 @@ def granted(planned: PlanResult, what: str, request: Request, again: bool) -> Wh
                 kept = simulate(schedule, placed.graph.stage_devices, placed.prediction)
                 rates.append(_samples_per_s(size, kept.end))
             rates.append(_samples_per_s(size, _timeline(planned, placed).end))
-        except REFUSALS as error:
+        except CANDIDATE_ERRORS as error:
             refused = error.line
     if again:
         try:
             rates.append(make_plan(request).plan.summary.samples_per_s)
-        except REFUSALS as error:
+        except CANDIDATE_ERRORS as error:
             refused = error.line
     return WhatIf(what, again, max(rates)) if rates else WhatIf(what, again, refused=refused)
 
@@ -387,7 +387,7 @@ def priced(planned: PlanResult, change: Change) -> Change:
     """
     try:
         timeline = _timeline(planned, _placed(planned, change.placement))
-    except REFUSALS as error:
+    except CANDIDATE_ERRORS as error:
         return replace(change, refused=error.line)
     return replace(change, step_s=timeline.end, peak_memory_bytes=max(timeline.peak_memory))
 
@@ -420,7 +420,7 @@ def _weight(planned: PlanResult, change: Change) -> float:
     """Return an estimate of the step time after a change; infinite if it is not feasible."""
     try:
         placed = _placed(planned, change.placement)
-    except REFUSALS:
+    except CANDIDATE_ERRORS:
         return math.inf
     if len(placed.placement.stages) == len(planned.plan.placement.stages):
         try:
@@ -573,7 +573,7 @@ def _samples_of(problem: Problem, stage: Stage) -> SampleAxes:
     """Return the sample axes of the graph for the micro-batch size of the stage."""
     graph = problem.graph
     size = stage.micro_batch_size
-    return sample_axes(graph if size == problem.micro_batch_size else rebatched(graph, size))
+    return sample_axes(graph if size == problem.micro_batch_size else resize_batch(graph, size))
 
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autopipe.ir.errors import ConfigurationError, ModelError
-from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
+from autopipe.ir.files import INLINE_LIMIT, Progress, pad_to_alignment
 from autopipe.ir.graph import DType, FileSlice, Value, VarintSlice
 from autopipe.ir.layout import TensorSlice, full_slice
-from autopipe.ir.output_files import replacing
+from autopipe.ir.output_files import open_replacement_file
 from autopipe.ir.output_kinds import check_data_file
 from autopipe.ir.state_names import is_for_state_only
 from autopipe.passes.frontend.derivations import MOVES
@@ -391,9 +391,11 @@ def write_trained(
     places: dict[str, int] = {}
     try:
         with ExitStack() as stack:
-            opened_files = {path: stack.enter_context(replacing(path)) for path in files}
+            opened_files = {
+                path: stack.enter_context(open_replacement_file(path)) for path in files
+            }
             for each in beside:
-                places[each.value.name] = aligned(opened_files[data])
+                places[each.value.name] = pad_to_alignment(opened_files[data])
                 each.write(opened_files[data], progress)
             write_model(
                 opened_files[target], proto, tensors, constants, data.name, places, progress

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import (
-    REFUSALS,
+    CANDIDATE_ERRORS,
     AutopipeError,
     ConfigurationError,
     InfeasibleError,
@@ -29,14 +29,14 @@ from autopipe.ir.measured_costs import Costs
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import LossScores, Plan, plan_digest
 from autopipe.ir.problem import (
-    AVERAGED,
+    AVERAGED_LOSS,
     Constraint,
     LossDivision,
     Mode,
+    NodeCost,
     Optimizer,
     Problem,
     Scores,
-    Work,
 )
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Prediction, Timeline
@@ -162,7 +162,7 @@ class Runner:
         """Models whose micro-batches return the dividend and the divisor of the loss, by number of
         samples and form of the losses.
         """
-        self.work: dict[tuple[int | None, Scores, str], tuple[Work, ...]] = {}
+        self.work: dict[tuple[int | None, Scores, str], tuple[NodeCost, ...]] = {}
         """Costs of the nodes by number of samples, form of the losses, and name of the loss that is
         divided ("" if no loss is divided).
         """
@@ -348,7 +348,7 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
             timeline = _planned(each, own)[1].timeline
         except OutOfMemoryError:
             refused.append(" ".join(options))
-        except REFUSALS:
+        except CANDIDATE_ERRORS:
             continue
         else:
             found.append(f"{' '.join(options)} (needs {size_text(max(timeline.peak_memory))})")
@@ -549,7 +549,7 @@ def _several_samples(request: Request, runner: Runner, model: Model, times: int 
     if size not in runner.models:
         try:
             runner.models[size] = read_for(request, size, model.source)
-        except REFUSALS:
+        except CANDIDATE_ERRORS:
             return model.graph
     return runner.models[size].graph
 
@@ -636,7 +636,7 @@ def _require_loss(first: Model, model: Model) -> None:
     )
 
 
-def _work(request: Request, model: Model) -> tuple[Work, ...]:
+def _work(request: Request, model: Model) -> tuple[NodeCost, ...]:
     """Return the cost of each node of the model. Raises ConfigurationError if the loss to train
     with is missing or one of several outputs, ModelError if nothing of the model would be trained.
     """
@@ -678,7 +678,7 @@ def _loss_division(
     Raise InfeasibleError if the losses of micro-batches do not determine the loss of the step.
     """
     if model.mode is not Mode.TRAIN:
-        return AVERAGED, batching
+        return AVERAGED_LOSS, batching
     if model.loss not in runner.loss_forms:
         first = read(request, runner)
         runner.loss_forms[model.loss] = form_of(
@@ -722,7 +722,7 @@ def _problem(
     request: Request,
     model: Model,
     batching: Batching,
-    work: tuple[Work, ...],
+    work: tuple[NodeCost, ...],
     division: LossDivision,
     annotated: tuple[Constraint, ...] | None = None,
 ) -> Problem:
@@ -819,7 +819,7 @@ def problems_of(
                 strategy.requires(problem)
                 found = True
                 declined = None
-            except REFUSALS as error:
+            except CANDIDATE_ERRORS as error:
                 reasons.setdefault(by, error)
             else:
                 yield model, problem

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.files import TAGS, Progress, lfs_error, safetensors_header
+from autopipe.ir.files import SAFETENSORS_TYPES, Progress, lfs_error, safetensors_header
 from autopipe.ir.graph import FileSlice, Value
-from autopipe.ir.output_files import replacing
+from autopipe.ir.output_files import open_replacement_file
 from autopipe.ir.words import plural
 from autopipe.passes.export import Numbers, stored_tensor
 
@@ -23,7 +23,7 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 """Suffix of the file name of the index of a sharded set."""
 _METADATA: Final = "__metadata__"
 """Member of a header that is not a tensor."""
-_TYPES: Final = {tag: dtype for dtype, tag in TAGS.items()}
+_TYPES: Final = {tag: dtype for dtype, tag in SAFETENSORS_TYPES.items()}
 _MOST_HEADER: Final = 100_000_000
 """Maximum bytes of a header, as defined by the format."""
 _MOST_INDEX: Final = 100_000_000
@@ -155,7 +155,7 @@ def write_safetensors(
     Raise ConfigurationError if a file cannot be written or safetensors has no type for a tensor.
     """
     for value in (each.value for each in tensors):
-        if value.dtype not in TAGS:
+        if value.dtype not in SAFETENSORS_TYPES:
             raise ConfigurationError(
                 f"{value.name!r} is {value.dtype.value}, which safetensors does not know"
             )
@@ -182,7 +182,7 @@ def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> N
     ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)
     listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
     header, _, _ = safetensors_header(listed, {"format": "pt"})
-    with replacing(path) as file:
+    with open_replacement_file(path) as file:
         file.write(header)
         for each in ordered:
             each.write(file, progress)
@@ -195,5 +195,5 @@ def _write_index(paths: Sequence[Path], groups: Sequence[Sequence[Numbers]], tot
         for each in group
     }
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    with replacing(paths[-1]) as file:
+    with open_replacement_file(paths[-1]) as file:
         file.write(json.dumps(document, indent=2).encode() + b"\n")

@@ -21,7 +21,7 @@ from autopipe.configs.cluster import cluster_preset
 from autopipe.configs.zoo import Setting, build, configure
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.files import read_record
+from autopipe.ir.files import read_json_record
 from benchmarks.cuda.processes import Failed
 
 CLUSTER = "h100-80gb"
@@ -101,7 +101,7 @@ def prepare(
 
 def open_prepared(folder: Path, tiny: bool) -> Prepared:
     """Return a prepared folder. Raises ConfigurationError if it is none, or one for other sizes."""
-    record = read_record(folder / INDEX, _FORMAT)
+    record = read_json_record(folder / INDEX, _FORMAT)
     if record.get("tiny", bool) is not tiny:
         sizes = "for --tiny" if not tiny else "not for --tiny"
         raise ConfigurationError(

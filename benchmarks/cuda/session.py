@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autopipe.ir.output_files import replacing
+from autopipe.ir.output_files import open_replacement_file
 from benchmarks.cuda.processes import Failed, Processes, Runner
 
 _RESERVE_S = 8.0
@@ -122,7 +122,7 @@ class Session:
     def _add(self, row: dict[str, Any]) -> None:
         with self._lock:
             self.rows.append(row)
-            with replacing(self.file) as file:
+            with open_replacement_file(self.file) as file:
                 file.write(
                     (json.dumps({**self.facts, "rows": self.rows}, indent=1) + "\n").encode()
                 )

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.plan import Alternative, Choice, best_of_each
+from autopipe.ir.plan import Alternative, Choice, best_per_strategy
 from tests.cli.command_line import CommandLine
 
 GPT = {
@@ -177,6 +177,6 @@ def test_the_best_of_each_strategy_comes_first() -> None:
         Alternative(Choice("fast", schedule="b"), 1.0),
         Alternative(Choice("slow", schedule="b"), refused="no"),
     )
-    assert best_of_each(rows) == (rows[3], rows[0], rows[1])
+    assert best_per_strategy(rows) == (rows[3], rows[0], rows[1])
     same = Alternative(Choice("same"), 1.0, same_as="fast")
-    assert best_of_each((same, *rows))[:2] == (rows[3], same)
+    assert best_per_strategy((same, *rows))[:2] == (rows[3], same)

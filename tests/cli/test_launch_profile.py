@@ -14,7 +14,7 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.launch_display import ProfiledSteps
 from autopipe.cli.output import Output
 from autopipe.ir.plan import plan_digest, read_plan, write_plan
-from autopipe.ir.program import KINDS
+from autopipe.ir.program import COMMUNICATION_KINDS
 from tests.cli.drawing.examples import chain_plan
 from tests.cli.drawing.test_bubbles import times
 from tests.distributed.support.launching import write_chain
@@ -32,7 +32,7 @@ def test_the_worst_bubbles_are_named_with_what_was_predicted_of_them(
     manifest = read_manifest(write_chain(tmp_path / "plan" / "program"))
     if with_plan:
         plan, timeline = chain_plan(2, 1)
-        moved = tuple((kind, 0) for kind in KINDS)
+        moved = tuple((kind, 0) for kind in COMMUNICATION_KINDS)
         write_plan(
             tmp_path / "plan",
             replace(plan, summary=replace(plan.summary, communication_bytes=moved)),

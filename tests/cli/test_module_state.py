@@ -15,14 +15,14 @@ import pytest
 import safetensors.numpy
 
 from autopipe.cli.main import main
-from autopipe.ir.state_names import KEY, MOST_TIED, PREFIX
+from autopipe.ir.state_names import INITIALIZER_PREFIX, MAX_TIED_NAMES, METADATA_KEY
 from autopipe.passes.frontend import read_model
 from tests.cli.test_checkpoint import WEIGHT, imported, refused, said, write_checkpoint
 from tests.passes.frontend.building import floats, model, node, saved
 from tests.passes.frontend.test_apart import torch_export
 
-COUNTER = f"{PREFIX}n.num_batches_tracked"
-UNUSED = f"{PREFIX}extra.weight"
+COUNTER = f"{INITIALIZER_PREFIX}n.num_batches_tracked"
+UNUSED = f"{INITIALIZER_PREFIX}extra.weight"
 NAMES = {
     "w": "w",
     "tied": "w",
@@ -44,7 +44,7 @@ def recorded(folder: Path, record: object, name: str = "model.onnx") -> Path:
         held,
     )
     proto.metadata_props.add(
-        key=KEY, value=record if isinstance(record, str) else json.dumps(record)
+        key=METADATA_KEY, value=record if isinstance(record, str) else json.dumps(record)
     )
     return saved(proto, folder, name)
 
@@ -94,13 +94,13 @@ def test_a_trained_model_keeps_its_record(path: Path) -> None:
     found = stored(target)
     assert np.array_equal(found["w"], WEIGHT) and found[COUNTER] == np.array(29)
     assert np.array_equal(found[UNUSED], EXTRA)
-    assert {each.key for each in onnx.load(target).metadata_props} == {KEY}
+    assert {each.key for each in onnx.load(target).metadata_props} == {METADATA_KEY}
 
 
 def test_the_graph_has_no_tensor_that_is_only_saved(path: Path) -> None:
     graph = read_model(path).graph
     names = {each.value.name for each in (*graph.parameters, *graph.constants)}
-    assert "w" in names and not any(name.startswith(PREFIX) for name in names)
+    assert "w" in names and not any(name.startswith(INITIALIZER_PREFIX) for name in names)
 
 
 def whole() -> dict[str, np.ndarray]:
@@ -165,7 +165,7 @@ def test_weights_of_another_file_with_a_record_are_read(path: Path) -> None:
     assert code == 0 and found[COUNTER] == np.array(29) and np.array_equal(found["w"], WEIGHT)
 
 
-MANY = {f"w{index}": "w" for index in range(MOST_TIED + 1)}
+MANY = {f"w{index}": "w" for index in range(MAX_TIED_NAMES + 1)}
 BAD: Mapping[str, tuple[object, str]] = {
     "no JSON": ("{", "is no JSON"),
     "nested too deeply": ("[" * 100_000, "is no JSON"),
@@ -183,9 +183,12 @@ BAD: Mapping[str, tuple[object, str]] = {
         {"names": {"w": "v"}, "counts": {}},
         "names the tensor 'v', which the file does not hold",
     ),
-    "too many names": ({"names": MANY, "counts": {}}, f"has {MOST_TIED + 1} names of 'w'"),
+    "too many names": ({"names": MANY, "counts": {}}, f"has {MAX_TIED_NAMES + 1} names of 'w'"),
     "a count of a weight": ({"names": {"w": "w"}, "counts": {"w": 1}}, "counts in 'w'"),
-    "a count of nothing": ({"names": {}, "counts": {f"{PREFIX}x": 1}}, f"counts in '{PREFIX}x'"),
+    "a count of nothing": (
+        {"names": {}, "counts": {f"{INITIALIZER_PREFIX}x": 1}},
+        f"counts in '{INITIALIZER_PREFIX}x'",
+    ),
     "a negative count": ({"names": {}, "counts": {COUNTER: -1}}, "no integers from 0"),
     "a huge count": ({"names": {}, "counts": {COUNTER: 2**80}}, "no integers from 0"),
     "a true count": ({"names": {}, "counts": {COUNTER: True}}, "no integers from 0"),

@@ -17,7 +17,7 @@ import pytest
 from autopipe.api.plan_folder import open_plan, open_prediction
 from autopipe.cli.main import main
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import edited_files, read_seal
+from autopipe.ir.output_files import edited_files, read_digests
 from tests.cli.command_line import CommandLine
 from tests.cli.test_bad_requests import MODEL, perceptron
 from tests.passes.frontend.building import saved
@@ -275,7 +275,7 @@ def test_a_schedule_of_another_plan_is_named(here: CommandLine) -> None:
 
 
 def test_every_file_that_plan_writes_has_its_digest(here: CommandLine) -> None:
-    found = read_seal(PLAN / "plan.json")
+    found = read_digests(PLAN / "plan.json")
     assert found is not None and sorted(found.digests) == sorted(OWNED)
     assert edited_files([PLAN / name for name in OWNED], [found]) == []
 

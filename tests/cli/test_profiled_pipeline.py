@@ -24,7 +24,7 @@ from autopipe.cli.profile_programs import (
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Device
 from autopipe.ir.measured_costs import (
-    Affine,
+    AffineTime,
     DeviceCosts,
     ExchangeCost,
     TaskCosts,
@@ -44,9 +44,9 @@ SETTINGS = {
     "weights": "random",
 }
 NOTHING = TensorCosts(0.0, 0.0)
-POST = ExchangeCost("post", 2, Affine(1.0, 1e-3), ())
-FOLLOW = ExchangeCost("follow", 2, Affine(3.0 - exchanges.MESSAGE_BYTES * 1e-6, 1e-6), ())
-SEND = ExchangeCost("send", 2, Affine(2.0, 1e-6), ())
+POST = ExchangeCost("post", 2, AffineTime(1.0, 1e-3), ())
+FOLLOW = ExchangeCost("follow", 2, AffineTime(3.0 - exchanges.MESSAGE_BYTES * 1e-6, 1e-6), ())
+SEND = ExchangeCost("send", 2, AffineTime(2.0, 1e-6), ())
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_the_predicted_period_has_messages_on_their_way_but_not_their_ends(
     model: Model, tmp_path: Path
 ) -> None:
     count = len(list(samples_of(model, "fp32")))
-    slow = replace(SEND, fit=Affine(30.0, 1e-12)), replace(POST, fit=Affine(1000.0, 0.0))
+    slow = replace(SEND, fit=AffineTime(30.0, 1e-12)), replace(POST, fit=AffineTime(1000.0, 0.0))
     found = write_pipeline(
         model, "fp32", replace(known(model), exchanges=slow), tmp_path / "program"
     )

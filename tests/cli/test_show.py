@@ -10,7 +10,7 @@ import pytest
 from autopipe.api.plan_folder import open_prediction
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.block_schedule import block_schedule_form
+from autopipe.ir.block_schedule import block_schedule_json
 from autopipe.passes.registry import scheduler_names
 from tests.cli.drawing.examples import split_embedding
 
@@ -53,7 +53,7 @@ def lone_folder(folder):
 @pytest.fixture
 def blocks(tmp_path):
     path = tmp_path / "schedule.json"
-    path.write_text(json.dumps(block_schedule_form(split_embedding())))
+    path.write_text(json.dumps(block_schedule_json(split_embedding())))
     return path
 
 

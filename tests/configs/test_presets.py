@@ -60,7 +60,7 @@ def test_a_preset_grows_to_any_number_of_devices(name: str) -> None:
         assert cluster.size == count
         device = cluster.devices[-1]
         assert all(
-            0 < device.fraction(kind) <= 1
+            0 < device.efficiency_of(kind) <= 1
             for kind in (field.name for field in fields(Efficiencies))
         )
         assert all(

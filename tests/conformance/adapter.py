@@ -55,7 +55,7 @@ def to_tensor(array: np.ndarray, device: str | torch.device = "cpu") -> torch.Te
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16).to(device)
     dtype = DType(array.dtype.name)
-    if dtype.is_eighth:
+    if dtype.is_float8:
         return (
             torch.from_numpy(array.view(np.uint8).copy())
             .view(getattr(torch, dtype.held))
@@ -68,7 +68,7 @@ def to_tensor(array: np.ndarray, device: str | torch.device = "cpu") -> torch.Te
 
 def to_array(tensor: torch.Tensor, dtype: DType | None = None) -> np.ndarray:
     """The numbers of a tensor, which is how numbers of `dtype` are held."""
-    if dtype is DType.FLOAT4E2M1 or (dtype is not None and dtype.is_eighth):
+    if dtype is DType.FLOAT4E2M1 or (dtype is not None and dtype.is_float8):
         assert tensor.dtype == getattr(torch, dtype.held)
         return (
             tensor.cpu()

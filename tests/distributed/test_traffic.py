@@ -13,7 +13,7 @@ import pytest
 
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
-from autopipe.ir.program import KINDS
+from autopipe.ir.program import COMMUNICATION_KINDS
 from autopipe.passes.lower.traffic import communication_bytes
 from tests.distributed.support.alone import dry_run
 from tests.distributed.support.pool import Pools
@@ -55,7 +55,7 @@ def test_a_plan_its_ranks_and_their_dry_runs_agree(
     predicted = json.loads((plan / "plan.json").read_text(encoding="utf-8"))["summary"][
         "communication_bytes"
     ]
-    assert {kind for kind in KINDS if predicted[kind]} == kinds
+    assert {kind for kind in COMMUNICATION_KINDS if predicted[kind]} == kinds
     report = tmp_path / "report.jsonl"
     pools.of(2).run(plan / "program", "--device", "cpu", "--steps", 2, "--report", report)
     assert [line["communication_bytes"] for line in report_lines(report)] == [predicted, predicted]
@@ -184,4 +184,4 @@ def rehearsed(program: Path, ranks: int) -> dict[str, int]:
     for rank in range(ranks):
         dry_run(program, rank, "--device", "cpu", "--report", report)
         total.update(json.loads(report.read_text(encoding="utf-8"))["communication_bytes"])
-    return {kind: total[kind] for kind in KINDS}
+    return {kind: total[kind] for kind in COMMUNICATION_KINDS}

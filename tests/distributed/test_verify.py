@@ -496,7 +496,7 @@ def test_files_say_what_they_are(tmp_path: Path) -> None:
         assert f"bubble {plan['summary']['bubble_rate']:.1%}" in text
         assert f"{rank}F0" in text
     assert "Stage 1 of 2, on device 1." in (program / "stage_01.py").read_text(encoding="utf-8")
-    for name in (verification.REFERENCE, verification.FORWARD):
+    for name in (verification.REFERENCE_FOLDER, verification.FORWARD_FOLDER):
         assert read_manifest(program / name).world_size == 1
 
 

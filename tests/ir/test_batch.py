@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of
+from autopipe.ir.batch import BatchAxes, BatchDimension, batch_axes_of
 from autopipe.ir.graph import Constant, DType, Graph, Initializer, Node, Parameter, Value
 
 F32 = DType.FLOAT32
@@ -60,7 +60,7 @@ def test_a_product_splits_by_its_rows_and_its_weight_carries_no_samples() -> Non
     found = batch_axes_of(graph)
     assert found.batch == 4
     assert found.axis(0) == "b0"
-    assert found.of("y") == Samples(0)
+    assert found.of("y") == BatchDimension(0)
     assert found.of("w") is None
 
 
@@ -73,9 +73,9 @@ def test_merged_dimensions_keep_the_samples_outermost() -> None:
     shapes = {"x": (4, 3, 8), "rows": (12, 8), "w": (8, 5), "result": (12, 5), "y": (4, 3, 5)}
     constants = {"flat": np.array([12, 8]), "parted": np.array([4, 3, 5])}
     found = batch_axes_of(graph_of(nodes, shapes, {"x": 0}, constants, ("w",)))
-    assert found.of("rows") == Samples(0, outer=1, inner=3)
+    assert found.of("rows") == BatchDimension(0, outer=1, inner=3)
     assert found.axis(1) == "m"
-    assert found.of("y") == Samples(0)
+    assert found.of("y") == BatchDimension(0)
 
 
 def test_samples_inside_a_merged_dimension_cannot_be_split_by_contiguous_shares() -> None:
@@ -85,7 +85,7 @@ def test_samples_inside_a_merged_dimension_cannot_be_split_by_contiguous_shares(
         (merge, node), {"x": (3, 4), "rows": (12,), "y": (12,)}, {"x": 1}, {"flat": np.array([12])}
     )
     found = batch_axes_of(graph)
-    assert found.of("y") == Samples(0, outer=3, inner=1)
+    assert found.of("y") == BatchDimension(0, outer=3, inner=1)
     assert found.axis(1) is None
 
 
@@ -97,7 +97,7 @@ def test_a_constant_that_meets_the_samples_carries_them_and_so_does_what_made_it
     shapes = {"x": (4, 3), "twice": (4, 3), "y": (4, 3)}
     mask = np.zeros((4, 3), dtype=np.float32)
     found = batch_axes_of(graph_of(nodes, shapes, {"x": 0}, {"mask": mask}))
-    assert found.of("mask") == Samples(0)
+    assert found.of("mask") == BatchDimension(0)
     assert found.axis(0) == "x0"
 
 
@@ -122,12 +122,12 @@ def test_a_product_of_two_batches_is_split_by_the_first() -> None:
     found = batch_axes_of(graph)
     assert [each.axis for each in found.nodes[0]] == ["m", "n"]
     assert found.axis(0) == "m"
-    assert found.values["scores"] == (Samples(0), Samples(1))
+    assert found.values["scores"] == (BatchDimension(0), BatchDimension(1))
 
 
 def test_one_sample_cannot_be_told_from_a_broadcast_dimension() -> None:
     found = batch_axes_of(reshape_graph((1, 6), (6,), 0))
-    assert found == BatchAxes(1, ((),), {"x": (Samples(0),)})
+    assert found == BatchAxes(1, ((),), {"x": (BatchDimension(0),)})
 
 
 @st.composite

@@ -17,12 +17,12 @@ from autopipe.ir.block_schedule import (
     BlockGraph,
     BlockRepetend,
     BlockSchedule,
-    block_schedule_form,
-    check_blocks,
+    block_schedule_json,
+    check_start_times,
     read_block_schedule,
 )
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
-from autopipe.ir.files import record_text
+from autopipe.ir.files import document_text
 
 # Two devices; a unit runs F0 (0), T (both) after 2 under way, B0 (0): 1, 1, 3 long.
 GRAPH = BlockGraph(
@@ -35,7 +35,7 @@ SCHEDULE = BlockSchedule(GRAPH, STARTS, 7, 5, False, BlockRepetend((0, 3, 4), (0
 
 
 def test_figures_follow_from_the_starts():
-    check_blocks(SCHEDULE)
+    check_start_times(SCHEDULE)
     assert (SCHEDULE.units, SCHEDULE.makespan, SCHEDULE.peak_memory) == (2, 14, (2, 0))
     assert SCHEDULE.gap == pytest.approx(2 / 7)
     assert SCHEDULE.steady_bubble_rate == pytest.approx(2 / 7)
@@ -69,7 +69,7 @@ def test_figures_follow_from_the_starts():
 )
 def test_what_cannot_run_is_named(starts, expected):
     with pytest.raises(InfeasibleError) as caught:
-        check_blocks(dataclasses.replace(SCHEDULE, starts=starts))
+        check_start_times(dataclasses.replace(SCHEDULE, starts=starts))
     assert expected in str(caught.value)
 
 
@@ -104,7 +104,7 @@ def test_a_file_gives_the_schedule_again(tmp_path_factory, given_blocks, units, 
         starts.append(tuple(row))
     schedule = BlockSchedule(graph, tuple(starts), None, 3, False, None, 0.25)
     path = tmp_path_factory.mktemp("schedules") / "schedule.json"
-    path.write_text(record_text(block_schedule_form(schedule)), encoding="utf-8")
+    path.write_text(document_text(block_schedule_json(schedule)), encoding="utf-8")
     assert read_block_schedule(path) == schedule
 
 
@@ -115,7 +115,7 @@ def read(folder, form):
 
 
 def changed(path, value):
-    form = json.loads(record_text(block_schedule_form(SCHEDULE)))
+    form = json.loads(document_text(block_schedule_json(SCHEDULE)))
     place = form
     for step in path[:-1]:
         place = place[step]

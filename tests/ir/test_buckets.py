@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir import program as buckets
-from autopipe.ir.program import Block, Bucket, ElementRange, buckets_of
+from autopipe.ir.program import Bucket, BucketShard, ElementRange, make_buckets
 
 WIDTHS = {"float32": 4, "float64": 8, "float16": 2}
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -18,8 +18,8 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 def block(
     index: int, elements: int, ranks: tuple[int, ...], dtype: str = "float32", home: int | None = 0
-) -> Block:
-    return Block(index, elements, dtype, WIDTHS[dtype], ranks, home)
+) -> BucketShard:
+    return BucketShard(index, elements, dtype, WIDTHS[dtype], ranks, home)
 
 
 @given(
@@ -75,7 +75,7 @@ def test_buckets_by_home_ranks_type_and_size(monkeypatch: pytest.MonkeyPatch) ->
     ]
     found = [
         (each.home, each.ranks, [one.parameter for one in each.blocks])
-        for each in buckets_of(blocks)
+        for each in make_buckets(blocks)
     ]
     assert found == [
         (None, both, [4]),

@@ -82,10 +82,10 @@ def test_bad_requests_are_refused() -> None:
 def test_a_device_states_peaks_and_fractions() -> None:
     assert DEVICE.peak("fp16") == 4e12
     assert DEVICE.peak("bf16") == DEVICE.peak("tf32") == 1e12
-    assert DEVICE.fraction("matmul") == 0.5
+    assert DEVICE.efficiency_of("matmul") == 0.5
     with pytest.raises(ConfigurationError, match="no peak FLOP/s for fp64"):
         DEVICE.peak("fp64")
     with pytest.raises(
         ConfigurationError, match="no efficiency for operators of class convolution"
     ):
-        DEVICE.fraction("convolution")
+        DEVICE.efficiency_of("convolution")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.measured_costs import (
-    EXCHANGES,
-    Affine,
+    MEASURED_COMMUNICATION,
+    AffineTime,
     Costs,
     DeviceCosts,
     ExchangeCost,
@@ -25,7 +25,7 @@ from autopipe.ir.measured_costs import (
     TimedBytes,
     Timing,
     costs_text,
-    merged,
+    merge_costs,
     read_costs,
 )
 
@@ -41,7 +41,7 @@ ATTRIBUTES = st.one_of(
     st.lists(TEXTS).map(tuple),
 )
 FIGURES = st.tuples(SECONDS, SECONDS)
-LINES = st.builds(Affine, SECONDS, SECONDS)
+LINES = st.builds(AffineTime, SECONDS, SECONDS)
 TENSORS = st.builds(TensorCosts, SECONDS, SECONDS)
 
 
@@ -57,7 +57,7 @@ def operation_costs(draw: st.DrawFn) -> OperationCost:
 
 EXCHANGE_COSTS = st.builds(
     ExchangeCost,
-    st.sampled_from(EXCHANGES),
+    st.sampled_from(MEASURED_COMMUNICATION),
     st.integers(2, 64),
     LINES,
     st.lists(st.builds(TimedBytes, st.integers(0, 2**40), TIMINGS), max_size=2).map(tuple),
@@ -110,7 +110,7 @@ def a_device(*operations: OperationCost, **more: Any) -> DeviceCosts:
 def test_merged_costs_hold_all_and_the_later_one_counts() -> None:
     tensors = TensorCosts(0.0, 0.0)
     tasks = TaskCosts(1.0, 1.0, 1.0, 1.0, tensors, tensors, (tensors,) * 3)
-    sends = ExchangeCost("send", 2, Affine(1.0, 0.0), ())
+    sends = ExchangeCost("send", 2, AffineTime(1.0, 0.0), ())
     first = Costs(
         (a_device(an_operation("float32[1]", 1.0), an_operation("float32[2]", 2.0), tasks=tasks),)
     )
@@ -120,13 +120,13 @@ def test_merged_costs_hold_all_and_the_later_one_counts() -> None:
             replace(a_device(), device="other"),
         )
     )
-    both = merged([first, second])
+    both = merge_costs([first, second])
     assert [each.device for each in both.devices] == ["core", "other"]
     assert [each.forward.seconds for each in both.devices[0].operations] == [1.0, 3.0]
     assert both.devices[0].tasks == tasks
     assert both.devices[0].exchanges == (sends,)
     assert both.devices[0].measured == ("today",)
-    assert merged([both, both]) == both
+    assert merge_costs([both, both]) == both
 
 
 FORM = json.loads(costs_text(Costs((a_device(an_operation("float32[1]", 1.0)),))))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset
-from autopipe.ir.cluster import Cluster, nccl_bytes
+from autopipe.ir.cluster import Cluster, max_nccl_buffer_bytes
 from autopipe.ir.problem import Problem
 from tests.distributed.support.shapes import problem_of, tied_chain
 
@@ -24,7 +24,9 @@ def test_a_plan_leaves_room_for_the_context_and_nccl(name: str) -> None:
         device = cluster.devices[0]
         left = device.memory_bytes - on(cluster).memory_of(0)
         assert left == (
-            0 if name == "cpu-local" else device.context_bytes + (count > 1) * nccl_bytes(count)
+            0
+            if name == "cpu-local"
+            else device.context_bytes + (count > 1) * max_nccl_buffer_bytes(count)
         )
         assert left < 0.15 * device.memory_bytes
 
@@ -37,4 +39,10 @@ def test_a_limit_that_is_given_holds_as_it_is() -> None:
 
 
 def test_buffers_grow_with_communicators_and_not_with_ranks() -> None:
-    assert nccl_bytes(1) == 0 < nccl_bytes(2) == nccl_bytes(1024) < 2**30
+    assert (
+        max_nccl_buffer_bytes(1)
+        == 0
+        < max_nccl_buffer_bytes(2)
+        == max_nccl_buffer_bytes(1024)
+        < 2**30
+    )

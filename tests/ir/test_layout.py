@@ -15,19 +15,19 @@ from autopipe.ir.layout import (
     TensorSlice,
     WindowedShards,
     are_even_splits,
-    degree_of,
     full_slice,
     group_members,
     is_even_split,
     mesh_axes_of,
     mesh_axis_by_name,
     operand_layout,
-    replicated,
+    replicated_layout,
     result_layout,
-    sliced,
+    shard_copies,
+    total_degree,
 )
 from autopipe.ir.placement import Split
-from autopipe.ir.space import Windowed, parse
+from autopipe.ir.space import Windowed, parse_notation
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
 
@@ -76,13 +76,13 @@ def test_relative_coordinates_name_the_same_elements(pair: tuple[TensorSlice, Te
 @given(SHAPES)
 def test_the_whole_tensor(shape: tuple[int, ...]) -> None:
     assert points(full_slice(shape)) == set(itertools.product(*map(range, shape)))
-    layout = replicated(shape)
+    layout = replicated_layout(shape)
     assert not layout.is_partial and not any(layout.shard_axes)
     assert layout.local_shape() == shape
     assert {layout.shard(position) for position in range(6)} == {full_slice(shape)}
 
 
-SPACE = parse("a b -> a b", ((36, 36),), ((36, 36),))
+SPACE = parse_notation("a b -> a b", ((36, 36),), ((36, 36),))
 
 
 @st.composite
@@ -121,7 +121,7 @@ def test_slices_of_copies_cover_the_tensor_once_each_inside_of_its_copy(
 ) -> None:
     splits, group = case
     layout = layout_of(splits, group)
-    slices = sliced(layout, group)
+    slices = shard_copies(layout, group)
     copies = group // layout.shard_count
     if all(extent % copies for extent in layout.local_shape()):
         assert slices == layout
@@ -174,7 +174,7 @@ def test_members_along_axes_are_in_their_order(
         along = group_members(mesh[:count], position)
         places = [tuple(axis.coordinate(each) for axis in mesh[:count]) for each in along]
         assert places == list(itertools.product(*(range(axis.degree) for axis in mesh[:count])))
-        rest = degree_of(mesh[:count])
+        rest = total_degree(mesh[:count])
         assert {
             each - sum(axis.coordinate(each) * axis.stride for axis in mesh[:count])
             for each in along
@@ -183,7 +183,7 @@ def test_members_along_axes_are_in_their_order(
 
 
 def test_a_product_split_along_its_sum_leaves_partial_results() -> None:
-    space = parse("m k+, k n -> m n", ((4, 6), (6, 8)), ((4, 8),))
+    space = parse_notation("m k+, k n -> m n", ((4, 6), (6, 8)), ((4, 8),))
     splits = (Split("m", 2), Split("k", 2))
     found = result_layout(space, space.results[0] or (), (4, 8), mesh_axis_by_name(splits, 4))
     assert found.sums == (MeshAxis(2, 1),)
@@ -200,7 +200,7 @@ def test_a_product_split_along_its_sum_leaves_partial_results() -> None:
 
 
 def test_a_mean_split_leaves_means() -> None:
-    space = parse("a b~ c& -> a", ((4, 6, 8),), ((4,),))
+    space = parse_notation("a b~ c& -> a", ((4, 6, 8),), ((4,),))
     assert result_layout(
         space, space.results[0] or (), (4,), mesh_axis_by_name((Split("b", 3),), 3)
     ).means == (MeshAxis(3, 1),)
@@ -226,7 +226,7 @@ def test_a_share_of_an_axis_is_a_block_where_its_indices_are_neighbours(
     names = [f"a{index}" for index in range(len(extents))]
     dimension = f"({' '.join(names)})"
     size = math.prod(extents)
-    space = parse(
+    space = parse_notation(
         f"{dimension} -> {dimension}",
         ((size,),),
         ((size,),),
@@ -275,7 +275,7 @@ def test_a_block_is_what_its_windows_read(case: tuple[Windowed, int, int], copie
         if degree > 1:
             assert (box.starts[0], box.stops[0]) == (own[0].start, own[-1].stop)
             out |= box.starts[0] < 0 or box.stops[0] > extent
-    assert (layout == replicated(layout.shape)) == (degree == 1)
+    assert (layout == replicated_layout(layout.shape)) == (degree == 1)
     assert layout.fill == (-1.0 if out else 0.0)
     even = layout.even()
     assert even.windows == ()
@@ -307,11 +307,11 @@ def test_windows_that_read_even_blocks_are_these() -> None:
         ((),), (9,), mesh_axis_by_name((Split("o", 2),), 2), (Windowed(0, 0, "o", 4, 2, 0, 2),)
     )
     assert wider.windows == (WindowedShards(4, 0, 4),)
-    assert wider.even() == replicated(wider.shape)
+    assert wider.even() == replicated_layout(wider.shape)
 
 
 def test_an_inner_axis_may_be_cut_where_the_outer_one_is_down_to_one() -> None:
-    space = parse("(a b) -> (a b)", ((24,),), ((24,),), {"a": 4, "b": 6})
+    space = parse_notation("(a b) -> (a b)", ((24,),), ((24,),), {"a": 4, "b": 6})
     assert are_even_splits(space, (Split("a", 4), Split("b", 3)))
     assert not are_even_splits(space, (Split("a", 2), Split("b", 3)))
     layout = operand_layout(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.cluster import Cluster, Device, Group, Level, Link
+from autopipe.ir.cluster import Cluster, Device, DevicePool, Level, Link
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 
 FAST = Device("fast", 2**30, (("fp32", 2e12),), 2e11, 1e-6, (("matmul", 0.5),))
@@ -26,8 +26,8 @@ def level(size: int, bandwidth: float) -> Level:
 def mixed() -> Cluster:
     """Two nodes of four fast devices and three of two slow ones."""
     groups = (
-        Group("a", 8, (level(4, 100.0), level(2, 10.0))),
-        Group("b", 6, (level(2, 50.0), level(3, 5.0))),
+        DevicePool("a", 8, (level(4, 100.0), level(2, 10.0))),
+        DevicePool("b", 6, (level(2, 50.0), level(3, 5.0))),
     )
     return Cluster("m", (FAST,) * 8 + (SLOW,) * 6, (Level("site", 2, OUTER),), groups)
 
@@ -55,7 +55,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
         levels = tuple(level(size, draw(st.sampled_from([1.0, 2.0, 3.0]))) for size in sizes)
         count = draw(st.integers(1, min(12, math.prod(sizes))))
-        groups.append(Group(f"g{index}", count, levels))
+        groups.append(DevicePool(f"g{index}", count, levels))
         devices += [draw(st.sampled_from([FAST, SLOW]))] * count
     return Cluster(
         "c", tuple(devices), (Level("site", len(groups), Link(0.0, 1.5)),), tuple(groups)

@@ -20,19 +20,19 @@ import pytest
 
 from autopipe.ir import output_files
 from autopipe.ir.output_files import (
-    exchange,
-    held_folder,
+    add_digests,
+    exchange_paths,
+    file_of_interrupted_write,
     keep_folder,
-    mixed_file,
+    move_into_place,
     open_descriptor,
-    put_in_place,
-    read_seal,
-    remove_dead_folders,
-    replacing,
-    replacing_files,
-    replacing_folder,
+    open_replacement_file,
+    open_replacement_files,
+    open_replacement_folder,
+    read_digests,
+    remove_abandoned_folders,
     scratch_folder,
-    seal,
+    temporary_folder,
 )
 
 HEAD = "head.json"
@@ -44,7 +44,7 @@ def write_set(folder: Path, version: str) -> None:
     for name in NAMES[:-1]:
         (folder / name).write_text(f"{version} of {name}")
     (folder / HEAD).write_text(json.dumps({"version": version}))
-    seal(folder, HEAD)
+    add_digests(folder, HEAD)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -80,7 +80,7 @@ def before(function):
 
 os.replace, os.rename = before(os.replace), before(os.rename)
 Path.rename = before(Path.rename)
-output_files.exchange = before(output_files.exchange)
+output_files.exchange_paths = before(output_files.exchange_paths)
 """
 
 
@@ -108,15 +108,15 @@ def test_a_kill_at_any_renaming_of_files_leaves_a_set_or_a_mixture_that_is_named
         write_set(folder, "old")
         (folder / "notes.txt").write_text("mine")
         body = f"""
-        with output_files.replacing_files(Path({str(folder)!r}), HEAD, ".new-") as made:
+        with output_files.open_replacement_files(Path({str(folder)!r}), HEAD, ".new-") as made:
             write_set(made, "new")
         """
         was_killed = killed_at(number, body)
         own = {name: (folder / name).read_text() for name in NAMES}
-        mixed = mixed_file(folder, HEAD, folder.glob(f".new-*/{HEAD}"))
+        mixed = file_of_interrupted_write(folder, HEAD, folder.glob(f".new-*/{HEAD}"))
         assert (mixed is None) is (own in (old, new))
         found.append(None if mixed is None else mixed.name)
-        with replacing_files(folder, HEAD, ".new-") as made:
+        with open_replacement_files(folder, HEAD, ".new-") as made:
             write_set(made, "new")
         assert contents(folder) == {**new, "notes.txt": "mine"}
         if not was_killed:
@@ -137,12 +137,14 @@ def test_a_kill_at_any_renaming_of_a_folder_leaves_the_old_or_the_new_one(
         write_set(folder, "old")
         body = f"""
         if not {can_exchange}:
-            output_files.exchange = lambda one, other: False
-        with output_files.replacing_folder(Path({str(folder)!r}), HEAD) as made:
+            output_files.exchange_paths = lambda one, other: False
+        with output_files.open_replacement_folder(Path({str(folder)!r}), HEAD) as made:
             write_set(made, "new")
         """
         was_killed = killed_at(number, body)
-        mixed = mixed_file(folder, HEAD, tmp_path.glob(f".{folder.name}.*/made/{HEAD}"))
+        mixed = file_of_interrupted_write(
+            folder, HEAD, tmp_path.glob(f".{folder.name}.*/made/{HEAD}")
+        )
         assert (mixed is None) is (contents(folder) in (old, new))
         found.append(None if mixed is None else mixed.name)
         if not was_killed:
@@ -177,7 +179,7 @@ def test_an_interruption_of_the_renaming_waits_for_the_last_file(
     folder.mkdir()
     write_set(folder, "old")
     monkeypatch.setattr(os, "replace", interrupting(os.replace, number, late))
-    with pytest.raises(KeyboardInterrupt), replacing_files(folder, HEAD, ".new-") as made:
+    with pytest.raises(KeyboardInterrupt), open_replacement_files(folder, HEAD, ".new-") as made:
         write_set(made, "new")
     assert contents(folder) == new
 
@@ -195,13 +197,15 @@ def test_an_interruption_of_the_exchange_leaves_a_whole_folder(
         folder.mkdir()
         write_set(folder, "old")
     if not can_exchange:
-        monkeypatch.setattr(output_files, "exchange", lambda one, other: False)
+        monkeypatch.setattr(output_files, "exchange_paths", lambda one, other: False)
     monkeypatch.setattr(os, "replace", interrupting(os.replace, 1, late))
     monkeypatch.setattr(
-        output_files, "exchange", interrupting(output_files.exchange, 0, late and can_exchange)
+        output_files,
+        "exchange_paths",
+        interrupting(output_files.exchange_paths, 0, late and can_exchange),
     )
     monkeypatch.setattr(Path, "rename", interrupting(Path.rename, 0, late))
-    with pytest.raises(KeyboardInterrupt), replacing_folder(folder, HEAD) as made:
+    with pytest.raises(KeyboardInterrupt), open_replacement_folder(folder, HEAD) as made:
         write_set(made, "new")
     assert (contents(folder) if folder.exists() else None) in (new, old if exists else None)
     assert not list(tmp_path.glob(".*"))
@@ -214,7 +218,7 @@ def test_an_interruption_of_a_files_renaming_leaves_one_file(
     path = tmp_path / "file"
     path.write_text("old")
     monkeypatch.setattr(os, "replace", interrupting(os.replace, 0, late))
-    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
+    with pytest.raises(KeyboardInterrupt), open_replacement_file(path) as file:
         file.write(b"new")
     assert contents(tmp_path) == {"file": "new" if late else "old"}
 
@@ -223,11 +227,11 @@ def test_two_folders_are_exchanged(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    if not exchange(tmp_path / "one", tmp_path / "other"):
+    if not exchange_paths(tmp_path / "one", tmp_path / "other"):
         pytest.skip("this file system cannot exchange folders")
     assert sorted(contents(tmp_path)) == ["one/other", "other/one"]
     with pytest.raises(FileNotFoundError):
-        exchange(tmp_path / "one", tmp_path / "absent")
+        exchange_paths(tmp_path / "one", tmp_path / "absent")
 
 
 def test_links_are_followed_and_permissions_kept(tmp_path: Path) -> None:
@@ -237,13 +241,13 @@ def test_links_are_followed_and_permissions_kept(tmp_path: Path) -> None:
     path.write_text("old")
     path.chmod(0o600)
     link.symlink_to("below/real")
-    with replacing(link) as file:
+    with open_replacement_file(link) as file:
         file.write(b"new")
     assert link.is_symlink() and path.read_text() == "new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     made = path.with_name("made")
     made.write_text("newer")
-    put_in_place(made, link)
+    move_into_place(made, link)
     assert link.is_symlink() and path.read_text() == "newer" and not made.exists()
 
 
@@ -251,17 +255,17 @@ def test_pipes_and_devices_are_written_to(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
-        with replacing(pipe) as file:
+        with open_replacement_file(pipe) as file:
             file.write(b"through the pipe")
         assert reader.communicate()[0] == b"through the pipe"
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     null = Path(os.devnull)
-    with replacing(null) as file:
+    with open_replacement_file(null) as file:
         file.write(b"nothing")
     assert stat.S_ISCHR(null.stat().st_mode)
     made = tmp_path / "made"
     made.write_text("nothing")
-    put_in_place(made, null)
+    move_into_place(made, null)
     assert stat.S_ISCHR(null.stat().st_mode) and not made.exists()
 
 
@@ -273,11 +277,11 @@ def test_what_is_written_to_an_open_file_follows_what_it_holds(tmp_path: Path) -
         shell.flush()
         link.symlink_to(f"/dev/fd/{shell.fileno()}")
         for place in (link, Path(f"/proc/self/fd/{shell.fileno()}")):
-            with replacing(place) as file:
+            with open_replacement_file(place) as file:
                 file.write(b"second, ")
         made = tmp_path / "made"
         made.write_text("third")
-        put_in_place(made, link)
+        move_into_place(made, link)
     assert path.read_text() == "first, second, second, third"
     assert open_descriptor(Path("/dev/stdout")) == 1 and open_descriptor(path) is None
 
@@ -285,27 +289,27 @@ def test_what_is_written_to_an_open_file_follows_what_it_holds(tmp_path: Path) -
 def test_a_device_without_room_is_named() -> None:
     with (
         pytest.raises(OSError, match="No space left on device: '/dev/full'"),
-        replacing(Path("/dev/full")) as file,
+        open_replacement_file(Path("/dev/full")) as file,
     ):
         file.write(b"x")
 
 
 def test_folders_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> None:
     body = f"""
-    with output_files.held_folder("mine-", Path({str(tmp_path)!r})) as folder:
+    with output_files.temporary_folder("mine-", Path({str(tmp_path)!r})) as folder:
         (folder / "large").write_text("left behind")
         os.replace("absent", "absent")
     """
     assert killed_at(0, body)
     (tmp_path / "mine-but-not-autopipes").mkdir()
     (tmp_path / "mine-but-not-autopipes/notes.txt").write_text("keep me")
-    with held_folder("mine-", tmp_path) as kept:
+    with temporary_folder("mine-", tmp_path) as kept:
         keep_folder(kept)
-    with held_folder("mine-", tmp_path) as held:
+    with temporary_folder("mine-", tmp_path) as held:
         assert len(list(tmp_path.iterdir())) == 4
-        remove_dead_folders(tmp_path, "mine-")
+        remove_abandoned_folders(tmp_path, "mine-")
         assert set(tmp_path.iterdir()) == {tmp_path / "mine-but-not-autopipes", kept, held}
-    remove_dead_folders(tmp_path / "absent", "mine-")
+    remove_abandoned_folders(tmp_path / "absent", "mine-")
     assert not held.exists()
 
 
@@ -330,7 +334,7 @@ def test_a_temporary_folder_of_a_killed_process_is_removed_at_the_next_start(
 
 def test_a_seal_tells_edited_files(tmp_path: Path) -> None:
     write_set(tmp_path, "old")
-    found = read_seal(tmp_path / HEAD)
+    found = read_digests(tmp_path / HEAD)
     assert found is not None and all(found.holds(tmp_path / name) for name in NAMES)
     for name in NAMES:
         path = tmp_path / name
@@ -339,5 +343,5 @@ def test_a_seal_tells_edited_files(tmp_path: Path) -> None:
         assert not found.holds(path)
         path.write_text(text)
     (tmp_path / HEAD).write_text(json.dumps(json.loads((tmp_path / HEAD).read_text()), indent=4))
-    assert read_seal(tmp_path / HEAD) is None
-    assert read_seal(tmp_path / "absent") is None
+    assert read_digests(tmp_path / HEAD) is None
+    assert read_digests(tmp_path / "absent") is None

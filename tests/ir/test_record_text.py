@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from autopipe.ir.files import record_text
+from autopipe.ir.files import document_text
 
 
 def test_lists_that_are_shared_are_written_as_often_as_they_stand():
@@ -10,4 +10,4 @@ def test_lists_that_are_shared_are_written_as_often_as_they_stand():
     own = [[2, None]]
     form = {"format": "x/1", "devices": 3, "tasks": (shared, own, shared), "none": []}
     plain = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in form.items()]
-    assert record_text(form) == "{" + ",\n ".join(plain) + "}\n"
+    assert document_text(form) == "{" + ",\n ".join(plain) + "}\n"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.memo import once_each, remembered
+from autopipe.ir.memo import memoize, memoize_all
 
 
 def test_equal_texts_are_one_and_equal_lists_are_not() -> None:
     asked: list[tuple[str, list[int]]] = []
 
-    @remembered(8)
+    @memoize(8)
     def length(text: str, numbers: list[int]) -> int:
         asked.append((text, numbers))
         return len(text) + len(numbers)
@@ -28,7 +28,7 @@ def test_equal_texts_are_one_and_equal_lists_are_not() -> None:
 def test_equal_tuples_of_texts_are_one_however_texts_are_spelled() -> None:
     asked: list[tuple[str, ...]] = []
 
-    @remembered(8)
+    @memoize(8)
     def count(texts: tuple[str, ...]) -> int:
         asked.append(texts)
         return len(texts)
@@ -40,7 +40,7 @@ def test_equal_tuples_of_texts_are_one_however_texts_are_spelled() -> None:
 def test_the_oldest_answer_is_forgotten() -> None:
     asked: list[int] = []
 
-    @remembered(2)
+    @memoize(2)
     def double(number: int) -> int:
         asked.append(number)
         return 2 * number
@@ -50,7 +50,7 @@ def test_the_oldest_answer_is_forgotten() -> None:
 
 
 def test_arguments_stay_alive_so_that_no_other_value_is_taken_for_them() -> None:
-    @remembered(100)
+    @memoize(100)
     def first(numbers: list[int]) -> int:
         return numbers[0]
 
@@ -60,7 +60,7 @@ def test_arguments_stay_alive_so_that_no_other_value_is_taken_for_them() -> None
 def test_errors_are_not_kept() -> None:
     asked: list[int] = []
 
-    @remembered(2)
+    @memoize(2)
     def refuse(number: int) -> int:
         asked.append(number)
         raise ValueError(number)
@@ -80,7 +80,7 @@ def test_a_search_asks_once_and_keeps_refusals() -> None:
             raise InfeasibleError("odd")
         return number // 2
 
-    known = once_each(half)
+    known = memoize_all(half)
     for _ in range(2):
         assert known(4) == 2
         with pytest.raises(InfeasibleError, match="odd"):

@@ -17,7 +17,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.placement import Placement, Split, SplitProof, Stage
 from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest, read_plan, write_plan
-from autopipe.ir.program import KINDS
+from autopipe.ir.program import COMMUNICATION_KINDS
 from autopipe.ir.schedule import Repetend, Schedule, Task
 from autopipe.ir.timeline import Message, Prediction, Span, StagePrediction, Timeline
 
@@ -33,7 +33,7 @@ def a_plan(model):
     )
     summary = Summary(
         "manual", "1f1b", 3, 2, 2, 4, 2, 0.5, 16.0, 0.25, (10, 20, 20), (("read", 0.1), ("manual", 0.2)), 0.4, False,
-        None, tuple((kind, place) for place, kind in enumerate(KINDS)), SplitProof(3.0, 2.0, False, "operations"),
+        None, tuple((kind, place) for place, kind in enumerate(COMMUNICATION_KINDS)), SplitProof(3.0, 2.0, False, "operations"),
     )  # fmt: skip
     prediction = Prediction(
         tuple(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.ir.space import AxisKind, NotationError, Space, Windowed, parse
+from autopipe.ir.space import AxisKind, NotationError, Space, Windowed, parse_notation
 
 
 def kinds(space: Space) -> dict[str, str]:
@@ -16,7 +16,7 @@ def kinds(space: Space) -> dict[str, str]:
 
 
 def test_a_batched_product() -> None:
-    space = parse("b m k+, k n -> b m n", ((2, 3, 4), (4, 5)), ((2, 3, 5),))
+    space = parse_notation("b m k+, k n -> b m n", ((2, 3, 4), (4, 5)), ((2, 3, 5),))
     assert kinds(space) == {"b": "parallel", "m": "parallel", "k": "sum", "n": "parallel"}
     assert space.axis_sizes() == {"b": 2, "m": 3, "k": 4, "n": 5}
     assert space.points == 2 * 3 * 4 * 5
@@ -27,37 +27,39 @@ def test_a_batched_product() -> None:
 
 
 def test_marks_and_what_no_result_has() -> None:
-    space = parse("a! b~ c+ d -> a", ((2, 3, 4, 5),), ((2,),))
+    space = parse_notation("a! b~ c+ d -> a", ((2, 3, 4, 5),), ((2,),))
     assert kinds(space) == {"a": "unsplittable", "b": "mean", "c": "sum", "d": "unsplittable"}
 
 
 def test_an_axis_must_be_in_every_result_to_be_parallel() -> None:
-    assert kinds(parse("a b -> a b, a", ((2, 3),), ((2, 3), (2,)))) == {
+    assert kinds(parse_notation("a b -> a b, a", ((2, 3),), ((2, 3), (2,)))) == {
         "a": "parallel",
         "b": "unsplittable",
     }
-    assert kinds(parse("a b -> a b, ?", ((2, 3),), ((2, 3), None))) == {
+    assert kinds(parse_notation("a b -> a b, ?", ((2, 3),), ((2, 3), None))) == {
         "a": "parallel",
         "b": "parallel",
     }
 
 
 def test_absent_operands_scalars_and_made_up_extents() -> None:
-    space = parse("a 1, ?, -> a 1", ((2, 1), None, ()), ((2, 7),))
+    space = parse_notation("a 1, ?, -> a 1", ((2, 1), None, ()), ((2, 7),))
     assert space.operands == ((("a",), ()), None, ())
     assert space.results == ((("a",), ()),)
 
 
 def test_merged_dimensions() -> None:
-    space = parse("(a b) c -> a b c", ((6, 4),), ((2, 3, 4),))
+    space = parse_notation("(a b) c -> a b c", ((6, 4),), ((2, 3, 4),))
     assert space.operands == ((("a", "b"), ("c",)),)
     assert space.axis_sizes() == {"a": 2, "b": 3, "c": 4}
-    given = parse("(a b) -> (a b)", ((6,),), ((6,),), {"a": 2})
+    given = parse_notation("(a b) -> (a b)", ((6,),), ((6,),), {"a": 2})
     assert given.axis_sizes() == {"a": 2, "b": 3}
 
 
 def test_dimensions_that_are_read_through_windows() -> None:
-    space = parse("n [o 2 -1 3] 1, [o 1 0 2] -> n o", ((4, 9, 2), (6,)), ((4, 5),), fill=1.5)
+    space = parse_notation(
+        "n [o 2 -1 3] 1, [o 1 0 2] -> n o", ((4, 9, 2), (6,)), ((4, 5),), fill=1.5
+    )
     assert space.operands == ((("n",), (), ()), ((),))
     assert kinds(space) == {"n": "parallel", "o": "parallel"}
     assert space.windows_of(0) == (Windowed(0, 1, "o", 5, 2, -1, 3, 1.5),)
@@ -84,7 +86,7 @@ def test_notation_that_does_not_fit(
     message: str,
 ) -> None:
     with pytest.raises(NotationError, match=message):
-        parse(notation, operands, results)
+        parse_notation(notation, operands, results)
 
 
 @st.composite
@@ -117,7 +119,7 @@ def test_spaces_print_and_parse(
     case: tuple[str, list[tuple[int, ...]], list[tuple[int, ...]], dict[str, int]],
 ) -> None:
     line, operands, results, extents = case
-    space = parse(line, tuple(operands), tuple(results), extents)
+    space = parse_notation(line, tuple(operands), tuple(results), extents)
     assert space.axis_sizes() == {axis.name: extents[axis.name] for axis in space.axes}
-    again = parse(str(space), tuple(operands), tuple(results), extents)
+    again = parse_notation(str(space), tuple(operands), tuple(results), extents)
     assert again == space

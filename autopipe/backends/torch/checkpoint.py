@@ -9,16 +9,13 @@ A checkpoint is a folder `step_00000012` with one file `rank_00000.safetensors` 
 it, not by rank, so that any plan of the same model can read it. It is one JSON object:
 
     format       "autopipe.checkpoint/2"
-    sha256       SHA-256 of the object without this member, as JSON with sorted keys, no spaces, and ASCII only
-    model        {"path", "sha256"}: the ONNX file, and its digest as in plans
-    plan         digest of the plan whose ranks saved the checkpoint
-    world_size   number of these ranks
-    step         number of completed steps
-    samples      number of samples read from the data: where a resumed run continues
-    forwards     micro-batches of all steps so far; absent if they were not counted
-    seed         seed of the random data and of the parameters' initial values
-    optimizer    settings of the optimizer: {"name", "lr", "momentum", ..., "shard"}
-    files        [{"name", "bytes", "sha256"}]
+    sha256       SHA-256 of the object without this member, as JSON with sorted keys, no spaces, and
+    ASCII only model        {"path", "sha256"}: the ONNX file, and its digest as in plans plan
+    digest of the plan whose ranks saved the checkpoint world_size   number of these ranks step
+    number of completed steps samples      number of samples read from the data: where a resumed run
+    continues forwards     micro-batches of all steps so far; absent if they were not counted seed
+    seed of the random data and of the parameters' initial values optimizer    settings of the
+    optimizer: {"name", "lr", "momentum", ..., "shard"} files        [{"name", "bytes", "sha256"}]
     parameters   [{"name", "trainable", "value", "state", "scalars"}], by name
                  value: a tensor; state: {"exp_avg": tensor, ...}, optimizer state per
                  element; scalars: {"step": 12.0}, optimizer state per parameter
@@ -59,7 +56,7 @@ from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
 from autopipe.ir.layout import TensorSlice, full_slice
-from autopipe.ir.output_files import held_folder
+from autopipe.ir.output_files import temporary_folder
 from autopipe.ir.words import plural
 
 FORMAT = "autopipe.checkpoint/2"
@@ -266,7 +263,7 @@ def check_savable(folder: Path) -> None:
     if not there.is_dir():
         raise _unsavable(folder, f"{there} is {_kind_of(there)}")
     try:
-        with held_folder(".autopipe-check-", there) as made:
+        with temporary_folder(".autopipe-check-", there) as made:
             # The missing folders are created in the temporary folder, too, because their names may
             # be longer than the file system allows.
             names = [name for name in folder.relative_to(there).parts if name != ".."]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import naming, replacing
+from autopipe.ir.output_files import add_path_to_errors, open_replacement_file
 
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
@@ -56,12 +56,12 @@ class JsonLines:
         ):
             self._cut_back(record["step"])
         self._last = record["step"]
-        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
+        with add_path_to_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def _cut_back(self, step: int) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True)
-        with replacing(self.path) as file:
+        with open_replacement_file(self.path) as file:
             file.writelines(line for line in lines if json.loads(line)["step"] < step)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ def _end_last_line(path: Path, content: bytes) -> None:
     if _whole_step(content[end:].decode(errors="replace")) is None:
         os.truncate(path, end)
         return
-    with naming(path), path.open("ab") as file:
+    with add_path_to_errors(path), path.open("ab") as file:
         file.write(b"\n")
 
 

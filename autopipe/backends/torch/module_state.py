@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopipe.backends.torch import torch_interfaces
-from autopipe.ir.state_names import KEY, PREFIX, StateNames
+from autopipe.ir.state_names import INITIALIZER_PREFIX, METADATA_KEY, StateNames
 
 _STORED: Final = frozenset(
     {
@@ -164,7 +164,7 @@ def record_state(
         known = held.get(id(tensor), [name])
         found = next((each for each in known if each in initializers), None)
         if found is None:
-            found = f"{PREFIX}{known[0]}"
+            found = f"{INITIALIZER_PREFIX}{known[0]}"
             stored[found] = tensor
             count = next((counts[each] for each in known if each in counts), 0)
             if count:
@@ -172,7 +172,7 @@ def record_state(
         names[name] = found
     for name, tensor in stored.items():
         _add_initializer(model, name, tensor)
-    model.metadata_props[KEY] = StateNames(names, increments).text()
+    model.metadata_props[METADATA_KEY] = StateNames(names, increments).text()
     return left_out
 
 

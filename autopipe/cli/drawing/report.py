@@ -30,9 +30,9 @@ from autopipe.cli.drawing.svg import (
 from autopipe.cli.output import devices_text
 from autopipe.cli.plan_report import gap_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
-from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
+from autopipe.ir.plan import Breakdown, Plan, Summary, best_per_strategy
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import EndSpan, Timeline
+from autopipe.ir.timeline import StepEndSpan, Timeline
 from autopipe.ir.words import bytes_text, seconds_text
 
 _LEAST_SHARE = 5e-4
@@ -167,7 +167,7 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
     }
 
 
-def _end_numbers(row: Sequence[EndSpan]) -> list[float]:
+def _end_numbers(row: Sequence[StepEndSpan]) -> list[float]:
     """Return kind, stage (-1 for all stages), start and end of each span of a row, as one flat
     list.
     """
@@ -295,7 +295,7 @@ def candidates_markup(plan: Plan) -> str:
     """
     rows = []
     chosen_s = plan.summary.step_time_s
-    for place, each in enumerate(best_of_each(plan.alternatives)):
+    for place, each in enumerate(best_per_strategy(plan.alternatives)):
         name = escape(strategy_text(each))
         if each.step_time_s is None:
             why = f'<td class="why" colspan="6">{escape(each.refused or "")}</td>'

@@ -21,7 +21,7 @@ from autopipe.cli.output import devices_text
 from autopipe.ir.block_schedule import BlockGraph
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import EndSpan
+from autopipe.ir.timeline import StepEndSpan
 from autopipe.ir.words import bytes_text, plural, printable_lines
 
 
@@ -153,7 +153,7 @@ def _bar(bar: Bar, end: float) -> str:
     return box + _label(str(bar.unit), left, right, top, text_colour(bar.phase))
 
 
-def _end_bar(span: EndSpan, end: float) -> str:
+def _end_bar(span: StepEndSpan, end: float) -> str:
     """Return the bar of a gradient sum or update. It is at least one pixel wide, because this work
     often takes a hundredth of the step.
     """

@@ -27,7 +27,7 @@ from autopipe.api.timeline_figure import (
     text_colour,
 )
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import EndKind, EndSpan
+from autopipe.ir.timeline import StepEndKind, StepEndSpan
 from autopipe.ir.words import plural
 
 _LEAST_TASK = 3
@@ -135,7 +135,7 @@ def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
     return tuple(windows)
 
 
-_END_FILL = {EndKind.GRADIENT_SUM: ":", EndKind.UPDATE: "#"}
+_END_FILL = {StepEndKind.GRADIENT_SUM: ":", StepEndKind.UPDATE: "#"}
 _FILL = {
     Phase.FORWARD: "-",
     Phase.BACKWARD: "=",
@@ -198,7 +198,9 @@ def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None
             )
 
 
-def _task_row(label: str, bars: list[Bar], ends: list[EndSpan], axis: Axis, colour: bool) -> Text:
+def _task_row(
+    label: str, bars: list[Bar], ends: list[StepEndSpan], axis: Axis, colour: bool
+) -> Text:
     row = Text(label)
     several = _letters_repeat(bars)
     stops = [bar.end for bar in bars]
@@ -236,14 +238,14 @@ def _task_row(label: str, bars: list[Bar], ends: list[EndSpan], axis: Axis, colo
     return row
 
 
-def _end_columns(ends: list[EndSpan], window: TimeWindow) -> list[tuple[EndKind, int, int]]:
+def _end_columns(ends: list[StepEndSpan], window: TimeWindow) -> list[tuple[StepEndKind, int, int]]:
     """Return (kind, first column, end column) of the gradient sums and the update of a device in a
     window.
 
     Each takes at least one column. If the window has no columns left, they move to the left, over
     the last task.
     """
-    found: list[tuple[EndKind, int, int]] = []
+    found: list[tuple[StepEndKind, int, int]] = []
     position = window.column
     for span in ends:
         if span.end > window.start and span.start < window.end:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 from autopipe.configs.schema import convert, unknown_key
 from autopipe.configs.yaml_source import Entry, Place, read_setting
 from autopipe.ir.codec import AtLeast, AtMost, keys
-from autopipe.ir.errors import ConfigurationError, nearest, quote
+from autopipe.ir.errors import ConfigurationError, quote, similar_name_hint
 
 if TYPE_CHECKING:
     from autopipe.configs.zoo.builder import BuiltModel, GraphBuilder
@@ -111,7 +111,7 @@ def model_class(name: str) -> type[ZooModel]:
     """
     if name not in MODELS:
         raise ConfigurationError(
-            f"no model called {quote(name)} in the zoo", hint=nearest(name, MODELS)
+            f"no model called {quote(name)} in the zoo", hint=similar_name_hint(name, MODELS)
         )
     module, attribute = MODELS[name][0].split(":")
     kind: type[ZooModel] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
@@ -140,7 +140,7 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
     if "size" in given:
         size = str(given.pop("size"))
         if size not in kind.presets:
-            hint = nearest(size, kind.presets)
+            hint = similar_name_hint(size, kind.presets)
             raise ConfigurationError(f"no such size {quote(size)}", hint=hint, where="--set size")
         chosen = kind.presets[size]
     known = [key.name for key in keys(kind)]

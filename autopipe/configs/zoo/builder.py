@@ -24,9 +24,9 @@ import onnx
 import onnx_ir as ir
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.files import INLINE_LIMIT, Progress, aligned
+from autopipe.ir.files import INLINE_LIMIT, Progress, pad_to_alignment
 from autopipe.ir.graph import Initializer
-from autopipe.ir.output_files import replacing
+from autopipe.ir.output_files import open_replacement_file
 from autopipe.ir.output_kinds import PRODUCER, check_data_file
 from autopipe.ir.words import bytes_text
 
@@ -426,11 +426,11 @@ class BuiltModel:
             check_data_file(path, data, force)
         try:
             if self.data_bytes > inline_limit:
-                with replacing(data) as file:
+                with open_replacement_file(data) as file:
                     proto = self._filled(partial(_store_beside, file, data.name, progress))
             else:
                 proto = self.to_proto()
-            with replacing(path) as file:
+            with open_replacement_file(path) as file:
                 file.write(proto.SerializeToString(deterministic=True))
         except OSError as error:
             raise ConfigurationError(
@@ -465,7 +465,11 @@ def _store_beside(
     data.
     """
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    entries = {"location": name, "offset": aligned(file), "length": 4 * math.prod(tensor.dims)}
+    entries = {
+        "location": name,
+        "offset": pad_to_alignment(file),
+        "length": 4 * math.prod(tensor.dims),
+    }
     for key, entry in entries.items():
         tensor.external_data.add(key=key, value=str(entry))
     for piece in pieces:

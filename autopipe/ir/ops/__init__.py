@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import (
     attention,
     elementwise,
@@ -100,7 +100,7 @@ def use_keys(graph: Graph) -> tuple[Hashable, ...]:
     )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def spaces_of(graph: Graph) -> Callable[[int], Space]:
     """Return a function from a node's index to its iteration space. Nodes with equal keys (see
     `use_keys`) share one space. The function raises KeyError if an operator is not supported.

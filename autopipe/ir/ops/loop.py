@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph, Node, Value
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops.operator import (
     OPERATORS,
     Operator,
@@ -113,7 +113,7 @@ class _Sets:
         self.following[self.first(other)] = self.first(one)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def run_axes(node: Node) -> tuple[RunAxis, ...]:
     """Return the axes along which a loop can be split.
 
@@ -169,7 +169,7 @@ def run_axes(node: Node) -> tuple[RunAxis, ...]:
     return tuple(found)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def _spaces(body: Graph) -> tuple[Space, ...]:
     return tuple(
         OPERATORS[qualified_name(node)].space(signature_of(body, node)) for node in body.nodes

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Graph, Node, Value
-from autopipe.ir.space import NotationError, Space, parse
+from autopipe.ir.space import NotationError, Space, parse_notation
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def notate(
         tuple(None if value is None else value.shape for value in side)
         for side in (signature.operands, signature.results)
     )
-    return parse(f"{', '.join(left)} -> {', '.join(right)}", read, written, extents, fill)
+    return parse_notation(f"{', '.join(left)} -> {', '.join(right)}", read, written, extents, fill)
 
 
 Integers = npt.NDArray[np.int64]

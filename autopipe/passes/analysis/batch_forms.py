@@ -413,7 +413,10 @@ class _Forms:
         if node.op == "BatchNormalization" and trains(signature):
             return _nonlinear(node, operands)
         if has_samples and (
-            not samples or self._axes.lost(self._graph, spaces_of(self._graph)(index), index)
+            not samples
+            or self._axes.value_without_batch_axis(
+                self._graph, spaces_of(self._graph)(index), index
+            )
         ):
             return _mixed(node, "does not keep samples apart")
         if len({each.axis for each in samples}) > 1 or len(samples) > 1:

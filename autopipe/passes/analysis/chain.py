@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import recomputed_nodes
 
 
@@ -87,7 +87,7 @@ def input_free_nodes(graph: Graph) -> set[int]:
     return found
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
     """Return the nodes in the order of the graph, except that nodes that depend on no input come
     directly before their first reader.

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopipe.ir.attention_kernels import (
-    AttentionForm,
+    AttentionProperties,
     Capability,
     Kernel,
-    kernels_of,
-    repeats_heads,
+    must_repeat_heads,
+    usable_kernels,
 )
 from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of
 from autopipe.ir.ops.attention import is_stepwise
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, scratch_bytes
@@ -34,7 +34,7 @@ from autopipe.passes.analysis.operators import (
 )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def differentiable_values(graph: Graph) -> frozenset[str]:
     """Return the values with a gradient: trainable parameters, and floating-point values that
     differentiable nodes compute from them.
@@ -49,7 +49,7 @@ def differentiable_values(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def trained_body(graph: Graph, node: Node) -> Graph:
     """Return the body of a loop in which each input with a gradient is a trainable parameter.
 
@@ -79,7 +79,7 @@ def trained_body(graph: Graph, node: Node) -> Graph:
 _AUTOCAST_TYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def message_types(graph: Graph, precision: str) -> dict[str, DType]:
     """Return the element type of each value, and of its gradient, in messages between stages.
 
@@ -100,7 +100,7 @@ def message_types(graph: Graph, precision: str) -> dict[str, DType]:
     }
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def sent_bytes(graph: Graph, precision: str) -> dict[str, int]:
     """Return the bytes of each full value in messages between stages."""
     types = message_types(graph, precision)
@@ -112,7 +112,7 @@ def most_widened(precision: str) -> int:
     return 2 if narrows(precision) else 1
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Return, for each node, the indices of the operands whose gradients the weight-gradient task
     of a split backward computes.
@@ -154,7 +154,7 @@ def viewed(graph: Graph, name: str) -> str:
     return views(graph).get(name, name)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def views(graph: Graph) -> dict[str, str]:
     """Return, for each view, the value that it shows, through any number of views."""
     found: dict[str, str] = {}
@@ -213,7 +213,7 @@ class AttentionTensor:
     kept: bool = True
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def attention_tensors(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
 ) -> dict[int, AttentionTensor]:
@@ -240,20 +240,22 @@ def attention_tensors(
         result = node.outputs[0]
         width = 2 if dtype in ("bfloat16", "float16") else value.dtype.itemsize
         form = _form_of(node, axes, dtype)
-        if stepwise or (capability is not None and kernels_of(form, capability)[0] is Kernel.MATH):
+        if stepwise or (
+            capability is not None and usable_kernels(form, capability)[0] is Kernel.MATH
+        ):
             size = rows * axes["q"] * keys * max(width, 4)
             tensor = SavedTensor(
                 (f"{result}\0scores", max(width, 4)), size, (("b",), ("h", "r"), ("q",))
             )
             found[index] = AttentionTensor(tensor, True, not stepwise or any(node.outputs[3:]))
-        elif capability is not None and repeats_heads(form, capability):
+        elif capability is not None and must_repeat_heads(form, capability):
             size = rows * keys * (axes["d"] + axes["v"]) * width
             tensor = SavedTensor((f"{result}\0heads", width), size, (("b",), ("h", "r")))
             found[index] = AttentionTensor(tensor, False)
     return found
 
 
-def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionForm:
+def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionProperties:
     """Return the properties that select the kernel of an attention over full sequences.
 
     Sliding windows, and a causal attention with a cache, are passed to torch as masks.
@@ -263,7 +265,7 @@ def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionForm:
     causal = bool(node.integer("is_causal"))
     masked = masked or (causal and (any(node.inputs[4:]) or any(node.outputs[1:])))
     square = axes["q"] == axes["k"]
-    return AttentionForm(
+    return AttentionProperties(
         dtype, axes["d"], axes["v"], masked, causal and not masked, square, axes["r"] > 1
     )
 
@@ -313,7 +315,7 @@ Dimensions = tuple[Dimension, ...] | None
 Kept = SavedTensor | None
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def kept_values(
     graph: Graph,
     precision: str = "fp32",

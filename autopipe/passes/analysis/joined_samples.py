@@ -11,9 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from autopipe.ir.batch import BatchAxes, NodeSamples, batch_axes_of
+from autopipe.ir.batch import BatchAxes, BatchAxis, batch_axes_of
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import is_label_loss, operator_of, signature_of
 from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.normalization import reduction
@@ -52,7 +52,7 @@ _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
 """Operators whose result depends on other samples only through rounding."""
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def joining_node(graph: Graph) -> Node | None:
     """Return the first node that computes an output from several samples; None if no node certainly
     does.
@@ -87,9 +87,7 @@ def joining_node(graph: Graph) -> Node | None:
     return next((joined[name] for name in graph.outputs if name in joined), None)
 
 
-def _keeps_joined(
-    graph: Graph, node: Node, samples: Sequence[NodeSamples], axes: BatchAxes
-) -> bool:
+def _keeps_joined(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes: BatchAxes) -> bool:
     """True if a node mixes samples and its results contain samples, or contain fewer samples than
     the batch.
     """
@@ -164,7 +162,7 @@ def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
     return node.op == "Split" and signature.axis() in dimensions
 
 
-def _adds_up(graph: Graph, node: Node, samples: Sequence[NodeSamples]) -> bool:
+def _adds_up(graph: Graph, node: Node, samples: Sequence[BatchAxis]) -> bool:
     """True if a node reduces all samples to a value without samples, except by a mean."""
     row = operator_of(node)
     if row is None or row.kind == "memory" or node.op in _APPROXIMATE:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.ops import is_label_loss
-from autopipe.ir.problem import AVERAGED, LossDivision, Mode
+from autopipe.ir.problem import AVERAGED_LOSS, LossDivision, Mode
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
 from autopipe.passes.analysis.loss_ratio import Divisor, Ratio, summed_elements, with_totals
@@ -72,7 +72,7 @@ def divided_loss(
     losses of micro-batches do not determine the loss of the step.
     """
     if model.mode is not Mode.TRAIN:
-        return AVERAGED
+        return AVERAGED_LOSS
     if batching.micro_batches == 1:
         return LossDivision(divisible=form is None or form.kind in _DIVISIBLE)
     if model.graph.has(COUNTED_LABELS):
@@ -83,7 +83,7 @@ def divided_loss(
             and form.samples != batching.micro_batch_size
         ):
             raise _not_divisible(form, model, batching)
-        return AVERAGED
+        return AVERAGED_LOSS
     exact = not any(
         _divides_by_micro_batch(model.graph, node, form) for node in mixing_nodes(model.graph)
     )

@@ -9,12 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from autopipe.ir.batch import BatchAxes, Samples, batch_axes_of, rebatched
+from autopipe.ir.batch import BatchAxes, BatchDimension, batch_axes_of, resize_batch
 from autopipe.ir.errors import CodegenError, InfeasibleError
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.layout import Layout, TensorSlice, full_slice, holders_by_shard
 from autopipe.ir.placement import Placement, crossing_values
-from autopipe.ir.schedule import EVERY, MicroBatchSlice, micro_batch_ratios, sharing
+from autopipe.ir.schedule import (
+    EVERY_MICRO_BATCH,
+    MicroBatchSlice,
+    micro_batch_ratios,
+    overlapping_intervals,
+)
 from autopipe.ir.space import AxisKind
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossKind, loss_form
@@ -54,7 +59,11 @@ def shared_blocks(
     (source_size, _) = source
     (target_size, _) = target
     if source_size == target_size:
-        return (Shared(EVERY, EVERY, full_slice(source[1]), full_slice(target[1])),)
+        return (
+            Shared(
+                EVERY_MICRO_BATCH, EVERY_MICRO_BATCH, full_slice(source[1]), full_slice(target[1])
+            ),
+        )
     check_shareable(graph, batch, name, source_size, target_size)
     period = math.lcm(source_size, target_size)
     sends = period // source_size
@@ -62,7 +71,7 @@ def shared_blocks(
     place = batch.of(name)
     found: list[Shared] = []
     for j in range(receipts):
-        for i in sharing(j, receipts, sends):
+        for i in overlapping_intervals(j, receipts, sends):
             turns = MicroBatchSlice(i, sends), MicroBatchSlice(j, receipts)
             if place is None:
                 found.append(Shared(*turns, full_slice(source[1]), full_slice(target[1])))
@@ -75,7 +84,7 @@ def shared_blocks(
 
 
 def _boxes(
-    place: Samples, index: int, size: int, shape: tuple[int, ...], start: int, stop: int
+    place: BatchDimension, index: int, size: int, shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[TensorSlice]:
     """Yield the slices of a value that contain the samples [start, stop) of the batch, in the
     micro-batch `index` of `size` samples.
@@ -177,7 +186,7 @@ def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
     """
     largest = micro_batch_size(graph, placement)
     sizes = (stage.micro_batch_size for stage in placement.stages)
-    return tuple(graph if size == largest else rebatched(graph, size) for size in sizes)
+    return tuple(graph if size == largest else resize_batch(graph, size) for size in sizes)
 
 
 _INDEPENDENT_KINDS = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.UNSPLITTABLE)

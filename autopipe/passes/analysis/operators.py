@@ -17,7 +17,7 @@ from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import InfeasibleError, ModelError
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.layout import is_even_split
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT
 from autopipe.ir.ops.matmul_conv import is_matrix_product, takes_bias
@@ -38,7 +38,7 @@ class OpInstance:
     flops: float
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
     """Return the `OpInstance` of each node.
 
@@ -112,14 +112,14 @@ class SampleAxes:
         return tuple(found)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def sample_axes(graph: Graph) -> SampleAxes:
     """Return the batch axes of a graph."""
     batch = batch_axes_of(graph)
     return SampleAxes(graph, uses_of(graph), batch, tuple(map(batch.axis, range(len(graph.nodes)))))
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def bias_additions(graph: Graph) -> dict[int, int]:
     """Return, for each matmul whose only reader adds a bias to its result, the node of the
     addition.
@@ -157,7 +157,7 @@ _COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), LINEAR_CROSS_E
 """By operator, the operands that may be 16-bit copies of parameters."""
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     """Return the fp32 parameters of which ranks keep a 16-bit copy, which is updated once per step
     and replaces the parameter for all readers.
@@ -199,7 +199,7 @@ def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_recei
     return element_bytes(graph, precision)[name]
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
     """Return the bytes per element of each value if the graph runs at `precision`."""
     held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]

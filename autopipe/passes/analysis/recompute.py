@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.program import Collective, Compute, Segment, StageCode
@@ -52,7 +52,7 @@ class Segments:
     """Names of values; a view is represented by the value that it shows."""
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
     """Return a function from (nodes of a stage in execution order, number of micro-batches in
     flight) to the segments of the stage.

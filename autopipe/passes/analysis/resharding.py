@@ -30,9 +30,9 @@ from autopipe.ir.layout import (
     mesh_axis_by_name,
     missing_elements,
     operand_layout,
-    replicated,
+    replicated_layout,
     result_layout,
-    sliced,
+    shard_copies,
 )
 from autopipe.ir.placement import Split, Stage
 from autopipe.ir.space import Space
@@ -296,12 +296,12 @@ def received_layouts(
     layouts = {
         name: next(iter(needs))
         if len(needs) == 1 and name not in replicated_names
-        else replicated(graph.type_of(name).shape)
+        else replicated_layout(graph.type_of(name).shape)
         for name, needs in _needed_layouts(nodes, computed).items()
     }
     for name in stage.gathers:
         if name in layouts and graph.producer(name) is not None:
-            layouts[name] = sliced(layouts[name], len(stage.devices))
+            layouts[name] = shard_copies(layouts[name], len(stage.devices))
     return layouts
 
 

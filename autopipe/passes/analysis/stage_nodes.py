@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_even_split
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 
@@ -71,7 +71,7 @@ def assign_nodes(
     return tuple(found)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
     """Return the nodes that the values `wanted` depend on, in ascending order."""
     live = {producer for name in wanted if (producer := graph.producer(name)) is not None}

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import is_label_loss, operators_with
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.ops.operator import signature_of
-from autopipe.ir.problem import GROUPS, Optimizer
+from autopipe.ir.problem import PARAMETER_GROUPS_KEY, Optimizer
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.frontend.read import mixing_nodes
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def matrices(graph: Graph) -> frozenset[str]:
     """Return the trainable parameters with two dimensions, except embedding tables."""
     tables = {node.inputs[0] for node in graph.nodes if node.op == "Gather"}
@@ -33,7 +33,7 @@ def check_groups(optimizer: Optimizer, graph: Graph) -> None:
         if all(alone.group_of(name) is None for name in names):
             hint = "list the names by autopipe inspect -v"
             raise ConfigurationError(
-                f"{GROUPS}: no trainable parameter matches {each.match!r}", hint
+                f"{PARAMETER_GROUPS_KEY}: no trainable parameter matches {each.match!r}", hint
             )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autopipe.ir.errors import (
-    REFUSALS,
+    CANDIDATE_ERRORS,
     AutopipeError,
     ConfigurationError,
     InfeasibleError,
@@ -194,7 +194,7 @@ def open_problem(request: Request, runner: Runner) -> Problem:
         for batching in divisions(request, Division.OWN, read(request, runner)):
             try:
                 _, problem = cost(request, batching, runner)
-            except REFUSALS as error:
+            except CANDIDATE_ERRORS as error:
                 refused = refused or error
                 continue
             pipelines = 1 + max((each.pipeline for each in problem.constraints), default=0)

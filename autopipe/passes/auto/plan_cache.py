@@ -22,15 +22,15 @@ from typing import Annotated, Any
 
 from autopipe.ir.codec import Coded, Count, Index, Inline, Record, decode, encode
 from autopipe.ir.errors import (
-    REFUSALS,
+    CANDIDATE_ERRORS,
     AutopipeError,
     ConfigurationError,
     InternalError,
     OutOfMemoryError,
 )
-from autopipe.ir.files import JsonRecord, read_record, record_text
-from autopipe.ir.output_files import replacing
-from autopipe.ir.output_kinds import is_document
+from autopipe.ir.files import JsonRecord, document_text, read_json_record
+from autopipe.ir.output_files import open_replacement_file
+from autopipe.ir.output_kinds import is_autopipe_document
 from autopipe.ir.placement import Placement, SplitProof
 from autopipe.ir.plan import Alternative
 from autopipe.ir.problem import Problem
@@ -56,7 +56,7 @@ from autopipe.passes.registry import (
 )
 
 FORMAT = "autopipe.answer/1"
-_REFUSALS = {each.__name__: each for each in (*REFUSALS, OutOfMemoryError, InternalError)}
+_REFUSALS = {each.__name__: each for each in (*CANDIDATE_ERRORS, OutOfMemoryError, InternalError)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class Store:
         """
         path = self.folder / f"{name}.json"
         try:
-            record = read_record(path, form)
+            record = read_json_record(path, form)
         except ConfigurationError:
             return None
         with contextlib.suppress(OSError):
@@ -300,12 +300,12 @@ class Store:
         """Write a document, and delete the least recently used ones above `most_bytes`."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self.folder / f"{name}.json") as file:
-                file.write(record_text(document).encode())
+            with open_replacement_file(self.folder / f"{name}.json") as file:
+                file.write(document_text(document).encode())
             found = []
             for path in self.folder.glob("*.json"):
                 with contextlib.suppress(OSError):  # Another run may delete the file.
-                    if not is_document(path):
+                    if not is_autopipe_document(path):
                         continue
                     status = path.stat()
                     found.append((status.st_mtime, status.st_size, path))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autopipe.ir.codec import decode, encode
-from autopipe.ir.errors import REFUSALS, AutopipeError, InternalError
+from autopipe.ir.errors import CANDIDATE_ERRORS, AutopipeError, InternalError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.plan import Alternative
 from autopipe.passes import pipeline
@@ -114,7 +114,7 @@ class CandidateTrial:
         return tuple(found)
 
 
-_REFUSALS = (*REFUSALS, LeftOutError, InternalError)
+_REFUSALS = (*CANDIDATE_ERRORS, LeftOutError, InternalError)
 """Errors that end a candidate but not the search. Internal errors are also reported."""
 
 _SOON = 2

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from autopipe.ir.cluster import own_cores
+from autopipe.ir.cluster import usable_cpu_cores
 
 Answer = dict[str, object]
 """A result that consists of lists, dicts and scalars."""
@@ -34,7 +34,7 @@ def free_cores() -> int:
     """Return the number of cores that this process may use; 1 if it cannot fork."""
     if not hasattr(os, "fork") or _WITH_THREADS & sys.modules.keys():
         return 1
-    return own_cores()
+    return usable_cpu_cores()
 
 
 @dataclass(slots=True, eq=False)

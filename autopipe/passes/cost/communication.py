@@ -24,23 +24,23 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.cluster import Cluster, Link, slower
+from autopipe.ir.cluster import Cluster, Link, slowest_of
 from autopipe.ir.layout import (
     Layout,
     MeshAxes,
     Redistribution,
     group_members,
+    layout_over_neighbours,
     missing_elements,
-    of_neighbours,
 )
-from autopipe.ir.measured_costs import Affine
+from autopipe.ir.measured_costs import AffineTime
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The minimum of several affine functions from bytes to seconds, one per algorithm."""
 
-    ways: tuple[Affine, ...]
+    ways: tuple[AffineTime, ...]
 
     def seconds(self, size_bytes: float) -> float:
         """Return the seconds for `size_bytes`; 0 for 0 bytes."""
@@ -53,7 +53,7 @@ class Cost:
         return np.where(sizes > 0, best, 0.0)
 
 
-FREE = Cost((Affine(0.0, 0.0),))
+FREE = Cost((AffineTime(0.0, 0.0),))
 """The cost of a collective in a group of one device: 0 seconds."""
 
 
@@ -91,7 +91,7 @@ all_reduce, all_gather, reduce_scatter = (
 )
 
 
-def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | None:
+def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> AffineTime | None:
     """Return the measured time of a collective, or None if it was not measured.
 
     The group must be in one node and have devices of one type. The time is interpolated between
@@ -99,7 +99,7 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | Non
     """
     known = cluster.devices[group[0]].collectives
     ranks = len(set(group))
-    if not known or len(cluster.kinds_among(group)) > 1:
+    if not known or len(cluster.device_types_among(group)) > 1:
         return None
     if ranks < 2 or len({cluster.node(device) for device in group}) > 1:
         return None
@@ -112,7 +112,7 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> Affine | Non
     return fits[below] * (1 - part) + fits[above] * part
 
 
-def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
+def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[AffineTime]:
     """Return the time of each algorithm of a collective.
 
     `levels` has (number of members, link) of each level, innermost first. Over several levels, an
@@ -122,19 +122,22 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[Affine]:
     (size, link), *outer = levels
     rounds = (size - 1).bit_length()
     moved = (size - 1) / size / link.bandwidth_bytes_per_s
-    ring = Affine((size - 1) * link.latency_s, moved)
-    gathers = [ring] if size & (size - 1) else [ring, Affine(rounds * link.latency_s, moved)]
+    ring = AffineTime((size - 1) * link.latency_s, moved)
+    gathers = [ring] if size & (size - 1) else [ring, AffineTime(rounds * link.latency_s, moved)]
     if outer:
         inside = [way + way for way in gathers] if kind == "all_reduce" else gathers
         return [way + rest for way in inside for rest in _ways(kind, outer)]
     if kind != "all_reduce":
         return gathers
     moved = 2 * (size - 1) / size / link.bandwidth_bytes_per_s
-    ring = Affine(2 * (size - 1) * link.latency_s, moved)
+    ring = AffineTime(2 * (size - 1) * link.latency_s, moved)
     if size & (size - 1):
-        return [ring, Affine(2 * rounds * link.latency_s, 2 * rounds / link.bandwidth_bytes_per_s)]
-    tree = Affine(rounds * link.latency_s, rounds / link.bandwidth_bytes_per_s)
-    return [ring, tree, Affine(2 * rounds * link.latency_s, moved)]
+        return [
+            ring,
+            AffineTime(2 * rounds * link.latency_s, 2 * rounds / link.bandwidth_bytes_per_s),
+        ]
+    tree = AffineTime(rounds * link.latency_s, rounds / link.bandwidth_bytes_per_s)
+    return [ring, tree, AffineTime(2 * rounds * link.latency_s, moved)]
 
 
 def _levels(
@@ -168,7 +171,7 @@ def _levels(
         is_even = is_even and len(counts) == 1
         groups = sorted(set(parents))
         span = span * level.size
-    return slower(crossed), found if is_even else []
+    return slowest_of(crossed), found if is_even else []
 
 
 def _levels_among_groups(
@@ -187,8 +190,8 @@ def _levels_among_groups(
     outer = _shared(cluster.levels[0].link, sharing)
     inner = [cluster.slowest_link(part) for part in parts.values() if len(part) > 1]
     if not inner or len({len(part) for part in parts.values()}) > 1:
-        return slower([*inner, outer]), []
-    return slower([*inner, outer]), [(len(own), slower(inner)), (len(parts), outer)]
+        return slowest_of([*inner, outer]), []
+    return slowest_of([*inner, outer]), [(len(own), slowest_of(inner)), (len(parts), outer)]
 
 
 def _shared(link: Link, sharing: float) -> Link:
@@ -232,7 +235,7 @@ def moving_seconds(
     total = 0.0
     for size, line in moving_lines(cluster, tuple(devices)):
         have, need = (
-            (of_neighbours(layout, size) for layout in (source, target))
+            (layout_over_neighbours(layout, size) for layout in (source, target))
             if size > 1
             else (source, target)
         )
@@ -242,7 +245,7 @@ def moving_seconds(
 
 
 @lru_cache(maxsize=4096)
-def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, Affine], ...]:
+def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, AffineTime], ...]:
     """Return (neighbours, time) per level of the cluster, innermost first.
 
     neighbours: number of consecutive devices that share a link of this level.
@@ -256,7 +259,7 @@ def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int,
     measured = _measured(cluster, "all_to_all", devices)
     if measured is not None:
         ranks = len(set(devices))
-        return ((1, Affine(measured.fixed_s, measured.per_byte_s * ranks / (ranks - 1))),)
+        return ((1, AffineTime(measured.fixed_s, measured.per_byte_s * ranks / (ranks - 1))),)
     first, hierarchy = cluster.part(devices[0])
     if any(cluster.part(device)[0] != first for device in devices):
         return ((1, _line(cluster.slowest_link(devices))),)
@@ -273,5 +276,5 @@ def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int,
     return tuple(found)
 
 
-def _line(link: Link) -> Affine:
-    return Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)
+def _line(link: Link) -> AffineTime:
+    return AffineTime(link.latency_s, 1 / link.bandwidth_bytes_per_s)

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import GRAPHS, remembered
-from autopipe.ir.problem import Work
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
+from autopipe.ir.problem import NodeCost
 from autopipe.passes.analysis.gradients import differentiable_values, viewed
 from autopipe.passes.analysis.operators import element_bytes, uses_of
 from autopipe.passes.cost.roofline import annotate
@@ -24,7 +24,7 @@ from autopipe.passes.cost.roofline import annotate
 _KINDS = frozenset({"elementwise", "reduction", "normalization"})
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Return the nodes of each fused kernel, in ascending order and without views.
 
@@ -100,7 +100,7 @@ def _depend(
     return False
 
 
-def fused(graph: Graph, precision: str, work: Sequence[Work]) -> tuple[Work, ...]:
+def fused(graph: Graph, precision: str, work: Sequence[NodeCost]) -> tuple[NodeCost, ...]:
     """Return the work of each node under `torch.compile`, given its work without it.
 
     `work` may be that of any number of samples. A node of a fused kernel gets a fraction of the
@@ -121,7 +121,7 @@ def fused(graph: Graph, precision: str, work: Sequence[Work]) -> tuple[Work, ...
     return tuple(found)
 
 
-def _started(work: Work, operators: float) -> Work:
+def _started(work: NodeCost, operators: float) -> NodeCost:
     """Return the work with `operators` operators that the host starts in forward, and the number
     for backward scaled by the same factor.
     """
@@ -129,7 +129,7 @@ def _started(work: Work, operators: float) -> Work:
     return replace(work, operators=operators, backward_operators=backward)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
     """Return (forward, backward) of each fused group: the bytes that its kernel moves, divided by
     the bytes that its nodes would move separately.

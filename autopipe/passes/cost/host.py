@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopipe.ir.problem import Work
+from autopipe.ir.problem import NodeCost
 
 
-def host_seconds(work: Sequence[Work], launch_s: float) -> tuple[np.ndarray, np.ndarray]:
+def host_seconds(work: Sequence[NodeCost], launch_s: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the host's seconds for the forward and for the backward of each node: the number of
     its operators times `launch_s`.
 

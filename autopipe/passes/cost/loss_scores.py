@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import LossScores
-from autopipe.ir.problem import Problem, Scores, Work
+from autopipe.ir.problem import NodeCost, Problem, Scores
 from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.cost.memory import static_memory
 from autopipe.passes.cost.roofline import node_seconds
@@ -53,7 +53,7 @@ def compare_scores(problem: Problem, other: Graph, choice: Scores) -> LossScores
     return LossScores(choice, keep.seconds, recompute.seconds, saved)
 
 
-def _form(problem: Problem, graph: Graph, work: Sequence[Work], other: Graph) -> _Form:
+def _form(problem: Problem, graph: Graph, work: Sequence[NodeCost], other: Graph) -> _Form:
     common = {(node.op, node.outputs) for node in other.nodes}
     own = [
         each

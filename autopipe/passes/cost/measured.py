@@ -14,28 +14,28 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopipe.ir.attention_kernels import capability_of
-from autopipe.ir.batch import rebatched
+from autopipe.ir.attention_kernels import min_cuda_capability
+from autopipe.ir.batch import resize_batch
 from autopipe.ir.cluster import Cluster, Device, Level, Link
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import is_even_split
 from autopipe.ir.measured_costs import (
-    MESSAGES,
+    P2P_MEASUREMENTS,
     Costs,
     DeviceCosts,
     ExchangeCost,
     Operation,
     OperationCost,
-    Sample,
+    OperationSample,
     operation_of,
 )
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import Signature
 from autopipe.ir.placement import Split
 from autopipe.ir.plan import CostCoverage
-from autopipe.ir.problem import Measured, Problem, Work
+from autopipe.ir.problem import MeasuredNodeTime, NodeCost, Problem
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.input_ranges import input_ranges
@@ -106,7 +106,7 @@ class Operations:
             gradients=(*operation.gradients, *((len(operation.operands),) if flows else ())),
         )
 
-    def sample(self, index: int, work: Work, splits: Splits = ()) -> Sample:
+    def sample(self, index: int, work: NodeCost, splits: Splits = ()) -> OperationSample:
         """Return a node to measure under `splits`. `work` is the work of the full node."""
         share = 1.0 / splits[0].degree if splits else 1.0
         own = self._local(index, splits)
@@ -123,7 +123,7 @@ class Operations:
             for each in input_ranges(alone)
             if each.below is not None and each.value.dtype.is_integer
         }
-        return Sample(
+        return OperationSample(
             operation=self.operation(index, splits),
             signatures=signatures,
             splits=splits,
@@ -186,10 +186,10 @@ the roofline.
 """
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def costed_work(
     graph: Graph, precision: str, cluster: Cluster, costs: Costs | None, compiled: bool = False
-) -> tuple[Work, ...]:
+) -> tuple[NodeCost, ...]:
     """Return the work of each node, with its measured times on the device types of `cluster`.
 
     Measurements were made without `torch.compile`. `compiled` fuses the work of operators only if
@@ -197,7 +197,7 @@ def costed_work(
 
     Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """
-    work = annotate(graph, precision, capability_of(cluster))
+    work = annotate(graph, precision, min_cuda_capability(cluster))
     if costs is None:
         return fused(graph, precision, work) if compiled else work
     lookups = [
@@ -206,7 +206,7 @@ def costed_work(
     degrees = range(2, min(cluster.size, _MAX_MEASURED_DEGREE) + 1)
     operations = Operations(graph, precision)
     products = {addition: product for product, addition in operations.additions.items()}
-    known: dict[Hashable, tuple[Measured, ...]] = {}
+    known: dict[Hashable, tuple[MeasuredNodeTime, ...]] = {}
     found = []
     for index, each in enumerate(work):
         product = products.get(index)
@@ -236,11 +236,15 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
     own = {device: _found(costs, cluster, device) for device in cluster.kinds}
     kinds = {}
     for device, found in own.items():
-        messages = {each.kind: each.fit for each in found.exchanges if each.kind in MESSAGES}
+        messages = {
+            each.kind: each.fit for each in found.exchanges if each.kind in P2P_MEASUREMENTS
+        }
         kinds[device] = replace(
             device,
             tasks=found.tasks or device.tasks,
-            collectives=tuple(each for each in found.exchanges if each.kind not in MESSAGES),
+            collectives=tuple(
+                each for each in found.exchanges if each.kind not in P2P_MEASUREMENTS
+            ),
             post=messages.get("post"),
             follow=messages.get("follow"),
             host_launch_s=device.host_launch_s
@@ -319,7 +323,9 @@ class _Lookup:
         self.view = float(np.mean(forward or [0.0])), float(np.mean(backward or [0.0]))
         """Mean measured seconds of a view in forward and in backward. The roofline's time is 0."""
 
-    def measured(self, work: Work, shares: Sequence[tuple[float, Operation]]) -> Measured:
+    def measured(
+        self, work: NodeCost, shares: Sequence[tuple[float, Operation]]
+    ) -> MeasuredNodeTime:
         """Return the measured times of a node on the device.
 
         `shares` are pairs (fraction of the node, operation); the first pair is the full node. If
@@ -334,12 +340,12 @@ class _Lookup:
         name = self.device.name
         if 1.0 not in by_share:
             if work.kind == "view":
-                return Measured(
+                return MeasuredNodeTime(
                     name,
                     False,
                     ((1.0, self.view[0], self.view[1] if work.backward_flops else 0.0),),
                 )
-            return Measured(name, False, scale=self.scale(shares[0][1].operator, work.kind))
+            return MeasuredNodeTime(name, False, scale=self.scale(shares[0][1].operator, work.kind))
         points = sorted(
             (share, *np.mean(each, axis=0).tolist()) for share, each in by_share.items()
         )
@@ -352,10 +358,10 @@ class _Lookup:
             for each in node_seconds([work, work], self.device, self.precision, shares_below)
         ]
         below = least / _MAX_MEASURED_DEGREE, forward * ratios[0], backward * ratios[1]
-        return Measured(name, True, (below, *map(tuple, points)))
+        return MeasuredNodeTime(name, True, (below, *map(tuple, points)))
 
     def _seconds(
-        self, work: Work, share: float, operation: Operation
+        self, work: NodeCost, share: float, operation: Operation
     ) -> tuple[float, float] | None:
         """Return the seconds of forward and backward, or None if forward was not measured.
 
@@ -391,7 +397,7 @@ def _scales(
     for each in entries:
         if each.kind == "view":
             continue
-        work = Work(
+        work = NodeCost(
             each.kind, each.flops[0], each.flops[1], each.moved_bytes[0], each.moved_bytes[1], 0
         )
         forward, backward = (float(found[0]) for found in node_seconds([work], device, precision))
@@ -407,16 +413,16 @@ def _scales(
     return {name: (ratio(*each[:2]), ratio(*each[2:])) for name, each in sums.items()}
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def resized(problem: Problem, size: int) -> Problem:
     """Return the problem with micro-batches of `size` samples and an unchanged batch.
 
     Nodes keep their indices. Raises ConfigurationError if `size` does not divide the micro-batch,
-    and ModelError if the graph cannot be divided by samples (see `rebatched`).
+    and ModelError if the graph cannot be divided by samples (see `resize_batch`).
     """
     if size == problem.micro_batch_size:
         return problem
-    graph = rebatched(problem.graph, size)
+    graph = resize_batch(problem.graph, size)
     return replace(
         problem,
         graph=graph,

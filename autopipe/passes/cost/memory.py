@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopipe.ir.attention_kernels import capability_of
+from autopipe.ir.attention_kernels import min_cuda_capability
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import BUCKET_BYTES
@@ -121,7 +121,7 @@ def state_of(
     )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bool, int]]:
     """Return, for each parameter, (bytes, elements, is trained, is a matrix, bytes of its 16-bit
     copy or 0).
@@ -137,7 +137,7 @@ def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bo
     return found
 
 
-@remembered(2)
+@memoize(2)
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
     """Return the bytes of parameters, gradients and optimizer state on each device.
 
@@ -173,7 +173,7 @@ def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str,
     """Return the bytes on one device of each value that `nodes` save for the backward of one
     micro-batch, by key of the value.
     """
-    kept = kept_values(problem.graph, problem.precision, capability_of(problem.cluster))
+    kept = kept_values(problem.graph, problem.precision, min_cuda_capability(problem.cluster))
     found: dict[tuple[str, int], int] = {}
     for each in nodes:
         for value in kept[each.index]:
@@ -216,7 +216,7 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     precision = work.problem.precision
     figures = _figures(graph, precision)
     parts = dict(work.parameter_parts)
-    kept = kept_values(graph, precision, capability_of(work.problem.cluster))
+    kept = kept_values(graph, precision, min_cuda_capability(work.problem.cluster))
     widths = element_bytes(graph, precision)
     segments = cutter(graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
@@ -291,7 +291,7 @@ def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]
         return 0
     read = each.read_bytes(widths)
     operands = sum(size for name, size in read.items() if graph.producer(name) is not None)
-    beside = attention_tensors(graph, problem.precision, capability_of(problem.cluster)).get(
+    beside = attention_tensors(graph, problem.precision, min_cuda_capability(problem.cluster)).get(
         each.index
     )
     scores = (

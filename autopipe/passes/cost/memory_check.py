@@ -262,7 +262,7 @@ def may_share(problem: Problem, devices: Sequence[int]) -> bool:
     types, or a constraint names exactly these devices.
     """
     cluster = problem.cluster
-    if cluster.allow_mixed_stages or len(cluster.kinds_among(devices)) == 1:
+    if cluster.allow_mixed_stages or len(cluster.device_types_among(devices)) == 1:
         return True
     groups = (
         each.devices or range(cluster.size)

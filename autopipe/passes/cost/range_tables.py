@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from autopipe.ir.attention_kernels import capability_of
+from autopipe.ir.attention_kernels import min_cuda_capability
 from autopipe.ir.cluster import Device, Link
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import (
@@ -259,7 +259,7 @@ def _kept(
     blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
     for index, found in enumerate(
-        kept_values(problem.graph, problem.precision, capability_of(problem.cluster))
+        kept_values(problem.graph, problem.precision, min_cuda_capability(problem.cluster))
     ):
         for kept in found:
             blocks[kept.key].add(block_of[index])

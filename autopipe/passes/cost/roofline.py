@@ -18,10 +18,10 @@ import numpy as np
 from autopipe.ir.attention_kernels import Capability
 from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.measured_costs import Affine
+from autopipe.ir.measured_costs import AffineTime
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, score_extents
 from autopipe.ir.ops.loop import run_axes
-from autopipe.ir.problem import BACKWARD_OPERATORS, Problem, Work
+from autopipe.ir.problem import BACKWARD_OPERATORS, NodeCost, Problem
 from autopipe.passes.analysis.gradients import (
     attention_tensors,
     differentiable_values,
@@ -43,7 +43,7 @@ Seconds = np.ndarray
 
 
 def node_seconds(
-    work: Sequence[Work], device: Device, precision: str, shares: float | np.ndarray = 1.0
+    work: Sequence[NodeCost], device: Device, precision: str, shares: float | np.ndarray = 1.0
 ) -> tuple[Seconds, Seconds]:
     """Return the seconds of forward and of backward of each node on `device`.
 
@@ -51,8 +51,9 @@ def node_seconds(
 
     Matmuls and convolutions use the peak of `precision`, other operators the peak of fp32. Views
     take no time, and a node without gradients has no backward. Measured times of the device
-    (`Work.measured`) replace the roofline's times; they are interpolated linearly between measured
-    fractions. Raises ConfigurationError if the device lacks a rate for a class of operators.
+    (`NodeCost.measured`) replace the roofline's times; they are interpolated linearly between
+    measured fractions. Raises ConfigurationError if the device lacks a rate for a class of
+    operators.
     """
     rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
     figures = np.array(
@@ -101,7 +102,7 @@ def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, flo
     """Return (FLOP/s, bytes/s, seconds per launch) for one class of operators."""
     if kind == "view":
         return np.inf, np.inf, 0.0
-    fraction = device.fraction(kind)
+    fraction = device.efficiency_of(kind)
     peak = device.peak(precision if kind in PRODUCT_KINDS else "fp32")
     return peak * fraction, device.bandwidth_bytes_per_s * fraction, device.launch_latency_s
 
@@ -164,7 +165,7 @@ def accumulate_per_byte(device: Device) -> float:
     """
     if device.tasks is not None:
         return device.tasks.accumulate.per_byte_s
-    return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
+    return 3 / (device.bandwidth_bytes_per_s * device.efficiency_of("elementwise"))
 
 
 def update_seconds(device: Device, parameter_bytes: float, states: int, tensors: int = 1) -> float:
@@ -182,18 +183,18 @@ def cast_per_byte(device: Device) -> float:
     """Return the seconds per byte of a 16-bit copy of a parameter: two bytes are read for each byte
     that is written.
     """
-    return 3 / (device.bandwidth_bytes_per_s * device.fraction("elementwise"))
+    return 3 / (device.bandwidth_bytes_per_s * device.efficiency_of("elementwise"))
 
 
-def update_line(device: Device, states: int) -> Affine:
+def update_line(device: Device, states: int) -> AffineTime:
     """Return the seconds of an update as a function of the bytes of the parameters.
 
     One fused kernel reads and writes the parameters and states, and reads the gradients.
     """
     if device.tasks is not None:
-        return Affine(device.tasks.update_s, device.tasks.updates[states].per_byte_s)
-    bandwidth = device.bandwidth_bytes_per_s * device.fraction("elementwise")
-    return Affine(device.launch_latency_s, (3 + 2 * states) / bandwidth)
+        return AffineTime(device.tasks.update_s, device.tasks.updates[states].per_byte_s)
+    bandwidth = device.bandwidth_bytes_per_s * device.efficiency_of("elementwise")
+    return AffineTime(device.launch_latency_s, (3 + 2 * states) / bandwidth)
 
 
 def task_seconds(device: Device) -> tuple[float, float]:
@@ -214,7 +215,7 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
 
 
 _FUSED: Mapping[int, float] = {}
-_NO_LOOPS: Mapping[int, Work] = {}
+_NO_LOOPS: Mapping[int, NodeCost] = {}
 _PASSES = 4
 """Number of times that attention without a fused kernel reads or writes all scores: a matmul writes
 them, the softmax reads and writes them, and a matmul reads them. A cross-entropy that computes its
@@ -229,7 +230,7 @@ operator: a soft cap of three operations, and a mask, each of which reads and wr
 
 def annotate(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
-) -> tuple[Work, ...]:
+) -> tuple[NodeCost, ...]:
     """Return the work of each node at `precision`, on GPUs of compute capability `capability`.
 
     The backward of a matmul has one matmul per operand that needs a gradient, so the backward of
@@ -258,7 +259,7 @@ def annotate(
 
 def annotate_share(
     graph: Graph, samples: SampleAxes, precision: str, share: float
-) -> tuple[Work, ...]:
+) -> tuple[NodeCost, ...]:
     """Return the work of each node on the fraction `share` of the graph's samples.
 
     It equals `annotate` of a graph with this number of samples, except that `kept_bytes` is 0.
@@ -286,7 +287,7 @@ def annotate_share(
 
 def _runs(
     graph: Graph, node: Node, precision: str, share: float = 1.0, axis: str | None = None
-) -> Work:
+) -> NodeCost:
     """Return the work of a loop: the work of its body times its number of iterations, on the
     fraction `share` of its axis `axis`.
     """
@@ -306,7 +307,7 @@ def _runs(
     ]
     every = _annotated(body, widths, sizes, flops, [0] * len(flops))
     run = [each for each in every if each.kind != "view"]
-    return Work(
+    return NodeCost(
         kind="recurrent",
         forward_flops=count * sum(each.forward_flops for each in run),
         backward_flops=count * sum(each.backward_flops for each in run),
@@ -327,8 +328,8 @@ def _annotated(
     flops: Sequence[float],
     kept: Sequence[int],
     scores: Mapping[int, float] = _FUSED,
-    loops: Mapping[int, Work] = _NO_LOOPS,
-) -> tuple[Work, ...]:
+    loops: Mapping[int, NodeCost] = _NO_LOOPS,
+) -> tuple[NodeCost, ...]:
     """Return the work of every node.
 
     `widths` has the bytes per element of each value, `sizes` its bytes. `flops` and `kept` have the
@@ -361,7 +362,7 @@ def _annotated(
             share = _backward_share(node, use, gradient)
         operators = 0.0 if index in added_biases else float(use.row.kernels)
         found.append(
-            Work(
+            NodeCost(
                 kind=use.row.kind,
                 forward_flops=count,
                 backward_flops=use.row.backward * count * share,

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.graph import Graph, Node
-from autopipe.ir.layout import Layout, MeshAxes, merge_axes, mesh_axes_of, replicated
-from autopipe.ir.measured_costs import Affine, TensorCosts
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.layout import Layout, MeshAxes, merge_axes, mesh_axes_of, replicated_layout
+from autopipe.ir.measured_costs import AffineTime, TensorCosts
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import signature_of
 from autopipe.ir.ops.operator import Signature, joint_splits
 from autopipe.ir.placement import Placement, Split, Stage
@@ -126,7 +126,7 @@ class StageWork:
         return [(name, self.parts[name]) for name in self.parameters]
 
 
-@remembered(2)
+@memoize(2)
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     """Return the work of each stage, without nodes that no required output depends on."""
     graph = problem.graph
@@ -163,12 +163,12 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
     torn = parameters_to_replicate([(work.stage.devices, work.parameters) for work in works])
     for work in works:
         for name in work.parameters.keys() & torn:
-            work.parameters[name] = replicated(graph.type_of(name).shape)
+            work.parameters[name] = replicated_layout(graph.type_of(name).shape)
             work.parts[name] = 1
     return tuple(works)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode]:
     """Return a function from (node, splits, size of the group) to the node in that group."""
     uses = uses_of(graph)
@@ -271,9 +271,9 @@ def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int =
     """
     if len(group) < 2:
         return FREE
-    measured = (device.tasks for device in problem.cluster.kinds_among(group))
+    measured = (device.tasks for device in problem.cluster.device_types_among(group))
     buckets = [tasks.bucket for tasks in measured if tasks is not None] or [TensorCosts(0.0, 0.0)]
-    own = Affine(
+    own = AffineTime(
         max(each.per_tensor_s for each in buckets) * tensors,
         max(each.per_byte_s for each in buckets),
     )
@@ -292,7 +292,7 @@ def updated_part(problem: Problem, copies: float) -> float:
     return 1 / copies if problem.optimizer.shard else 1.0
 
 
-@remembered(2)
+@memoize(2)
 def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
     """Return, for each parameter, the devices of all stages that hold its first shard, in ascending
     order.

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopipe.ir.attention_kernels import Capability, capability_of
+from autopipe.ir.attention_kernels import Capability, min_cuda_capability
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import Placement
-from autopipe.ir.problem import Problem, Work
+from autopipe.ir.problem import NodeCost, Problem
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StagePrediction, TaskSeconds
 from autopipe.passes.analysis.gradients import (
@@ -62,9 +62,9 @@ from autopipe.passes.cost.stage_work import (
 )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def signatures_in(
-    graph: Graph, work: tuple[Work, ...], precision: str, capability: Capability | None
+    graph: Graph, work: tuple[NodeCost, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
     """Return (node numbers, node names, values), which identify nodes and values with equal effect
     on the cost of a stage.
@@ -123,7 +123,7 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
     """
     problem = work.problem
     nodes, named, values = signatures_in(
-        problem.graph, problem.work, problem.precision, capability_of(problem.cluster)
+        problem.graph, problem.work, problem.precision, min_cuda_capability(problem.cluster)
     )
     numbers = {"": 0}
     told = {""}
@@ -167,7 +167,7 @@ def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
     return found
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def weight_shares(graph: Graph) -> NDArray[np.float64]:
     """Return, for each node, the fraction of its backward that the weight-gradient task
     computes.
@@ -236,7 +236,7 @@ def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> 
     return micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
 
 
-@remembered(2)
+@memoize(2)
 def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]:
     """Return the cost of each stage of `placement` for the stage's micro-batch size.
 
@@ -306,7 +306,7 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     problem = work.problem
     graph = work.problem.graph
     train = work.problem.train
-    devices = problem.cluster.kinds_among(work.stage.devices)
+    devices = problem.cluster.device_types_among(work.stage.devices)
     recompute = work.stage.recompute and work.problem.train
     forward, backward, weight_gradient = _compute_seconds(work)
     exchange = exchange_seconds(work)
@@ -393,7 +393,7 @@ def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
     indices = [each.index for each in work.nodes]
     nodes = [problem.work[index] for index in indices]
     launch_s = max(
-        device.host_launch_s for device in problem.cluster.kinds_among(work.stage.devices)
+        device.host_launch_s for device in problem.cluster.device_types_among(work.stage.devices)
     )
     forward, backward = host_seconds(nodes, launch_s)
     if not problem.train:
@@ -412,7 +412,7 @@ def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
     problem = work.problem
     nodes = [problem.work[each.index] for each in work.nodes]
     shares = np.array([each.sharing.share for each in work.nodes])
-    devices = problem.cluster.kinds_among(work.stage.devices)
+    devices = problem.cluster.device_types_among(work.stage.devices)
     seconds = [node_seconds(nodes, device, problem.precision, shares) for device in devices]
     starts = [task_seconds(device) for device in devices]
     forward, backward = (

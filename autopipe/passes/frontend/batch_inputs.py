@@ -110,7 +110,11 @@ def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
         if operator is None or (not kinds and not _carries(axes, graph, index)):
             continue
         is_lookup = bool(kinds) and operator.kind == "memory"
-        if AxisKind.UNSPLITTABLE in kinds or is_lookup or axes.lost(graph, spaces(index), index):
+        if (
+            AxisKind.UNSPLITTABLE in kinds
+            or is_lookup
+            or axes.value_without_batch_axis(graph, spaces(index), index)
+        ):
             return None
         count += bool(kinds)
     dimensions = (axes.values[name][0].dimension for name in graph.outputs if name in axes.values)

@@ -16,7 +16,7 @@ import numpy as np
 from autopipe.ir.errors import ModelError, quote
 from autopipe.ir.files import lfs_error
 from autopipe.ir.graph import Attribute, DType, FileSlice, Value, VarintSlice
-from autopipe.ir.varints import varint_bits
+from autopipe.ir.varints import low_bits_of_varints
 from autopipe.ir.words import plural
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ def has_numbers(tensor: onnx.TensorProto) -> bool:
 
 def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
     """Return the bits of 16-bit values that the file `model` stores as varints."""
-    return varint_bits(
+    return low_bits_of_varints(
         np.memmap(model, np.uint8, mode="r", offset=place.offset, shape=(place.length,))
     )
 

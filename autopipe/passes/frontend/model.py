@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node, Parameter, Value
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
 from autopipe.ir.problem import SCORES, Mode, Scores
 from autopipe.passes.frontend.cleanup import STOP_GRADIENT
@@ -138,7 +138,7 @@ def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
     return tuple(owners)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tuple[Origin, ...]:
     """Return the nodes of `source` in file order. `aliases` maps values of the file that only
     rename a value to that value.

@@ -20,8 +20,8 @@ import numpy as np
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops import OPERATORS
-from autopipe.ir.problem import matches
-from autopipe.ir.words import listed
+from autopipe.ir.problem import matches_pattern
+from autopipe.ir.words import list_first
 from autopipe.passes.frontend.control_flow import nodes_within
 from autopipe.passes.frontend.elements import stored_numbers
 from autopipe.passes.frontend.merged_parameters import PRODUCER
@@ -108,7 +108,7 @@ class Role:
 
 def quoted(names: tuple[str, ...]) -> str:
     """Return the first names, quoted, and the number of further names."""
-    return listed([repr(name) for name in names], NAMED)
+    return list_first([repr(name) for name in names], NAMED)
 
 
 def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
@@ -439,7 +439,7 @@ class Chosen:
         """
         self.names.add(name)
         trainable, frozen = (
-            [pattern for pattern in patterns if matches(pattern, name, key)]
+            [pattern for pattern in patterns if matches_pattern(pattern, name, key)]
             for key, patterns in (
                 ("model.trainable", self.trainable),
                 ("model.frozen", self.frozen),
@@ -465,7 +465,9 @@ class Chosen:
         prefix, text = ("re:", pattern[3:]) if pattern.startswith("re:") else ("", pattern)
         anything = ".*" if prefix else "*"
         for longer in (text + anything, anything + text, anything + text + anything):
-            found = sorted(name for name in self.names if matches(prefix + longer, name, key))
+            found = sorted(
+                name for name in self.names if matches_pattern(prefix + longer, name, key)
+            )
             if found:
                 more = f" and {len(found) - 1} more" if len(found) > 1 else ""
                 return f"{prefix + longer!r} matches {found[0]!r}{more}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from autopipe.ir.batch import batch_axes_of, rebatched
+from autopipe.ir.batch import batch_axes_of, resize_batch
 from autopipe.ir.errors import AutopipeError, ModelError
 from autopipe.ir.graph import Fill, Graph, Node
 from autopipe.ir.ops import is_label_loss, operator_of, signature_of, spaces_of
@@ -198,7 +198,7 @@ def _read(
     if by_label:
         graph, scalar = summed_over_labels(graph, scalar)
     if batch is not None and inputs.batch is not None:
-        graph = rebatched(graph, batch)
+        graph = resize_batch(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
     behind = behind_stops(graph)
     # A tensor before a StopGradient gets no gradient, but its values still depend on parameters.

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from autopipe.ir.errors import CodegenError
-from autopipe.ir.program import Loop, MessageBlock, Opcode, Program, RankCode
-from autopipe.ir.schedule import EVERY, MicroBatchSlice
+from autopipe.ir.program import Loop, MessageSlice, Opcode, Program, RankCode
+from autopipe.ir.schedule import EVERY_MICRO_BATCH, MicroBatchSlice
 
 
 @dataclass(slots=True, eq=False)
@@ -356,9 +356,13 @@ class RankTrace:
                 )
             case Opcode.BACKWARD_WEIGHT:
                 # The gradient all-reduce runs at the end of the step, so this task has no barrier.
-                return Action(weights, after=(((backward, EVERY, EVERY),),), completes=(weights,))
+                return Action(
+                    weights,
+                    after=(((backward, EVERY_MICRO_BATCH, EVERY_MICRO_BATCH),),),
+                    completes=(weights,),
+                )
             case _:
-                given = [(EVERY, (forward, EVERY, EVERY))]
+                given = [(EVERY_MICRO_BATCH, (forward, EVERY_MICRO_BATCH, EVERY_MICRO_BATCH))]
                 given += (
                     (
                         piece.source_slice,
@@ -377,7 +381,7 @@ class RankTrace:
 
     def _between(
         self,
-        pieces: tuple[MessageBlock, ...],
+        pieces: tuple[MessageSlice, ...],
         gradient: bool,
         source: int | None = None,
         part: int | None = None,
@@ -400,7 +404,7 @@ class RankTrace:
             and part in (None, piece.target_slice.index if gradient else piece.source_slice.index)
         )
 
-    def _channel(self, piece: MessageBlock, gradient: bool) -> ProofChannel:
+    def _channel(self, piece: MessageSlice, gradient: bool) -> ProofChannel:
         key = piece.channel, gradient
         connections = self._connections
         if key not in connections.channels:

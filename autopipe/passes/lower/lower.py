@@ -19,25 +19,25 @@ import numpy as np
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
-from autopipe.ir.layout import degree_of
+from autopipe.ir.layout import total_degree
 from autopipe.ir.ops.normalization import trains
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.problem import AVERAGED, LossDivision
+from autopipe.ir.problem import AVERAGED_LOSS, LossDivision
 from autopipe.ir.program import (
     Compute,
     DataInput,
     Instruction,
     Loop,
-    MessageBlock,
+    MessageSlice,
     Opcode,
     Output,
-    OutputPlace,
     OutputShard,
+    OutputStage,
+    ParameterShard,
     Program,
     RankCode,
-    RunningCalls,
+    RunningStatisticCalls,
     Section,
-    Shard,
     StageCode,
     StageOnRank,
 )
@@ -81,8 +81,8 @@ class Parts:
     graphs: tuple[Graph, ...]
     """For each stage, the graph with the micro-batch size of the stage."""
     stages: tuple[ShardedStage, ...]
-    pieces: tuple[MessageBlock, ...]
-    shards: tuple[tuple[Shard, ...], ...]
+    pieces: tuple[MessageSlice, ...]
+    shards: tuple[tuple[ParameterShard, ...], ...]
     """For each rank, its shards of parameters."""
     differentiable: frozenset[str]
     """Values that have a gradient; empty for inference."""
@@ -164,7 +164,7 @@ def lower(
     shard: bool = False,
     proven: bool = True,
     precision: str = "fp32",
-    loss_division: LossDivision = AVERAGED,
+    loss_division: LossDivision = AVERAGED_LOSS,
 ) -> Program:
     """Return the program that runs `graph` by `placement` and `schedule`.
 
@@ -225,7 +225,7 @@ def lower(
         ),
         channels=channels_of(wired, codes, steps),
         shard=shard and loss is not None,
-        loss_division=loss_division if loss is not None else AVERAGED,
+        loss_division=loss_division if loss is not None else AVERAGED_LOSS,
         labels=labels_of(graph) if loss is not None else None,
         running_calls=running,
         low_precision=tuple(
@@ -239,7 +239,7 @@ def lower(
     return program
 
 
-def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCalls, ...]:
+def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningStatisticCalls, ...]:
     """Return the calls of BatchNormalization that update running statistics held by several stages
     of one pipeline, by parameter and pipeline.
     """
@@ -265,7 +265,9 @@ def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningCall
         if len(holders[key]) > 1:
             own.sort()
             stages = tuple(stage for _, stage, _ in own)
-            found.append(RunningCalls(key[0], stages, tuple(momentum for *_, momentum in own)))
+            found.append(
+                RunningStatisticCalls(key[0], stages, tuple(momentum for *_, momentum in own))
+            )
     return tuple(found)
 
 
@@ -312,8 +314,8 @@ def _steps(
 def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
     """Return the stages of each rank, with their graph inputs, receives and sends."""
     given = {value.name for value in graph.inputs}
-    receives: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
-    sends: dict[tuple[int, int], list[MessageBlock]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[MessageSlice]] = defaultdict(list)
+    sends: dict[tuple[int, int], list[MessageSlice]] = defaultdict(list)
     for piece in parts.pieces:
         receives[piece.target_stage, piece.target_rank].append(piece)
         sends[piece.source_stage, piece.source_rank].append(piece)
@@ -342,10 +344,10 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
         boxes = tuple(
             OutputShard(rank, layout.shard(position)) for position, rank in enumerate(devices)
         )
-        copies = len(devices) // (layout.shard_count * degree_of(layout.sums))
+        copies = len(devices) // (layout.shard_count * total_degree(layout.sums))
         position = [value.name for value in stage.code.outputs].index(name)
         combine = "sum" if layout.is_partial else "concat"
-        places.append(OutputPlace(stage.code.stage, position, combine, copies, boxes))
+        places.append(OutputStage(stage.code.stage, position, combine, copies, boxes))
     graph = parts.graphs[places[0].stage]
     samples = batch.of(name)
     if batch.batch > 1:
@@ -450,7 +452,7 @@ def one_device_program(
     micro_batches: int,
     micro_batch_size: int,
     loss: str | None,
-    loss_division: LossDivision = AVERAGED,
+    loss_division: LossDivision = AVERAGED_LOSS,
 ) -> Program:
     """Return the program that runs `micro_batches` micro-batches one after the other on one device.
 

@@ -24,7 +24,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
     Channel,
     Instruction,
-    MessageBlock,
+    MessageSlice,
     Opcode,
     Section,
     StageCode,
@@ -41,7 +41,7 @@ def transfer_pieces(
     stages: tuple[ShardedStage, ...],
     differentiable: frozenset[str],
     types: Mapping[str, DType],
-) -> tuple[MessageBlock, ...]:
+) -> tuple[MessageSlice, ...]:
     """Return the messages between stages in the order in which a task sends them.
 
     The order is by target stage, source stage, slice of micro-batches of the target and of the
@@ -57,7 +57,7 @@ def transfer_pieces(
     }
     sizes = [stage.micro_batch_size for stage in placement.stages]
     batch = batch_axes_of(graph) if len(set(sizes)) > 1 else BatchAxes(0, (), {})
-    pieces: list[MessageBlock] = []
+    pieces: list[MessageSlice] = []
     for target, stage in enumerate(stages):
         found: list[tuple[int, Shared, str]] = []
         for name in (name for name in stage.inputs if graph.producer(name) is not None):
@@ -78,7 +78,7 @@ def transfer_pieces(
                 hold, stage.inputs[name], senders, stage.code.devices, shared
             ):
                 pieces.append(
-                    MessageBlock(
+                    MessageSlice(
                         channel=len(pieces),
                         tensor=name,
                         source_stage=source,
@@ -120,7 +120,7 @@ class Incoming:
     """Micro-batches of `source` that produce the messages."""
 
     @staticmethod
-    def of(piece: MessageBlock, gradient: bool) -> Incoming:
+    def of(piece: MessageSlice, gradient: bool) -> Incoming:
         source = (piece.source_stage, piece.source_slice)
         target = (piece.target_stage, piece.target_slice)
         if gradient:
@@ -219,7 +219,7 @@ def channels_of(
     return tuple(found)
 
 
-def is_used_in_place(stages: Sequence[StageCode], piece: MessageBlock, gradient: bool) -> bool:
+def is_used_in_place(stages: Sequence[StageCode], piece: MessageSlice, gradient: bool) -> bool:
     """True if tasks use the buffer of a message itself: the message is the complete local shard of
     its value and has the value's element type.
     """

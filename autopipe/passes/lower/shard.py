@@ -24,13 +24,13 @@ from autopipe.ir.layout import (
     even_degree_hint,
     holders_by_shard,
     mesh_axes_of,
-    replicated,
+    replicated_layout,
 )
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of, spaces_of
 from autopipe.ir.ops.operator import joint_splits
 from autopipe.ir.placement import Split, Stage
-from autopipe.ir.program import Collective, Compute, Shard, StageCode
+from autopipe.ir.program import Collective, Compute, ParameterShard, StageCode
 from autopipe.ir.space import AxisKind, Space
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.operators import exchanged_element_bytes
@@ -88,7 +88,7 @@ def shard_stage(
     taken = received_layouts(graph, forms, stage, replicated_parameters)
     for name in nodes.outputs:
         if name not in taken and graph.producer(name) is None:
-            taken[name] = replicated(graph.type_of(name).shape)
+            taken[name] = replicated_layout(graph.type_of(name).shape)
     steps = tuple(with_redistributions(forms, taken, frozenset(nodes.outputs), unread, group))
     reduced = {
         step.value
@@ -257,7 +257,7 @@ def _compute(
     )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
     """Return the index of each parameter and of each constant by name."""
     return (
@@ -268,7 +268,7 @@ def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
 
 def parameter_shards(
     graph: Graph, devices: int, stages: tuple[ShardedStage, ...]
-) -> tuple[tuple[Shard, ...], ...]:
+) -> tuple[tuple[ParameterShard, ...], ...]:
     """Return the shards of parameters of each rank.
 
     The ranks that hold a shard reduce its gradient together. All stages must shard a parameter
@@ -283,13 +283,13 @@ def parameter_shards(
             for box, places in holders_by_shard(layout, len(devices_of_stage)):
                 holders[indices[name], box].update(devices_of_stage[place] for place in places)
                 users[indices[name], box].add(stage.code.stage)
-    shards: list[list[Shard]] = [[] for _ in range(devices)]
+    shards: list[list[ParameterShard]] = [[] for _ in range(devices)]
     for (index, box), ranks in sorted(
         holders.items(), key=lambda item: (item[0][0], sorted(item[1]))
     ):
         home = min(users[index, box])
         is_home = len(users[index, box]) == 1 and ranks == set(stages[home].code.devices)
-        shard = Shard(index, box, tuple(sorted(ranks)), home if is_home else None)
+        shard = ParameterShard(index, box, tuple(sorted(ranks)), home if is_home else None)
         for rank in ranks:
             shards[rank].append(shard)
     return tuple(map(tuple, shards))

@@ -18,12 +18,12 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
     Instruction,
     Loop,
-    MessageBlock,
+    MessageSlice,
     Opcode,
     Program,
     RankCode,
     StageCode,
-    buckets_of,
+    make_buckets,
 )
 from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.analysis.gradients import differentiable_values
@@ -289,7 +289,7 @@ class _Builder:
 
     def _pieces(
         self, stage: int, micro_batch: int, gradient: bool, receives: bool
-    ) -> Iterator[tuple[MessageBlock, int, int]]:
+    ) -> Iterator[tuple[MessageSlice, int, int]]:
         """Yield (block, stage, micro-batch) of each block that a stage receives or sends for a
         micro-batch, with the stage and micro-batch at the other end.
 
@@ -432,7 +432,9 @@ class _Builder:
                 for each in self.code.shards
             )
             for bucket in (
-                buckets_of(held_together(self.program.parameters, self.code.shards)) if what else ()
+                make_buckets(held_together(self.program.parameters, self.code.shards))
+                if what
+                else ()
             ):
                 held = sum(block.elements for block in bucket.blocks)
                 own = sum(run.stop - run.start for run in bucket.runs(self.code.rank))

@@ -15,20 +15,22 @@ from autopipe.ir.layout import MeshAxes, missing_elements
 from autopipe.ir.ops import OPERATORS, qualified_name, signature_of
 from autopipe.ir.placement import Placement
 from autopipe.ir.program import (
-    Block,
+    BucketShard,
     Collective,
     Operation,
-    Shard,
+    ParameterShard,
     StageCode,
-    buckets_of,
-    by_kind,
-    transposed,
+    backward_collective,
+    in_kind_order,
+    make_buckets,
 )
 from autopipe.passes.analysis.recompute import flowing_values, running_again
 from autopipe.passes.lower.lower import parts_of
 
 
-def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> Iterator[Block]:
+def held_together(
+    parameters: Sequence[Parameter], shards: Iterable[ParameterShard]
+) -> Iterator[BucketShard]:
     """Yield the blocks of trainable floating-point parameters that several ranks hold."""
     for shard in shards:
         value = parameters[shard.parameter].value
@@ -39,13 +41,13 @@ def held_together(parameters: Sequence[Parameter], shards: Iterable[Shard]) -> I
         ):
             dtype = value.dtype
             ranks = shard.gradient_ranks
-            yield Block(
+            yield BucketShard(
                 shard.parameter, shard.box.elements, dtype.value, dtype.itemsize, ranks, shard.home
             )
 
 
 def exchanged_gradients(
-    parameters: Sequence[Parameter], shards: Iterable[Shard], shared: bool
+    parameters: Sequence[Parameter], shards: Iterable[ParameterShard], shared: bool
 ) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
     """Return the bytes of gradients by (home, ranks): `ranks` reduce the gradients, and the last
     backward of stage `home` completes them; `home` is None if several stages contribute.
@@ -56,7 +58,7 @@ def exchanged_gradients(
     blocks = tuple(held_together(parameters, shards))
     found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
     if shared:
-        for bucket in buckets_of(blocks):
+        for bucket in make_buckets(blocks):
             found[bucket.home, bucket.ranks] += bucket.bytes
     else:
         for block in blocks:
@@ -108,7 +110,7 @@ def communication_bytes(
         size = sum(len(ranks) * count for (_, ranks), count in exchanged.items())
         # The reduce-scatter of the gradients and the all-gather of the parameters move equal bytes.
         total += Counter(gradient=size, parameter=size * shard)
-    return by_kind(total)
+    return in_kind_order(total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def _exchanges(
             exchange = StageExchange(step.kind, size, False, source.name, step.over)
             yield exchange
             if operation.result.name in flowing:
-                yield replace(exchange, kind=transposed(step.kind), backward=True)
+                yield replace(exchange, kind=backward_collective(step.kind), backward=True)
         elif not isinstance(operation, Collective) and operation.joint:
             signature = signature_of(graph, graph.nodes[operation.node])
             row = OPERATORS[qualified_name(signature.node)]

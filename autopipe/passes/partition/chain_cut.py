@@ -240,7 +240,7 @@ def _lengths(
     """
     cluster = problem.cluster
     block_of = dict(enumerate(chain.block_of.tolist()))
-    kinds = [(frozenset(cluster.kinds_among(group)), len(group)) for group in groups]
+    kinds = [(frozenset(cluster.device_types_among(group)), len(group)) for group in groups]
 
     @cache
     def crossing(link: Link, senders: int) -> _Floats:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import ClassVar
 
-from autopipe.ir.batch import rebatched
+from autopipe.ir.batch import resize_batch
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values, node_ranges
@@ -400,7 +400,7 @@ def _stage(
         raise ConfigurationError(
             f"stage {index} names device {twice} twice", hint="name each device once"
         )
-    samples = sample_axes(problem.graph if size == whole else rebatched(problem.graph, size))
+    samples = sample_axes(problem.graph if size == whole else resize_batch(problem.graph, size))
     required: dict[int, Degrees] = {}
     named: set[int] = set()
     for each in given.splits:

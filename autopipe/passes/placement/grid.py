@@ -14,14 +14,14 @@ from typing import Annotated, ClassVar
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import (
-    REFUSALS,
+    CANDIDATE_ERRORS,
     AutopipeError,
     ConfigurationError,
     InfeasibleError,
     OutOfMemoryError,
 )
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import once_each
+from autopipe.ir.memo import memoize_all
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
@@ -213,7 +213,7 @@ class GridSearch:
         self.opposite = opposite
         self.best: GridTrial | None = None
         self.refused: list[AutopipeError] = []
-        self.sized = once_each(partial(resized, problem))
+        self.sized = memoize_all(partial(resized, problem))
         self._seconds = StepSeconds(problem)
         self._state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
         self._tried: dict[tuple[Degrees, int], GridTrial | None] = {}
@@ -350,7 +350,7 @@ class GridSearch:
                 continue
             try:
                 excess, error = self._excess(self.sized(size), degrees, tried)
-            except REFUSALS:
+            except CANDIDATE_ERRORS:
                 continue
             if best is None or excess < best[0]:
                 best = excess, error
@@ -392,7 +392,7 @@ class GridSearch:
             self._tried[key] = None
             try:
                 found = self._tried[key] = self._trial(self.sized(size), degrees)
-            except REFUSALS as error:
+            except CANDIDATE_ERRORS as error:
                 self.refused.append(error)
             else:
                 self.best = found if found.step_s < self._best_s() else self.best

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-from autopipe.ir.batch import rebatched
+from autopipe.ir.batch import resize_batch
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
@@ -115,7 +115,7 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
             )
     for index, (nodes, group_of) in enumerate(zip(members, devices, strict=True)):
         size = sizes[index][0] if index in sizes else whole
-        samples = sample_axes(graph if size == whole else rebatched(graph, size))
+        samples = sample_axes(graph if size == whole else resize_batch(graph, size))
         own = {node: splits[node] for node in nodes if splits.get(node)}
         _check_axis_sizes(samples, own, size)
         others = [

@@ -224,7 +224,7 @@ class ChainCosts:
         group = range(device, device + degree)
         before = cluster.link(device - 1, device) if device else None
         after = cluster.link(group[-1], group.stop) if group.stop < cluster.size else None
-        kinds = frozenset(cluster.kinds_among(group))
+        kinds = frozenset(cluster.device_types_among(group))
         reduce = exchange_of_gradients(self.problem, group)
         plain, again = self._times(degree, kinds, before, after, reduce)
         fits, fits_again = self._fits(degree, self._in_flight(from_end), self._limit(group))

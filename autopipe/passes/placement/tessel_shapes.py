@@ -25,9 +25,9 @@ from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import even_degree_hint
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import Placement, Stage, recomputed_nodes
-from autopipe.ir.problem import Problem, Work
+from autopipe.ir.problem import NodeCost, Problem
 from autopipe.ir.space import AxisKind
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.chain import Chain, make_chain, range_sums
@@ -115,9 +115,9 @@ def costed_model(problem: Problem) -> CostedModel:
     return _costed(problem.graph, problem.work, problem.cluster, problem.precision, problem.train)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def _costed(
-    graph: Graph, work: tuple[Work, ...], cluster: Cluster, precision: str, train: bool
+    graph: Graph, work: tuple[NodeCost, ...], cluster: Cluster, precision: str, train: bool
 ) -> CostedModel:
     on_kind = {}
     for device in cluster.kinds:
@@ -138,7 +138,7 @@ def _costed(
     )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def chain_of_model(model: CostedModel, together: Stages = ()) -> Chain:
     """Return the nodes as a chain of blocks. The nodes of each set in `together` are in
     one block.
@@ -190,7 +190,7 @@ class PartitionableChain:
         )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def chain_of_nodes(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> PartitionableChain:
     """Return the chain of `nodes`, with a block for the nodes in each block of `chain`."""
     groups: dict[int, list[int]] = {}
@@ -344,7 +344,7 @@ class SharedTableNodes:
     nodes: frozenset[int]
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     """Return the embedding tables and head weights that are larger than half a device's fraction of
     all parameters.
@@ -391,7 +391,7 @@ def shared_table_nodes(
     return tuple(found)
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def _tables_read(
     model: CostedModel,
 ) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:

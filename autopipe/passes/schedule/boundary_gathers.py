@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autopipe.ir.layout import Layout, full_slice, sliced
+from autopipe.ir.layout import Layout, full_slice, shard_copies
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import EVERY
+from autopipe.ir.schedule import EVERY_MICRO_BATCH
 from autopipe.passes.analysis.gradients import message_types
 from autopipe.passes.analysis.micro_batches import Shared, block_transfers
 from autopipe.passes.analysis.resharding import redistribution_steps
@@ -72,7 +72,7 @@ def _worth_gathering(
             ),
             None,
         )
-        slices = sliced(need, len(devices))
+        slices = shard_copies(need, len(devices))
         if (
             source is None
             or slices == need
@@ -101,7 +101,7 @@ def _message_seconds(
     """
     width = message_types(problem.graph, problem.precision)[name].itemsize
     full_value = full_slice(problem.graph.type_of(name).shape)
-    shared = Shared(EVERY, EVERY, full_value, full_value)
+    shared = Shared(EVERY_MICRO_BATCH, EVERY_MICRO_BATCH, full_value, full_value)
     seconds: defaultdict[int, float] = defaultdict(float)
     for sender, receiver, sent, _ in block_transfers(
         source.given[name], need, source.stage.devices, devices, shared

@@ -13,7 +13,7 @@ from typing import ClassVar
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, WrongScheduleError
+from autopipe.ir.schedule import InvalidScheduleError, Phase, Schedule, StageGraph, Task
 from autopipe.ir.words import plural
 from autopipe.passes.schedule.orders import find_repetends, require_equal_micro_batches
 
@@ -136,7 +136,7 @@ def fitted_order(
     schedule = Schedule(micro_batches, tasks, find_repetends(tasks))
     try:
         schedule.verify(graph, train)
-    except WrongScheduleError as error:
+    except InvalidScheduleError as error:
         row = rows[error.device]
         position = row[error.position].position if row else f"{file}:{error.device + 1}"
         raise ConfigurationError(

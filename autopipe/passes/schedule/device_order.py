@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopipe.ir.cluster import Cluster, Device
-from autopipe.ir.errors import REFUSALS, AutopipeError, InfeasibleError
+from autopipe.ir.errors import CANDIDATE_ERRORS, AutopipeError, InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.stage_nodes import live_nodes
@@ -74,7 +74,7 @@ def best_order(
             check_kinds(trial, found)
             sized = resized(trial, max(stage.micro_batch_size for stage in found.stages))
             seconds = quick_step_seconds(sized, found, stage_costs(sized, found))
-        except REFUSALS as error:
+        except CANDIDATE_ERRORS as error:
             if failure is None or order == given_order:
                 failure = error
             continue

@@ -20,10 +20,10 @@ from autopipe.ir.schedule import (
     Repetend,
     StageGraph,
     Task,
-    lane_groups,
-    lanes_of,
-    on_each_device,
-    sharing,
+    expand_to_devices,
+    group_equal_devices,
+    groups_by_stage,
+    overlapping_intervals,
 )
 from autopipe.ir.words import plural
 
@@ -59,8 +59,8 @@ def merge_orders(
         order_of_device = {device: order for order, group in orders for device in group}
         return tuple(order_of_device.get(device, ()) for device in range(graph.devices))
     # Devices with equal stages are idle at equal times. A pipeline rank represents all of them.
-    pipeline_ranks = lanes_of(graph.stage_devices, ((),) * graph.devices)
-    groups = lane_groups(graph.stage_devices, pipeline_ranks)
+    pipeline_ranks = group_equal_devices(graph.stage_devices, ((),) * graph.devices)
+    groups = groups_by_stage(graph.stage_devices, pipeline_ranks)
     free = [True] * len(pipeline_ranks)
     lists = [list[Task]() for _ in pipeline_ranks]
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
@@ -83,7 +83,7 @@ def merge_orders(
         dependencies = (
             Task(source, task.phase, number)
             for source in (before if task.phase is Phase.FORWARD else after)[stage]
-            for number in sharing(task.micro_batch, ratios[stage], ratios[source])
+            for number in overlapping_intervals(task.micro_batch, ratios[stage], ratios[source])
         )
         return all(dependency in done for dependency in dependencies if dependency in all_tasks)
 
@@ -107,7 +107,7 @@ def merge_orders(
                 lists[rank].append(task)
             heapq.heappush(running, (now + ticks(task), task.stage, task))
         if not running:
-            return on_each_device(pipeline_ranks, list(map(tuple, lists)))
+            return expand_to_devices(pipeline_ranks, list(map(tuple, lists)))
         now = running[0][0]
         while running and running[0][0] == now:
             task = heapq.heappop(running)[2]

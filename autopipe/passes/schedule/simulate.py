@@ -16,15 +16,23 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.schedule import Lanes, Phase, Schedule, Task, lane_groups, lanes_of, on_each_device
+from autopipe.ir.schedule import (
+    DeviceGroups,
+    Phase,
+    Schedule,
+    Task,
+    expand_to_devices,
+    group_equal_devices,
+    groups_by_stage,
+)
 from autopipe.ir.timeline import (
-    EndKind,
-    EndSpan,
     Links,
     Message,
     Prediction,
     Span,
     StagePrediction,
+    StepEndKind,
+    StepEndSpan,
     Timeline,
     Transfer,
 )
@@ -118,7 +126,7 @@ class DeviceSymmetry:
     """Indices of the pipeline ranks of each stage."""
     prediction: Prediction
     """All stages, and the messages of the first pair of devices of each entry of `links`."""
-    pipeline_ranks: Lanes
+    pipeline_ranks: DeviceGroups
     """Devices of each pipeline rank."""
     links: Links
     """Pairs of devices, grouped by equal messages."""
@@ -133,7 +141,7 @@ def device_symmetry(
     Two pairs of devices are equal if their devices belong to the same pipeline ranks and they
     exchange equal messages in both directions.
     """
-    pipeline_ranks = lanes_of(stage_devices, schedule.tasks)
+    pipeline_ranks = group_equal_devices(stage_devices, schedule.tasks)
     messages_of_pair: dict[tuple[int, int], list[Message]] = {}
     for message in prediction.messages:
         low = min(message.source, message.target)
@@ -164,7 +172,7 @@ def device_symmetry(
         Schedule(
             schedule.micro_batches, tuple(schedule.tasks[devices[0]] for devices in pipeline_ranks)
         ),
-        lane_groups(stage_devices, pipeline_ranks),
+        groups_by_stage(stage_devices, pipeline_ranks),
         replace(prediction, messages=messages),
         pipeline_ranks,
         tuple(map(tuple, links.values())),
@@ -267,7 +275,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     )
     static = static_memory(schedule.devices, stage_devices, costs)
     curves = _memory_curves(static, costs, spans, train)
-    memory = on_each_device(
+    memory = expand_to_devices(
         reduced.pipeline_ranks, [curves[devices[0]] for devices in reduced.pipeline_ranks]
     )
     ends = tuple(sorted(run.ends, key=lambda span: (span.device, span.start, span.end)))
@@ -327,14 +335,14 @@ class _Run:
             if task // self.count % len(_PHASES) == half
         }
         # (kind of work, stage or None) of each task kind from `phases` on.
-        self.end_kinds: list[tuple[EndKind, int | None]] = []
+        self.end_kinds: list[tuple[StepEndKind, int | None]] = []
         updates = [0.0] * schedule.devices
         for stage, cost in reversed(list(enumerate(stages))):
-            self._add_end(EndKind.GRADIENT_SUM, stage, stage_devices[stage], cost.gradient_s)
+            self._add_end(StepEndKind.GRADIENT_SUM, stage, stage_devices[stage], cost.gradient_s)
             for device in stage_devices[stage]:
                 updates[device] += cost.update_s
         for device, seconds in enumerate(updates):
-            self._add_end(EndKind.UPDATE, None, (device,), seconds)
+            self._add_end(StepEndKind.UPDATE, None, (device,), seconds)
         self.position = [0] * schedule.devices
         # Per task that is next on some of its devices: the number of these devices that are idle.
         self.ready: dict[int, int] = {}
@@ -347,12 +355,12 @@ class _Run:
         """
         self.event_count = 0
         self.spans: list[Span] = []
-        self.ends: list[EndSpan] = []
+        self.ends: list[StepEndSpan] = []
         self.transfers: list[Transfer] = []
         self.end = 0.0
 
     def _add_end(
-        self, kind: EndKind, stage: int | None, devices: Sequence[int], seconds: float
+        self, kind: StepEndKind, stage: int | None, devices: Sequence[int], seconds: float
     ) -> None:
         """Append a task without messages to the orders of its devices, unless it takes no time."""
         if seconds:
@@ -415,7 +423,7 @@ class _Run:
                 self._send(edge, finished, now)
         else:
             self.ends += [
-                EndSpan(self.names[member], *self.end_kinds[kind - self.phases], start, now)
+                StepEndSpan(self.names[member], *self.end_kinds[kind - self.phases], start, now)
                 for member in group
             ]
         self.end = max(self.end, now)

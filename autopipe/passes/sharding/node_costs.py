@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopipe.ir.attention_kernels import capability_of
+from autopipe.ir.attention_kernels import min_cuda_capability
 from autopipe.ir.graph import Parameter
 from autopipe.ir.layout import Layout, MeshAxis, holders_by_shard
 from autopipe.ir.ops import signature_of
@@ -86,7 +86,7 @@ class StageContext:
         self.options = options
         self.nodes = tuple(nodes)
         self.devices = devices
-        self.kinds = problem.cluster.kinds_among(devices)
+        self.kinds = problem.cluster.device_types_among(devices)
         self.samples = sample_axes(graph)
         self.gradient: frozenset[str] = (
             differentiable_values(graph) if problem.train else frozenset()
@@ -119,7 +119,7 @@ class StageContext:
         an equal tensor.
         """
         saved = (
-            kept_values(graph, problem.precision, capability_of(problem.cluster))
+            kept_values(graph, problem.precision, min_cuda_capability(problem.cluster))
             if problem.train
             else ()
         )

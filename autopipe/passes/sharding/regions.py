@@ -18,7 +18,7 @@ from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.layout import are_even_splits
-from autopipe.ir.memo import GRAPHS, remembered
+from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.space import AxisKind, Space
@@ -111,7 +111,7 @@ def replicated_graph(
     )
 
 
-@remembered(GRAPHS)
+@memoize(MAX_CACHED_GRAPHS)
 def weights_of(graph: Graph) -> dict[str, frozenset[str]]:
     """Return each value that depends on parameters and constants alone, with the names of these
     parameters.
@@ -395,7 +395,7 @@ def _looks_up_data(network: ReplicatedGraph, node: int) -> bool:
     )
 
 
-@remembered(4 * GRAPHS)
+@memoize(4 * MAX_CACHED_GRAPHS)
 def graph_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Splits]:
     """Return `group_splits` of all nodes of `graph`, on `replicas` replicas of `degree` devices
     each.

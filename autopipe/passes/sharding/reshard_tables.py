@@ -27,10 +27,10 @@ from autopipe.ir.layout import (
     MeshAxes,
     WindowedShards,
     coordinate_along,
-    degree_of,
     merge_axes,
-    replicated,
+    replicated_layout,
     sharded_over_neighbours,
+    total_degree,
 )
 from autopipe.passes.analysis.resharding import (
     are_nested,
@@ -71,7 +71,7 @@ class DimensionPair:
 
     def by_neighbours(self, size: int) -> DimensionPair:
         """Return the pair over groups of `size` neighbouring devices, each counted as one device
-        (`ir.layout.of_neighbours`).
+        (`ir.layout.layout_over_neighbours`).
         """
         held, wanted = (
             tuple(sharded_over_neighbours(*sharding, size) for sharding in shardings)
@@ -141,7 +141,7 @@ def _overlap_between(
     `extent` is 0, and the dimension is divided into the smallest number of cells that all even
     shardings divide.
     """
-    cells = extent or math.lcm(*(degree_of(axes) for axes, _ in (*held, *wanted)))
+    cells = extent or math.lcm(*(total_degree(axes) for axes, _ in (*held, *wanted)))
     positions = np.arange(group)
 
     def ranges(shardings: tuple[DimensionSharding, ...]) -> tuple[Floats, Floats]:
@@ -151,7 +151,7 @@ def _overlap_between(
         starts = np.zeros((len(shardings), group))
         stops = np.zeros((len(shardings), group))
         for number, (axes, window) in enumerate(shardings):
-            even = cells // degree_of(axes)
+            even = cells // total_degree(axes)
             shards = window or WindowedShards(even, 0, even)
             starts[number] = coordinate_along(axes, positions) * shards.step + shards.offset
             stops[number] = starts[number] + shards.length
@@ -369,7 +369,7 @@ def _addition(
     for scatter_axes in filter(None, axes_by_dimension):
         steps.append(("reduce_scatter", scatter_axes, shards))
         partial_axes = without_axes(partial_axes, scatter_axes)
-        shards *= degree_of(scatter_axes)
+        shards *= total_degree(scatter_axes)
     if partial_axes:
         steps.append(("all_reduce", merge_axes(partial_axes), shards))
     return tuple(steps)
@@ -601,7 +601,7 @@ def shared_parameter(
     Its layouts are: replicated, from which each reader slices at no cost, and each layout that all
     readers can need. With `only_whole`, only the replicated layout is allowed.
     """
-    full = replicated(shape)
+    full = replicated_layout(shape)
     wanted = dict.fromkeys(layout for reader in readers for layout in reader.layouts)
     common = [
         each

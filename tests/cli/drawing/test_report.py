@@ -14,7 +14,7 @@ from autopipe.api.timeline_figure import END_STYLES, stage_colour
 from autopipe.cli.drawing.report import ScheduleResult, block_report, plan_report, report_page
 from autopipe.ir.plan import Alternative, Breakdown, Choice
 from autopipe.ir.schedule import Phase
-from autopipe.ir.timeline import EndKind, TaskSeconds
+from autopipe.ir.timeline import StepEndKind, TaskSeconds
 from tests.cli.drawing.browser import needs_browser, seen_by
 from tests.cli.drawing.examples import HOSTILE, chain_plan, split_embedding
 
@@ -193,7 +193,7 @@ def test_gradient_sums_and_updates_have_their_place_in_the_legend():
     legend = page[
         page.index('<p class="legend">') : page.index("</p>", page.index('<p class="legend">'))
     ]
-    for kind, letter in ((EndKind.GRADIENT_SUM, "G"), (EndKind.UPDATE, "U")):
+    for kind, letter in ((StepEndKind.GRADIENT_SUM, "G"), (StepEndKind.UPDATE, "U")):
         assert f'<i style="background:{END_STYLES[kind].fill}"></i>{letter} {kind.value}<' in legend
     assert "G gradient sum<" not in plan_page()
 

@@ -7,7 +7,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from autopipe.ir.batch import rebatched
+from autopipe.ir.batch import resize_batch
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, crossing_values
 from autopipe.ir.schedule import Schedule
@@ -95,7 +95,7 @@ def _placed(
     for nodes, size in zip(parts, sizes, strict=True):
         degree = random.choice([each for each in (1, 1, 2, 4) if each <= devices])
         group = random.sample(range(devices), degree)
-        stages.append(random_stage(random, rebatched(graph, size), nodes, group, size))
+        stages.append(random_stage(random, resize_batch(graph, size), nodes, group, size))
     return Placement(tuple(stages))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopipe.ir.cluster import Cluster, Device, Group, Level, Link
+from autopipe.ir.cluster import Cluster, Device, DevicePool, Level, Link
 from tests.passes.cost.graphs import device
 
 OUTER = Link(1e-5, 1e9)
@@ -28,6 +28,6 @@ def mixed_cluster(parts: Sequence[tuple[int, Device]], per_node: int | None = No
             Level("node", inside, Link(1e-6, 1e10)),
             Level("rack", -(-count // inside), OUTER),
         )
-        groups.append(Group(f"g{index}", count, levels))
+        groups.append(DevicePool(f"g{index}", count, levels))
     devices = tuple(each for count, own in parts for each in (own,) * count)
     return Cluster("mixed", devices, (Level("site", len(groups), OUTER),), tuple(groups))

@@ -122,7 +122,7 @@ def test_no_bound_exceeds_the_cost(plan: tuple[Problem, Placement, str]) -> None
     drawn, placement, _ = plan
     for stage, cost in zip(placement.stages, stage_costs(drawn, placement), strict=True):
         parts = len(stage.devices)
-        least = StepSeconds(drawn).of(drawn.cluster.kinds_among(stage.devices), parts)
+        least = StepSeconds(drawn).of(drawn.cluster.device_types_among(stage.devices), parts)
         assert least[list(stage.nodes)].sum() <= (cost.forward_s + cost.backward_s) * (1 + 1e-9)
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             if cost.on_host is not None and drawn.train:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopipe.ir.cluster import Link
 from autopipe.ir.errors import InfeasibleError
-from autopipe.ir.measured_costs import Affine, ExchangeCost, TaskCosts, TensorCosts
+from autopipe.ir.measured_costs import AffineTime, ExchangeCost, TaskCosts, TensorCosts
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Constraint, Optimizer
 from autopipe.passes.analysis.operators import sample_axes
@@ -113,8 +113,8 @@ def test_groups_of_nodes_that_are_alike_exchange_as_in_one_hierarchy() -> None:
     )
 
 
-def line(link: Link) -> Affine:
-    return Affine(link.latency_s, 1 / link.bandwidth_bytes_per_s)
+def line(link: Link) -> AffineTime:
+    return AffineTime(link.latency_s, 1 / link.bandwidth_bytes_per_s)
 
 
 def test_what_groups_exchange_goes_over_the_slowest_link() -> None:
@@ -126,7 +126,7 @@ def test_what_groups_exchange_goes_over_the_slowest_link() -> None:
 
 def test_collectives_and_posts_are_those_measured_on_the_kind() -> None:
     def measured(seconds: float) -> ExchangeCost:
-        return ExchangeCost("all_reduce", 2, Affine(seconds, 0.0), ())
+        return ExchangeCost("all_reduce", 2, AffineTime(seconds, 0.0), ())
 
     tasks = TaskCosts(
         0.25,
@@ -137,7 +137,7 @@ def test_collectives_and_posts_are_those_measured_on_the_kind() -> None:
         TensorCosts(0.0, 0.0),
         (TensorCosts(0.0, 0.0),) * 3,
     )
-    fast = replace(FAST, collectives=(measured(3.0),), post=Affine(1.0, 0.0))
+    fast = replace(FAST, collectives=(measured(3.0),), post=AffineTime(1.0, 0.0))
     slow = replace(SLOW, collectives=(measured(7.0),), tasks=tasks)
     both = mixed_cluster([(2, fast), (2, slow)])
     assert (all_reduce(both, (0, 1)).seconds(8), all_reduce(both, (2, 3)).seconds(8)) == (3.0, 7.0)
@@ -153,7 +153,7 @@ def test_collectives_and_posts_are_those_measured_on_the_kind() -> None:
 
 
 def test_messages_of_one_task_take_less_each() -> None:
-    device = replace(FAST, post=Affine(3.0, 0.5), follow=Affine(1.0, 7.0))
+    device = replace(FAST, post=AffineTime(3.0, 0.5), follow=AffineTime(1.0, 7.0))
     assert [posting_seconds(device, count, 8.0 * count) for count in (0, 1, 3)] == [
         0.0,
         3.0 + 4.0,

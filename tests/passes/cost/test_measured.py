@@ -14,7 +14,7 @@ from autopipe.ir.cluster import Cluster
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import (
-    Affine,
+    AffineTime,
     Costs,
     DeviceCosts,
     ExchangeCost,
@@ -168,7 +168,7 @@ def test_tasks_and_updates_take_what_was_measured() -> None:
 @pytest.mark.parametrize("shard", [False, True])
 def test_gradients_go_into_buckets_where_several_devices_add_them_up(shard: bool) -> None:
     kinds = ("reduce_scatter", "all_gather") if shard else ("all_reduce",)
-    exchanges = tuple(ExchangeCost(kind, 2, Affine(100.0, 0.25), ()) for kind in kinds)
+    exchanges = tuple(ExchangeCost(kind, 2, AffineTime(100.0, 0.25), ()) for kind in kinds)
     tasks = replace(TASKS, bucket=TensorCosts(7.0, 2.0))
     given = measured_problem(
         GRAPH, costs_of(GRAPH, 1.0, 1.0, 1.0, 1.0, tasks=tasks, exchanges=exchanges)
@@ -187,9 +187,9 @@ def test_gradients_go_into_buckets_where_several_devices_add_them_up(shard: bool
 
 def test_exchanges_take_what_was_measured() -> None:
     fits = {
-        "send": Affine(1.0, 0.25),
-        "all_reduce": Affine(2.0, 0.5),
-        "reduce_scatter": Affine(5.0, 0.5),
+        "send": AffineTime(1.0, 0.25),
+        "all_reduce": AffineTime(2.0, 0.5),
+        "reduce_scatter": AffineTime(5.0, 0.5),
     }
     exchanges = tuple(ExchangeCost(kind, 2, fit, ()) for kind, fit in fits.items())
     machines = measured_cluster(cluster(8, per_node=4), costs_of(GRAPH, 1.0, exchanges=exchanges))
@@ -211,7 +211,7 @@ def test_a_plan_follows_what_was_measured() -> None:
         1.0,
         1.0,
         1.0,
-        exchanges=(ExchangeCost("all_reduce", 2, Affine(100.0, 0.0), ()),),
+        exchanges=(ExchangeCost("all_reduce", 2, AffineTime(100.0, 0.0), ()),),
     )
     given = measured_problem(GRAPH, slow)
     placement = DataParallel().run(given)
@@ -224,7 +224,7 @@ def test_a_plan_follows_what_was_measured() -> None:
 def test_each_kind_of_a_mixed_cluster_takes_what_was_measured_of_it() -> None:
     fast, slow = (kind(1.0, name=name) for name in ("fast", "slow"))
     both = mixed_cluster([(2, fast), (2, slow)])
-    sends = [ExchangeCost("send", 2, Affine(1.0, seconds), ()) for seconds in (0.5, 0.25)]
+    sends = [ExchangeCost("send", 2, AffineTime(1.0, seconds), ()) for seconds in (0.5, 0.25)]
     devices = [
         replace(costs_of(GRAPH, *times).devices[0], device=each.name, exchanges=(sent,))
         for each, times, sent in zip((fast, slow), ((1.0, 2.0), (3.0, 5.0)), sends, strict=True)

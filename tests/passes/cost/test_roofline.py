@@ -5,7 +5,7 @@ import pytest
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.problem import Work
+from autopipe.ir.problem import NodeCost
 from autopipe.passes.cost.roofline import annotate, node_seconds, update_seconds
 from autopipe.passes.frontend.fusion import cross_entropy
 from tests.passes.cost.graphs import Builder, device
@@ -13,9 +13,9 @@ from tests.passes.cost.graphs import Builder, device
 
 def test_time_is_the_slower_of_computing_and_moving_plus_the_launch() -> None:
     toy = device(flops=1e12, bandwidth=1e11, latency=1e-6)
-    busy = Work("matmul", 1e9, 2e9, 1e6, 2e6, 0)
-    moving = Work("elementwise", 1e3, 1e3, 1e8, 1e8, 0)
-    view = Work("view", 0, 0, 0, 0, 0)
+    busy = NodeCost("matmul", 1e9, 2e9, 1e6, 2e6, 0)
+    moving = NodeCost("elementwise", 1e3, 1e3, 1e8, 1e8, 0)
+    view = NodeCost("view", 0, 0, 0, 0, 0)
     forward, backward = node_seconds([busy, moving, view], toy, "fp32")
     np.testing.assert_allclose(forward, [1e9 / 0.5e12 + 1e-6, 1e8 / 0.5e11 + 1e-6, 0])
     np.testing.assert_allclose(backward, [2e9 / 0.5e12 + 2e-6, 1e8 / 0.5e11 + 1e-6, 0])
@@ -69,7 +69,7 @@ def test_unaligned_16_bit_products_are_slower(
 
 def test_shares_divide_work_but_not_launches() -> None:
     toy = device(latency=1e-6)
-    work = [Work("matmul", 1e9, 0, 1e6, 0, 0)] * 2
+    work = [NodeCost("matmul", 1e9, 0, 1e6, 0, 0)] * 2
     forward, backward = node_seconds(work, toy, "fp32", np.array([1.0, 0.25]))
     assert forward[1] - 1e-6 == pytest.approx((forward[0] - 1e-6) / 4)
     assert not backward.any(), "no gradients, no launch"
@@ -83,4 +83,4 @@ def test_update_moves_parameters_gradients_and_states() -> None:
 
 def test_a_precision_the_device_does_not_state_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="declares no peak FLOP/s for fp64"):
-        node_seconds([Work("matmul", 1, 0, 1, 0, 0)], device(), "fp64")
+        node_seconds([NodeCost("matmul", 1, 0, 1, 0, 0)], device(), "fp64")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopipe.ir.batch import rebatched
+from autopipe.ir.batch import resize_batch
 from autopipe.ir.errors import ModelError
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model, control_flow, read_model
@@ -200,7 +200,7 @@ def test_the_batch_of_a_loop_is_reduced(tmp_path: Path) -> None:
     """
     path = tmp_path / "model.onnx"
     onnx.save(model(CELL), path)
-    kept, apart = (rebatched(each.graph, 1) for each in both(path))
+    kept, apart = (resize_batch(each.graph, 1) for each in both(path))
     bodies = [node.body for node in kept.nodes if node.body is not None]
     assert [{value.shape for value in body.values} for body in bodies] == [{(1, 2)}]
     assert kept.type_of("y").shape == apart.type_of("y").shape == (1, 8)
@@ -208,7 +208,7 @@ def test_the_batch_of_a_loop_is_reduced(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="Loop does not keep the samples of 'x' apart, so the batch cannot shrink"
     ):
-        rebatched(both(path)[0].graph, 1)
+        resize_batch(both(path)[0].graph, 1)
 
 
 def test_the_work_of_a_loop_is_that_of_all_iterations(tmp_path: Path) -> None:

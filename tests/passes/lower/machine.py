@@ -8,7 +8,7 @@ from autopipe.ir.program import (
     Collective,
     Instruction,
     Loop,
-    MessageBlock,
+    MessageSlice,
     Opcode,
     Program,
     RankCode,
@@ -120,7 +120,7 @@ class Machine:
         )
 
     @staticmethod
-    def message(piece: MessageBlock, at_target: bool, micro_batch: int) -> int | None:
+    def message(piece: MessageSlice, at_target: bool, micro_batch: int) -> int | None:
         """The number of the message that has to do with a micro-batch at one end; None where it is
         not its turn.
         """
@@ -128,7 +128,7 @@ class Machine:
         return micro_batch // turn.of if micro_batch % turn.of == turn.index else None
 
     @staticmethod
-    def takes(instruction: Instruction, piece: MessageBlock, backward: bool) -> bool:
+    def takes(instruction: Instruction, piece: MessageSlice, backward: bool) -> bool:
         """True if a receive is of a piece, or of its gradient."""
         stage = piece.source_stage
         turn = piece.source_slice
@@ -138,7 +138,7 @@ class Machine:
         return instruction.source in (None, stage) and instruction.part in (None, turn.index)
 
     @staticmethod
-    def incoming(wired: StageOnRank, backward: bool) -> list[MessageBlock]:
+    def incoming(wired: StageOnRank, backward: bool) -> list[MessageSlice]:
         return (
             [piece for piece in wired.sends if piece.needs_gradient]
             if backward
@@ -146,14 +146,14 @@ class Machine:
         )
 
     @staticmethod
-    def outgoing(wired: StageOnRank, backward: bool) -> list[MessageBlock]:
+    def outgoing(wired: StageOnRank, backward: bool) -> list[MessageSlice]:
         return (
             [piece for piece in wired.receives if piece.needs_gradient]
             if backward
             else list(wired.sends)
         )
 
-    def has_arrived(self, rank: int, piece: MessageBlock, number: int, backward: bool) -> bool:
+    def has_arrived(self, rank: int, piece: MessageSlice, number: int, backward: bool) -> bool:
         if piece.source_rank == piece.target_rank:
             other = piece.source_stage
             turn = piece.source_slice

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from autopipe.ir.layout import group_members
-from autopipe.ir.program import MessageBlock, Opcode, Program, RankCode, StageOnRank
+from autopipe.ir.program import MessageSlice, Opcode, Program, RankCode, StageOnRank
 from tests.passes.lower.machine import BACKWARDS, Machine, unrolled
 
 Message = tuple[int, bool, int]
@@ -96,7 +96,7 @@ class Device:
         return [] if self._last is None else [self._last]
 
     def _message(
-        self, piece: MessageBlock, backward: bool, micro_batch: int, receives: bool
+        self, piece: MessageSlice, backward: bool, micro_batch: int, receives: bool
     ) -> None:
         number = Machine.message(piece, receives != backward, micro_batch)
         if piece.source_rank == piece.target_rank or number is None:

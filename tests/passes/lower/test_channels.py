@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.program import MessageBlock, Opcode, Program
+from autopipe.ir.program import MessageSlice, Opcode, Program
 from autopipe.passes.lower.lower import lower
 from tests.distributed.support.builder import mlp
 from tests.distributed.support.drawing import Case, cases
@@ -60,7 +60,7 @@ def most_held(program: Program) -> dict[tuple[int, bool], int]:
     return most
 
 
-def is_block(piece: MessageBlock, shapes: dict[str, tuple[int, ...]], gradient: bool) -> bool:
+def is_block(piece: MessageSlice, shapes: dict[str, tuple[int, ...]], gradient: bool) -> bool:
     return (piece.sent if gradient else piece.received).shape != shapes[piece.tensor]
 
 

@@ -20,10 +20,10 @@ from autopipe.ir.layout import (
     Redistribution,
     TensorSlice,
     WindowedShards,
-    degree_of,
     merge_axes,
     missing_elements,
     slice_transfers,
+    total_degree,
 )
 from autopipe.passes.analysis.resharding import redistribution_steps, reduction_steps
 
@@ -74,7 +74,7 @@ def layout(
         for kind in ("sums", "means")
     )
     windows = tuple(
-        window(draw, group // degree_of(axes)) if axes and windowed else None for axes in cuts
+        window(draw, group // total_degree(axes)) if axes and windowed else None for axes in cuts
     )
     return Layout(
         shape, cuts, sums, means, windows if any(windows) else (), FILL if any(windows) else 0.0

@@ -12,7 +12,7 @@ from random_dags import chain, free_messages, predicted, samples_of, stage_graph
 
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.ir.timeline import EndKind, EndSpan, Message, Prediction, StagePrediction
+from autopipe.ir.timeline import Message, Prediction, StagePrediction, StepEndKind, StepEndSpan
 from autopipe.passes.schedule.predict import ticks_of
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
@@ -103,8 +103,8 @@ def test_gradients_and_update_come_after_the_last_backward():
         span
         for device in (0, 1)
         for span in (
-            EndSpan(device, EndKind.GRADIENT_SUM, 0, 6.0, 10.0),
-            EndSpan(device, EndKind.UPDATE, None, 10.0, 10.5),
+            StepEndSpan(device, StepEndKind.GRADIENT_SUM, 0, 6.0, 10.0),
+            StepEndSpan(device, StepEndKind.UPDATE, None, 10.0, 10.5),
         )
     )
 
@@ -120,9 +120,9 @@ def test_each_stage_of_a_device_sums_its_gradients_and_the_device_updates_once()
         for span in simulate(schedule, ((0,), (0,)), Prediction(stages)).ends
     ]
     assert found == [
-        (EndKind.GRADIENT_SUM, 1, 2, 4),
-        (EndKind.GRADIENT_SUM, 0, 4, 7),
-        (EndKind.UPDATE, None, 7, 9),
+        (StepEndKind.GRADIENT_SUM, 1, 2, 4),
+        (StepEndKind.GRADIENT_SUM, 0, 4, 7),
+        (StepEndKind.UPDATE, None, 7, 9),
     ]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopipe.ir.batch import Samples
+from autopipe.ir.batch import BatchDimension
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import MeshAxes, MeshAxis, merge_axes
@@ -46,7 +46,7 @@ class Call(Signature):
     mesh: MeshAxes = ()
     """The axis of the stage's device mesh for each split."""
     devices: int = 1
-    samples: Samples | None = None
+    samples: BatchDimension | None = None
     """Batch dimension of the result of a random operator, or None."""
 
     @staticmethod

@@ -52,7 +52,7 @@ def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up"
             None if rounding == "up" else repr(rounding),
             saturate=kept,
         )
-    if dtype.is_eighth:
+    if dtype.is_float8:
         return called("operators.to_float8", code, torch_dtype(dtype), saturate=kept)
     if dtype.packed_bits:
         return called("operators.wrapped", code, dtype.packed_bits, dtype.held == "int8")
@@ -61,7 +61,7 @@ def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up"
 
 def quantize(call: Call) -> str:
     target = call.result().dtype
-    if target is DType.FLOAT4E2M1 or target.is_eighth:
+    if target is DType.FLOAT4E2M1 or target.is_float8:
         ratio = _linear("scaled_down", call, call.args(2))
         return cast_to(ratio, target, bool(call.node.integer("saturate", 1)))
     limits = None

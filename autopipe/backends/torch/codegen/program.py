@@ -24,11 +24,17 @@ from autopipe.ir.errors import CodegenError, ConfigurationError
 from autopipe.ir.graph import Constant, DType
 from autopipe.ir.layout import MeshAxis
 from autopipe.ir.movable_paths import movable_path, relative_path
-from autopipe.ir.output_files import Seal, naming, read_seal, replacing_folder, seal
+from autopipe.ir.output_files import (
+    FolderDigests,
+    add_digests,
+    add_path_to_errors,
+    open_replacement_folder,
+    read_digests,
+)
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import FORMAT, Program, StageCode
 from autopipe.ir.rounding import Rounding
-from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, with_path
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, change_data_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,10 @@ def manifest_of(
     Its paths stay valid if the program, its plan and the model are moved together.
     """
     move = partial(movable_path, home=home, model=provenance.model)
-    data = replace(provenance.data, path=with_path(provenance.data.path, move))
-    evaluation = replace(provenance.evaluation, data=with_path(provenance.evaluation.data, move))
+    data = replace(provenance.data, path=change_data_path(provenance.data.path, move))
+    evaluation = replace(
+        provenance.evaluation, data=change_data_path(provenance.evaluation.data, move)
+    )
     optimizer = provenance.optimizer
     settings = {}
     names = frozenset(provenance.matrices)
@@ -230,7 +238,7 @@ def write_program(
             inside = target / each.name
             inside.mkdir(exist_ok=True)
             for name, text in files.items():
-                with naming(folder / each.name / name):
+                with add_path_to_errors(folder / each.name / name):
                     (inside / name).write_text(text, encoding="utf-8")
             stored: dict[str, np.ndarray] = {}
             for index, constant in (
@@ -238,7 +246,7 @@ def write_program(
             ):
                 stored[f"c{index}"] = _stored(constant)
             write_arrays(inside / "constants.npz", stored)
-            seal(inside, MANIFEST)
+            add_digests(inside, MANIFEST)
 
     replace_folder(folder, write, force)
 
@@ -253,7 +261,7 @@ def _stored(constant: Constant) -> np.ndarray:
         return array.view(np.uint8)
     if dtype.packed_bits:
         return array.astype(dtype.held)
-    if dtype is DType.BFLOAT16 or dtype.is_eighth:
+    if dtype is DType.BFLOAT16 or dtype.is_float8:
         return array.view([(dtype.value, dtype.stored)])
     return array
 
@@ -296,7 +304,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
     missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_folder(folder, MANIFEST) as made:
+        with open_replacement_folder(folder, MANIFEST) as made:
             write(made)
     except OSError as error:
         where = str(error.filename or "")
@@ -363,11 +371,11 @@ def _is_program(folder: Path) -> bool:
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
-def _edited(folder: Path) -> Iterator[tuple[Path, Seal | None]]:
+def _edited(folder: Path) -> Iterator[tuple[Path, FolderDigests | None]]:
     """Yield each file of a program that was changed after it was written, with the digests of its
     folder. The digests are None if the folder has none.
     """
-    holder = read_seal(folder / MANIFEST)
+    holder = read_digests(folder / MANIFEST)
     for path in sorted(folder.iterdir()):
         if path.is_file() and (holder is None or not holder.holds(path)):
             yield path, holder

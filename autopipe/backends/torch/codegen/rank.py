@@ -12,7 +12,7 @@ from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import (
     Instruction,
     Loop,
-    MessageBlock,
+    MessageSlice,
     Opcode,
     Program,
     RankCode,
@@ -87,13 +87,13 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     return "\n".join([*lines, ")"])
 
 
-def _block(block: MessageBlock, rank: int, stage: int) -> str:
+def _block(block: MessageSlice, rank: int, stage: int) -> str:
     gradient = "" if block.needs_gradient else ", gradient=False"
     return f"rank={rank}, stage={stage}, channel={block.channel}{gradient}"
 
 
 def _part(
-    block: MessageBlock,
+    block: MessageSlice,
     box: TensorSlice,
     value: Value,
     turn: MicroBatchSlice,

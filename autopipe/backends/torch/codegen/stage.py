@@ -32,7 +32,7 @@ from autopipe.backends.torch.codegen.normalization import NORMALIZATION
 from autopipe.backends.torch.codegen.quantized import QUANTIZED
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.layout import Layout, degree_of
+from autopipe.ir.layout import Layout, total_degree
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.loop import LOOP, operand_ports, result_ports
 from autopipe.ir.ops.matmul_conv import is_matrix_product, takes_bias
@@ -404,7 +404,7 @@ class _Writer:
                 None if step.kind == "all_reduce" else step.dimension,
                 divisor=step.divisor if step.divisor > 1 else None,
             )
-        ranks = degree_of(step.over) if step.over else group
+        ranks = total_degree(step.over) if step.over else group
         return (
             code,
             f"{operation.relayout.kind} over {ranks} {plural(ranks, 'rank')}, "

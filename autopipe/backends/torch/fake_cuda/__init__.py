@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import held_folder, scratch_folder
+from autopipe.ir.output_files import scratch_folder, temporary_folder
 
 _SOURCE = Path(__file__).parent / "device.cpp"
 _COMPILERS = ("g++", "c++", "clang++")
@@ -54,7 +54,7 @@ def build(cache: Path | None) -> Path:
             return library
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with held_folder(".build-", folder) as scratch:
+            with temporary_folder(".build-", folder) as scratch:
                 built = scratch / name
                 _compile(compiler, torch, built)
                 built.replace(library)

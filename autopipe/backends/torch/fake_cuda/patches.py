@@ -21,7 +21,7 @@ from autopipe.backends.torch.torch_interfaces import (
     import_modules_that_look_for_cuda,
     stop_device_initialisation,
 )
-from autopipe.ir.attention_kernels import Kernel, kernels_of, repeats_heads
+from autopipe.ir.attention_kernels import Kernel, must_repeat_heads, usable_kernels
 
 import_modules_that_look_for_cuda()  # They must find that there is no device.
 
@@ -172,7 +172,11 @@ def _kernel(
     if query.device.type != "cuda":
         return Kernel.MATH
     form = form_of(query, key, value, mask, causal)
-    return Kernel.MATH if repeats_heads(form, _CAPABILITY) else kernels_of(form, _CAPABILITY)[0]
+    return (
+        Kernel.MATH
+        if must_repeat_heads(form, _CAPABILITY)
+        else usable_kernels(form, _CAPABILITY)[0]
+    )
 
 
 def install() -> None:

@@ -28,7 +28,7 @@ from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.ir.measured_costs import COLLECTIVES, Affine, ExchangeCost, TimedBytes, Timing
+from autopipe.ir.measured_costs import COLLECTIVES, AffineTime, ExchangeCost, TimedBytes, Timing
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.program import Channel
 
@@ -59,7 +59,7 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
     )
 
 
-def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
+def fit_line(samples: Sequence[tuple[int, Timing]]) -> AffineTime:
     """Return the line through times by size in bytes with the minimum squared relative error.
     Neither of its coefficients is negative.
     """
@@ -68,10 +68,10 @@ def fit_line(samples: Sequence[tuple[int, Timing]]) -> Affine:
     columns = np.stack([weights, sizes * weights], axis=1)
     fixed, per_byte = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
     if fixed < 0:
-        return Affine(0.0, float((sizes * weights).sum() / ((sizes * weights) ** 2).sum()))
+        return AffineTime(0.0, float((sizes * weights).sum() / ((sizes * weights) ** 2).sum()))
     if per_byte < 0:
-        return Affine(float(weights.sum() / (weights**2).sum()), 0.0)
-    return Affine(float(fixed), float(per_byte))
+        return AffineTime(float(weights.sum() / (weights**2).sum()), 0.0)
+    return AffineTime(float(fixed), float(per_byte))
 
 
 _STEPS = 32

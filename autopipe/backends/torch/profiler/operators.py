@@ -35,8 +35,14 @@ from autopipe.backends.torch.runtime.watch.clock import Mark
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import mesh_axes_of
-from autopipe.ir.measured_costs import Operation, OperationCost, Sample, TaskCosts, TensorCosts
-from autopipe.ir.program import Block, Bucket, Compute, StageCode
+from autopipe.ir.measured_costs import (
+    Operation,
+    OperationCost,
+    OperationSample,
+    TaskCosts,
+    TensorCosts,
+)
+from autopipe.ir.program import Bucket, BucketShard, Compute, StageCode
 
 _LARGE_BYTES = 2**16
 """Size in bytes from which the gradient of an activation is freed at once. In a model, the
@@ -80,7 +86,9 @@ class Runnable:
     operands: tuple[Operand, ...]
 
     @staticmethod
-    def of(sample: Sample, watch: Stopwatch, folder: Path, train: bool, pool: Pool) -> Runnable:
+    def of(
+        sample: OperationSample, watch: Stopwatch, folder: Path, train: bool, pool: Pool
+    ) -> Runnable:
         """Return the operation of a sample on a device, after one run. The generated file goes to
         `folder`. Raise CodegenError with the reason if the operation does not run, or needs a
         process group.
@@ -140,7 +148,7 @@ class Runnable:
 
 
 def _operands(
-    sample: Sample, inputs: Sequence[Value], device: torch.device, train: bool, pool: Pool
+    sample: OperationSample, inputs: Sequence[Value], device: torch.device, train: bool, pool: Pool
 ) -> tuple[Operand, ...]:
     limits = dict(sample.below)
     generator = np.random.default_rng(0)
@@ -166,7 +174,7 @@ seconds that this takes.
 
 
 def measure_operations(
-    lap: Sequence[Sample], watch: Stopwatch, folder: Path, train: bool, seconds: float
+    lap: Sequence[OperationSample], watch: Stopwatch, folder: Path, train: bool, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
     """Measure the samples of `lap` for about `seconds` in all. Return the costs, and the reasons
     why some operations could not run.
@@ -421,7 +429,7 @@ def _bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
     own = _parameters(watch, count)
     shared = _parameters(watch, count)
     gradients = _gradients(watch, count)
-    blocks = tuple(Block(index, count, "fp32", 4, (0, 1), 0) for index in range(_TENSORS))
+    blocks = tuple(BucketShard(index, count, "fp32", 4, (0, 1), 0) for index in range(_TENSORS))
     reduction = GradientReduction(
         _Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False
     )

@@ -15,17 +15,25 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import COUNTED_LABELS, Parameter, tokens_per_sample
 from autopipe.ir.layout import MeshAxis, group_members
-from autopipe.ir.movable_paths import path_from
-from autopipe.ir.problem import AVERAGED, LossDivision
-from autopipe.ir.program import FORMAT, Channel, InputRange, Output, RunningCalls, Shard
+from autopipe.ir.movable_paths import resolve_path
+from autopipe.ir.problem import AVERAGED_LOSS, LossDivision
+from autopipe.ir.program import (
+    FORMAT,
+    Channel,
+    InputRange,
+    Output,
+    ParameterShard,
+    RunningStatisticCalls,
+)
 from autopipe.ir.rounding import Rounding
-from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, with_path
+from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, change_data_path
 from autopipe.ir.words import plural
 
 _PATH = Coded(str, lambda record: Path(decode(record, str)))
 _TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
 _SHARDS = Coded(
-    list, lambda ranks: tuple(rank.get("shards", tuple[Shard, ...]) for rank in ranks.items())
+    list,
+    lambda ranks: tuple(rank.get("shards", tuple[ParameterShard, ...]) for rank in ranks.items()),
 )
 
 
@@ -79,7 +87,7 @@ class Manifest:
     inputs: tuple[InputRange, ...]
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
-    shards: Annotated[tuple[tuple[Shard, ...], ...], KeyPath("ranks"), _SHARDS]
+    shards: Annotated[tuple[tuple[ParameterShard, ...], ...], KeyPath("ranks"), _SHARDS]
     """By rank the shards of parameters."""
     stages: tuple[StageEntry, ...]
     channels: tuple[Channel, ...]
@@ -102,9 +110,9 @@ class Manifest:
     """Predicted peak memory of the rank with the largest peak."""
     low_precision: Annotated[tuple[Index, ...], OmitDefault()] = ()
     """`Program.low_precision`."""
-    running_calls: Annotated[tuple[RunningCalls, ...], OmitDefault()] = ()
+    running_calls: Annotated[tuple[RunningStatisticCalls, ...], OmitDefault()] = ()
     """`Program.running_calls`."""
-    loss_division: Annotated[LossDivision, OmitDefault()] = field(default=AVERAGED)
+    loss_division: Annotated[LossDivision, OmitDefault()] = field(default=AVERAGED_LOSS)
     lr_scheduler: Annotated[LRScheduler, OmitDefault()] = field(default=LRScheduler())
     training: Annotated[Training, OmitDefault()] = field(default=Training())
 
@@ -259,10 +267,12 @@ def _with_absolute_paths(manifest: Manifest) -> Manifest:
     """
 
     def found(path: str) -> str:
-        return path_from(manifest.folder, path)
+        return resolve_path(manifest.folder, path)
 
-    data = replace(manifest.data, path=with_path(manifest.data.path, found))
-    evaluation = replace(manifest.evaluation, data=with_path(manifest.evaluation.data, found))
+    data = replace(manifest.data, path=change_data_path(manifest.data.path, found))
+    evaluation = replace(
+        manifest.evaluation, data=change_data_path(manifest.evaluation.data, found)
+    )
     return replace(
         manifest, model=Path(found(str(manifest.model))), data=data, evaluation=evaluation
     )

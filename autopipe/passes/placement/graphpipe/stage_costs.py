@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.cluster import Cluster, Device, Link
-from autopipe.ir.problem import Problem, Work
+from autopipe.ir.problem import NodeCost, Problem
 from autopipe.passes.analysis.chain import Matrix, range_sums
 from autopipe.passes.analysis.gradients import most_widened
 from autopipe.passes.analysis.operators import SampleAxes
@@ -50,7 +50,7 @@ class NodeSeconds:
         half = annotate_share(problem.graph, samples, problem.precision, 0.5)
         if problem.compiled:
             half = fused(problem.graph, problem.precision, half)
-        kinds: dict[tuple[int, Work], int] = {}
+        kinds: dict[tuple[int, NodeCost], int] = {}
         keys = [(id(use), work) for use, work in zip(samples.uses, problem.work, strict=True)]
         self.kind_of = np.array([kinds.setdefault(key, len(kinds)) for key in keys], dtype=np.int64)
         """For each node, the index of its class of nodes with equal work."""
@@ -99,7 +99,7 @@ class NodeSeconds:
 _SCALED_FIELDS = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
 
 
-def _between(half: Work, whole: Work, part: float) -> Work:
+def _between(half: NodeCost, whole: NodeCost, part: float) -> NodeCost:
     """Return the work of the fraction `part` of the samples, given that of half and of all
     samples.
     """
@@ -287,7 +287,7 @@ def _options(
     problem = tables.problem
     chain = tables.chain
     devices = equal_device_runs(problem.cluster)[run]
-    kinds = problem.cluster.kinds_among(devices)
+    kinds = problem.cluster.device_types_among(devices)
     part = size / problem.micro_batch_size / degree
     received, sent, kept, workspace = (
         each.sharded * part + each.replicated

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import remembered
+from autopipe.ir.memo import memoize
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph, depths_to_end
@@ -82,7 +82,7 @@ class GraphPipe:
         return placement
 
 
-@remembered(2)
+@memoize(2)
 def _in_stages(problem: Problem) -> Placement | InfeasibleError:
     """Return the placement before refinements, or the error if no stages fit the memory.
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from autopipe.ir.cluster import Cluster
 from autopipe.ir.codec import FormerKey
-from autopipe.ir.errors import REFUSALS, AutopipeError, ConfigurationError, InfeasibleError
+from autopipe.ir.errors import CANDIDATE_ERRORS, AutopipeError, ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
-from autopipe.ir.memo import once_each
+from autopipe.ir.memo import memoize_all
 from autopipe.ir.placement import Placement, Stage, stage_edges
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
@@ -250,7 +250,7 @@ class Bounds:
         end = 0.0
         for group, *_ in kinds:
             slowest = max(
-                accumulate_per_byte(device) for device in problem.cluster.kinds_among(group)
+                accumulate_per_byte(device) for device in problem.cluster.device_types_among(group)
             )
             gradients = exchange_of_gradients(problem, group).seconds(share)
             end = max(end, gradients + (micro_batches - 1) * slowest * share / len(group))
@@ -260,9 +260,9 @@ class Bounds:
         """Return the groups, grouped by device types and number of devices."""
         found: dict[Hashable, list[Group]] = {}
         for group in mesh.groups:
-            found.setdefault((self.problem.cluster.kinds_among(group), len(group)), []).append(
-                group
-            )
+            found.setdefault(
+                (self.problem.cluster.device_types_among(group), len(group)), []
+            ).append(group)
         return list(found.values())
 
     def _node_s(self, group: Group, micro_batches: int) -> Seconds:
@@ -270,7 +270,7 @@ class Bounds:
         the devices of `group`.
         """
         parts = len(group) * micro_batches // self.problem.micro_batches
-        return self._seconds.of(self.problem.cluster.kinds_among(group), parts)
+        return self._seconds.of(self.problem.cluster.device_types_among(group), parts)
 
 
 def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
@@ -322,7 +322,7 @@ class Outer:
 
     def __post_init__(self) -> None:
         self.bounds = Bounds(self.problem)
-        self.in_micro_batches = once_each(self._in_micro_batches)
+        self.in_micro_batches = memoize_all(self._in_micro_batches)
         self._even: dict[Hashable, Nodes | InfeasibleError] = {}
 
     def _in_micro_batches(self, count: int) -> IntraStageSearch:
@@ -375,7 +375,7 @@ class Outer:
                     for stages in self._divided(inside, mesh)
                 ]
                 found = min(placed, key=lambda each: (each.step_s, each.refused is not None))
-            except REFUSALS as error:
+            except CANDIDATE_ERRORS as error:
                 found = MeshTrial(mesh, count, refused=error)
         self.trials.append(found)
         if found.placement is not None and found.step_s < self._known_s():

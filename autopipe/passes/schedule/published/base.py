@@ -21,7 +21,14 @@ from typing import ClassVar, TypeVar
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
-from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, lanes_of, on_each_device
+from autopipe.ir.schedule import (
+    Phase,
+    Schedule,
+    StageGraph,
+    Task,
+    expand_to_devices,
+    group_equal_devices,
+)
 from autopipe.ir.words import plural
 from autopipe.passes.schedule.orders import (
     Ticks,
@@ -66,11 +73,11 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
         )
         for phase in ((Phase.FORWARD, Phase.BACKWARD) if train else (Phase.FORWARD,))
     ]
-    ranks = lanes_of(graph.stage_devices, ((),) * graph.devices)
+    ranks = group_equal_devices(graph.stage_devices, ((),) * graph.devices)
     orders = [
         tuple(chain.from_iterable(phase[devices[0]] for phase in merged)) for devices in ranks
     ]
-    tasks = on_each_device(ranks, orders)
+    tasks = expand_to_devices(ranks, orders)
     return Schedule(micro_batches, tasks, find_repetends(tasks))
 
 

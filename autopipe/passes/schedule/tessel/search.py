@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_blocks
+from autopipe.ir.block_schedule import BlockGraph, BlockSchedule, check_start_times
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.passes.schedule.tessel import model, periodic
 from autopipe.passes.schedule.tessel.model import Budget, PeriodicStarts, SearchOptions, Starts
@@ -504,7 +504,7 @@ def search(
     budget = Budget(options or SearchOptions())
     schedule = _search_together(graph, micro_batches, budget)
     schedule = _repeated_if_shorter(schedule, budget, {})
-    check_blocks(schedule)
+    check_start_times(schedule)
     return replace(schedule, search_time_s=budget.used)
 
 

@@ -149,8 +149,10 @@ def test_a_renaming_that_fails_leaves_the_former_program(
         raise OSError(5, "Input/output error", str(other))
 
     if not can_exchange:
-        monkeypatch.setattr(output_files, "exchange", lambda one, other: False)
-    monkeypatch.setattr(*((output_files, "exchange") if can_exchange else (os, "replace")), failing)
+        monkeypatch.setattr(output_files, "exchange_paths", lambda one, other: False)
+    monkeypatch.setattr(
+        *((output_files, "exchange_paths") if can_exchange else (os, "replace")), failing
+    )
     with pytest.raises(ConfigurationError, match="cannot be written: Input/output error"):
         write_program([files()], PROVENANCE, target)
     assert listing(tmp_path) == before
@@ -162,7 +164,7 @@ def test_a_system_that_cannot_exchange_folders_replaces_their_files(
     target = tmp_path / "program"
     write_program([files(layers=3), files("forward")], PROVENANCE, target)
     write_program([files(), files("reference")], PROVENANCE, tmp_path / "fresh")
-    monkeypatch.setattr(output_files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(output_files, "exchange_paths", lambda one, other: False)
     write_program([files(), files("reference")], PROVENANCE, target)
     assert listing(target) == listing(tmp_path / "fresh")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "program"]

@@ -28,7 +28,7 @@ from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.profile_programs import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
-from autopipe.ir.measured_costs import EXCHANGES, Affine, Sample, Timing
+from autopipe.ir.measured_costs import MEASURED_COMMUNICATION, AffineTime, OperationSample, Timing
 from autopipe.passes.cost.measured import Operations
 from autopipe.passes.cost.roofline import annotate
 from tests.passes.cost.graphs import Builder, perceptron
@@ -37,7 +37,7 @@ WATCH = Stopwatch(torch.device("cpu"))
 GRAPH = perceptron([16, 8, 8])
 
 
-def samples(graph: Graph) -> list[Sample]:
+def samples(graph: Graph) -> list[OperationSample]:
     """Of all nodes, in order."""
     operations = Operations(graph, "fp32")
     work = annotate(graph)
@@ -130,7 +130,7 @@ def test_medians_spreads_and_means() -> None:
 
 
 def test_a_line_is_found_and_never_falls() -> None:
-    line = Affine(1e-4, 1e-9)
+    line = AffineTime(1e-4, 1e-9)
     sizes = np.array([2**12, 2**16, 2**20, 2**24])
     found = fit_line([(int(size), Timing(line.seconds(size), 0.0, 5)) for size in sizes])
     assert found.fixed_s == pytest.approx(1e-4)
@@ -146,7 +146,9 @@ def test_a_line_is_found_and_never_falls() -> None:
 @pytest.mark.distributed
 def test_exchanges_of_two_ranks() -> None:
     found = measure_exchanges(2, "cpu", 0.1)
-    assert [each.kind for each in found] == [kind for kind in EXCHANGES if kind != "follow"]
+    assert [each.kind for each in found] == [
+        kind for kind in MEASURED_COMMUNICATION if kind != "follow"
+    ]
     assert {each.ranks for each in found} == {2}
     assert all(each.fit.fixed_s + each.fit.per_byte_s > 0 for each in found)
 

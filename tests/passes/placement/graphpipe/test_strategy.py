@@ -11,7 +11,7 @@ from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, stage_edges
-from autopipe.ir.problem import Constraint, Measured, Mode, Problem
+from autopipe.ir.problem import Constraint, MeasuredNodeTime, Mode, Problem
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory
@@ -99,7 +99,9 @@ def test_measured_shares_may_take_less_than_their_part(devices: int, power: floa
         (share, 1e-3 * share**power, 2e-3 * share**power)
         for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
     )
-    work = tuple(replace(each, measured=(Measured(name, True, points),)) for each in given.work)
+    work = tuple(
+        replace(each, measured=(MeasuredNodeTime(name, True, points),)) for each in given.work
+    )
     given = replace(given, work=work)
     placement = GraphPipe().run(given)
     check_stages(given.graph, placement)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import (
+    InvalidScheduleError,
     MicroBatchSlice,
     Phase,
     Schedule,
     StageGraph,
-    WrongScheduleError,
     depths_to_end,
 )
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
@@ -190,7 +190,7 @@ def idle_at_the_end(graph, ks, in_flight_of, backward=2.0):
     schedule = Schedule(8, tuple(map(tuple, orders)))
     try:
         schedule.verify(graph, train=True)
-    except WrongScheduleError:
+    except InvalidScheduleError:
         return None
     step = simulate(schedule, graph.stage_devices, predicted(graph, backward=backward))
     last = [span for span in step.spans if span.device == graph.devices - 1]

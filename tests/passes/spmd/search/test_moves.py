@@ -14,7 +14,7 @@ from autopipe.ir.layout import (
     WindowedShards,
     merge_axes,
     mesh_axes_of,
-    replicated,
+    replicated_layout,
 )
 from autopipe.ir.placement import Split
 from autopipe.passes.analysis.resharding import redistribution_steps, reduction_steps
@@ -91,7 +91,7 @@ def test_one_step_costs_the_missing_volume(data: st.DataObject) -> None:
 def test_windowed_shards() -> None:
     devices = cluster(4, 2)
     held = [
-        replicated((8, 6)),
+        replicated_layout((8, 6)),
         Layout((8, 6), ((MeshAxis(4, 1),), ())),
         Layout((8, 6), ((), (MeshAxis(2, 1),))),
     ]

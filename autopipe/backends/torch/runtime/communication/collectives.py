@@ -25,9 +25,9 @@ from autopipe.ir.layout import (
     MeshAxes,
     MeshAxis,
     WindowedShards,
-    degree_of,
     group_members,
     slice_transfers,
+    total_degree,
 )
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
@@ -293,7 +293,7 @@ def _moves(
     before, after = (
         tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target)
     )
-    whole = tuple(extent * degree_of(axes) for extent, axes in zip(shape, before, strict=True))
+    whole = tuple(extent * total_degree(axes) for extent, axes in zip(shape, before, strict=True))
     through = {dimension: WindowedShards(*numbers) for dimension, *numbers in windows}
     have = Layout(whole, before)
     need = Layout(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.torch_interfaces import Store, set_timeout
-from autopipe.ir.cluster import MESSAGE_CTAS
+from autopipe.ir.cluster import MAX_P2P_CTAS
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import Channel
 from autopipe.ir.words import plural
@@ -101,7 +101,7 @@ class NcclCommunicators:
         of_rank = Counter(rank for path in paths for rank in path)
         for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
             # Both ends compute the same value: the smaller of their fractions of the CTAs.
-            fraction = MESSAGE_CTAS // max(of_rank[rank] for rank in path)
+            fraction = MAX_P2P_CTAS // max(of_rank[rank] for rank in path)
             if (made := self._make(path, most_ctas=max(1, min(_MOST_CTAS, fraction)))) is not None:
                 self.messages[path] = made
                 source, target = path

@@ -19,8 +19,8 @@ from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, remove_partial
 from autopipe.backends.torch.runtime.state.parameters import torch_dtype
 from autopipe.ir.layout import TensorSlice
-from autopipe.ir.output_files import followed, naming, put_in_place
-from autopipe.ir.program import Output, OutputPlace, OutputShard
+from autopipe.ir.output_files import add_path_to_errors, follow_links, move_into_place
+from autopipe.ir.program import Output, OutputShard, OutputStage
 
 _TAG = 1 << 20  # Larger than the tags of all channels.
 _HEADER = 256
@@ -47,13 +47,13 @@ class RowFile:
         self._rows += len(rows)
         self._shape = rows.shape[1:]
         self._dtype = rows.dtype
-        with naming(self.path):
+        with add_path_to_errors(self.path):
             self._file.write(np.ascontiguousarray(rows).data)
 
     def finish(self, axis: int = 0) -> None:
         """Write the header, and move the rows from axis 0 to `axis`."""
         shape = self._rows, *self._shape
-        with naming(self.path):
+        with add_path_to_errors(self.path):
             self._file.seek(0)
             self._file.write(_header(shape, self._dtype))
             self._file.close()
@@ -91,7 +91,7 @@ class OutputCollector:
     def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
         self._manifest = manifest
         self._transport = transport
-        self._path = None if manifest.train or path is None else followed(path)
+        self._path = None if manifest.train or path is None else follow_links(path)
         self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """Results of the current step: (output, stage) -> micro-batch -> tensor."""
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
@@ -160,7 +160,7 @@ class OutputCollector:
                 for file, key in zip(self._files, self._manifest.output_keys, strict=True):
                     archive.write(file.path, f"{key}.npy")
                     file.path.unlink()
-        put_in_place(whole, self._path)
+        move_into_place(whole, self._path)
         remove_partial(self._path)
 
     def _wait_until_sent(self) -> None:
@@ -170,7 +170,7 @@ class OutputCollector:
                     work.wait()
         self._sends.clear()
 
-    def _blocks(self) -> Iterator[tuple[int, OutputPlace, OutputShard]]:
+    def _blocks(self) -> Iterator[tuple[int, OutputStage, OutputShard]]:
         """Yield (output, stage and position, shard) of everything that rank 0 gathers in a step, in
         the order in which ranks send it.
         """
@@ -187,7 +187,7 @@ class OutputCollector:
             return
         (own, samples) = self._waiting
         self._waiting = None
-        parts: dict[int, list[tuple[OutputPlace, TensorSlice, torch.Tensor]]] = {}
+        parts: dict[int, list[tuple[OutputStage, TensorSlice, torch.Tensor]]] = {}
         for index, place, shard in self._blocks():
             if shard.rank == 0:
                 block = own[index, place.stage]
@@ -204,7 +204,7 @@ class OutputCollector:
     def _rows(
         self,
         output: Output,
-        parts: Sequence[tuple[OutputPlace, TensorSlice, torch.Tensor]],
+        parts: Sequence[tuple[OutputStage, TensorSlice, torch.Tensor]],
         samples: int,
     ) -> np.ndarray:
         """Return an output of a step, assembled from its shards, without filler samples. The rows
@@ -229,7 +229,7 @@ class OutputCollector:
         return rows.float().numpy() if rows.dtype is torch.bfloat16 else rows.numpy()
 
 
-def needed_shards(place: OutputPlace) -> tuple[OutputShard, ...]:
+def needed_shards(place: OutputStage) -> tuple[OutputShard, ...]:
     """Return one shard of each slice of an output; all shards if the output is the sum of them."""
     if place.combine != "concat":
         return place.shards

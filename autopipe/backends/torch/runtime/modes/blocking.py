@@ -18,7 +18,7 @@ from typing import Any
 from autopipe.backends.torch.runtime.modes.execution import Execution
 from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
-from autopipe.ir.schedule import EVERY, MicroBatchSlice, Phase, Task
+from autopipe.ir.schedule import EVERY_MICRO_BATCH, MicroBatchSlice, Phase, Task
 
 _UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
 """Estimated durations of tasks. They select one of several orders, all of which are correct."""
@@ -34,8 +34,8 @@ class ChannelEnd:
     target_stage: int
     target_rank: int
     gradient: bool
-    source_slice: MicroBatchSlice = EVERY
-    target_slice: MicroBatchSlice = EVERY
+    source_slice: MicroBatchSlice = EVERY_MICRO_BATCH
+    target_slice: MicroBatchSlice = EVERY_MICRO_BATCH
 
 
 @dataclass(frozen=True, slots=True)

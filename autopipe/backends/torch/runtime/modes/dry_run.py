@@ -44,7 +44,7 @@ from autopipe.backends.torch.torch_interfaces import (
     storage_key,
 )
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.program import by_kind
+from autopipe.ir.program import in_kind_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class DryReporter(Reporter):
             # Bytes of activations and their gradients by peer; then all communication by kind.
             "sent_bytes": dict(sorted(sent.items())),
             "received_bytes": dict(sorted(received.items())),
-            "communication_bytes": by_kind(self._transport.traffic),
+            "communication_bytes": in_kind_order(self._transport.traffic),
             "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
             "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
             # For fake tensors, the tracker computes the maximum bytes alive at one time.

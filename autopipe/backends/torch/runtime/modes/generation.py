@@ -48,7 +48,7 @@ from autopipe.backends.torch.runtime.step.stage import Mode, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import TensorSlice
-from autopipe.ir.program import OutputPlace, OutputShard
+from autopipe.ir.program import OutputShard, OutputStage
 
 # P2P tags that differ from the tags of channels and of collected outputs.
 _TOKENS_TAG = 1 << 21
@@ -63,7 +63,7 @@ class _Group:
     """
 
     number: int
-    place: OutputPlace
+    place: OutputStage
     rows: range
 
     @property

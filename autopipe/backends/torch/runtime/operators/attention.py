@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopipe.backends.torch.runtime.communication.collectives import Group
-from autopipe.ir.attention_kernels import AttentionForm, Kernel, kernels_of, repeats_heads
+from autopipe.ir.attention_kernels import (
+    AttentionProperties,
+    Kernel,
+    must_repeat_heads,
+    usable_kernels,
+)
 
 _BACKENDS = {kernel: SDPBackend.__members__[kernel.value] for kernel in Kernel}
 
@@ -43,7 +48,7 @@ def fused_attention(
         )
     form = form_of(query, key, value, mask, causal)
     capability = torch.cuda.get_device_capability(query.device)
-    if repeats_heads(form, capability):
+    if must_repeat_heads(form, capability):
         repeats = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
@@ -54,7 +59,7 @@ def fused_attention(
     )
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
-    with sdpa_kernel([_BACKENDS[kernel] for kernel in kernels_of(form, capability)]):
+    with sdpa_kernel([_BACKENDS[kernel] for kernel in usable_kernels(form, capability)]):
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
@@ -62,12 +67,12 @@ def fused_attention(
 
 def form_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-) -> AttentionForm:
+) -> AttentionProperties:
     """Return the properties of an attention of [b, h, s, d] tensors on CUDA that determine its
     kernel. The type is autocast's type if autocast is on.
     """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    return AttentionForm(
+    return AttentionProperties(
         str(dtype).removeprefix("torch."),
         query.shape[-1],
         value.shape[-1],

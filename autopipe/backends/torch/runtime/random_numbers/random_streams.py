@@ -107,8 +107,8 @@ class Random:
 
         `cuts`: for each dimension, the mesh axes that shard it; () if nothing is sharded.
         `samples`: the dimension that counts samples, or a tuple of that dimension and its sizes
-        outside and inside the sample index (see `autopipe.ir.batch.Samples`); None for a tensor
-        without a sample dimension.
+        outside and inside the sample index (see `autopipe.ir.batch.BatchDimension`); None for a
+        tensor without a sample dimension.
         """
         state = self.state.on(self.device)
         key = state[0] ^ (node >> 32), state[1] ^ (node & LOW)

@@ -33,7 +33,7 @@ from autopipe.ir.graph import (
     VarintSlice,
 )
 from autopipe.ir.layout import TensorSlice
-from autopipe.ir.varints import varint_bits
+from autopipe.ir.varints import low_bits_of_varints
 
 _CPU: Final = torch.device("cpu")
 
@@ -166,7 +166,7 @@ def read_block(
             payload = np.memmap(
                 path, dtype=np.uint8, mode="r", offset=storage.offset, shape=(storage.length,)
             )
-            whole = varint_bits(payload).view(stored).reshape(extent)
+            whole = low_bits_of_varints(payload).view(stored).reshape(extent)
         else:
             whole = np.memmap(path, dtype=stored, mode="r", offset=storage.offset, shape=extent)
     except FileNotFoundError as error:

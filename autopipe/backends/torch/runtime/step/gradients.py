@@ -18,7 +18,7 @@ import torch
 
 from autopipe.backends.torch.runtime.communication.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.ir.program import Block, Bucket, ElementRange, Shard, buckets_of
+from autopipe.ir.program import Bucket, BucketShard, ElementRange, ParameterShard, make_buckets
 
 _NO_GROUPS: Mapping[int, int] = {}
 
@@ -208,7 +208,7 @@ class GradientReduction:
         """Tensors that the optimizer updates: parameters, and shards of buckets."""
         return [*self.updated_parameters.values(), *(shard.tensor for shard in self.shards)]
 
-    def counted(self, rank: int, shards: Iterable[Shard]) -> list[torch.Tensor]:
+    def counted(self, rank: int, shards: Iterable[ParameterShard]) -> list[torch.Tensor]:
         """Return the tensors in `updated` that this rank adds to the gradient norm, so that no
         element is counted on two ranks. `shards` are the rank's shards of parameters.
         """
@@ -286,7 +286,7 @@ def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
             dtype = manifest.parameters[shard.parameter].value.dtype
             elements = shard.box.elements
             found.append(
-                Block(
+                BucketShard(
                     shard.parameter,
                     elements,
                     dtype.value,
@@ -295,4 +295,4 @@ def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
                     shard.home,
                 )
             )
-    return buckets_of(found)
+    return make_buckets(found)

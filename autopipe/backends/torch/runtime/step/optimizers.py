@@ -27,7 +27,7 @@ from autopipe.backends.torch.torch_interfaces import (
     foreach_norm,
 )
 from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.problem import GROUPS, matches
+from autopipe.ir.problem import PARAMETER_GROUPS_KEY, matches_pattern
 
 
 def groups_of_parameters(manifest: Manifest) -> dict[int, int]:
@@ -40,7 +40,7 @@ def groups_of_parameters(manifest: Manifest) -> dict[int, int]:
         own = (
             number
             for number, each in enumerate(patterns, 1)
-            if matches(each, parameter.value.name, GROUPS)
+            if matches_pattern(each, parameter.value.name, PARAMETER_GROUPS_KEY)
         )
         if number := next(own, 0):
             found[index] = number

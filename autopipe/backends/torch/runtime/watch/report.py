@@ -20,8 +20,8 @@ from autopipe.backends.torch.runtime.step.stage import RankContext
 from autopipe.backends.torch.runtime.watch.clock import StepTimes
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import DType
-from autopipe.ir.output_files import naming
-from autopipe.ir.program import KINDS, by_kind
+from autopipe.ir.output_files import add_path_to_errors
+from autopipe.ir.program import COMMUNICATION_KINDS, in_kind_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class _Metrics(NamedTuple):
 
 
 _OWN = len(_Metrics._fields)
-_WIDTH = _OWN + len(KINDS)
+_WIDTH = _OWN + len(COMMUNICATION_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class _EndedStep:
     origins: tuple[tuple[int, int], ...]
     """(stage, micro-batch) of each loss."""
     moved: list[float]
-    """Bytes of communication by kind, in the order of `KINDS`."""
+    """Bytes of communication by kind, in the order of `COMMUNICATION_KINDS`."""
     scaling: torch.Tensor | None
     """`LossScaler.outcome`, None without loss scaling."""
 
@@ -165,7 +165,7 @@ class Reporter:
         row = torch.cat([loss.reshape(1) for *_, loss in losses]) if losses else None
         origins = tuple((number, micro_batch) for number, micro_batch, _ in losses)
         scaling = None if rank.loss_scaler is None else rank.loss_scaler.outcome
-        moved = [float(rank.transport.traffic[kind]) for kind in KINDS]
+        moved = [float(rank.transport.traffic[kind]) for kind in COMMUNICATION_KINDS]
         # These tensors are computed before the event of the step's end, so that they can be read
         # after a wait for it.
         norm = None if rank.grad_norm is None else rank.grad_norm.reshape(1)
@@ -209,7 +209,7 @@ class Reporter:
             "waits": [asdict(wait) for wait in times.waits()],
         }
         path = folder / f"rank_{self._rank.number:03d}.jsonl"
-        with naming(path), path.open("a", encoding="utf-8") as file:
+        with add_path_to_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(form) + "\n")
 
     def report(self) -> None:
@@ -266,7 +266,7 @@ class Reporter:
         if path is None:
             print("\n".join(lines), flush=True)
             return
-        with naming(path), path.open("a", encoding="utf-8") as file:
+        with add_path_to_errors(path), path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(each) + "\n" for each in records))
 
     def _read(
@@ -343,8 +343,8 @@ class Reporter:
             bubble_rate=1.0 - sum(each.busy_s for each in by_rank) / (len(by_rank) * seconds),
             predicted_bubble_rate=manifest.predicted_bubble,
             peak_memory_bytes=peaks,
-            communication_bytes=by_kind(
-                {kind: int(each) for kind, each in zip(KINDS, moved, strict=True)}
+            communication_bytes=in_kind_order(
+                {kind: int(each) for kind, each in zip(COMMUNICATION_KINDS, moved, strict=True)}
             ),
             loss_scale=by_rank[0].loss_scale or None,
             skipped=bool(by_rank[0].skipped),

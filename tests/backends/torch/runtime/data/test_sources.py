@@ -25,7 +25,7 @@ from autopipe.backends.torch.runtime.data.sources import (
 )
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.problem import AVERAGED, LossDivision
+from autopipe.ir.problem import AVERAGED_LOSS, LossDivision
 from autopipe.ir.program import InputBounds, InputRange, Output
 from autopipe.ir.training import DataSettings
 
@@ -52,7 +52,7 @@ class Batches:
     micro_batch_size: int = 2
     train: bool = True
     outputs: tuple[Output, ...] = (Output(Value("mean", DType.FLOAT32, ()), None, ()),)
-    loss_division: LossDivision = AVERAGED
+    loss_division: LossDivision = AVERAGED_LOSS
 
     @property
     def batch_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction
-from autopipe.ir.program import Block, buckets_of
+from autopipe.ir.program import BucketShard, make_buckets
 
 
 class Work:
@@ -35,15 +35,15 @@ def parameter(size: int, dtype: torch.dtype = torch.float32, trained: bool = Tru
 
 def block(
     index: int, size: int, ranks: tuple[int, ...], home: int | None = None, dtype: str = "float32"
-) -> Block:
-    return Block(index, size, dtype, 8 if dtype == "float64" else 4, ranks, home)
+) -> BucketShard:
+    return BucketShard(index, size, dtype, 8 if dtype == "float64" else 4, ranks, home)
 
 
 def reduction(
-    parameters: dict[int, torch.Tensor], blocks: list[Block]
+    parameters: dict[int, torch.Tensor], blocks: list[BucketShard]
 ) -> tuple[GradientReduction, Transport]:
     transport = Transport()
-    return GradientReduction(transport, parameters, buckets_of(blocks), shared=False), transport  # type: ignore[arg-type]
+    return GradientReduction(transport, parameters, make_buckets(blocks), shared=False), transport  # type: ignore[arg-type]
 
 
 def test_gradients_become_sums_and_those_of_one_rank_stay() -> None:

@@ -16,7 +16,7 @@ from autopipe.backends.torch.runtime.options import Options
 from autopipe.backends.torch.runtime.watch.clock import Clock
 from autopipe.backends.torch.runtime.watch.report import Reporter
 from autopipe.ir.errors import LaunchError
-from autopipe.ir.problem import AVERAGED
+from autopipe.ir.problem import AVERAGED_LOSS
 from autopipe.ir.training import Training
 from tests.backends.torch.runtime.stand_in_cuda import Device
 
@@ -51,7 +51,7 @@ def rank(tmp_path: Path, device: Device) -> Any:
         clock=Clock(torch.device("cpu")),
         manifest=SimpleNamespace(
             training=Training(),
-            loss_division=AVERAGED,
+            loss_division=AVERAGED_LOSS,
             parameters=(),
             batch_size=4,
             predicted_bubble=0.0,

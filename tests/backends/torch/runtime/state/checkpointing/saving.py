@@ -24,7 +24,7 @@ from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 from autopipe.ir import training
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
 from autopipe.ir.layout import TensorSlice, full_slice
-from autopipe.ir.program import Shard
+from autopipe.ir.program import ParameterShard
 
 ADAMW = {
     "name": "adamw",
@@ -66,8 +66,10 @@ def manifest_of(world_size: int) -> Manifest:
     rows = ROWS // world_size
     shards = tuple(
         (
-            Shard(0, TensorSlice((rows * rank, 0), (rows * (rank + 1), COLUMNS)), (rank,), None),
-            Shard(1, full_slice((ROWS, COLUMNS)), tuple(range(world_size)), None),
+            ParameterShard(
+                0, TensorSlice((rows * rank, 0), (rows * (rank + 1), COLUMNS)), (rank,), None
+            ),
+            ParameterShard(1, full_slice((ROWS, COLUMNS)), tuple(range(world_size)), None),
         )
         for rank in range(world_size)
     )

@@ -34,7 +34,7 @@ from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.graph import DType, Parameter
 from autopipe.ir.layout import full_slice
-from autopipe.ir.program import Shard
+from autopipe.ir.program import ParameterShard
 from tests.backends.torch.runtime.state.checkpointing.saving import ADAMW, drawn, manifest_with
 
 MOMENTUM = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "shard": False}
@@ -45,7 +45,10 @@ BATCH = 8
 
 def manifest_of(optimizer: dict[str, Any], **changes: Any) -> Manifest:
     parameters = (drawn(HOSTILE, (4, 3)), drawn("frozen", (4, 3), trainable=False))
-    shards = (Shard(0, full_slice((4, 3)), (0,), None), Shard(1, full_slice((4, 3)), (0,), None))
+    shards = (
+        ParameterShard(0, full_slice((4, 3)), (0,), None),
+        ParameterShard(1, full_slice((4, 3)), (0,), None),
+    )
     form: dict[str, Any] = {
         "micro_batches": 2,
         "micro_batch_size": BATCH // 2,
@@ -294,7 +297,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -
     def changed(parameter: Parameter, **changes: Any) -> Parameter:
         return replace(parameter, value=replace(parameter.value, **changes))
 
-    shards = ((Shard(0, full_slice((4, 3)), (0,), None),),)
+    shards = ((ParameterShard(0, full_slice((4, 3)), (0,), None),),)
     for changes, difference in (
         ({"model_digest": "other"}, "another model: m.onnx had digest model, the program's m.onnx has other"),
         ({"parameters": (changed(hostile, name="v"), frozen)}, "another model: it has no parameter 'v'"),

@@ -13,7 +13,7 @@ import pytest
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.state.checkpoint_state import write_blocks
 from autopipe.ir.layout import TensorSlice, full_slice
-from autopipe.ir.program import Shard
+from autopipe.ir.program import ParameterShard
 from tests.backends.torch.checkpoint.test_reading import boxes_of
 from tests.backends.torch.runtime.state.checkpointing.saving import ADAMW, drawn, manifest_of
 
@@ -25,13 +25,13 @@ def manifest(shapes: list[tuple[int, ...]], random: Random) -> Manifest:
     parameters = tuple(
         drawn(f"w{index}", shape, random.random() < 0.8) for index, shape in enumerate(shapes)
     )
-    shards: list[list[Shard]] = [[] for _ in range(RANKS)]
+    shards: list[list[ParameterShard]] = [[] for _ in range(RANKS)]
     for index, shape in enumerate(shapes):
         ranks = random.sample(range(RANKS), RANKS)
         for box in boxes_of(shape, random)[:RANKS]:
             holders = tuple(ranks.pop() for _ in range(min(len(ranks), random.randrange(1, 3))))
             for rank in holders:
-                shards[rank].append(Shard(index, box, holders, None))
+                shards[rank].append(ParameterShard(index, box, holders, None))
     other = manifest_of(1)
     form = {name: getattr(other, name) for name in Manifest.__dataclass_fields__}
     return Manifest(
@@ -78,7 +78,8 @@ def test_copies_are_shared_evenly() -> None:
     shapes = [(1000, 1024), (512, 512), *[(64, 64)] * 40]
     everyone = tuple(range(RANKS))
     shards = tuple(
-        Shard(index, full_slice(shape), everyone, None) for index, shape in enumerate(shapes)
+        ParameterShard(index, full_slice(shape), everyone, None)
+        for index, shape in enumerate(shapes)
     )
     other = manifest([], Random(0))
     form = {name: getattr(other, name) for name in Manifest.__dataclass_fields__}
