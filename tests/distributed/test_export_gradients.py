@@ -22,12 +22,21 @@ from tests.exports.export import Export, onnx_file, traced
 from tests.exports.journey import dimensions
 from tests.exports.recent import module_of
 
+SWEPT = pytest.mark.sweep
 MICRO_BATCHES = 2
 TOLERANCE = 1e-5
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "t5", "vit", "dlrm", "lstm"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gpt2",
+        "dlrm",
+        "lstm",
+        *(pytest.param(each, marks=SWEPT) for each in ("llama", "bert", "t5", "vit")),
+    ],
+)
 def test_gradients_are_those_of_the_exported_module(
     model: str, pools: Pools, tmp_path: Path
 ) -> None:
@@ -38,7 +47,7 @@ def test_gradients_are_those_of_the_exported_module(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("model", ["mixtral_eager", "llava"])
+@pytest.mark.parametrize("model", ["mixtral_eager", pytest.param("llava", marks=SWEPT)])
 def test_rows_that_data_chooses_have_the_gradients_of_the_module(
     model: str, pools: Pools, tmp_path: Path
 ) -> None:
