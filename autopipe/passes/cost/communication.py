@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,16 @@ from autopipe.ir.layout import (
     missing_elements,
 )
 from autopipe.ir.measured_costs import AffineTime
+
+Amount = TypeVar("Amount", float, NDArray[np.float64])
+"""A quantity of one stage, or an array with the quantities of several stages."""
+
+
+def message_seconds(link: Link, messages: Amount, size_bytes: Amount) -> Amount:
+    """Return the seconds of `messages` messages with `size_bytes` bytes in total, one after the
+    other over `link`.
+    """
+    return messages * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,9 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopipe.ir.attention_kernels import min_cuda_capability
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
@@ -20,6 +23,7 @@ from autopipe.passes.analysis.gradients import (
     Scratch,
     attention_tensors,
     kept_values,
+    most_widened,
     scratch_of,
     sent_bytes,
     waiting_operands,
@@ -344,6 +348,60 @@ def live_bytes(work: StageWork) -> int:
             most = max(most, used + _scratch(work.problem, each).samples)
         used -= sum(sizes.pop(name, 0) for name in ends[position])
     return most
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """Bytes on one device of each of several stages that a search compares.
+
+    All fields are arrays of equal shape with one entry per stage.
+    """
+
+    state: NDArray[np.float64]
+    """Parameters, gradients and optimizer state, without the 16-bit copies of parameters."""
+    low_precision: NDArray[np.float64]
+    """16-bit copies of parameters. A stage that recomputes does not keep them."""
+    workspace: NDArray[np.float64]
+    """Temporary tensors of one task."""
+    received: NDArray[np.float64]
+    """Messages that the stage receives for the forward of one micro-batch."""
+    sent: NDArray[np.float64]
+    """Messages that the stage sends in the forward of one micro-batch."""
+    saved: NDArray[np.float64]
+    """Tensors that one micro-batch saves for backward without recomputation."""
+
+    def needed(
+        self, problem: Problem, recompute: bool
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return (constant, per micro-batch): bytes that do not depend on the number of
+        micro-batches in flight, and bytes per micro-batch in flight.
+
+        In training, buffers for the gradients of the messages are included. With recomputation, a
+        stage saves the values that it receives, and during a backward also the tensors of one
+        micro-batch. The values may have more bytes than their messages (`most_widened`).
+        """
+        constant = self.state + self.workspace
+        if not problem.train:
+            return constant + self.low_precision + self.received + self.sent, np.zeros_like(
+                constant
+            )
+        constant = constant + 2 * (self.received + self.sent)
+        if recompute:
+            return constant + self.saved, self.received * most_widened(problem.precision)
+        return constant + self.low_precision, self.saved
+
+
+def fitting_micro_batches(
+    free_bytes: NDArray[np.float64], bytes_each: NDArray[np.float64], most: int
+) -> NDArray[np.float64]:
+    """Return the maximum number of micro-batches in flight, at most `most`, of each stage with
+    `free_bytes` bytes of free memory and `bytes_each` bytes per micro-batch in flight.
+
+    The number is 0 if `free_bytes` is negative, and `most` if micro-batches need no bytes.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        counts = np.where(bytes_each > 0, np.floor(free_bytes / bytes_each), np.inf)
+    return np.where(free_bytes < 0, 0.0, np.minimum(counts, most))
 
 
 def table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:

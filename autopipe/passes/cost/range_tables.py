@@ -27,15 +27,15 @@ from autopipe.passes.analysis.chain import (
     range_sums,
     values_between,
 )
-from autopipe.passes.analysis.gradients import kept_values, most_widened, scratch_of, sent_bytes
+from autopipe.passes.analysis.gradients import kept_values, scratch_of, sent_bytes
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
-from autopipe.passes.cost.communication import Cost
-from autopipe.passes.cost.memory import State, state_of
+from autopipe.passes.cost.communication import Cost, message_seconds
+from autopipe.passes.cost.memory import MemoryParts, State, state_of
 from autopipe.passes.cost.roofline import (
-    accumulate_per_byte,
+    mean_accumulate_seconds,
     node_seconds,
     task_seconds,
-    update_line,
+    update_seconds,
 )
 from autopipe.passes.cost.stage_work import updated_part
 
@@ -68,6 +68,10 @@ class RangeBytes:
     def local(self, degree: int) -> Matrix:
         """Return the bytes on each of `degree` replicas."""
         return self.sharded / degree + self.replicated
+
+    def scaled(self, fraction: float) -> Matrix:
+        """Return the bytes for the fraction `fraction` of the samples."""
+        return self.sharded * fraction + self.replicated
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,7 @@ class Tables:
 
         `forward` and `backward` are the device's seconds from `seconds`.
         """
-        count = self.problem.micro_batches
-        added = self.gradients * accumulate_per_byte(device) * (1 - 1 / count) * self.problem.train
+        added = self.accumulate_seconds(device, self.problem.micro_batches) * self.problem.train
         on_device = forward, backward + added + (forward if recompute else 0.0)
         on_host = self.host_seconds(device.host_launch_s, recompute)
         waits: Matrix = np.maximum(0.0, on_host[0] - on_device[0]) + np.maximum(
@@ -140,11 +143,31 @@ class Tables:
         uneven = np.array(
             [not samples.divides(node, degree) for node in range(len(shares))], dtype=float
         )
-        forbidden = np.where(range_sums(self.chain.by_block(uneven)) > 0.5, np.inf, 0.0)
+        forbidden = self.infinite_with(uneven)
         starts = task_seconds(device)
         return (
             range_sums(self.chain.by_block(forward)) + starts[0] + forbidden,
             range_sums(self.chain.by_block(backward)) + starts[1] * self.problem.train + forbidden,
+        )
+
+    def infinite_with(self, nodes: Matrix) -> Matrix:
+        """Return infinity for each range that contains one of `nodes`, and 0 for other ranges.
+        `nodes` has 1 or 0 for each node of the graph.
+        """
+        return np.where(range_sums(self.chain.by_block(nodes)) > 0.5, np.inf, 0.0)
+
+    def accumulate_seconds(self, device: Device, micro_batches: int) -> Matrix:
+        """Return the seconds per micro-batch to accumulate gradients, without kernel launches."""
+        return mean_accumulate_seconds(device, self.gradients, micro_batches, tensors=0)
+
+    def step_end_seconds(self, degree: int, device: Device, reduce: Cost) -> Matrix:
+        """Return the seconds per step of the gradient reduction and the update on `degree`
+        replicas. `reduce` is the cost of the gradient reduction.
+        """
+        updated = self.gradients * updated_part(self.problem, degree)
+        states = self.problem.optimizer.states
+        return reduce.seconds_each(self.gradients) + update_seconds(
+            device, updated, states, tensors=0
         )
 
     def overhead(
@@ -156,25 +179,16 @@ class Tables:
         A stage receives activations over the link `before` and, in training, gradients over the
         link `after`; None is no link. `reduce` is the cost of the gradient reduction.
         """
-
-        def message_seconds(sizes: Matrix, values: Matrix, link: Link | None) -> Matrix:
-            seconds: Matrix = np.zeros_like(sizes)
-            return (
-                seconds
-                if link is None
-                else values * link.latency_s + sizes / link.bandwidth_bytes_per_s
-            )
-
-        found = message_seconds(self.received.local(degree), self.arriving, before)
-        if self.problem.train:
-            found = found + message_seconds(self.sent.local(degree), self.leaving, after)
-            count = self.problem.micro_batches
-            line = update_line(device, self.problem.optimizer.states)
-            updated = self.gradients * updated_part(self.problem, degree)
-            update = updated * line.per_byte_s + line.fixed_s * (self.gradients > 0)
-            found = found + (reduce.seconds_each(self.gradients) + update) / count
-            found = found + self.gradients * accumulate_per_byte(device) * (1 - 1 / count)
-        return found
+        found = np.zeros_like(self.gradients)
+        if before is not None:
+            found = found + message_seconds(before, self.arriving, self.received.local(degree))
+        if not self.problem.train:
+            return found
+        if after is not None:
+            found = found + message_seconds(after, self.leaving, self.sent.local(degree))
+        count = self.problem.micro_batches
+        found = found + self.step_end_seconds(degree, device, reduce) / count
+        return found + self.accumulate_seconds(device, count)
 
     def held(self, degree: int) -> Matrix:
         """Return the bytes of parameters, gradients and optimizer state on each of `degree`
@@ -187,15 +201,15 @@ class Tables:
         """Return (constant, per micro-batch): bytes on each of `degree` replicas that do not depend
         on the micro-batches in flight, and bytes per micro-batch in flight.
         """
-        received = self.received.local(degree)
-        sent = self.sent.local(degree)
-        always = self.held(degree) + self.workspace.local(degree)
-        if not self.problem.train:
-            return always + self.low_precision + received + sent, np.zeros_like(always)
-        always = always + 2 * (received + sent)
-        kept = self.kept.local(degree)
-        kept_received = received * most_widened(self.problem.precision)
-        return (always + kept, kept_received) if recompute else (always + self.low_precision, kept)
+        parts = MemoryParts(
+            self.held(degree),
+            self.low_precision,
+            self.workspace.local(degree),
+            self.received.local(degree),
+            self.sent.local(degree),
+            self.kept.local(degree),
+        )
+        return parts.needed(self.problem, recompute)
 
 
 def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopipe.ir.attention_kernels import Capability
 from autopipe.ir.cluster import Device
@@ -40,6 +41,11 @@ from autopipe.passes.analysis.stage_nodes import live_nodes
 
 Seconds = np.ndarray
 """Array of seconds with one entry per node."""
+
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])
+"""Bytes of one stage, or an array with the bytes of several stages. Functions of these bytes return
+the seconds of one stage or an array of equal shape.
+"""
 
 
 def node_seconds(
@@ -153,10 +159,22 @@ class StepSeconds:
         return self._known[key]
 
 
-def accumulate_seconds(device: Device, gradient_bytes: float, tensors: int = 1) -> float:
-    """Return the seconds to add the gradients of a micro-batch to the accumulated gradients."""
+def accumulate_seconds(device: Device, gradient_bytes: Bytes, tensors: int = 1) -> Bytes:
+    """Return the seconds to add the gradients of a micro-batch to the accumulated gradients.
+
+    `tensors` is the number of gradient tensors; it affects devices with measured task times only.
+    """
     starts = 0.0 if device.tasks is None else device.tasks.accumulate.per_tensor_s * tensors
     return starts + accumulate_per_byte(device) * gradient_bytes
+
+
+def mean_accumulate_seconds(
+    device: Device, gradient_bytes: Bytes, micro_batches: int, tensors: int = 1
+) -> Bytes:
+    """Return `accumulate_seconds` per micro-batch, averaged over the micro-batches of a step: the
+    first micro-batch does not accumulate.
+    """
+    return accumulate_seconds(device, gradient_bytes, tensors) * (1 - 1 / micro_batches)
 
 
 def accumulate_per_byte(device: Device) -> float:
@@ -168,15 +186,16 @@ def accumulate_per_byte(device: Device) -> float:
     return 3 / (device.bandwidth_bytes_per_s * device.efficiency_of("elementwise"))
 
 
-def update_seconds(device: Device, parameter_bytes: float, states: int, tensors: int = 1) -> float:
+def update_seconds(device: Device, parameter_bytes: Bytes, states: int, tensors: int = 1) -> Bytes:
     """Return the seconds of an optimizer's update; 0 without parameters.
 
-    `states` is the number of state tensors per parameter, `tensors` the number of parameters.
+    `states` is the number of state tensors per parameter, `tensors` the number of parameters; it
+    affects devices with measured task times only.
     """
-    if not parameter_bytes:
-        return 0.0
     starts = 0.0 if device.tasks is None else device.tasks.updates[states].per_tensor_s * tensors
-    return starts + update_line(device, states).seconds(parameter_bytes)
+    line = update_line(device, states)
+    seconds = starts + (line.fixed_s + line.per_byte_s * parameter_bytes)
+    return seconds * (parameter_bytes > 0)
 
 
 def cast_per_byte(device: Device) -> float:

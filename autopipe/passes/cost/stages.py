@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.ir.attention_kernels import Capability, min_cuda_capability
+from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.placement import Placement
@@ -44,9 +45,9 @@ from autopipe.passes.cost.memory import (
     waiting_bytes,
 )
 from autopipe.passes.cost.roofline import (
-    accumulate_seconds,
     cast_per_byte,
     factors,
+    mean_accumulate_seconds,
     node_seconds,
     posting_seconds,
     task_seconds,
@@ -313,13 +314,8 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     added = state_of(problem, work.parameter_parts, read_again=read_again([work]))
     waiting = waiting_state(work)
     forward += max(map(cast_per_byte, devices)) * added.cast_bytes
-    repeats = 1 - 1 / problem.micro_batches
-    backward += repeats * max(
-        accumulate_seconds(each, added.gradient_bytes, added.tensors) for each in devices
-    )
-    weight_gradient += repeats * max(
-        accumulate_seconds(each, waiting.gradient_bytes, waiting.tensors) for each in devices
-    )
+    backward += _accumulate_seconds(problem, devices, added)
+    weight_gradient += _accumulate_seconds(problem, devices, waiting)
     received, sent = message_bytes(work, crossing)
     messages = len(work.received) + len(work.given.keys() & crossing)
     post = max(posting_seconds(device, messages, received + sent) for device in devices)
@@ -369,6 +365,18 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
         forward + exchange[0], whole_backward - post if train else 0.0, weight_gradient
     )
     return _with_host(cost, _host_seconds(work, recompute), on_device)
+
+
+def _accumulate_seconds(problem: Problem, devices: Sequence[Device], state: State) -> float:
+    """Return the mean seconds per micro-batch to accumulate the gradients of `state` on the slowest
+    of the device types `devices`.
+    """
+    return max(
+        mean_accumulate_seconds(
+            each, float(state.gradient_bytes), problem.micro_batches, state.tensors
+        )
+        for each in devices
+    )
 
 
 def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:

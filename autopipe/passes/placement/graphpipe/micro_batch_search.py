@@ -28,7 +28,7 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory import state_of
 from autopipe.passes.cost.memory_check import equal_device_runs, out_of_memory
 from autopipe.passes.cost.range_tables import Tables, make_tables
-from autopipe.passes.cost.roofline import accumulate_per_byte
+from autopipe.passes.cost.roofline import mean_accumulate_seconds
 from autopipe.passes.placement.graphpipe.search import TargetProbe, minimum_devices
 from autopipe.passes.placement.graphpipe.series_parallel import (
     FEW_UNITS,
@@ -411,12 +411,16 @@ class MicroBatchSearch:
         phases = zip(*shares, strict=True)
         every = float(sum(np.minimum.reduce(each).sum() for each in phases))
         names = ((parameter.value.name, 1) for parameter in problem.graph.parameters)
-        added = min(map(accumulate_per_byte, kinds)) * state_of(problem, names).gradient_bytes
+        gradient_bytes = float(state_of(problem, names).gradient_bytes)
+        added = min(
+            mean_accumulate_seconds(kind, gradient_bytes, problem.batch_size // size, tensors=0)
+            for kind in kinds
+        )
         launch_s = min(kind.host_launch_s for kind in kinds)
         started = sum(
             each.operators + each.backward_operators * problem.train for each in problem.work
         )
-        return max(every + added * (1 - size / problem.batch_size), started * launch_s)
+        return max(every + added, started * launch_s)
 
     def best(self, trees: Iterable[Tree]) -> Placement:
         """Return the placement of the best partition over `trees`.

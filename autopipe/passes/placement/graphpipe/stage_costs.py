@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from autopipe.ir.cluster import Cluster, Device, Link
 from autopipe.ir.problem import NodeCost, Problem
 from autopipe.passes.analysis.chain import Matrix, range_sums
-from autopipe.passes.analysis.gradients import most_widened
 from autopipe.passes.analysis.operators import SampleAxes
+from autopipe.passes.cost.communication import message_seconds
 from autopipe.passes.cost.fusion import fused
+from autopipe.passes.cost.memory import MemoryParts, fitting_micro_batches
 from autopipe.passes.cost.memory_check import equal_device_runs
 from autopipe.passes.cost.range_tables import Tables
 from autopipe.passes.cost.roofline import (
@@ -28,9 +29,8 @@ from autopipe.passes.cost.roofline import (
     annotate_share,
     node_seconds,
     task_seconds,
-    update_line,
 )
-from autopipe.passes.cost.stage_work import exchange_of_gradients, updated_part
+from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.placement.graphpipe.search import UNREACHABLE, Devices, PartitionStage
 
 Seconds = NDArray[np.float64]
@@ -288,10 +288,15 @@ def _options(
     chain = tables.chain
     devices = equal_device_runs(problem.cluster)[run]
     kinds = problem.cluster.device_types_among(devices)
+    micro_batches = problem.batch_size // size
     part = size / problem.micro_batch_size / degree
-    received, sent, kept, workspace = (
-        each.sharded * part + each.replicated
-        for each in (tables.received, tables.sent, tables.kept, tables.workspace)
+    memory = MemoryParts(
+        tables.held(degree),
+        tables.low_precision,
+        tables.workspace.scaled(part),
+        tables.received.scaled(part),
+        tables.sent.scaled(part),
+        tables.kept.scaled(part),
     )
     link = _mean_link(problem.cluster, devices, degree)
     forward, backward = (
@@ -302,30 +307,19 @@ def _options(
     starts = task_seconds(device)
     forward += starts[0]
     if uneven.any():
-        forward += np.where(range_sums(chain.by_block(uneven)) > 0.5, np.inf, 0.0)
+        forward += tables.infinite_with(uneven)
     launch_s = max(kind.host_launch_s for kind in kinds)
-    arriving = tables.arriving * link.latency_s + received / link.bandwidth_bytes_per_s
-    always = tables.held(degree) + workspace + received + sent
+    arriving = message_seconds(link, tables.arriving, memory.received)
     empty = np.tri(len(forward), dtype=bool)
 
-    def option(
-        recompute: bool,
-        backward: Matrix,
-        returning: Matrix,
-        end: Matrix,
-        always: Matrix,
-        kept: Matrix,
-    ) -> StageOption:
+    def option(recompute: bool, backward: Matrix, returning: Matrix, end: Matrix) -> StageOption:
+        always, kept = memory.needed(problem, recompute)
         tasks = forward, backward
         if launch_s:
             on_host = tables.host_seconds(launch_s, recompute)
             tasks = np.maximum(forward, on_host[0]), np.maximum(backward, on_host[1])
-        every = tasks[0] + tasks[1] + arriving + returning + end / (problem.batch_size // size)
-        free_bytes = limit - always
-        levels = problem.cluster.size
-        with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(kept > 0, np.floor(free_bytes / kept), levels)
-        most = np.clip(np.where(free_bytes < 0, 0, most), 0, levels).astype(np.int16)
+        every = tasks[0] + tasks[1] + arriving + returning + end / micro_batches
+        most = fitting_micro_batches(limit - always, kept, problem.cluster.size).astype(np.int16)
         seconds = np.where(empty, np.inf, every)
         return StageOption(
             run, degree, recompute, *tasks, arriving, returning, end, always, kept, seconds, most
@@ -333,23 +327,16 @@ def _options(
 
     if not problem.train:
         zero = np.zeros_like(forward)
-        yield option(False, zero, zero, zero, always + tables.low_precision, zero)
+        yield option(False, zero, zero, zero)
         return
-    backward += starts[1] + tables.gradients * accumulate_per_byte(device) * (
-        1 - size / problem.batch_size
-    )
-    returning = tables.leaving * link.latency_s + sent / link.bandwidth_bytes_per_s
-    update = update_line(device, problem.optimizer.states)
-    end = tables.gradients * updated_part(problem, degree) * update.per_byte_s + update.fixed_s * (
-        tables.gradients > 0
-    )
-    end += exchange_of_gradients(problem, devices[:degree]).seconds_each(tables.gradients)
-    always = always + received + sent
+    backward += starts[1] + tables.accumulate_seconds(device, micro_batches)
+    returning = message_seconds(link, tables.leaving, memory.sent)
+    reduce = exchange_of_gradients(problem, devices[:degree])
+    end = tables.step_end_seconds(degree, device, reduce)
     if problem.recompute != "full":
-        yield option(False, backward, returning, end, always + tables.low_precision, kept)
+        yield option(False, backward, returning, end)
     if problem.recompute != "none":
-        kept_received = received * most_widened(problem.precision)
-        yield option(True, forward + backward, returning, end, always + kept, kept_received)
+        yield option(True, forward + backward, returning, end)
 
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:

@@ -22,10 +22,16 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase
 from autopipe.passes.analysis.chain import Blocks, values_between
-from autopipe.passes.analysis.gradients import most_widened, sent_bytes
+from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
-from autopipe.passes.cost.memory import saved_bytes, state_of
-from autopipe.passes.cost.roofline import update_line
+from autopipe.passes.cost.communication import message_seconds
+from autopipe.passes.cost.memory import (
+    MemoryParts,
+    fitting_micro_batches,
+    saved_bytes,
+    state_of,
+)
+from autopipe.passes.cost.roofline import update_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients, stage_work, updated_part
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
@@ -402,8 +408,11 @@ class DownsetCosts:
     def most_s(self) -> float:
         """Upper bound on the seconds of a stage."""
         messages = sum(
-            each.count.max() * self.link.latency_s
-            + (each.sharded.max() + each.replicated.max()) / self.link.bandwidth_bytes_per_s
+            message_seconds(
+                self.link,
+                float(each.count.max()),
+                float(each.sharded.max() + each.replicated.max()),
+            )
             for each in (self.chains.received, self.chains.sent)
         )
         found = (
@@ -412,7 +421,7 @@ class DownsetCosts:
             + float(self._step_seconds(sharing, figures, self._whole).max())
             for sharing, figures in self._shared
         )
-        return max(found) + float(messages)
+        return max(found) + messages
 
     def options(self, most_s: float) -> list[Option]:
         """Return the stages that can be part of a chain with stages of at most `most_s` seconds.
@@ -468,13 +477,12 @@ class DownsetCosts:
         received, sent = (
             each.local_bytes(share, pairs) for each in (self.chains.received, self.chains.sent)
         )
-        messages = np.zeros(1)
-        for each, size in ((self.chains.received, received), (self.chains.sent, sent))[
-            : 1 + self.problem.train
-        ]:
-            count = each.count.take(pairs.numbers)
-            messages = (
-                messages + count * self.link.latency_s + size / self.link.bandwidth_bytes_per_s
+        messages = message_seconds(
+            self.link, self.chains.received.count.take(pairs.numbers), received
+        )
+        if self.problem.train:
+            messages = messages + message_seconds(
+                self.link, self.chains.sent.count.take(pairs.numbers), sent
             )
         seconds = seconds[places] + self._step_seconds(sharing, figures, pairs) + messages
         quick = np.flatnonzero(seconds <= most_s)
@@ -520,12 +528,11 @@ class DownsetCosts:
         seconds = seconds + exchange_of_gradients(problem, equal_shards).seconds_each(sharded)
         updated = replicated * updated_part(problem, len(group))
         updated = updated + sharded * updated_part(problem, len(equal_shards))
-        lines = (
-            update_line(device, problem.optimizer.states) for device in set(problem.cluster.devices)
+        states = problem.optimizer.states
+        updates = (
+            update_seconds(device, updated, states, tensors=0) for device in problem.cluster.kinds
         )
-        seconds = seconds + max(
-            (updated * line.per_byte_s + line.fixed_s * (updated > 0) for line in lines), key=np.sum
-        )
+        seconds = seconds + max(updates, key=np.sum)
         found: Figures = seconds / problem.micro_batches
         return found
 
@@ -536,23 +543,22 @@ class DownsetCosts:
 
         A stage with k - 1 stages after it has k micro-batches in flight.
         """
+        problem = self.problem
         downsets = self.chains.downsets
-        train = self.problem.train
         workspace = np.zeros(len(pairs.inner))
         """Maximum workspace over the blocks of each stage."""
         for size in np.unique(figures.workspace):
             count = downsets.holds[:, figures.workspace == size].sum(axis=1)
             workspace[pairs.difference(count) > 0] = size
-        always = figures.state.over(downsets, pairs) + workspace + (1 + train) * (received + sent)
-        each = figures.kept.over(downsets, pairs) if train else np.zeros_like(always)
-        if recompute:
-            always = always + each
-            each = received * most_widened(self.problem.precision)
-        # Sums of bytes are integers up to rounding errors.
-        free_bytes = self.limit - always + 1e-3
-        with np.errstate(divide="ignore", invalid="ignore"):
-            most = np.where(each > 0, np.floor(free_bytes / each), np.inf)
-        most = np.where(
-            free_bytes < 0, 0, np.where(most >= self.problem.micro_batches, ANY_PLACE, most)
+        memory = MemoryParts(
+            state=figures.state.over(downsets, pairs),
+            low_precision=np.zeros(len(pairs.inner)),  # `state` includes them.
+            workspace=workspace,
+            received=received,
+            sent=sent,
+            saved=figures.kept.over(downsets, pairs),
         )
-        return np.minimum(most, ANY_PLACE).astype(np.int16)
+        constant, each = memory.needed(problem, recompute)
+        # Sums of bytes are integers up to rounding errors.
+        fitting = fitting_micro_batches(self.limit - constant + 1e-3, each, ANY_PLACE)
+        return np.where(fitting >= problem.micro_batches, ANY_PLACE, fitting).astype(np.int16)
