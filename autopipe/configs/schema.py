@@ -81,7 +81,7 @@ def with_present_keys(entry: Entry, schema: type[Dataclass], path: str = "") -> 
     a flag overrides a file; otherwise raises ConfigurationError.
     """
     former = former_keys(schema)
-    if not isinstance(entry.value, dict) or former.keys().isdisjoint(entry.value):
+    if not former or not isinstance(entry.value, dict) or former.keys().isdisjoint(entry.value):
         return entry
     present = dict(entry.value)
     prefix = f"{path}." if path else ""

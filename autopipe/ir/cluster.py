@@ -7,9 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from typing import Annotated
 
-from autopipe.ir.codec import FormerKey
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.measured_costs import AffineTime, ExchangeCost, TaskCosts
 from autopipe.ir.words import plural
@@ -154,7 +152,7 @@ class Cluster:
     """
     groups: tuple[DevicePool, ...] = ()
     """Device pools of a mixed cluster; () if all nodes and links are equal."""
-    allow_mixed_stages: Annotated[bool, FormerKey("straddle")] = False
+    allow_mixed_stages: bool = False
     """True if strategies may make stages whose devices are of different types. If it is false, only
     constraints can make such a stage.
     """

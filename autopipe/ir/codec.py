@@ -364,7 +364,7 @@ class Record:
     def with_present_keys(self, schema: type[Dataclass]) -> Self:
         """Return this mapping with former keys of `schema` (see `FormerKey`) replaced."""
         former = former_keys(schema)
-        if former.keys().isdisjoint(self.value):
+        if not former or former.keys().isdisjoint(self.value):
             return self
         present = dict(self.value)
         for name in former.keys() & present.keys():

@@ -198,8 +198,12 @@ def _write_storage(storage: Storage) -> dict[str, Any]:
 def _read_storage(record: Record) -> Storage:
     kind = record.get("kind", Literal["file", "varints", "fill", "draw"])
     if kind == "fill":
-        # It may be infinite, which the codec rejects for `float`.
-        return Fill(float(record.get("value", Any)))
+        # The value may be infinite, which the codec rejects for `float`.
+        value = record.get("value", Any)
+        try:
+            return Fill(float(value))
+        except (TypeError, ValueError, OverflowError):
+            record.at("value").refuse("a number")
     folded = FoldedSlice if record.has("rows") else FileSlice
     classes = {"file": folded, "varints": VarintSlice, "draw": Initializer}
     storage: Storage = decode(record, classes[kind])
@@ -400,6 +404,7 @@ class Graph:
             if name not in known:
                 raise ModelError(f"output {name!r} is never written", where=repr(self.name))
 
+    @memoize(MAX_CACHED_GRAPHS)
     def digest(self) -> str:
         """Return the SHA-256 of structure, types, constants and locations of parameters."""
         digest = hashlib.sha256()

@@ -128,11 +128,10 @@ class DynamicShapes(dict[str, Fact]):
                 count = counted_mask(context, self._roots)
                 if count is not None:
                     self._static_counts[node.output[0]] = count
-            elif node.op_type not in MINIMA:
-                selections = (each.selection for each in context.facts if each is not None)
-                selection = next(selections, None)
+            elif node.op_type in SIZE_OPERATORS - MINIMA:
+                selection = next(each.selection for each in context.facts if each is not None)
                 for name, each in (size_results(context) or {}).items():
-                    if each.degree and selection is not None:
+                    if each.degree:
                         self._static_counts[name] = Counted(selection, each)
         return False
 
