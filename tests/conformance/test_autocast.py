@@ -10,7 +10,7 @@ import torch
 from autopipe.ir.ops import OPERATORS, signature_of
 from tests.conformance.adapter import to_tensor
 from tests.conformance.cases import all_cases
-from tests.conformance.test_splits import SINGLE, use_in
+from tests.conformance.single_nodes import SINGLE, use_in
 from tests.ir.ops.splitting import computed
 
 

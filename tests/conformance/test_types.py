@@ -22,7 +22,7 @@ from autopipe.passes.frontend.inference import RULES
 from autopipe.passes.frontend.read import read_model
 from tests.conformance.adapter import forward_of, stage_of, to_array, to_tensor
 from tests.conformance.cases import all_cases, data_of, model_of
-from tests.conformance.test_frontend import READ, _data_inputs, _with_known_inputs
+from tests.conformance.frontend_cases import READ, data_inputs, with_known_inputs
 from tests.passes.frontend.reference import parameter_array
 
 UNTOLD = {"Compress"}
@@ -40,7 +40,7 @@ def test_types_are_told_where_the_file_states_none(tmp_path: Path) -> None:
         path = tmp_path / "model.onnx"
         held = {each.name for each in model_of(case).graph.initializer}
         names = (each.name for each in model_of(case).graph.input if each.name not in held)
-        model = _with_known_inputs(
+        model = with_known_inputs(
             model_of(case), dict(zip(names, next(data_of(case))[0], strict=False))
         )
         del model.graph.value_info[:]
@@ -50,7 +50,7 @@ def test_types_are_told_where_the_file_states_none(tmp_path: Path) -> None:
             model.graph.node.append(helper.make_node("Identity", [inner], [output.name]))
             output.type.tensor_type.ClearField("shape")
         onnx.save(model, path)
-        assert read_model(path, batch_axes=dict.fromkeys(_data_inputs(path, held))).graph.outputs
+        assert read_model(path, batch_axes=dict.fromkeys(data_inputs(path, held))).graph.outputs
 
 
 def test_operators_of_other_domains_have_a_rule() -> None:

@@ -17,7 +17,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.read import read_model
 from tests.conformance.cases import all_cases, data_of, model_of, tolerances
-from tests.conformance.test_frontend import READ
+from tests.conformance.frontend_cases import READ
 from tests.passes.frontend.building import INT64, floats, integers, model, node, saved
 from tests.passes.frontend.evaluated import emitted
 

@@ -1,6 +1,4 @@
-"""ONNX's own cases read as a user's file is: checked, folded, cleaned and fused, then emitted and
-run.
-"""
+"""ONNX's own cases as files that a user passes to the frontend."""
 
 from __future__ import annotations
 
@@ -9,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import pytest
 from onnx import helper, numpy_helper
 from onnx.backend.test.case.test_case import TestCase
-from onnx.backend.test.runner import Runner
 
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.load import OLDEST_OPSET
@@ -25,7 +21,6 @@ from tests.conformance.cases import (
     model_of,
     resolved,
     skips,
-    tolerances,
     unread,
 )
 from tests.passes.frontend.evaluated import emitted
@@ -47,28 +42,30 @@ READ = [
     if name not in skips().keys() - resolved() and name not in unread()
     if _versioned(case) and _opset(case) >= OLDEST_OPSET
 ]
+"""(Collection, name) of each case that the frontend reads."""
 
 
-@pytest.mark.conformance
-@pytest.mark.parametrize(("kind", "name"), READ)
-def test_case(kind: str, name: str, tmp_path: Path) -> None:
-    case = all_cases()[kind, name]
-    path = tmp_path / "model.onnx"
+def results_through_frontend(
+    case: TestCase, folder: Path
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return (the results of the emitted program, the expected results) for the first data set of a
+    case. The frontend reads the case from a file in `folder`.
+    """
+    path = folder / f"{case.name}.onnx"
     inputs, expected = next(data_of(case))
     model, given = _of_tensors(model_of(case), inputs)
     held = {each.name for each in model.graph.initializer}
-    onnx.save(_with_known_inputs(model, given), path)
-    read = read_model(path, batch_axes=dict.fromkeys(_data_inputs(path, held)))
-    rtol, atol = tolerances().get(name, (case.rtol, case.atol))
+    onnx.save(with_known_inputs(model, given), path)
+    read = read_model(path, batch_axes=dict.fromkeys(data_inputs(path, held)))
     tensors = [part for each in expected for part in (each if isinstance(each, list) else [each])]
-    Runner.assert_similar_outputs(tensors, [*emitted(read, given).values()], rtol=rtol, atol=atol)
+    return [*emitted(read, given).values()], tensors
 
 
 def _of_tensors(
     model: onnx.ModelProto, inputs: list[Any]
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """The model with sequences and Optionals among its inputs made of tensors that are, and these
-    by name.
+    """Return (the model with tensors as inputs, these tensors by name). Nodes that are added to the
+    model make its sequences and Optionals of the tensors.
     """
     found = onnx.ModelProto()
     found.CopyFrom(model)
@@ -97,8 +94,10 @@ def _of_tensors(
     return found, given
 
 
-def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> onnx.ModelProto:
-    """The model with inputs that tell shapes held in the file, as a user's model has them."""
+def with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> onnx.ModelProto:
+    """Return the model with initializers in place of the inputs that determine shapes, as in a
+    user's file.
+    """
     found = onnx.ModelProto()
     found.CopyFrom(model)
     known = {
@@ -106,7 +105,7 @@ def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> 
         for node in found.graph.node
         if node.op_type in OPERATORS.keys() | SEQUENCE_OPERATORS
         for slot, name in enumerate(node.input)
-        if name in given and _tells_shapes(node, slot, given[name])
+        if name in given and _determines_shapes(node, slot, given[name])
     }
     if any(node.op_type in CONTROL_OPERATORS for node in found.graph.node):
         known |= {name for name, array in given.items() if array.shape == ()}
@@ -118,9 +117,9 @@ def _with_known_inputs(model: onnx.ModelProto, given: dict[str, np.ndarray]) -> 
     return found
 
 
-def _tells_shapes(node: onnx.NodeProto, slot: int, array: np.ndarray) -> bool:
-    """Whether an operator must know an operand, or may reckon shapes from it before another one
-    must.
+def _determines_shapes(node: onnx.NodeProto, slot: int, array: np.ndarray) -> bool:
+    """True if an operator requires a constant operand, or if shapes of later nodes may depend on
+    the operand.
     """
     static = OPERATORS[node.op_type].static if node.op_type in OPERATORS else ()
     return slot in static or (array.dtype == np.int64 and node.op_type not in _INDEXED)
@@ -132,5 +131,6 @@ _INDEXED = frozenset(
 """Operators whose integers are data."""
 
 
-def _data_inputs(path: Path, held: set[str]) -> list[str]:
+def data_inputs(path: Path, held: set[str]) -> list[str]:
+    """Return the names of a file's inputs that are not in `held`."""
     return [each.name for each in onnx.load(path).graph.input if each.name not in held]

@@ -1,15 +1,10 @@
-"""The notation of every row against onnx's own cases: each axis that can be split is split and put
-together again.
-"""
+"""ONNX's own cases of one node, with the values of their operands."""
 
 from __future__ import annotations
 
-import pytest
-
-from autopipe.ir.graph import DType
 from tests.conformance.cases import all_cases, data_of, model_of, skips
 from tests.conformance.importer import import_model
-from tests.ir.ops.splitting import Use, check
+from tests.ir.ops.splitting import Use
 
 SINGLE = [
     (kind, name)
@@ -18,10 +13,13 @@ SINGLE = [
     and name not in skips()
     and len(model_of(all_cases()[kind, name]).graph.node) == 1
 ]
+"""(Collection, name) of each case of one node that is run."""
 
 
 def use_in(kind: str, name: str) -> Use | None:
-    """The one node of a case with its numbers; None where it has no row and is expanded."""
+    """Return the node of a case with the values of its operands, or None if the node has no
+    definition of its own and is expanded into several nodes.
+    """
     case = all_cases()[kind, name]
     model = model_of(case)
     inputs, _ = next(data_of(case))
@@ -36,13 +34,3 @@ def use_in(kind: str, name: str) -> Use | None:
         for each, array in zip(graph.parameters, imported.weights, strict=True)
     }
     return Use(graph, graph.nodes[0], {**dict(zip(names, inputs, strict=False)), **weights})
-
-
-@pytest.mark.conformance
-@pytest.mark.parametrize(("kind", "name"), SINGLE)
-def test_parts_make_the_whole(kind: str, name: str) -> None:
-    use = use_in(kind, name)
-    if use is None:
-        pytest.skip("no row of its own: expanded")
-    coarse = any(value.dtype in (DType.FLOAT16, DType.BFLOAT16) for value in use.graph.values)
-    check(use, *((1e-2, 1e-2) if coarse else (1e-4, 1e-5)))
