@@ -190,6 +190,7 @@ ATTENTION = (
         2.5,
         ("*",),
         recomputes=0.5,
+        reads_axis=True,
     ),
     Operator(
         "CausalConvWithState",
@@ -198,6 +199,7 @@ ATTENTION = (
         lambda use, space: 2.0 * use.result().elements * use.operand(1).shape[2],
         2.0,
         ("0", "1"),
+        reads_axis=True,
     ),
     Operator(
         "Attention",

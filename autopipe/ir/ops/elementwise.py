@@ -197,12 +197,21 @@ ACTIVATION = (
 )
 
 
-def _made(name: str, static: tuple[int, ...] = (), cost: float = 0.0) -> Operator:
+def _made(
+    name: str, static: tuple[int, ...] = (), cost: float = 0.0, sizes: tuple[int, ...] = ()
+) -> Operator:
     """Return the definition of an operator that generates a tensor whose elements depend on their
     index. The operator cannot be split.
     """
     return Operator(
-        name, opaque, "memory", per_result(cost), 0.0, static=static, differentiable=False
+        name,
+        opaque,
+        "memory",
+        per_result(cost),
+        0.0,
+        static=static,
+        differentiable=False,
+        sizes=sizes,
     )
 
 
@@ -214,11 +223,12 @@ GENERATION = (
         backward=0.0,
         static=(0,),
         shaping=(0,),
+        sizes=(0,),
         differentiable=False,
     ),
     *map(_made, ("Constant", "EyeLike", "Shape", "Size")),
     Operator("autopipe.Bounded", broadcast, "elementwise", backward=0.0, differentiable=False),
-    _made("Range", (0, 1, 2)),
+    _made("Range", (0, 1, 2), sizes=(0, 1, 2)),
     _made("HannWindow", (0,), 6.0),
     _made("HammingWindow", (0,), 6.0),
     _made("BlackmanWindow", (0,), 10.0),

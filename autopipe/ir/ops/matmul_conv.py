@@ -523,6 +523,7 @@ RECURRENT = tuple(
         ("0", ">0"),
         statistics=_statistics,
         gates=gates,
+        reads_axis=True,
         layer_weights=weights,
     )
     for name, gates, weights in (

@@ -198,6 +198,7 @@ MOVEMENT = (
         "view",
         static=(1,),
         shaping=(1,),
+        sizes=(1,),
         linear="together",
         moved=first_broadcast,
     ),
@@ -214,10 +215,19 @@ MOVEMENT = (
         "view",
         static=(1,),
         shaping=(1,),
+        sizes=(1,),
         linear="together",
         moved=_divided,
     ),
-    Operator("Slice", _slice, "view", static=(1, 2, 3, 4), linear="together", moved=_sliced),
+    Operator(
+        "Slice",
+        _slice,
+        "view",
+        static=(1, 2, 3, 4),
+        sizes=(1, 2, 3, 4),
+        linear="together",
+        moved=_sliced,
+    ),
     Operator(
         "Pad",
         lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))),
@@ -226,11 +236,11 @@ MOVEMENT = (
         linear="together",
         moved=_padded,
     ),
-    Operator("Tile", _tile, "memory", static=(1,), linear="together", moved=_repeated),
+    Operator("Tile", _tile, "memory", static=(1,), sizes=(1,), linear="together", moved=_repeated),
     Operator("CenterCropPad", _tile, "memory", static=(1,), shaping=(1,)),
     Operator("DepthToSpace", _blocks, "memory"),
     Operator("SpaceToDepth", _blocks, "memory"),
-    Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",)),
+    Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",), reads_axis=True),
     # Each device gets the indices of its rows and columns from its coordinates.
     Operator(
         "Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)
@@ -470,9 +480,9 @@ def regroup(signature: Signature) -> Space:
     return notate(signature, [left], [right], **extents)
 
 
-def _regrouping(name: str, shape: tuple[int, ...] = (1,)) -> Operator:
-    """Return the definition of an operator that changes only the shape, which the operands `shape`
-    determine.
+def _regrouping(name: str, shape: tuple[int, ...] = (1,), sizes: tuple[int, ...] = ()) -> Operator:
+    """Return the definition of an operator that changes only the shape. The operands `shape`
+    determine the shape, and the operands `sizes` have its sizes.
     """
     return Operator(
         name,
@@ -480,6 +490,7 @@ def _regrouping(name: str, shape: tuple[int, ...] = (1,)) -> Operator:
         "view",
         static=shape,
         shaping=shape,
+        sizes=sizes,
         same_elements=True,
         linear="together",
         moved=reshaped,
@@ -487,7 +498,7 @@ def _regrouping(name: str, shape: tuple[int, ...] = (1,)) -> Operator:
 
 
 REGROUP = (
-    _regrouping("Reshape"),
+    _regrouping("Reshape", sizes=(1,)),
     _regrouping("Flatten", ()),
     _regrouping("Squeeze"),
     _regrouping("Unsqueeze"),

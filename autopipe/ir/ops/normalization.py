@@ -244,6 +244,7 @@ def _row(
         neutral=neutral,
         linear=linear,
         finite_at=finite_at,
+        reads_axis=True,
     )
 
 
@@ -260,6 +261,7 @@ def _index(name: str, neutral: float) -> Operator:
         differentiable=False,
         statistics=per_row((1,), (), (8,)),
         neutral=neutral,
+        reads_axis=True,
     )
 
 
@@ -276,12 +278,38 @@ REDUCTION = (
     _row("ReduceLogSumExp", "=", 6.0, ("0", ">0"), _SOFTMAX, neutral=-math.inf),
     _index("ArgMax", -math.inf),
     _index("ArgMin", math.inf),
-    Operator("CumSum", _running, "reduction", _per_operand(1.0), 1.0, static=(1,), neutral=0.0),
     Operator(
-        "CumProd", _running, "reduction", _per_operand(1.0), 2.0, keeps=("0", ">0"), static=(1,)
+        "CumSum",
+        _running,
+        "reduction",
+        _per_operand(1.0),
+        1.0,
+        static=(1,),
+        neutral=0.0,
+        reads_axis=True,
     ),
-    Operator("TopK", _top_k, "reduction", _per_operand(4.0), 1.0, keeps=(">1",), static=(1,)),
-    Operator("Hardmax", _softmax, "reduction", backward=0.0, differentiable=False),
+    Operator(
+        "CumProd",
+        _running,
+        "reduction",
+        _per_operand(1.0),
+        2.0,
+        keeps=("0", ">0"),
+        static=(1,),
+        reads_axis=True,
+    ),
+    Operator(
+        "TopK",
+        _top_k,
+        "reduction",
+        _per_operand(4.0),
+        1.0,
+        keeps=(">1",),
+        static=(1,),
+        sizes=(1,),
+        reads_axis=True,
+    ),
+    Operator("Hardmax", _softmax, "reduction", backward=0.0, differentiable=False, reads_axis=True),
 )
 
 

@@ -406,6 +406,15 @@ class Operator:
     of such an operand are equal.
     """
 
+    reads_axis: bool = False
+    """True for reductions, cumulative sums and products, sorts, and operators along a sequence:
+    each result depends on elements at other positions of an axis. If this axis is not splittable
+    and holds the samples of a batch, the results mix samples. False for windows and normalizations.
+    """
+    sizes: tuple[int, ...] = ()
+    """Operands of `static` that are sizes or positions, which files compute from the number of
+    selected rows.
+    """
     index_range: IndexRange = no_index_range
     """Ranges of the operands that are indices or labels."""
     moved: Move | None = None

@@ -19,30 +19,6 @@ from autopipe.ir.ops.movement import slices
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.space import AxisKind
 
-_ORDERED: Final = frozenset(
-    {
-        "ArgMax",
-        "ArgMin",
-        "CausalConvWithState",
-        "CumProd",
-        "CumSum",
-        "GRU",
-        "Hardmax",
-        "LSTM",
-        "LinearAttention",
-        "RNN",
-        "ReduceL2",
-        "ReduceLogSum",
-        "ReduceLogSumExp",
-        "ReduceMax",
-        "ReduceMean",
-        "ReduceMin",
-        "ReduceProd",
-        "ReverseSequence",
-        "TopK",
-    }
-)
-"""Operators that read all elements along an axis that cannot be split."""
 _PLACING: Final = frozenset({"Concat", "GatherND", "Pad", "ScatterElements", "ScatterND", "Tile"})
 """Operators that move samples by constant indices or sizes. If the samples cannot be followed into
 the result, micro-batches change the result; for example, each micro-batch would be padded.
@@ -101,7 +77,7 @@ def _keeps_joined(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes: 
         each.kind in _JOINT and _has_samples(node, axes) for each in samples
     ):
         return True
-    if node.op in _ORDERED and any(each.kind is AxisKind.UNSPLITTABLE for each in samples):
+    if row.reads_axis and any(each.kind is AxisKind.UNSPLITTABLE for each in samples):
         return True
     return _takes_some(graph, node, axes) or _counts_samples(graph, node, axes)
 

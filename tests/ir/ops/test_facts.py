@@ -24,7 +24,7 @@ HIDDEN = 3
 def evaluated(operator: str, operands: list[np.ndarray], **attributes: Any) -> list[np.ndarray]:
     """Return the results of one node."""
     names = [f"operand_{slot}" for slot in range(len(operands))]
-    results = ["result", "second"] if operator == "Split" else ["result"]
+    results = ["result", "second"] if operator in ("Split", "TopK") else ["result"]
     node = helper.make_node(operator, names, results, **attributes)
     kind = TensorProto.UNDEFINED
     graph = helper.make_graph(
@@ -276,6 +276,27 @@ def test_results_are_finite_around_the_stated_element(
         assert (np.abs(result - result[:, 1:2]) < 100 * step).all()
 
 
+REDUCTIONS = operators_with(lambda row: row.reads_axis and row.kind == "reduction")
+
+
+@pytest.mark.parametrize("operator", standard(REDUCTIONS))
+def test_results_of_reductions_depend_on_the_first_column(operator: str) -> None:
+    tensor = TENSOR.copy()
+    tensor[:, 0] = -100.0 if "Min" in operator else 100.0
+    results = []
+    for array in (TENSOR, tensor):
+        if operator.startswith("Reduce"):
+            (result,) = evaluated(operator, [array, int64(1)])
+        elif operator.startswith("Cum"):
+            (result,) = evaluated(operator, [array, np.array(1)])
+        elif operator == "TopK":
+            (result,) = evaluated(operator, [array, int64(1)], axis=1)[:1]
+        else:
+            (result,) = evaluated(operator, [array], axis=1)
+        results.append(result[:, -1])
+    assert (results[0] != results[1]).any()
+
+
 @pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.has_zero_gradient)))
 def test_operators_with_zero_gradient_are_constant_between_steps(operator: str) -> None:
     tensor = TENSOR + 0.1
@@ -311,3 +332,4 @@ def test_facts_do_not_contradict_one_another(row: Operator) -> None:
     assert row.linear in ("", "together", "each", "first")
     assert not (row.mask and row.differentiable)
     assert row.neutral is None or not math.isnan(row.neutral)
+    assert set(row.sizes) <= set(row.static)

@@ -31,16 +31,7 @@ from autopipe.passes.frontend.inference import Inference, content_of, form_of
 if TYPE_CHECKING:
     import onnx
 
-SHAPE_OPERANDS: dict[str, tuple[int, ...]] = {
-    "ConstantOfShape": (0,),
-    "Expand": (1,),
-    "Range": (0, 1, 2),
-    "Reshape": (1,),
-    "Slice": (1, 2, 3, 4),
-    "Split": (1,),
-    "Tile": (1,),
-    "TopK": (1,),
-}
+SHAPE_OPERANDS = {name: row.sizes for name, row in OPERATORS.items() if row.sizes}
 """By operator, the operands that are sizes or positions."""
 
 
