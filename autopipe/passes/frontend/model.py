@@ -4,6 +4,7 @@ unsupported operators.
 
 from __future__ import annotations
 
+import difflib
 import json
 import shlex
 from collections import Counter
@@ -16,6 +17,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Graph, Node, Parameter, Value
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import OPERATORS, operator_of, qualified_name
+from autopipe.ir.ops.unsupported import GRADIENT, REASONS, REASONS_BY_DOMAIN
 from autopipe.ir.problem import SCORES, Mode, Scores
 from autopipe.passes.frontend.cleanup import STOP_GRADIENT
 from autopipe.passes.frontend.control_flow import nodes_within
@@ -34,54 +36,6 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.parameters import Role
 
 
-import difflib
-
-_FLOW = "control flow that is not known while reading"
-_TEXT = "text, which is prepared before the model"
-_OPTIONAL = "optional values"
-_DATA = "the shape of its result depends on data"
-_CLASSICAL = "classical machine learning"
-_OPTIMIZER = (
-    "an optimizer within the model: give the model without it, optimizer is a setting of the plan"
-)
-_GRADIENT = "training within the model: give the forward model, whose backward is made here"
-
-BY_OPERATOR = {
-    **dict.fromkeys(("If", "Loop", "Scan", "SequenceMap"), _FLOW),
-    **dict.fromkeys(
-        ("StringConcat", "StringNormalizer", "StringSplit", "RegexFullMatch", "TfIdfVectorizer"),
-        _TEXT,
-    ),
-    **dict.fromkeys(("Optional", "OptionalGetElement", "OptionalHasElement"), _OPTIONAL),
-    **dict.fromkeys(("Compress", "NonZero", "Unique"), _DATA),
-    "ImageDecoder": "images in files, which are read before the model",
-    **dict.fromkeys(
-        (
-            f"com.microsoft.{name}"
-            for name in ("AdamOptimizer", "AdamWOptimizer", "LambOptimizer", "SGDOptimizerV2")
-        ),
-        _OPTIMIZER,
-    ),
-    **dict.fromkeys(
-        (f"com.microsoft.{name}" for name in ("BeamSearch", "GreedySearch", "Sampling")), _FLOW
-    ),
-    "com.microsoft.YieldOp": _GRADIENT,
-}
-"""Reason by unsupported operator, with its domain as prefix except for ONNX's default domain."""
-BY_DOMAIN = {
-    "ai.onnx.ml": _CLASSICAL,
-    "ai.onnx.preview.training": _OPTIMIZER,
-    "ai.onnx.training": _GRADIENT,
-    "ai.onnx.contrib": _TEXT,
-    "com.microsoft.extensions": _TEXT,
-    "com.microsoft": (
-        "an operator of ONNX Runtime without a row here: give the model as it was before its "
-        "optimizer"
-    ),
-    "org.pytorch.aten": "a function of torch that its exporter left as it is",
-}
-
-
 def reason_for(operator: str) -> str:
     """Return the reason why an operator without definition, given with its domain as prefix, is not
     supported.
@@ -89,12 +43,12 @@ def reason_for(operator: str) -> str:
     import onnx.defs
 
     domain, _, name = operator.rpartition(".")
-    if operator in BY_OPERATOR:
-        return BY_OPERATOR[operator]
+    if operator in REASONS:
+        return REASONS[operator]
     if domain == "com.microsoft" and name.endswith("Grad"):
-        return _GRADIENT
+        return GRADIENT
     if domain:
-        return BY_DOMAIN.get(
+        return REASONS_BY_DOMAIN.get(
             domain, f"a custom operator of domain {domain!r}, which only its makers can compute"
         )
     if onnx.defs.has(name):
