@@ -21,8 +21,30 @@ OPERATOR_TABLES = (
     "autopipe.backends.torch.codegen",
     "autopipe.backends.torch.runtime.operators",
     "autopipe.passes.frontend.decompositions",
+    "autopipe.passes.frontend.fusion",
+    "autopipe.configs.zoo",
 )
-"""Packages that may name ONNX operators freely."""
+"""Packages that may name ONNX operators freely.
+
+The first three define operators and implement them. Decompositions and fusions are tables of
+patterns: each replaces one group of nodes, and a new operator changes none of them. The models of
+the zoo are graphs, written as calls that name operators.
+"""
+WRITERS = {
+    "Node",
+    "Step",
+    "_add",
+    "_append",
+    "_node",
+    "_visit",
+    "_with_numbers",
+    "add",
+    "append",
+    "made_node",
+    "make_node",
+    "node",
+}
+"""Functions and classes that construct a node of the operator that an argument names."""
 _ALSO_WORDS = {"If", "Max", "Min", "Size", "Shape", "Not", "And", "Or"}
 """Operator names that also occur as ordinary strings."""
 
@@ -66,9 +88,14 @@ def widest_module(trees: Trees) -> tuple[str, int]:
     return module, len(graph[module])
 
 
+@functools.cache
+def _operators() -> frozenset[str]:
+    return frozenset(schema.name for schema in onnx.defs.get_all_schemas()) - _ALSO_WORDS
+
+
 def operator_names(trees: Trees) -> Counter[str]:
     """Return how often each module outside `OPERATOR_TABLES` names an ONNX operator."""
-    operators = {schema.name for schema in onnx.defs.get_all_schemas()} - _ALSO_WORDS
+    operators = _operators()
     counts: Counter[str] = Counter()
     for module, tree in trees.items():
         if module.startswith(OPERATOR_TABLES):
@@ -77,6 +104,25 @@ def operator_names(trees: Trees) -> Counter[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 counts[module] += node.value in operators
     return +counts
+
+
+def written_operator_names(trees: Trees) -> int:
+    """Return how many of the names that `operator_names` counts are arguments of `WRITERS`."""
+    total = 0
+    for module, tree in trees.items():
+        if module.startswith(OPERATOR_TABLES):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            name = node.func.id if isinstance(node.func, ast.Name) else name
+            if name in WRITERS:
+                total += sum(
+                    isinstance(each, ast.Constant) and each.value in _operators()
+                    for each in node.args
+                )
+    return total
 
 
 def parallel_assignments(trees: Trees) -> int:
@@ -143,6 +189,7 @@ def main() -> None:
     print(f"lines over 100 columns: {len(long_lines())}")
     print(f"parallel assignments: {parallel_assignments(trees)}")
     print(f"operator names outside of tables: {operators.total()} in {len(operators)} modules")
+    print(f"operators of nodes that these modules write: {written_operator_names(trees)}")
     print(f"classes that construct nodes: {', '.join(node_writers(trees))}")
     untested = untested_folders(trees, syntax_trees(ROOT / "tests"))
     print(f"folders that no test imports: {', '.join(untested) or 'none'}")

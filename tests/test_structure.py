@@ -32,8 +32,8 @@ def prose() -> dict[str, Total]:
 
 
 LIMITS = {
-    "operator names outside of operator tables": 1226,
-    "modules that name operators outside of operator tables": 73,
+    "operator names outside of operator tables": 823,
+    "modules that name operators outside of operator tables": 57,
     "imports of the widest module": 33,
     "classes that construct nodes": 3,
     "lines over 100 columns": 36,
