@@ -59,6 +59,7 @@ def pointwise(
     linear: str = "",
     finite_at: tuple[tuple[int, int], ...] = (),
     moved: Move | None = None,
+    adds: bool = False,
 ) -> list[Operator]:
     """Return definitions of the elementwise operators named in `operators` (separated by blanks),
     with `cost` FLOPs per element of the result.
@@ -75,6 +76,7 @@ def pointwise(
             linear=linear,
             finite_at=finite_at,
             moved=moved,
+            adds=adds,
         )
         for name in operators.split()
     ]
@@ -112,12 +114,12 @@ def _chosen(signature: Signature, slot: int, result: int, array: Integers) -> In
 
 
 ELEMENTWISE = (
-    *pointwise("Add Sub", keeps=(), linear="together"),
+    *pointwise("Add Sub", keeps=(), linear="together", adds=True),
     *pointwise("Mul", keeps=("0", "1"), linear="each"),
     *pointwise("Div", keeps=("0", "1"), linear="first", finite_at=((1, 1),)),
     *pointwise("Mod", keeps=("0", "1"), finite_at=((1, 1),), moved=first_broadcast),
     *pointwise("Pow", 8.0, keeps=("0", "1"), finite_at=((0, 1), (1, 1))),
-    Operator("Sum", broadcast, "elementwise", _variadic_flops, linear="together"),
+    Operator("Sum", broadcast, "elementwise", _variadic_flops, linear="together", adds=True),
     Operator("Mean", broadcast, "elementwise", _variadic_flops, linear="together"),
     *(
         Operator(
@@ -243,6 +245,7 @@ SAMPLING = (
         "memory",
         per_result(12.0),
         keeps=("0", "1"),
+        interpolation="linear",
     ),
     Operator("AffineGrid", notated("b 1 1, 1 -> b *1"), "memory", per_result(6.0), static=(1,)),
 )
@@ -362,7 +365,15 @@ def _suppression_flops(signature: Signature, space: Space) -> float:
 
 
 REGIONS = (
-    Operator("RoiAlign", _ROI_ALIGN, "memory", per_result(16.0), 2.0, keeps=("0", "1", "2")),
+    Operator(
+        "RoiAlign",
+        _ROI_ALIGN,
+        "memory",
+        per_result(16.0),
+        2.0,
+        keeps=("0", "1", "2"),
+        interpolation="avg",
+    ),
     Operator("MaxRoiPool", _ROI_POOL, "memory", per_result(16.0), 2.0, keeps=("0", "1", ">0")),
     Operator(
         "NonMaxSuppression",

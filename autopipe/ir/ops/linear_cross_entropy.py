@@ -83,6 +83,7 @@ ROWS = (
         statistics=_statistics,
         recomputes=1.0,
         loss=True,
+        copied_weights=(WEIGHT,),
         index_range=lambda use, slot: (0, classes_of(use)) if slot == 1 else None,
     ),
 )

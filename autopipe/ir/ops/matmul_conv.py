@@ -198,6 +198,7 @@ PRODUCTS = (
         linear="each",
         neutral=0.0,
         layer_weights=(0, 1),
+        copied_weights=(0, 1),
     ),
     Operator(
         "Gemm",
@@ -210,6 +211,7 @@ PRODUCTS = (
         neutral=0.0,
         layer_weights=(0, 1, 2),
         scales_and_biases=(2,),
+        copied_weights=(0, 1),
     ),
     Operator(
         "Einsum",
@@ -356,8 +358,12 @@ CONVOLUTION = (
             weights=(1,),
             layer_weights=(1, 2),
             scales_and_biases=(2,),
+            copied_weights=copied,
         )
-        for name, notation in (("Conv", conv), ("ConvTranspose", conv_transpose))
+        for name, notation, copied in (
+            ("Conv", conv, (1,)),
+            ("ConvTranspose", conv_transpose, ()),
+        )
     ),
     Operator("ConvInteger", conv_integer, "convolution", _conv_flops, differentiable=False),
     Operator("QLinearConv", conv_quantized, "convolution", _conv_flops, differentiable=False),

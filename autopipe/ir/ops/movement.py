@@ -615,8 +615,8 @@ def _flops(signature: Signature, space: Space) -> float:
 
 
 RESIZE = (
-    Operator("Resize", resize, "memory", _flops, 1.0, static=(1, 2, 3)),
-    Operator("Upsample", resize, "memory", _flops, 1.0, static=(1,)),
+    Operator("Resize", resize, "memory", _flops, 1.0, static=(1, 2, 3), interpolation="nearest"),
+    Operator("Upsample", resize, "memory", _flops, 1.0, static=(1,), interpolation="nearest"),
 )
 
 ROWS = (*MOVEMENT, *INDEXING, *REGROUP, *RESIZE)

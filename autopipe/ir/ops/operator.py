@@ -380,6 +380,8 @@ class Operator:
     - "first": linear in the first operand if the other operands are fixed
     - "": none of these, or not stated
     """
+    adds: bool = False
+    """True if each element of the result is a sum or a difference of one element per operand."""
     mask: bool = False
     """True if the results are booleans for operands of every type."""
     comparison: bool = False
@@ -420,6 +422,13 @@ class Operator:
     moved: Move | None = None
     """How the results hold elements of the operands. None if the operator computes other elements,
     or if the movement is not stated. Abs, Clip, Max, Min, Mod and Where may replace elements.
+    """
+
+    copied_weights: tuple[int, ...] = ()
+    """Operands that may be 16-bit copies of parameters in generated code."""
+    interpolation: str = ""
+    """Default of the attribute `mode` of an operator that interpolates at computed coordinates; ""
+    for other operators.
     """
 
     @property

@@ -168,6 +168,7 @@ _EACH = _Form(_Base.EACH)
 
 _ADDING = operators_with(lambda row: row.linear == "together")
 """Operators whose result is linear in all floating-point operands together."""
+_SUMS = operators_with(lambda row: row.adds)
 _MULTIPLYING = operators_with(lambda row: row.linear == "each")
 """Operators whose result is linear in each operand separately."""
 _SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
@@ -470,7 +471,7 @@ class _Forms:
         index or a condition).
         """
         constant = self._graph.constant(name)
-        if constant is not None and not np.any(constant.array) and node.op in ("Add", "Sub", "Sum"):
+        if constant is not None and not np.any(constant.array) and node.op in _SUMS:
             return True
         form = _FIXED if constant is not None else self._forms[name]
         return form == _FIXED and not self._graph.type_of(name).dtype.is_floating
@@ -574,7 +575,7 @@ class _Forms:
             return replace(found, base=_Base.ROOT)
         assert found.divided_by is not None
         multiplies = node.op == "Mul" or (node.op == "Div" and forms[0][0] is found)
-        adds = node.op in ("Add", "Sub", "Sum")
+        adds = node.op in _SUMS
         if multiplies and others == [_FIXED]:
             return found
         if adds and all(

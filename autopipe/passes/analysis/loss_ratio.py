@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopipe.ir.graph import COUNTED_LABELS, Attribute, DType, Graph, Node
-from autopipe.ir.ops import is_label_loss
+from autopipe.ir.ops import is_label_loss, operator_of
 from autopipe.passes.frontend.elements import NUMBERS
 from autopipe.passes.frontend.rewriter import GraphEdit
 
@@ -124,7 +124,8 @@ class _Totals:
             return node.inputs[0]
         if node.op in ("Sqrt", "Pow"):
             return self.total(node.inputs[0])
-        adds = node.op in ("Add", "Sub", "Sum")
+        row = operator_of(node)
+        adds = row is not None and row.adds
         inputs = []
         for each in node.inputs:
             new: str | None = each

@@ -19,7 +19,7 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.layout import is_even_split
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
-from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from autopipe.ir.ops.matmul_conv import is_matrix_product, takes_bias
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.placement import Split
@@ -153,10 +153,6 @@ def narrows(precision: str) -> bool:
     return precision in ("bf16", "fp16")
 
 
-_COPIED_PLACES = {"MatMul": (0, 1), "Gemm": (0, 1), "Conv": (1,), LINEAR_CROSS_ENTROPY: (WEIGHT,)}
-"""By operator, the operands that may be 16-bit copies of parameters."""
-
-
 @memoize(MAX_CACHED_GRAPHS)
 def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     """Return the fp32 parameters of which ranks keep a 16-bit copy, which is updated once per step
@@ -176,10 +172,11 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     }
     read = set()
     for node in graph.nodes:
+        row = operator_of(node)
         for place, name in enumerate(node.inputs):
             # Code generation multiplies stacked matrices by einsum, for which it keeps no copies.
             stacked = name in found and node.op == "MatMul" and len(graph.type_of(name).shape) > 2
-            if stacked or place not in _COPIED_PLACES.get(qualified_name(node), ()):
+            if stacked or row is None or place not in row.copied_weights:
                 found.discard(name)
             read.add(name)
     return frozenset(found & read)

@@ -17,18 +17,6 @@ from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, elemen
 Type = Literal["float64", "float32", "float16", "bfloat16"]
 
 _COARSEST: tuple[Type, ...] = ("bfloat16", "float16", "float32")
-_INTERPOLATIONS = {
-    "Resize": "nearest",
-    "Upsample": "nearest",
-    "GridSample": "linear",
-    "RoiAlign": "avg",
-}
-"""Operators that interpolate at coordinates computed in fp32, and the default of their `mode`.
-
-The error of a coordinate up to n is as large as the error of n numbers near 1, and so is the error
-of the interpolation weights. Each dimension of size n counts as n² successive roundings, once for
-the coordinate and once for the scale.
-"""
 _AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -61,7 +49,7 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
         result = next((graph.type_of(name) for name in node.outputs if name), None)
         if result is None or not result.dtype.is_floating:
             continue
-        rounds = use.row.kind not in ("view", "memory") or node.op in _INTERPOLATIONS
+        rounds = use.row.kind not in ("view", "memory") or bool(use.row.interpolation)
         own_narrow = int(rounds and widths[result.name] == 2)
         loop = 0
         if node.body is not None:
@@ -103,9 +91,15 @@ def _floating(graph: Graph, node: Node) -> Iterator[Value]:
 def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
     """Return the successive roundings of an element of `tensor`, which is a result of the node or
     an operand whose gradient the node computes.
+
+    An interpolation computes its coordinates in fp32. The error of a coordinate up to n is as large
+    as the error of n numbers near 1, and so is the error of the interpolation weights. Each
+    dimension of size n counts as n² successive roundings, once for the coordinate and once for the
+    scale.
     """
     elements = max(tensor.elements, 1)
-    if node.op in _INTERPOLATIONS and node.text("mode", _INTERPOLATIONS[node.op]) != "nearest":
+    default = use.row.interpolation
+    if default and node.text("mode", default) != "nearest":
         return 1 + 2 * sum(extent**2 for extent in _inexact_extents(node, graph))
     if use.row.kind in PRODUCT_KINDS:
         if use.row.name == LINEAR_CROSS_ENTROPY and tensor.name in node.outputs:

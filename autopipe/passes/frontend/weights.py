@@ -27,6 +27,7 @@ from autopipe.ir.graph import (
     Value,
     VarintSlice,
 )
+from autopipe.ir.ops import operators_with
 from autopipe.ir.state_names import is_for_state_only
 from autopipe.ir.words import plural
 from autopipe.passes.frontend.elements import (
@@ -56,7 +57,8 @@ SPREAD = 0.02
 """Standard deviation of embeddings and of weights that no matmul reads (Radford et al. 2018, GPT,
 section 4.1).
 """
-PRODUCTS = frozenset({"MatMul", "Gemm", "Einsum"})
+MATMULS = operators_with(lambda row: row.kind == "matmul" and row.layer_weights)
+CONVOLUTIONS = operators_with(lambda row: row.kind == "convolution" and row.layer_weights)
 SCALES = frozenset(
     {
         (f"{kind}Normalization", 1)
@@ -110,9 +112,9 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
         return Initializer("uniform", 1.0 / math.sqrt(max(hidden, 1)))
     if len(shape) <= 1:
         return Initializer("ones") if slots & SCALES else Initializer("zeros")
-    if operators & {"Conv", "ConvTranspose"}:
+    if operators & CONVOLUTIONS:
         return Initializer("normal", math.sqrt(2.0 / max(math.prod(shape[1:]), 1)))
-    if operators & PRODUCTS and ("Gather", 0) not in slots:
+    if operators & MATMULS and ("Gather", 0) not in slots:
         return Initializer("normal", math.sqrt(2.0 / max(shape[-2] + shape[-1], 1)))
     return Initializer("normal", SPREAD)
 

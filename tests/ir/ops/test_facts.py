@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
+from onnx.defs import get_schema
 from onnx.reference import ReferenceEvaluator
 
 from autopipe.ir.graph import DType, Node, Value
@@ -305,6 +306,21 @@ def test_operators_with_zero_gradient_are_constant_between_steps(operator: str) 
     )
 
 
+@pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.interpolation)))
+def test_default_modes_are_those_of_onnx(operator: str) -> None:
+    opset = 9 if operator == "Upsample" else OPSET  # The last opset that is not deprecated.
+    default = get_schema(operator, opset).attributes["mode"].default_value
+    assert default.s.decode() == OPERATORS[operator].interpolation
+
+
+@pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.adds)))
+def test_sums_add_or_subtract_elements(operator: str) -> None:
+    (result,) = evaluated(operator, [TENSOR, OTHER])
+    sign = -1.0 if operator == "Sub" else 1.0
+    np.testing.assert_allclose(result, TENSOR + sign * OTHER, rtol=1e-12)
+    assert OPERATORS[operator].linear == "together"
+
+
 @pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.gates)))
 def test_weights_of_recurrent_layers_have_rows_per_gate(operator: str) -> None:
     rows = OPERATORS[operator].gates * HIDDEN
@@ -333,3 +349,4 @@ def test_facts_do_not_contradict_one_another(row: Operator) -> None:
     assert not (row.mask and row.differentiable)
     assert row.neutral is None or not math.isnan(row.neutral)
     assert set(row.sizes) <= set(row.static)
+    assert row.loss or set(row.copied_weights) <= set(row.layer_weights)
