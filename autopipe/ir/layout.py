@@ -3,8 +3,8 @@
 `Layout` contains the information that DTensor calls placements: which mesh axes shard which
 dimension, and over which mesh axes the devices have partial sums.
 
-The volume of a change of layout is t_x of PaSE (Wang et al., IPDPS 2021, section III): the elements
-that a device needs and does not have. At an outer level of the cluster, nodes take the role of
+The volume of a change of layout is t_x of PaSE (Elango, IPDPS 2021, section II): the elements that
+a device needs and does not have. At an outer level of the cluster, nodes take the role of
 devices: each node receives each missing element once. The cost model and code generation both use
 this module, so the predicted communication is the communication that runs.
 """

@@ -3,7 +3,7 @@ tasks of a rank, and the number of buffers that a channel needs.
 
 NCCL matches the messages of a pair of ranks by their order alone. A rank therefore posts its
 receives from another rank in the order in which that rank sends (Lin et al., "Tessel", HPCA 2024,
-section V), even if its own tasks use the messages in another order.
+section IV-D), even if its own tasks use the messages in another order.
 
 A message occupies a buffer from the post of its receive to the end of the last task that may use
 it. A channel has as many buffers as messages occupy at the same time.

@@ -1,7 +1,7 @@
 """Cost of each configuration of a single node: compute, statistics exchanged over joint axes, and
 its own parameters.
 
-This is t_l of PaSE (Wang et al., IPDPS 2021, section III). Nodes with equal costs form one class,
+This is t_l of PaSE (Elango, IPDPS 2021, section II). Nodes with equal costs form one class,
 and the costs of a class are computed once: models of equal layers have few classes.
 """
 

@@ -1,5 +1,5 @@
-"""Costs of all layout changes between two sets of layouts, as tables: t_x of PaSE (Wang et al.,
-IPDPS 2021, section III).
+"""Costs of all layout changes between two sets of layouts, as tables: t_x of PaSE (Elango, IPDPS
+2021, section II).
 
 The costs agree with the steps of `analysis/resharding`, but all pairs are computed at once.
 

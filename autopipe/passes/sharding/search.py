@@ -1,6 +1,6 @@
 """Search for the splits inside stages whose nodes, devices and micro-batch sizes are fixed.
 
-The search is the min-sum problem of PaSE (Wang et al., IPDPS 2021, equation 1): minimise the sum of
+The search is the min-sum problem of PaSE (Elango, IPDPS 2021, equation 1): minimise the sum of
 node costs t_l and of costs t_x of layout changes over all choices of one configuration per node.
 
     tables = make_tables(problem, nodes, devices)

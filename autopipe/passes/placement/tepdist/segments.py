@@ -1,8 +1,8 @@
 """The three levels of TePDist's search for splits ("SPMD Strategy"), on a model whose edges lead
 from operands to users.
 
-1. Cones: each operator with one user and at most one operand is merged into its neighbours, for
-   each of their strategies.
+1. Cones: each operator of at most mean cost with one user and at most one operand is merged into
+   its neighbours, for each combination of their strategies.
 2. Segments: critical nodes divide the graph into segments; an integer program solves a segment for
    given strategies of its ends.
 3. The whole graph: dynamic programming over the critical nodes.

@@ -86,7 +86,7 @@ def breadth_first(neighbours_of: Neighbours) -> tuple[int, ...]:
 
 
 def generate_seq(neighbours_of: Neighbours) -> tuple[int, ...]:
-    """Return the order of GenerateSeq (PaSE, section III-C): the next node is one with the smallest
+    """Return the order of GenerateSeq (PaSE, section III-B): the next node is one with the smallest
     dependent set; ties go to the lowest index.
     """
     return _greedy_order(
