@@ -307,7 +307,7 @@ def test_the_graph_is_not_read_from_the_onnx_file(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("the ONNX file was read")
 
-    monkeypatch.setattr("autopipe.passes.pipeline.read_model", fail)
+    monkeypatch.setattr("autopipe.passes.pipeline.reading.read_model", fail)
     for words in (("codegen", PLAN), ("show", PLAN, "--tasks"), ("explain", PLAN, "--stage", "1")):
         here.done(*words)
 

@@ -1,0 +1,86 @@
+"""The order of all passes, from a request that names strategy and scheduler to its plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
+from autopipe.passes.cost.loss_scores import may_be_short
+from autopipe.passes.pipeline.further_options import memory_options
+from autopipe.passes.pipeline.placing import Placed
+from autopipe.passes.pipeline.reading import read, with_whole_batch
+from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
+from autopipe.passes.pipeline.result import PlanResult, assemble_plan, scores_of, with_other_scores
+from autopipe.passes.pipeline.runner import Observer, Runner
+from autopipe.passes.pipeline.scheduling import Scheduled, place_and_schedule
+
+
+def make_plan(
+    request: Request, observer: Observer | None = None, advise: bool = False
+) -> PlanResult:
+    """Return the plan of a request that names strategy and scheduler: read the model, compute
+    costs, place, schedule and simulate a step.
+
+    If the request leaves open whether losses save their logits, a plan that saves them is made
+    first. A second plan that recomputes them is made if memory may be short or recomputation is
+    faster for the loss itself. The plan with the shorter step time per sample is returned. Raise
+    ConfigurationError, ModelError or InfeasibleError, with the name of the pass unless the error
+    has another location. With `advise`, the hint of an OutOfMemoryError names options with which
+    the plan fits, if they are found within about `_OPTIONS_S` seconds.
+    """
+    runner = Runner(observer)
+    request = with_whole_batch(request, runner)
+    try:
+        return _made(request, runner)
+    except OutOfMemoryError as error:
+        if advise:
+            error.hint = "; ".join((*memory_options(request, runner), error.hint))
+        raise
+
+
+def _made(request: Request, runner: Runner) -> PlanResult:
+    """Return the plan of a request whose batch is known, with the faster form of the losses."""
+    if request.scores is not None or read(request, runner).other is None:
+        return assemble_plan(request, *place_and_schedule(request, runner), runner)
+    keeping = replace(request, scores="keep")
+    recomputing = replace(request, scores="recompute")
+    kept: tuple[Placed, Scheduled] | None = None
+    refused: str | None = None
+    try:
+        kept = place_and_schedule(keeping, runner)
+    except InfeasibleError as error:
+        refused = error.line
+    if kept is not None and not _may_gain(kept[0]):
+        return assemble_plan(keeping, *kept, runner)
+    try:
+        recomputed = place_and_schedule(recomputing, runner)
+    except InfeasibleError as error:
+        if kept is None:
+            raise
+        return with_other_scores(assemble_plan(keeping, *kept, runner), refused=error.line)
+    if kept is None or _sample_seconds(recomputed) < _sample_seconds(kept):
+        result = assemble_plan(recomputing, *recomputed, runner)
+        return with_other_scores(result, kept and kept[1].timeline.end, refused)
+    return with_other_scores(assemble_plan(keeping, *kept, runner), recomputed[1].timeline.end)
+
+
+def _may_gain(kept: Placed) -> bool:
+    """True if a plan that recomputes logits could have a shorter step than a plan that saves
+    them.
+    """
+    found = scores_of(kept)
+    return found is None or found.recompute_s < found.keep_s or may_be_short(kept.problem)
+
+
+def _sample_seconds(planned: tuple[Placed, Scheduled]) -> float:
+    """Seconds of a step per sample: plans may differ in their batch if the request leaves it
+    open.
+    """
+    placed, scheduled = planned
+    return scheduled.timeline.end / placed.problem.batch_size
+
+
+def pass_names(request: Request) -> tuple[str, ...]:
+    """Return the names of the passes of `make_plan`, in the order in which they run."""
+    strategy, scheduler = strategy_and_scheduler(request)
+    return ("read", "cost", strategy.name, "predict", scheduler.name, "simulate")

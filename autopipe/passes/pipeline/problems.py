@@ -1,0 +1,316 @@
+"""Problems of a request: one for each division of the batch into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopipe.ir.errors import (
+    CANDIDATE_ERRORS,
+    AutopipeError,
+    ConfigurationError,
+    InfeasibleError,
+    ModelError,
+)
+from autopipe.ir.graph import DType, Graph
+from autopipe.ir.problem import (
+    AVERAGED_LOSS,
+    Constraint,
+    LossDivision,
+    Mode,
+    NodeCost,
+    Optimizer,
+    Problem,
+)
+from autopipe.ir.words import plural
+from autopipe.passes.analysis.batch_forms import LossKind, mixed_output
+from autopipe.passes.analysis.loss_division import (
+    divided_loss,
+    form_of,
+    in_totals,
+    note_on,
+    trained_loss,
+)
+from autopipe.passes.analysis.training import check_groups, check_padding
+from autopipe.passes.annotations import annotated_constraints
+from autopipe.passes.batching import Batching, Division, batchings
+from autopipe.passes.cost.measured import costed_work
+from autopipe.passes.frontend import Model
+from autopipe.passes.pipeline.reading import graph_on_several_samples, read, read_opened
+from autopipe.passes.pipeline.request import Request
+from autopipe.passes.pipeline.runner import Runner
+from autopipe.passes.registry import Strategy
+
+
+def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
+    """Return (model, problem) for a division of the batch into micro-batches. A runner reads the
+    model and computes the costs once per micro-batch size.
+    """
+    model = read(request, runner)
+    size = None
+    if model.batch not in (None, batching.micro_batch_size):
+        size = batching.micro_batch_size
+        first = model
+        model = read(request, runner, size, first.source)
+        _require_loss(first, model)
+    updates = request.optimizer, request.lr_scheduler, request.training
+    settled = (
+        *updates,
+        request.precision,
+        request.recompute,
+        request.memory_limit,
+        request.constraints,
+    )
+    key = (
+        batching,
+        *settled,
+        request.compiled,
+        request.time_limit,
+        request.solver,
+        request.seed,
+        model.scores,
+    )
+    if key not in runner.costed:
+        division, divided = _loss_division(request, model, batching, runner)
+        costed = _in_totals(request, model, division, batching, runner)
+        form = size, costed.scores, division.divided
+        if form not in runner.work:
+            runner.work[form] = runner.run("cost", lambda: work_of(request, costed))
+        runner.costed[key] = (
+            costed,
+            make_problem(request, costed, divided, runner.work[form], division),
+        )
+    model, problem = runner.costed[key]
+    if model.mode is not Mode.TRAIN:
+        note = _note_on_outputs(request, model, batching, runner)
+    else:
+        note = (
+            ""
+            if request.normalize != "auto"
+            else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
+        )
+    return replace(model, warnings=(*model.warnings, note)) if note else model, problem
+
+
+_COUNTING = frozenset({"Shape", "Size"})
+"""ONNX operators whose results may contain the number of samples."""
+
+
+def _note_on_outputs(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
+    """Return a warning if micro-batches may change an output of inference and the model has no
+    other warning about it, otherwise "".
+    """
+    if model.batch is None or (batching.micro_batches == 1 and not batching.sizes):
+        return ""
+    if runner.mixed_output is None:
+        several = (
+            model.graph if model.batch > 1 else graph_on_several_samples(request, runner, model)
+        )
+        counts = model.source is not None and any(
+            node.op_type in _COUNTING for node in model.source.nodes
+        )
+        more = graph_on_several_samples(request, runner, model, 2) if counts else None
+        runner.mixed_output = mixed_output(several, more)
+    mixing = runner.mixed_output
+    if not mixing.reason or any(repr(mixing.name) in text for text in model.warnings):
+        return ""
+    return f"{mixing.reason}: micro-batches may change outputs (--micro-batches 1 does not)"
+
+
+def _require_loss(first: Model, model: Model) -> None:
+    """Raise ModelError if the loss of `model` is not a scalar, although it is a scalar in `first`,
+    the same model on fewer samples.
+    """
+    if first.mode is not Mode.TRAIN or model.loss == first.loss:
+        return
+    shape = (
+        list(model.graph.type_of(first.loss).shape) if model.graph.has(first.loss) else "unknown"
+    )
+    samples = f"{model.batch} {plural(model.batch or 0, 'sample')}"
+    message = f"on {samples} the loss {first.loss!r} is no number: its shape is {shape}"
+    raise ModelError(
+        message, "reduce it to one number in the model, or use --mode infer", str(model.path)
+    )
+
+
+def work_of(request: Request, model: Model) -> tuple[NodeCost, ...]:
+    """Return the cost of each node of the model. Raises ConfigurationError if the loss to train
+    with is missing or one of several outputs, ModelError if nothing of the model would be trained.
+    """
+    train = model.mode is Mode.TRAIN
+    if request.mode is not Mode.INFER and model.loss_choices:
+        named = ", ".join(map(repr, model.loss_choices))
+        hint = f"name one by --set loss={model.loss_choices[0]}, or use --mode infer"
+        raise ConfigurationError(
+            (
+                f"{len(model.loss_choices)} {plural(len(model.loss_choices), 'output')} can be the "
+                f"loss: {named}"
+            ),
+            hint,
+        )
+    if train and not model.loss:
+        hint = "name one by --set loss=NAME, or use --mode infer"
+        raise ConfigurationError("the model has no output called 'loss' to train", hint)
+    if train and not any(each.trainable for each in model.graph.parameters):
+        hint = (
+            "autopipe inspect -v says why; name what is to be trained in model.trainable, or use "
+            "--mode infer"
+        )
+        raise ModelError("nothing in it would be trained", hint, str(model.path))
+    if train and request.data.last_batch == "pad":
+        check_padding(model.graph, model.loss)
+    if train:
+        check_groups(request.optimizer, model.graph)
+    return costed_work(
+        model.graph, request.precision, request.cluster, request.costs, request.compiled
+    )
+
+
+def _loss_division(
+    request: Request, model: Model, batching: Batching, runner: Runner
+) -> tuple[LossDivision, Batching]:
+    """Return (division, batching): how the losses of micro-batches are combined into the loss of
+    the step, and the batching without micro-batch sizes that would change the loss.
+
+    Raise InfeasibleError if the losses of micro-batches do not determine the loss of the step.
+    """
+    if model.mode is not Mode.TRAIN:
+        return AVERAGED_LOSS, batching
+    if model.loss not in runner.loss_forms:
+        first = read(request, runner)
+        runner.loss_forms[model.loss] = form_of(
+            first, lambda size: read_opened(request, runner, first, size)
+        )
+    form = runner.loss_forms[model.loss]
+    divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
+    if form is not None and form.kind is not divisible:
+        batching = replace(batching, sizes=())
+    return divided_loss(form, model, request.normalize, batching), batching
+
+
+def _in_totals(
+    request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner
+) -> Model:
+    """Return the model whose micro-batches return the dividend and the divisor of the loss if
+    `division` requires them, otherwise the model.
+    """
+    if not division.divided:
+        return model
+    key = model.batch, model.scores
+    if key not in runner.totals:
+        runner.totals[key] = in_totals(model, runner.loss_forms[model.loss], batching)
+    return runner.totals[key]
+
+
+def make_problem(
+    request: Request,
+    model: Model,
+    batching: Batching,
+    work: tuple[NodeCost, ...],
+    division: LossDivision,
+    annotated: tuple[Constraint, ...] | None = None,
+) -> Problem:
+    """Return the problem of a model on micro-batches. `annotated` are the constraints that follow
+    from the annotations of the model's file; None to derive them from the model.
+    """
+    if annotated is None:
+        annotated = annotated_constraints(model, request.cluster.size)
+    return Problem(
+        graph=model.graph,
+        work=work,
+        cluster=request.cluster,
+        batch_size=batching.batch_size,
+        micro_batches=batching.micro_batches,
+        mode=model.mode,
+        loss=trained_loss(model, division) or None,
+        optimizer=_optimizer(request, model.graph),
+        lr_scheduler=request.lr_scheduler,
+        training=request.training,
+        precision=request.precision,
+        compiled=request.compiled,
+        recompute=request.recompute or "none",
+        memory_limit=request.memory_limit,
+        constraints=(*request.constraints, *annotated),
+        time_limit=request.time_limit,
+        solver=request.solver,
+        seed=request.seed,
+        micro_batch_sizes=batching.sizes,
+        costs=request.costs,
+        loss_division=division,
+    )
+
+
+_EPS_OF_HALVES = 1e-4
+
+
+def _optimizer(request: Request, graph: Graph) -> Optimizer:
+    """Return the requested optimizer, with a larger `eps` for Adam with float16 weights if `eps` is
+    open.
+
+    Adam's averages of squared gradients have the type of the weights. In float16, averages below
+    6e-8 are 0, so `eps` alone must keep the denominator away from 0.
+    """
+    halves = any(each.trainable and each.value.dtype is DType.FLOAT16 for each in graph.parameters)
+    if not (request.eps_open and halves and request.optimizer.name in ("adamw", "adam", "muon")):
+        return request.optimizer
+    return replace(request.optimizer, eps=_EPS_OF_HALVES)
+
+
+def divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
+    """Yield divisions of the batch into micro-batches, the best first. `model` is the result of
+    `read`.
+
+    If the model has one sample, the batch may be open or fixed to one sample. Divisions of an open
+    batch come first.
+    """
+    given = request.batch_size, request.micro_batches, request.micro_batch_size
+    seen: set[Batching] = set()
+    for own in (None, 1) if model.batch == 1 else (model.batch or 1,):
+        try:
+            for batching in batchings(*given, own, request.cluster.size, division):
+                if batching not in seen:
+                    seen.add(batching)
+                    yield batching
+        except ConfigurationError:
+            if not seen:  # An open batch could not be divided either.
+                raise
+
+
+def problems_of(
+    request: Request, strategy: Strategy, runner: Runner
+) -> Iterator[tuple[Model, Problem]]:
+    """Yield (model, problem) for each division of the batch that the model and the strategy
+    support, the best division first. If none is supported, raise the reason against the best
+    division.
+    """
+    model = read(request, runner)
+    reasons: dict[str, AutopipeError] = {}  # The first error of the model, and of the strategy.
+    found = False
+    declined = None
+    try:
+        for batching in divisions(request, strategy.division(model.graph), model):
+            by = "strategy"
+            try:
+                if declined is not None:
+                    # Requirements on the number of micro-batches are checked before the model is
+                    # read on other samples.
+                    strategy.requires(replace(declined, micro_batches=batching.micro_batches))
+                by = "model"
+                declined = None
+                model, problem = cost(request, batching, runner)
+                by = "strategy"
+                declined = problem
+                strategy.requires(problem)
+                found = True
+                declined = None
+            except CANDIDATE_ERRORS as error:
+                reasons.setdefault(by, error)
+            else:
+                yield model, problem
+    except ConfigurationError as error:
+        # A batch without a division is a better reason than an error of the model, unless the loss
+        # is the reason (InfeasibleError).
+        if not isinstance(reasons.get("model"), InfeasibleError):
+            reasons["model"] = error
+    if not found:
+        raise reasons.get("strategy") or reasons["model"]

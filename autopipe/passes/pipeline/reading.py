@@ -1,0 +1,137 @@
+"""Reading of a request's model on the numbers of samples that planning needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopipe.ir.errors import CANDIDATE_ERRORS, ConfigurationError
+from autopipe.ir.graph import Graph
+from autopipe.ir.problem import Mode
+from autopipe.passes.analysis.joined_samples import joining_node
+from autopipe.passes.batching import batchings
+from autopipe.passes.frontend import Model, Source, read_model
+from autopipe.passes.frontend.input_shapes import has_fixed_batch
+from autopipe.passes.frontend.model import require_trainable
+from autopipe.passes.pipeline.request import Request
+from autopipe.passes.pipeline.runner import Runner
+
+
+def read_for(
+    request: Request,
+    micro_batch_size: int | None,
+    source: Source | None = None,
+    opened: bool = False,
+) -> Model:
+    """Return the model on `micro_batch_size` samples. If that is None, use the number of samples
+    that the file fixes, or one sample.
+
+    `source` is the parsed file if it is available. `opened` is the same as in `read_model`. Raise
+    ModelError as `read_model`, and if a tensor that an exporter computed from parameters would be
+    trained instead of them.
+    """
+    model = read_model(
+        source or request.model,
+        dims=dict(request.dims),
+        batch=micro_batch_size,
+        batch_axes=dict(request.batch_axes),
+        fixed_inputs=dict(request.fixed_inputs),
+        loss=request.loss,
+        normalize=request.normalize,
+        scores=request.scores,
+        mode=request.mode,
+        training=request.training_graph,
+        frozen=request.frozen,
+        trainable=request.trainable,
+        opened=opened,
+    )
+    require_trainable(model)
+    return model
+
+
+def read(
+    request: Request, runner: Runner, size: int | None = None, source: Source | None = None
+) -> Model:
+    """Return the model as `read_for`, with the requested form of the losses.
+
+    A runner reads the model once per number of samples, for both forms of the losses.
+    """
+    if size not in runner.models:
+        runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
+    model = runner.models[size]
+    return model.with_scores(request.scores or model.scores)
+
+
+_FOLLOWED = 3
+"""Minimum number of samples of the graph in which the batch axis is followed if the model was read
+on one sample.
+"""
+
+
+def with_whole_batch(request: Request, runner: Runner) -> Request:
+    """Return the request with one micro-batch per batch if inference computes an output from
+    several samples, otherwise the request.
+
+    The batch is the batch that the file fixes, otherwise the batch of the step. Raises
+    ConfigurationError if the request has smaller micro-batches.
+    """
+    model = read(request, runner)
+    if model.mode is Mode.TRAIN or model.batch is None or request.micro_batches == 1:
+        return request
+    node = joining_node(
+        model.graph if model.batch > 1 else graph_on_several_samples(request, runner, model)
+    )
+    if node is None:
+        return request
+    fixed = model.batch if model.batch > 1 else None
+    size = request.micro_batch_size
+    count = request.micro_batches
+    batch = (
+        request.batch_size
+        or fixed
+        or next(batchings(None, None, None, None, request.cluster.size)).batch_size
+    )
+    if size == (fixed or batch):
+        return request
+    if size is not None or (count is not None and (fixed is None or batch // count != fixed)):
+        raise ConfigurationError(
+            (
+                f"{node.op} {node.name!r} computes an output from several samples, which "
+                "micro-batches would change"
+            ),
+            hint="--micro-batches 1" if fixed is None else f"--micro-batch-size {fixed}",
+        )
+    return replace(request, batch_size=batch, micro_batch_size=fixed or batch)
+
+
+def graph_on_several_samples(
+    request: Request, runner: Runner, model: Model, times: int = 1
+) -> Graph:
+    """Return the graph of the model on several samples, or on `times` as many. If the model cannot
+    be read on several samples, return its graph on one sample, in which no batch axis can be
+    followed.
+    """
+    size = times * max(request.micro_batch_size or 1, _FOLLOWED)
+    try:
+        return _cached_model(request, runner, size, model.source).graph
+    except CANDIDATE_ERRORS:
+        return model.graph
+
+
+def read_opened(request: Request, runner: Runner, first: Model, size: int) -> Model:
+    """Return the model on `size` samples, even if its file fixes the batch to one sample. `first`
+    is the model on the samples that the file fixes, or on one.
+    """
+    offered = () if first.source is None else first.source.graph.input
+    if has_fixed_batch(offered, first.graph.batch_axes):
+        return read_for(request, size, first.source, opened=True)
+    model = _cached_model(request, runner, size, first.source)
+    return model.with_scores(request.scores or model.scores)
+
+
+def _cached_model(request: Request, runner: Runner, size: int, source: Source | None) -> Model:
+    """Return the model on `size` samples, which `runner` reads once. The time of reading belongs to
+    the pass that calls this function.
+    """
+    if size not in runner.models:
+        runner.models[size] = read_for(request, size, source)
+    return runner.models[size]

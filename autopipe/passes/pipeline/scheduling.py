@@ -1,0 +1,80 @@
+"""Schedules of a placement, with the simulated step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopipe.ir.errors import OutOfMemoryError
+from autopipe.ir.schedule import Schedule
+from autopipe.ir.timeline import Timeline
+from autopipe.passes.cost.memory_check import without_copies
+from autopipe.passes.pipeline.placing import Placed, predict_placement, run_strategy
+from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
+from autopipe.passes.pipeline.runner import Runner
+from autopipe.passes.registry import Scheduler
+from autopipe.passes.schedule.limits import check_memory
+from autopipe.passes.schedule.predict import predict
+from autopipe.passes.schedule.simulate import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A schedule of a placement and the simulated step, which fits the memory of all devices."""
+
+    schedule: Schedule
+    timeline: Timeline
+
+
+def place_and_schedule(request: Request, runner: Runner) -> tuple[Placed, Scheduled]:
+    """Return the placement and the schedule of a request that names strategy and scheduler."""
+    strategy, scheduler = strategy_and_scheduler(request)
+    placed = predict_placement(*run_strategy(request, strategy, runner), runner)
+    return schedule_placed(placed, scheduler, runner)
+
+
+def schedule_placed(
+    placed: Placed, scheduler: Scheduler, runner: Runner
+) -> tuple[Placed, Scheduled]:
+    """Return (placed, scheduled): the placement with its schedule and simulated step.
+
+    If memory does not suffice, stages that recompute keep no copies of parameters. Raises
+    InfeasibleError if the scheduler does not support the placement or memory still does not
+    suffice.
+    """
+    try:
+        return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
+    except OutOfMemoryError:
+        if not any(stage.holds_copies for stage in placed.placement.stages):
+            raise
+    placement = without_copies(placed.placement)
+    prediction = runner.run("predict", lambda: predict(placed.problem, placement))
+    placed = replace(placed, placement=placement, prediction=prediction)
+    return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
+
+
+def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
+    """Return the schedule of a scheduler. Raises InfeasibleError if the scheduler does not support
+    the placement.
+    """
+    return runner.run(
+        scheduler.name,
+        lambda: scheduler.run(placed.problem, placed.placement),
+        lambda: scheduler.requires(placed.problem, placed.placement),
+        lambda result: result.verify(placed.graph, placed.problem.train),
+    )
+
+
+def time_schedule(
+    placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
+) -> Scheduled:
+    """Return a schedule with its simulated step. If one of the `known` schedules has equal orders
+    of tasks, its step is used. Raises InfeasibleError if memory does not suffice.
+    """
+    same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
+    if same is not None:
+        return Scheduled(schedule, same.timeline)
+    timeline = runner.run(
+        "simulate", lambda: simulate(schedule, placed.graph.stage_devices, placed.prediction)
+    )
+    check_memory(placed.problem, placed.placement, timeline)
+    return Scheduled(schedule, timeline)
