@@ -88,10 +88,10 @@ def test_next_commands_of_a_plan_are_quoted_for_the_shell(gpt, capsys, tmp_path)
     ]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("terminal", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_the_answer_has_at_most_twenty_lines(gpt, capsys, monkeypatch, tmp_path, terminal):
-    """Though the plan has eight stages and others to be compared with. On a terminal prose wraps
-    between words.
+    """The plan has eight stages, and is compared with others. On a terminal prose wraps between
+    words, which adds lines.
     """
     if terminal:
         for name, value in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):

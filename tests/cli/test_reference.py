@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
-
-import pytest
 
 from autopipe.cli.main import COMMANDS
 from autopipe.configs.configuration import OPTION_FLAGS, flags
 from autopipe.configs.zoo import MODELS
-from scripts.reference_pages import GENERATED, commands_page, models_page, options_page, pages
+from scripts.reference_pages import GENERATED, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", sorted(pages()))
-def test_the_page_in_the_documentation_is_up_to_date(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == pages()[name], (
-        "run: python scripts/reference_pages.py docs"
-    )
+@functools.cache
+def generated() -> dict[str, str]:
+    """Return the text of each generated page by its path below docs/."""
+    return pages()
+
+
+def test_pages_in_the_documentation_are_up_to_date() -> None:
+    for name, text in generated().items():
+        assert (DOCS / name).read_text(encoding="utf-8") == text, (
+            f"{name}: run: python scripts/reference_pages.py docs"
+        )
 
 
 def test_no_page_is_left_over() -> None:
-    generated = {
+    found = {
         path.relative_to(DOCS).as_posix()
         for path in DOCS.rglob("*.md")
         if path.read_text(encoding="utf-8").startswith(GENERATED)
     }
-    assert generated == set(pages())
+    assert found == set(generated())
 
 
 def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
-    text = commands_page()
+    text = generated()["reference/commands.md"]
     headings = [line.split()[2] for line in text.splitlines() if line.startswith("## autopipe ")]
     assert set(headings) == set(COMMANDS)
     plan = text.split("## autopipe plan [MODEL]")[1].split("\n## ")[0]
@@ -48,11 +53,11 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
 
 
 def test_every_strategy_scheduler_and_model_is_explained() -> None:
-    options = options_page()
+    options = generated()["reference/strategies.md"]
     for name in ("data_parallel", "manual", "pipedream", "1f1b", "gpipe"):
         assert f"### {name}\n" in options
     assert "| `max_stages` |" in options
-    models = models_page()
+    models = generated()["reference/models.md"]
     assert all(f"## {name}\n" in models for name in MODELS)
     assert models.count("| `seed` |") == 1, "keys of all models stand once"
     assert "| `layers` |" in models.split("## gpt\n")[1].split("\n## ")[0]

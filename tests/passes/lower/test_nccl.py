@@ -31,10 +31,17 @@ QUEUES = (8, 32)
 """CUDA_DEVICE_MAX_CONNECTIONS as CUDA has it, and as launched ranks have it."""
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize(
-    "name", [name for name in scheduler_names() if name != "csv"]
-)  # csv follows a file
+RANKS = (2, 4, 8)
+SCHEDULES = [
+    # Tessel searches for 10 seconds on 8 ranks.
+    pytest.param(name, ranks, marks=[pytest.mark.sweep] if (name, ranks) == ("tessel", 8) else [])
+    for name in scheduler_names()
+    if name != "csv"  # csv follows a file
+    for ranks in RANKS
+]
+
+
+@pytest.mark.parametrize(("name", "ranks"), SCHEDULES)
 def test_every_schedule_ends(name: str, ranks: int) -> None:
     graph, loss = tied_chain(4 * ranks)
     for micro_batches in (ranks, 2 * ranks, 2 * ranks + 1):
