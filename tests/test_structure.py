@@ -32,8 +32,8 @@ def prose() -> dict[str, Total]:
 
 
 LIMITS = {
-    "operator names outside of operator tables": 802,
-    "modules that name operators outside of operator tables": 57,
+    "operator names outside of operator tables": 797,
+    "modules that name operators outside of operator tables": 56,
     "imports of the widest module": 26,
     "classes that construct nodes": 3,
     "lines over 100 columns": 36,

@@ -1,5 +1,8 @@
-"""Definitions of all operators: iteration space, floating-point operations, and tensors saved for
-backward. The modules of this package define one operator family each.
+"""Definitions of all operators: iteration space, floating-point operations, tensors saved for
+backward, and facts that passes use.
+
+Each module defines one operator family, except `operator`, which has the class of definitions, and
+`unsupported`, which has the reasons why operators without a definition are not supported.
 
 These modules may import the rest of `ir`.
 """

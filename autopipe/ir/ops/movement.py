@@ -409,6 +409,7 @@ INDEXING = (
         linear="together",
         finite_at=((1, 0),),
         layer_weights=(0,),
+        lookup=True,
         index_range=_row_range,
         moved=_gathered,
     ),

@@ -33,7 +33,9 @@ from autopipe.ir.space import Space
 
 
 def trains(signature: Signature) -> bool:
-    """True if a BatchNormalization normalizes by the statistics of the batch."""
+    """True if a node is a BatchNormalization that normalizes by the statistics of the batch."""
+    if signature.node.op != "BatchNormalization":
+        return False
     if signature.opset >= 14:  # Before opset 14, several results mean training.
         return bool(signature.node.integer("training_mode"))
     return any(value is not None for value in signature.results[1:])

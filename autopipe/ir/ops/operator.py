@@ -1,8 +1,8 @@
 """Operator definitions (class `Operator`) and the functions from which they are built.
 
 An operator definition consists of data and small pure functions: the iteration space, the
-floating-point operations, the tensors that are saved for backward, and the communication. The
-PyTorch code of an operator is in the backends.
+floating-point operations, the tensors that are saved for backward, the communication, and facts
+that passes use, such as linearity. The PyTorch code of an operator is in the backends.
 """
 
 from __future__ import annotations
@@ -388,6 +388,10 @@ class Operator:
     """True if the operator compares the elements of two operands. `mask` is true, too."""
     loss: bool = False
     """True for the loss of class labels: operand 1 has the labels, operand 2 a weight per class."""
+    lookup: bool = False
+    """True if the operator selects slices of operand 0 by the indices in operand 1, as an embedding
+    selects rows of its table.
+    """
     gates: int = 0
     """Number of gates of a recurrent layer: rows of a weight per hidden unit. 0 if the operator is
     not a recurrent layer.

@@ -88,5 +88,6 @@ ROWS = (
         "memory",
         per_result(2.0),
         differentiable=False,
+        lookup=True,
     ),
 )

@@ -411,7 +411,7 @@ class _Forms:
             if node.inputs[2] in self._trained or node.op == "LinearCrossEntropy":
                 return _mixed(node, "divides by the weights of the labels of a batch")
             return _Form(_Base.RATIO, divided_by=Divisor(node.name))
-        if node.op == "BatchNormalization" and trains(signature):
+        if trains(signature):
             return _nonlinear(node, operands)
         if has_samples and (
             not samples

@@ -7,7 +7,7 @@ from __future__ import annotations
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
-from autopipe.ir.ops import is_label_loss, operators_with
+from autopipe.ir.ops import is_label_loss, operator_of, operators_with
 from autopipe.ir.ops.normalization import reduction
 from autopipe.ir.ops.operator import signature_of
 from autopipe.ir.problem import PARAMETER_GROUPS_KEY, Optimizer
@@ -18,7 +18,11 @@ from autopipe.passes.frontend.read import mixing_nodes
 @memoize(MAX_CACHED_GRAPHS)
 def matrices(graph: Graph) -> frozenset[str]:
     """Return the trainable parameters with two dimensions, except embedding tables."""
-    tables = {node.inputs[0] for node in graph.nodes if node.op == "Gather"}
+    tables = {
+        node.inputs[0]
+        for node in graph.nodes
+        if (row := operator_of(node)) is not None and row.lookup
+    }
     trained = (each.value for each in graph.parameters if each.trainable)
     return frozenset(
         each.name for each in trained if len(each.shape) == 2 and each.name not in tables

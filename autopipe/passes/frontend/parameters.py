@@ -33,6 +33,7 @@ from autopipe.passes.frontend.uses import (
     ELEMENTWISE,
     GATES,
     LIFTED,
+    LOOKUP_SLOTS,
     VIEWS,
     Uses,
     scope_of,
@@ -235,7 +236,7 @@ class Roles:
             return Role(False, "no parameter, as the signature says", constant=True)
         if self.frozen is not None and name in self.signature.parameters:
             return SIGNED
-        if ("Gather", 0) in slots or name not in self.signature.parameters:
+        if not LOOKUP_SLOTS.isdisjoint(slots) or name not in self.signature.parameters:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
                 # An embedding that is not trained, which the signature does not record.

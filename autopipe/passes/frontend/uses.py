@@ -26,6 +26,8 @@ ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
 """Operators that apply a scale or bias in layers for which ONNX has no operator."""
 VIEWS = operators_with(lambda row: row.same_elements) | {"Cast", "Transpose"}
 """Operators that may stand between a weight and the operator that uses it."""
+LOOKUP_SLOTS = frozenset((name, 0) for name in operators_with(lambda row: row.lookup))
+"""(operator, operand) of embedding tables."""
 GATES = {name: row.gates for name, row in OPERATORS.items() if row.gates}
 """Number of gates of recurrent layers: weight rows per hidden unit."""
 LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")

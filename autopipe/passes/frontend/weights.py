@@ -46,7 +46,7 @@ from autopipe.passes.frontend.folding import Folded, Layout, unfolded
 from autopipe.passes.frontend.parameters import SIGNED, Chosen, Role, Roles, computed_role, quoted
 from autopipe.passes.frontend.protobuf_scan import BYTES, LARGE_FLOATS, LARGE_TABLE
 from autopipe.passes.frontend.tables import is_uniform
-from autopipe.passes.frontend.uses import GATES, Uses
+from autopipe.passes.frontend.uses import GATES, LOOKUP_SLOTS, Uses
 
 if TYPE_CHECKING:
     import onnx
@@ -114,7 +114,7 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
         return Initializer("ones") if slots & SCALES else Initializer("zeros")
     if operators & CONVOLUTIONS:
         return Initializer("normal", math.sqrt(2.0 / max(math.prod(shape[1:]), 1)))
-    if operators & MATMULS and ("Gather", 0) not in slots:
+    if operators & MATMULS and LOOKUP_SLOTS.isdisjoint(slots):
         return Initializer("normal", math.sqrt(2.0 / max(shape[-2] + shape[-1], 1)))
     return Initializer("normal", SPREAD)
 

@@ -253,7 +253,7 @@ def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningStat
             if not isinstance(each, Compute):
                 continue
             node = graph.nodes[each.node]
-            if node.op == "BatchNormalization" and trains(each.signature):
+            if trains(each.signature):
                 momentum = float(str(np.float32(node.number("momentum", 0.9))))
                 for name in node.inputs[3:5]:
                     if name in indices:

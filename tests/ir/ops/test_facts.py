@@ -306,6 +306,12 @@ def test_operators_with_zero_gradient_are_constant_between_steps(operator: str) 
     )
 
 
+@pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.lookup)))
+def test_lookups_select_rows(operator: str) -> None:
+    (result,) = evaluated(operator, [TENSOR, int64(1, 0, 1)])
+    np.testing.assert_array_equal(result, TENSOR[[1, 0, 1]])
+
+
 @pytest.mark.parametrize("operator", standard(operators_with(lambda row: row.interpolation)))
 def test_default_modes_are_those_of_onnx(operator: str) -> None:
     opset = 9 if operator == "Upsample" else OPSET  # The last opset that is not deprecated.
