@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from autopipe.api import codegen, planning
 from autopipe.api.plan_folder import check_plan_folder, open_plan
-from autopipe.api.program_folder import flag_words
-from autopipe.cli.options import run_command
 from autopipe.configs.configuration import effective
 from autopipe.configs.yaml_source import Dumper, read_file, read_text
 from autopipe.ir.placement import Placement
@@ -195,12 +193,15 @@ class Plan:
     def launch(self, **flags: object) -> list[dict[str, Any]]:
         """Run the ranks and return a report of each step: its loss, its time, its peak memory.
         `flags` are those of `autopipe launch`, such as `steps=100`, `data="tokens.npz"`,
-        `checkpoint="saved"`. Raises LaunchError.
+        `checkpoint="saved"`. With `dry_run=True`, run one step of one rank and return its report
+        only. Raises ConfigurationError or LaunchError.
         """
-        from autopipe.cli.launch import launch
+        from autopipe.api.launch_settings import launch_settings
+        from autopipe.api.launching import open_launch
 
-        found = run_command(launch, self._generated(), *flag_words(**flags))
-        return cast("list[dict[str, Any]]", found["steps"])
+        settings = launch_settings(flags)
+        launch = open_launch(self._generated(), settings)
+        return [launch.rehearse()] if settings.dry_run else launch.start().steps
 
     def _generated(self) -> Path:
         return self.program if (self.program / "manifest.json").is_file() else self.codegen()

@@ -6,13 +6,25 @@ launch` that sets it.
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from autopipe.ir.errors import ConfigurationError, similar_name_hint
+
 _RANK: Final = "rank"
 _FLAG: Final = "flag"
+
+
+class SettingError(ConfigurationError):
+    """An invalid value of a launch setting, or settings that contradict each other."""
+
+    def __init__(self, message: str, setting: str = "") -> None:
+        """`setting` is the name of the setting with the invalid value, "" for a contradiction."""
+        super().__init__(message, where=f"--{setting.replace('_', '-')}" if setting else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +180,66 @@ class LaunchSettings:
 def launch_flags() -> Mapping[str, tuple[dataclasses.Field[Any], Flag]]:
     """Return the field and the flag of each setting by its name, in the order of the help text."""
     return {each.name: (each, each.metadata[_FLAG]) for each in dataclasses.fields(LaunchSettings)}
+
+
+def interval(text: str) -> tuple[int, float]:
+    """Parse a text such as `50` (steps) or `30m` (minutes). Return (steps, minutes), of which one
+    is 0. Raises SettingError for any other text.
+    """
+    try:
+        found = (0, float(text[:-1])) if text.endswith("m") else (int(text), 0.0)
+    except ValueError:
+        found = (0, 0.0)
+    if not 0 < sum(found) < math.inf:
+        raise SettingError(
+            f"{text!r} is neither a number of steps nor minutes as 30m", "checkpoint_every"
+        )
+    return found
+
+
+def launch_settings(values: Mapping[str, object]) -> LaunchSettings:
+    """Return the settings with the given values by name. A setting that is absent or None has its
+    default, or the value of its environment variable.
+
+    Numbers and paths may be given as text. Raises SettingError for an invalid value, and ConfigurationError for an unknown name.
+    """
+    flags = launch_flags()
+    unknown = next((name for name in values if name not in flags), None)
+    if unknown is not None:
+        raise ConfigurationError(
+            f"there is no setting {unknown!r}", similar_name_hint(unknown, flags)
+        )
+    known: dict[str, Any] = {}
+    for name, (field, flag) in flags.items():
+        value = values.get(name)
+        if value is None and flag.environment is not None:
+            value = os.environ.get(flag.environment) or None
+        if value is not None:
+            known[name] = _converted(name, field, flag, value)
+    return LaunchSettings(**known)
+
+
+def _converted(name: str, field: dataclasses.Field[Any], flag: Flag, value: object) -> object:
+    """Return `value` in the type of the setting `name`. Raises SettingError if it is invalid."""
+    kind = str(field.type).removesuffix(" | None")
+    if name == "checkpoint_every":
+        return interval(str(value))
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise SettingError(f"{value!r} is neither True nor False", name)
+        return value
+    if kind == "Path":
+        return Path(str(value))
+    if kind == "str":
+        if flag.choices and value not in flag.choices:
+            raise SettingError(f"{value!r} is not one of {', '.join(flag.choices)}", name)
+        return str(value)
+    try:
+        number = int(str(value)) if kind == "int" else float(str(value))
+    except ValueError:
+        raise SettingError(f"{value!r} is not a number", name) from None
+    minimum = -math.inf if flag.minimum is None else flag.minimum
+    if number < minimum or (kind == "float" and number == minimum):
+        bound = "at least" if kind == "int" else "above"
+        raise SettingError(f"{value!r} is not {bound} {minimum:g}", name)
+    return number

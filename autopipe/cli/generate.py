@@ -301,9 +301,9 @@ def write_prefill(
 
 def run(manifest: Manifest, request: Any, device: str, output: Output) -> dict[str, Any]:
     """Run the request on all ranks on this machine. Return the report of rank 0."""
+    from autopipe.api.launching import placement_note, visible_gpus
     from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks
     from autopipe.backends.torch.runtime.modes.decoder import GENERATED_FILE
-    from autopipe.cli.launch import placement_note, visible_gpus
 
     config = LaunchConfig(
         gpus=visible_gpus(device), debug=bool(click.get_current_context().params["debug"])

@@ -3,82 +3,35 @@
 from __future__ import annotations
 
 import functools
-import json
-import math
-import os
 import shlex
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.table import Table
 
-from autopipe.api.launch_settings import LaunchSettings, launch_flags
-from autopipe.api.program_folder import flag_words, open_program
-from autopipe.backends.torch import fake_cuda
-from autopipe.backends.torch.checkpoint import (
-    check_free,
-    check_savable,
-    check_unused,
-    checkpoint_path,
-    committed_steps,
-    read_checkpoint,
-)
-from autopipe.backends.torch.codegen.rank import rank_module
-from autopipe.backends.torch.fork_server import ForkServer, fork_server
-from autopipe.backends.torch.launcher import (
-    LaunchConfig,
-    ReportFollower,
-    launch_program,
-    local_ranks,
-    read_evaluations,
-    read_reports,
-    read_times,
-    run_alone,
-)
-from autopipe.backends.torch.metrics import LogSettings, MetricsLog
-from autopipe.backends.torch.runtime.data.sample_order import START, Position
-from autopipe.backends.torch.runtime.data.sources import check_data
-from autopipe.backends.torch.runtime.job import Job, job_of
-from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
-from autopipe.backends.torch.runtime.watch.heartbeat import Timeouts
-from autopipe.cli.launch_display import ProfiledSteps, Run, StepDisplay, show_measured
+from autopipe.api.launch_settings import LaunchSettings, SettingError, interval, launch_flags
+from autopipe.api.launching import open_launch
+from autopipe.cli.launch_display import show_measured, show_profile, shown_steps
 from autopipe.cli.options import FORCE, MODEL, PATH, Command, stepwise_options
 from autopipe.cli.output import Output
-from autopipe.cli.plan_report import update_line
-from autopipe.ir.errors import ConfigurationError
-from autopipe.ir.output_files import follow_links, scratch_folder
-from autopipe.ir.output_kinds import NPY, NPZ, TRACE, OutputFile, write_texts
-from autopipe.ir.training import DataSettings
-from autopipe.ir.words import count_text, plural
+from autopipe.ir.words import plural
 
-_KEY_BYTES = 32
-_NO_END = 2**40
-"""Steps of a run that ends where its data does."""
 _SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 def _interval(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> tuple[int, float] | None:
-    """Parse a text such as `50` (steps) or `30m` (minutes). Return (steps, minutes), of which one
-    is 0. Return None if `text` is None.
-    """
-    if text is None:
-        return None
+    """Return (steps, minutes) for a text such as `50` or `30m`, None for None."""
     try:
-        found = (0, float(text[:-1])) if text.endswith("m") else (int(text), 0.0)
-    except ValueError:
-        found = (0, 0.0)
-    if not 0 < sum(found) < math.inf:
-        raise click.BadParameter(
-            f"{text!r} is neither a number of steps nor minutes as 30m", context, parameter
-        )
-    return found
+        return None if text is None else interval(text)
+    except SettingError as error:
+        raise click.BadParameter(error.message, context, parameter) from None
 
 
 def launch_option(name: str) -> Callable[[Command], Command]:
@@ -147,494 +100,42 @@ def launch(output: Output, /, program: Path, settings: LaunchSettings) -> None:
     Example:
       autopipe launch gpt.plan/program --steps 10 --checkpoint ckpt --checkpoint-every 5
     """
-    # Rendezvous on a free port logs warnings from C++ that say nothing to a user; torch reads this
-    # when it is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-    log = settings.log
-    if settings.profile is not None and log is None:
-        raise click.UsageError("--profile goes with --log DIR, where its files go")
-    logged = None if log is None else LogSettings(log, settings.log_every, settings.wandb)
-    profiled = None
-    if settings.profile is not None and log is not None:
-        profiled = ProfiledSteps.of(settings.profile, log / "profile")
-    manifest = open_program(program, settings.model, settings.device != "meta")
-    run = Launch(manifest, settings, logged, profiled)
-    _check_mode(run.manifest, settings.mode)
-    job = job_of(os.environ) if settings.nnodes is None else None
-    if job is None:
-        job = Job("", settings.nnodes or "1", None, "")
-    elif job.nodes != "1":
-        output.note(
-            f"{job.manager} runs {job.nodes} nodes, which meet at "
-            f"{settings.rdzv_endpoint or job.endpoint}"
-        )
-    config = LaunchConfig(
-        nodes=_nodes(job.nodes),
-        ranks_per_node=settings.nproc_per_node or job.ranks_per_node,
-        rendezvous_endpoint=settings.rdzv_endpoint or job.endpoint,
-        node=job.node if settings.node_rank is None else settings.node_rank,
-        local_address=settings.local_addr,
-        hosts=job.hosts,
-        rendezvous_id=settings.rdzv_id or job.name,
-        rendezvous_key=b"" if settings.rdzv_key is None else _key(Path(settings.rdzv_key)),
-        max_restarts=settings.max_restarts
-        if settings.max_restarts is not None
-        else 3
-        if settings.checkpoint is not None
-        else 0,
-        timeouts=Timeouts(
-            settings.start_timeout, settings.step_timeout, settings.checkpoint_timeout
-        ),
-        live=not output.as_json,
-        saves=settings.checkpoint is not None,
-        debug=bool(click.get_current_context().params["debug"]),
-    )
-    if settings.dry_run and (settings.blocking or settings.compile):
-        raise click.UsageError(
-            f"--dry-run times nothing: leave out --{'blocking' if settings.blocking else 'compile'}"
-        )
-    if settings.device == "meta" and not settings.dry_run:
-        raise click.UsageError("--device meta computes nothing: it goes with --dry-run")
-    if settings.dry_run:
-        report = run.rehearse(settings.rank or 0)
-        output.result(report, rehearsal_table(report))
-        return
-    if settings.rank is not None:
-        raise click.UsageError("--rank goes with --dry-run")
-    try:
-        steps, evaluations = run.start(config, output)
-    except KeyboardInterrupt:
-        if settings.checkpoint is not None:
-            words = [*sys.argv[1:], *([] if settings.resume else ["--resume"])]
-            output.note(f"to go on: {shlex.join(['autopipe', *words])}")
-        raise
+    debug = bool(click.get_current_context().params["debug"])
+    with _usage_errors():
+        opened = open_launch(program, settings, live=not output.as_json, debug=debug, events=output)
+        if settings.dry_run:
+            report = opened.rehearse()
+            output.result(report, rehearsal_table(report))
+            return
+        try:
+            launched = opened.start(partial(shown_steps, output, settings.log_every))
+        except KeyboardInterrupt:
+            if settings.checkpoint is not None:
+                words = [*sys.argv[1:], *([] if settings.resume else ["--resume"])]
+                output.note(f"to go on: {shlex.join(['autopipe', *words])}")
+            raise
+    if launched.profile is not None:
+        show_profile(launched.profile, output)
+    if launched.run is not None:
+        show_measured(launched.run, launched.steps, output)
     output.result(
         {
             "program": program,
-            "steps": steps,
-            **({"evaluations": evaluations} if evaluations else {}),
+            "steps": launched.steps,
+            **({"evaluations": launched.evaluations} if launched.evaluations else {}),
         }
     )
 
 
-def _check_mode(manifest: Manifest, mode: str | None) -> None:
-    """Raise ConfigurationError if the program does not have the mode, unless `mode` is None."""
-    if mode not in (None, "train" if manifest.train else "infer"):
-        other = "train" if mode == "infer" else "infer"
-        hint = f"autopipe plan MODEL --mode {mode}, then autopipe codegen"
-        raise ConfigurationError(f"the program is to {other}", hint, f"--mode {mode}")
-
-
-def _key(path: Path) -> bytes:
-    """Return the key in the file `path`. Raises ConfigurationError if other users may read it."""
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Context manager that raises errors in the settings as click's errors in the command line."""
     try:
-        others = path.stat().st_mode & 0o077
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigurationError(
-            f"the key cannot be read: {error.strerror}", where=str(path)
-        ) from error
-    if others:
-        raise ConfigurationError(
-            "others may read the key", hint=f"chmod 600 {path}", where=str(path)
-        )
-    if len(key) < _KEY_BYTES:
-        hint = f"openssl rand -hex {_KEY_BYTES} makes one"
-        raise ConfigurationError(
-            f"the key has {len(key)} {plural(len(key), 'byte')}, not {_KEY_BYTES} or more",
-            hint=hint,
-            where=str(path),
-        )
-    return key
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    """Return (minimum, maximum) for a text such as `2` or `1:4`."""
-    low, _, high = text.partition(":")
-    try:
-        found = int(low), int(high or low)
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r} is neither a number nor MIN:MAX", param_hint="--nnodes"
-        ) from None
-    if not 1 <= found[0] <= found[1]:
-        raise click.BadParameter(
-            f"{text!r} must be at least 1, and MIN at most MAX", param_hint="--nnodes"
-        )
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch of a program."""
-
-    manifest: Manifest
-    settings: LaunchSettings
-    log: LogSettings | None
-    """The log to write, None for none."""
-    profiled: ProfiledSteps | None
-    """The steps to profile, None for none."""
-
-    def start(
-        self, config: LaunchConfig, output: Output
-    ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-        """Run the ranks, show and log their steps, and return (reports of steps, reports of
-        validations). Raises as `launch_program`, and ConfigurationError for data that does not fit
-        the program.
-        """
-        self._check()
-        with fork_server() as server:
-            return self._start_ranks(config, output, server)
-
-    def _start_ranks(
-        self, config: LaunchConfig, output: Output, server: ForkServer
-    ) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-        """Continue `start` while the fork server imports torch."""
-        notes = list[str]()
-        steps, epochs = self._read_data(notes.append)
-        if 0 < steps <= (done := self._position().steps):
-            more = "--steps or --epochs goes further"
-            output.note(
-                f"training has ended: {self.settings.checkpoint} holds {done} "
-                f"{plural(done, 'step')} of "
-                f"{steps}; {more}"
-            )
-            return [], []
-        self._check_held_out(notes.append)
-        if self.profiled is not None:
-            self.profiled.check(steps)
-        ranks = local_ranks(self.manifest, config)[1]
-        for line in (
-            *notes,
-            placement_note(self.settings.device, ranks),
-        ):
-            # An error of the flags comes without them.
-            output.note(line)
-        if self.manifest.train:
-            optimizer = self.manifest.optimizer
-            output.note(
-                update_line(
-                    optimizer["name"],
-                    optimizer["lr"],
-                    self.manifest.lr_scheduler,
-                    self.manifest.training,
-                )
-            )
-        config = replace(config, gpus=visible_gpus(self.settings.device))
-        shown = Run(self.manifest, None if steps == _NO_END else steps, ranks, config.gpus)
-        with scratch_folder("launch") as name:
-            scratch = Path(name)
-            arguments = self._arguments(scratch, steps, epochs, config)
-            try:
-                with (
-                    output.progress_lines("steps", shown.steps) as lines,
-                    StepDisplay(shown, output, self.settings.log_every, lines) as display,
-                    self._open_log(output) as log,
-                ):
-                    lines.reach(self._position().steps)
-                    follower = ReportFollower(scratch / "report.jsonl", (display.take, log.add))
-                    launch_program(
-                        self.manifest, arguments, config, display.note, follower.poll, server
-                    )
-            finally:
-                if self.settings.outputs is not None:
-                    remove_partial(follow_links(self.settings.outputs))
-                self._write_trace(scratch / "spans")
-            if self.profiled is not None:
-                self.profiled.finish(scratch / "profile", self.manifest, output)
-            found, evaluations = (
-                read(scratch / "report.jsonl") for read in (read_reports, read_evaluations)
-            )
-        show_measured(shown, found, output)
-        return found, evaluations
-
-    def _write_trace(self, times: Path) -> None:
-        """Write a Chrome trace of the tasks of this node's ranks from their times in the folder
-        `times`, if the launch has a trace.
-        """
-        if self.settings.trace is None:
-            return
-        from autopipe.api.measured_steps import measured_steps
-        from autopipe.api.timeline_files import chrome_trace
-
-        write_texts(
-            {
-                next(self._output_files()): chrome_trace(
-                    None, measured_steps(read_times(times)).tasks
-                )
-            }
-        )
-
-    def _open_log(self, output: Output) -> MetricsLog:
-        if self.log is None:
-            return MetricsLog([], self.settings.log_every, output.warn)
-        of_run = {
-            name: getattr(self.manifest, name)
-            for name in ("plan", "precision", "optimizer", "batch_size", "world_size")
-        }
-        return self.log.open(of_run, output.warn)
-
-    def _read_data(self, note: Callable[[str], None]) -> tuple[int, int | None]:
-        """Check the data that the steps read, and return (steps, epochs). `epochs` is None unless
-        the run ends with its data, whose number of samples is unknown.
-        """
-        train = self.manifest.train
-        settings = self.manifest.data
-        data = settings.path if self.settings.data is None else self.settings.data
-        if data is None and (self.settings.epochs is not None or self.settings.shuffle):
-            flag = "--shuffle" if self.settings.epochs is None else "--epochs"
-            raise ConfigurationError(
-                f"{flag}: random data have neither order nor end", hint="name others with --data"
-            )
-        if data is None:
-            note("the data is random; --data names other data")
-        shuffle = settings.shuffle if self.settings.shuffle is None else self.settings.shuffle
-        epochs = self.settings.epochs or (
-            settings.epochs if self.settings.steps is None and train and data is not None else None
-        )
-        settings = replace(settings, epochs=epochs, shuffle=shuffle)
-        steps = self.settings.steps or (1 if train and epochs is None else None)
-        begin = self._position()
-        source, unchecked = check_data(
-            self.manifest, data, None if self.settings.resume else steps, settings, begin
-        )
-        if source is None:
-            if epochs and self.manifest.lr_scheduler.needs_steps:
-                message = (
-                    "the learning rate decays over steps whose number nothing says before the data "
-                    "ends"
-                )
-                raise ConfigurationError(
-                    message, hint="give --steps, or plan with lr_scheduler.total_steps"
-                )
-            return steps or (_NO_END if epochs else 1), epochs
-        steps = steps or source.end or 1
-        for line in filter(None, (*source.notes(steps), unchecked)):
-            note(line)
-        return steps, None
-
-    def _position(self) -> Position:
-        """Return the position in the data at which the run starts: after the newest checkpoint if
-        it resumes, otherwise the start.
-        """
-        if (
-            not self.settings.resume
-            or self.settings.checkpoint is None
-            or not (saved := committed_steps(self.settings.checkpoint))
-        ):
-            return START
-        newest = read_checkpoint(checkpoint_path(self.settings.checkpoint, saved[-1]))
-        return Position(newest.step, newest.samples)
-
-    def _check_held_out(self, note: Callable[[str], None]) -> None:
-        """Check all of the validation data."""
-        once = replace(self.manifest, train=False)
-        held_out = (
-            self.manifest.evaluation.data
-            if self.settings.eval_data is None
-            else self.settings.eval_data
-        )
-        settings = DataSettings(sequence_length=self.manifest.data.sequence_length)
-        if unchecked := check_data(once, held_out, None, settings)[1]:
-            note(unchecked)
-
-    def rehearse(self, rank: int) -> dict[str, object]:
-        """Run one step of one rank without the other ranks and return its report."""
-        world_size = self.manifest.world_size
-        if not 0 <= rank < world_size:
-            raise ConfigurationError(
-                f"there is no rank {rank}", hint=f"the program has ranks 0 to {world_size - 1}"
-            )
-        if not self._has(rank):
-            raise ConfigurationError(
-                f"rank {rank} was not generated", hint=f"autopipe codegen PLAN --ranks {rank}"
-            )
-        self._read_data(lambda line: None)
-        with scratch_folder("launch") as name:
-            report = Path(name) / "report.json"
-            own = {name: getattr(self.settings, name) for name in ("device", "data", "seed")}
-            arguments = flag_words(
-                dry_run=True, steps=1, report=report, model=_absolute(self.settings.model), **own
-            )
-            run_alone(self.manifest.folder, arguments, rank, world_size, self._fake_cuda())
-            found: dict[str, object] = json.loads(report.read_text(encoding="utf-8"))
-            return found
-
-    def _fake_cuda(self) -> Path | None:
-        """Return the library that emulates CUDA in a dry run, None if it is not required. Raises
-        ConfigurationError if the library cannot be built.
-        """
-        if self.settings.device != "cuda":
-            return None
-        import torch
-
-        from autopipe.passes.auto.plan_cache import cache_folder
-
-        return None if torch.cuda.is_available() else fake_cuda.build(cache_folder())
-
-    def _has(self, rank: int) -> bool:
-        """Return True if the folder contains the program of the rank. `codegen --ranks` omits
-        some.
-        """
-        return (self.manifest.folder / f"{rank_module(rank)}.py").is_file()
-
-    def _check(self) -> None:
-        train = self.manifest.train
-        checkpoint = self.settings.checkpoint
-        if self.settings.epochs is not None and (self.settings.steps is not None or not train):
-            why = "inference takes its data once" if not train else "--steps says when to end"
-            raise click.UsageError(f"--epochs: {why}")
-        missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
-        if missing:
-            of_all = (
-                f"{len(missing)} of {self.manifest.world_size} "
-                f"{plural(self.manifest.world_size, 'rank')}"
-            )
-            hint = "autopipe codegen PLAN, without --ranks, writes all"
-            raise ConfigurationError(
-                f"{of_all} were not generated, the first is {missing[0]}", hint
-            )
-        needing = ("resume", "checkpoint_every", "keep_latest_k", "keep_every")
-        given = [name for name in needing if getattr(self.settings, name) not in (None, False)]
-        if checkpoint is None and given:
-            flag = f"--{given[0].replace('_', '-')}"
-            raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
-        if checkpoint is not None and not train:
-            raise ConfigurationError(
-                "a program for inference has nothing to save", hint="leave out --checkpoint"
-            )
-        if checkpoint is not None:
-            check_savable(checkpoint)
-        if checkpoint is not None and not self.settings.resume:
-            check_free(checkpoint)
-            check_unused(checkpoint)
-        if (self.settings.eval_data or self.settings.eval_interval) and not train:
-            raise ConfigurationError(
-                "a program for inference has no loss", hint="leave out --eval-data"
-            )
-        if (
-            self.settings.eval_interval
-            and (self.settings.eval_data or self.manifest.evaluation.data) is None
-        ):
-            raise ConfigurationError(
-                "--eval-interval needs data to validate on", hint="give it with --eval-data FILE"
-            )
-        if self.log is not None:
-            self.log.check(self.settings.resume)
-        if self.settings.outputs is not None and train:
-            hint = "plan with --mode infer, or leave out --outputs"
-            raise ConfigurationError("a program for training collects no outputs", hint=hint)
-        if self.settings.outputs is not None and self.settings.outputs.suffix not in (
-            ".npz",
-            ".npy",
-        ):
-            raise ConfigurationError(
-                f"outputs do not go to {self.settings.outputs}",
-                hint="name a .npz file, or a .npy file",
-            )
-        if (
-            self.settings.outputs is not None
-            and self.settings.outputs.suffix == ".npy"
-            and len(self.manifest.outputs) > 1
-        ):
-            names = ", ".join(output.value.name for output in self.manifest.outputs)
-            raise ConfigurationError(
-                f"the program has several outputs: {names}", hint="name a .npz file"
-            )
-        for each in self._output_files():
-            each.check()
-
-    def _output_files(self) -> Iterator[OutputFile]:
-        """Yield the files that the launch writes at its end: the trace first, if there is one."""
-        sources = (
-            self.settings.data,
-            self.settings.eval_data,
-            self.manifest.data.path,
-            self.manifest.evaluation.data,
-        )
-        paths = tuple(Path(each) for each in sources if each is not None)
-        read = (self.manifest.folder, self.manifest.model, *paths)
-        if self.settings.trace is not None:
-            yield OutputFile(self.settings.trace, TRACE, read, self.settings.force)
-        if self.settings.outputs is not None:
-            yield OutputFile(
-                self.settings.outputs,
-                NPY if self.settings.outputs.suffix == ".npy" else NPZ,
-                read,
-                self.settings.force,
-            )
-
-    def _arguments(
-        self, scratch: Path, steps: int, epochs: int | None, config: LaunchConfig
-    ) -> list[str]:
-        timeouts = config.timeouts
-        steps_between, minutes_between = self.settings.checkpoint_every or (0, 0.0)
-        return flag_words(
-            **self.settings.for_ranks(),
-            no_shuffle=self.settings.shuffle is False,
-            no_cuda_graphs=self.settings.cuda_graphs is False,
-            model=_absolute(self.settings.model),
-            steps=steps,
-            epochs=epochs,
-            report=scratch / "report.jsonl",
-            checkpoint=self.settings.checkpoint and self.settings.checkpoint.absolute(),
-            checkpoint_every=steps_between or None,
-            checkpoint_minutes=minutes_between or None,
-            run=None
-            if self.settings.checkpoint is None or self.settings.resume
-            else _run_name(config),
-            resume=self.settings.checkpoint
-            is not None,  # A rank that is started again goes on from the newest checkpoint.
-            trace=self.settings.trace and scratch / "spans",
-            **({} if self.profiled is None else self.profiled.arguments(scratch / "profile")),
-            outputs=self.settings.outputs and self.settings.outputs.absolute(),
-            start_timeout=timeouts.start_s,
-            step_timeout=timeouts.step_s,
-            checkpoint_timeout=timeouts.checkpoint_s,
-        )
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()
-
-
-def _run_name(config: LaunchConfig) -> str:
-    """Return a name of the launch that is equal on all nodes: the rendezvous endpoint and the name
-    of the run if there are several nodes, otherwise a random name.
-    """
-    if config.nodes == (1, 1):
-        return uuid.uuid4().hex
-    return f"{config.rendezvous_endpoint} {config.rendezvous_id}"
-
-
-def visible_gpus(device: str) -> int:
-    """Return the number of this node's GPUs that ranks on `device` may use."""
-    if device == "cpu":
-        return 0
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def placement_note(device: str, ranks: int) -> str:
-    """Return one line about the devices on which the ranks of this node run. Raises
-    ConfigurationError if `device` is "cuda" and there is no CUDA device.
-    """
-    gpus = visible_gpus(device)
-    if not gpus and device == "cuda":
-        raise ConfigurationError(
-            "no CUDA device is at hand", hint="use --device cpu", where="--device cuda"
-        )
-    placed = count_text(ranks, "rank")
-    if not gpus:
-        why = "" if device == "cpu" else "no CUDA device: "
-        return f"{why}{placed} on the CPU, over gloo"
-    return (
-        f"{placed} on {count_text(ranks, 'GPU')}"
-        if ranks <= gpus
-        else f"{placed} share {count_text(gpus, 'GPU')}"
-    )
+        yield
+    except SettingError as error:
+        if error.where:
+            raise click.BadParameter(error.message, param_hint=error.where) from error
+        raise click.UsageError(error.message) from error
 
 
 def rehearsal_table(report: Mapping[str, Any]) -> Table:

@@ -7,49 +7,36 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import click
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.backends.torch.launcher import read_times
+from autopipe.api.launching import Record, Run
 from autopipe.backends.torch.metrics import mean_of_steps
-from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.cli.bars import LineBar
 from autopipe.cli.output import Output, Verbosity, plain_table
 from autopipe.ir.cluster import usable_cpu_cores
-from autopipe.ir.errors import AutopipeError, ConfigurationError
-from autopipe.ir.output_kinds import TRACE, OutputFile, write_texts
-from autopipe.ir.plan import plan_digest
 from autopipe.ir.words import bytes_text, plural, seconds_text
 
 if TYPE_CHECKING:
-    from autopipe.api.timeline_figure import Picture
+    from autopipe.api.launch_profile import StepProfile
 
 
-Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The properties of a launch that its display needs. `steps` is the step number at which the
-    launch ends, or None if it is unknown. `gpus` is the number of GPUs that its ranks use.
+@contextmanager
+def shown_steps(output: Output, every: int, run: Run) -> Iterator[StepDisplay]:
+    """Context manager that yields a display of the steps of `run`, which prints a line every
+    `every` steps if stdout is no terminal.
     """
-
-    manifest: Manifest
-    steps: int | None
-    ranks: int
-    """Number of ranks on this node."""
-    gpus: int
-
-    @property
-    def memory_name(self) -> str:
-        return "GPU" if self.gpus else "RSS"
+    with (
+        output.progress_lines("steps", run.steps) as lines,
+        StepDisplay(run, output, every, lines) as display,
+    ):
+        lines.reach(run.done)
+        yield display
 
 
 class StepDisplay:
@@ -160,7 +147,7 @@ def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str
         else f"lr {_exponent(record['learning_rate'])}",
         "time": f"{milliseconds} ms (pred. {predicted})",
         "rate": f"{_thousands(rate)} {unit}",
-        "memory": f"{run.memory_name} {memory}",
+        "memory": f"{'GPU' if run.gpus else 'RSS'} {memory}",
         "left": left,
     }
     for dropped in (
@@ -204,6 +191,21 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def show_profile(profile: StepProfile, output: Output) -> None:
+    """Print how the ranks spent their time in the profiled steps, and the name of the written
+    trace.
+    """
+    from autopipe.cli.drawing.bubbles import bubble_screen
+
+    if not output.as_json:
+        for part in bubble_screen(profile.measured, profile.predicted):
+            output.line(part)
+    path = profile.path
+    output.note(
+        f"{path.name}, and torch's profile of each rank, in {path.parent}: see ui.perfetto.dev"
+    )
 
 
 def show_measured(run: Run, steps: Sequence[Record], output: Output) -> None:
@@ -271,97 +273,3 @@ def core_line(run: Run) -> str:
         f"{run.ranks} {plural(run.ranks, 'rank')} share {shared}, "
         f"{run.ranks / cores:.3g} on each: a step takes that much longer"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ProfiledSteps:
-    """The steps `first` to `last` (inclusive) that are profiled, and the folder for one trace per
-    rank and for `timeline.json`.
-    """
-
-    first: int
-    last: int
-    folder: Path
-
-    @staticmethod
-    def of(text: str, folder: Path) -> ProfiledSteps:
-        """Parse `3` or `3-5`. Raise click's BadParameter for any other text."""
-        first, dash, last = text.partition("-")
-        try:
-            found = ProfiledSteps(int(first), int(last if dash else first), folder)
-        except ValueError:
-            found = ProfiledSteps(0, -1, folder)
-        if not 0 <= found.first <= found.last:
-            raise click.BadParameter(
-                f"{text!r} is neither a step nor steps such as 3-5", param_hint="--profile"
-            )
-        return found
-
-    def check(self, steps: int) -> None:
-        """Raise ConfigurationError if a run of `steps` steps ends before the first profiled
-        step.
-        """
-        if self.first >= steps:
-            hint = f"the steps are 0 to {steps - 1}; --steps sets their number"
-            raise ConfigurationError(
-                f"there is no step {self.first} to profile", hint, where="--profile"
-            )
-
-    def arguments(self, times: Path) -> dict[str, object]:
-        """Return the flags for the ranks. The ranks write the times of their tasks to the folder
-        `times`.
-        """
-        return {
-            "profile": self.folder.absolute(),
-            "profile_times": times,
-            "profile_from": self.first,
-            "profile_to": self.last,
-        }
-
-    def finish(self, times: Path, manifest: Manifest, output: Output) -> None:
-        """Write `timeline.json` from the task times in the folder `times`, and print how the ranks
-        spent their time. Do nothing if there are no task times.
-        """
-        from autopipe.api.measured_steps import measured_steps
-        from autopipe.api.timeline_files import chrome_trace
-        from autopipe.cli.drawing.bubbles import bubble_screen
-
-        by_rank = read_times(times)
-        measured = measured_steps(by_rank)
-        if not measured.tasks:
-            return
-        picture = _predicted(manifest, output)
-        # Several nodes may share the folder, and each has the times of its own ranks only.
-        own = (
-            "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
-        )
-        path = self.folder / f"timeline{own}.json"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_texts(
-            {OutputFile(path, TRACE): chrome_trace(picture, measured.tasks, measured.bubbles)}
-        )
-        if not output.as_json:
-            for part in bubble_screen(measured, picture):
-                output.line(part)
-        output.note(
-            f"{path.name}, and torch's profile of each rank, in {self.folder}: see ui.perfetto.dev"
-        )
-
-
-def _predicted(manifest: Manifest, output: Output) -> Picture | None:
-    """Return the predicted timeline of the plan that the program was generated from, or None if the
-    folder above the program does not contain that plan.
-    """
-    from autopipe.api.plan_folder import open_prediction
-    from autopipe.api.timeline_figure import plan_picture
-
-    try:
-        plan, timeline = open_prediction(manifest.folder.parent)
-    except AutopipeError:
-        plan = None
-    if plan is None or plan_digest(plan) != manifest.plan:
-        output.note(
-            f"no predicted timeline: the plan of the program is not in {manifest.folder.parent}"
-        )
-        return None
-    return plan_picture(plan, timeline)

@@ -11,8 +11,7 @@ texts and tables for the terminal. It raises subclasses of `AutopipeError`, whic
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -23,7 +22,7 @@ from autopipe.cli.output import Output, Verbosity
 from autopipe.ir.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    pass
 
 PATH: Final = click.Path(path_type=Path)
 FORCE: Final = click.option(
@@ -37,31 +36,6 @@ MODEL: Final = click.option(
 P = ParamSpec("P")
 R = TypeVar("R")
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, slots=True)
-class ResultKeeper(Output):
-    """An output that stores the result of a command instead of printing it."""
-
-    as_json: bool = True
-    verbosity: Verbosity = Verbosity.QUIET
-    data: dict[str, object] = field(default_factory=dict)
-
-    def result(self, data: Mapping[str, object], *shown: RenderableType) -> None:
-        self.data.update(data)
-
-    def record(self, data: Mapping[str, object]) -> None:
-        """Do nothing, because the result contains all records."""
-
-
-def run_command(command: click.Command, *words: object) -> Mapping[str, object]:
-    """Run a command with the command line `words` and return the data of its result. Raises the
-    errors that the command line would print.
-    """
-    keeper = ResultKeeper()
-    with command.make_context(command.name, [str(word) for word in words], obj=keeper) as context:
-        command.invoke(context)
-    return keeper.data
 
 
 def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
@@ -91,12 +65,7 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
         verbosity = (
             Verbosity.QUIET if quiet else Verbosity.DETAILED if verbose else Verbosity.NORMAL
         )
-        keeper = click.get_current_context().obj
-        output = (
-            keeper
-            if isinstance(keeper, ResultKeeper)
-            else Output(as_json=as_json, verbosity=verbosity)
-        )
+        output = Output(as_json=as_json, verbosity=verbosity)
         return command(output, *args, **kwargs)
 
     for option in (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.api.summary_text import degrees_text
+from autopipe.api.summary_text import degrees_text, update_text
 from autopipe.cli.output import (
     Output,
     Verbosity,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from autopipe.passes.pipeline import PlanResult, Request
 
 
-from autopipe.ir.training import LRScheduler, Training
 from autopipe.ir.words import plural
 
 _LEAST = 5e-4
@@ -297,7 +296,7 @@ def plan_screen(
         optimizer = problem.optimizer
         before.append(
             "update: "
-            f"{update_line(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}"
+            f"{update_text(optimizer.name, optimizer.lr, problem.lr_scheduler, problem.training)}"
         )
     word = shlex.quote(str(folder))
     degrees = degrees_text(summary)
@@ -581,31 +580,3 @@ def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def update_line(name: str, lr: float, scheduler: LRScheduler, training: Training) -> str:
-    """Describe the optimizer and its settings, for example `adamw, lr 0.001 with 100 warm-up steps,
-    then cosine decay; max_norm 1`.
-    """
-    text = f"{name}, lr {lr:g}"
-    rate = []
-    if scheduler.warmup_steps:
-        rate.append(f"{scheduler.warmup_steps} {plural(scheduler.warmup_steps, 'warm-up step')}")
-    if scheduler.decay_type != "constant":
-        last = (
-            ""
-            if scheduler.decay_ratio is None
-            else f" in the last {scheduler.decay_ratio:.0%} of the steps"
-        )
-        floor = f" to {scheduler.min_lr_factor * lr:g}" if scheduler.min_lr_factor else ""
-        rate.append(f"{scheduler.decay_type} decay{last}{floor}")
-    text += f" with {', then '.join(rate)}" if rate else ""
-    batches = training.gradient_accumulation_steps
-    more = {
-        "max_norm": training.max_norm,
-        "ema_decay": training.ema_decay,
-        "gradient_accumulation_steps": None if batches == 1 else batches,
-    }
-    return "; ".join(
-        [text, *(f"{key} {value:g}" for key, value in more.items() if value is not None)]
-    )

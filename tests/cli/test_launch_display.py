@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from autopipe.api.launching import Run
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.cli.bars import LineBar
-from autopipe.cli.launch_display import (
-    Run,
-    StepDisplay,
-    clock_text,
-    core_line,
-    live_line,
-    show_measured,
-)
+from autopipe.cli.launch_display import StepDisplay, clock_text, core_line, live_line, show_measured
 from autopipe.cli.output import Output, Verbosity
 from tests.distributed.support.launching import write_chain
 

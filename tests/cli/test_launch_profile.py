@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from autopipe.api.launch_profile import ProfiledSteps
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.launch_display import ProfiledSteps
+from autopipe.cli.launch_display import show_profile
 from autopipe.cli.output import Output
 from autopipe.ir.plan import plan_digest, read_plan, write_plan
 from autopipe.ir.program import COMMUNICATION_KINDS
@@ -48,7 +49,10 @@ def test_the_worst_bubbles_are_named_with_what_was_predicted_of_them(
         stdout=Console(file=io.StringIO(), width=80, markup=False),
         stderr=Console(file=io.StringIO(), markup=False),
     )
-    ProfiledSteps(3, 3, tmp_path / "log" / "profile").finish(tmp_path / "times", manifest, output)
+    profiled = ProfiledSteps(3, 3, tmp_path / "log" / "profile")
+    profile = profiled.finish(tmp_path / "times", manifest, output)
+    assert profile is not None
+    show_profile(profile, output)
     assert isinstance(output.stdout.file, io.StringIO) and isinstance(
         output.stderr.file, io.StringIO
     )
