@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from autopipe.cli.generate import read_prompts, write_tokens
+from autopipe.api.generation import read_prompts, write_tokens
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_kinds import NPY, OutputFile
 from tests.cli.command_line import CommandLine
