@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -202,7 +201,7 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
 _LEAST_S = 5e-10
 """Seconds below which a difference is a rounding error."""
 
-PARTS = tuple(field.name.removesuffix("_s") for field in dataclasses.fields(Breakdown))
+PARTS = tuple(Breakdown(0.0).parts)
 """Names of the parts of a step's time, the ideal time first. Their sum is the step time."""
 
 
@@ -217,10 +216,7 @@ def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
         return seconds_text(seconds) if abs(seconds) >= _LEAST_S else "0"
 
     for name in PARTS:
-        values = [
-            None if each.breakdown is None else getattr(each.breakdown, f"{name}_s")
-            for each in plans
-        ]
+        values = [None if each.breakdown is None else each.breakdown.parts[name] for each in plans]
         if any(abs(value or 0.0) >= _LEAST_S for value in values):
             yield ComparisonRow(name, tuple(map(text, values)))
 
@@ -471,10 +467,13 @@ def _bars(plans: Sequence[ComparisonPlan]) -> str:
     }
     lines = []
     drawn = set()
-    for each in (plan for plan in plans if plan.plan.breakdown is not None):
+    for each in plans:
+        breakdown = each.plan.breakdown
+        if breakdown is None:
+            continue
         pieces = []
         for name, colour in colours.items():
-            seconds = getattr(each.plan.breakdown, f"{name}_s")
+            seconds = breakdown.parts[name]
             if seconds > 0 and longest:
                 drawn.add(name)
                 title = escape(f"{name}: {seconds_text(seconds)}")

@@ -164,17 +164,21 @@ class Breakdown:
         return math.fsum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     @property
-    def losses(self) -> tuple[tuple[str, float], ...]:
-        """Return (name, seconds) of each part except the ideal, the longest first. A name is that
-        of the field in words, such as `exposed P2P`.
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part by its name, the ideal first. The name is that of the
+        field in words, such as `exposed P2P`.
         """
-        found = (
-            (
-                field.name.removesuffix("_s").replace("_", " ").replace("p2p", "P2P"),
-                getattr(self, field.name),
+        return {
+            field.name.removesuffix("_s").replace("_", " ").replace("p2p", "P2P"): getattr(
+                self, field.name
             )
-            for field in dataclasses.fields(self)[1:]
-        )
+            for field in dataclasses.fields(self)
+        }
+
+    @property
+    def losses(self) -> tuple[tuple[str, float], ...]:
+        """Return (name, seconds) of each part except the ideal, the longest first."""
+        _, *found = self.parts.items()
         return tuple(sorted(found, key=lambda each: -each[1]))
 
 

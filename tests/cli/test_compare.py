@@ -65,6 +65,7 @@ def test_plans_stand_side_by_side(
     assert found["schedule"] == ["tessel", "tessel", "gpipe"]
     assert found["devices"] == ["1", "2", "2"]
     assert len(found["tokens/s per device"]) == len(found["ideal"]) == 3
+    assert len(found["exposed P2P"]) == 3
     for text in ("timelines on one scale", "memory on one scale", "▄", "B7"):
         assert text in out
 
