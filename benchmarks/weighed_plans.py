@@ -19,14 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.api.events import Progress
+from autopipe.api.profile_programs import exchanges_of, parsed_sizes
+from autopipe.api.profile_session import Profiling, processor
+from autopipe.api.profiling import ProfileSettings
 from autopipe.api.request import request_of
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.output import Output, Verbosity
-from autopipe.cli.profile_programs import exchanges_of, parsed_sizes
-from autopipe.cli.profile_session import Profiling, processor
 from autopipe.configs import zoo
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import AutopipeError, ConfigurationError
@@ -94,17 +95,11 @@ def operation_costs(subject: Subject, ranks: int) -> Costs:
     """What the operators of a model take on a core while all other cores are busy, and up to so
     many ranks in turns.
     """
-    profiling = Profiling(
-        request=request_of(load_configuration(words={"--cluster": "cpu-local"}), subject.path),
-        sizes=_SIZES,
-        degrees=(),
-        device="cpu",
-        name=_DEVICE,
-        threads=1,
-        ranks=None,
-        source="torch",
-        seconds=_OPERATIONS_S,
+    settings = ProfileSettings(
+        sizes=_SIZES, degrees=(), device="cpu", name=_DEVICE, seconds=_OPERATIONS_S
     )
+    configuration = load_configuration(words={"--cluster": "cpu-local"})
+    profiling = Profiling(request_of(configuration, subject.path), settings)
     with Output(verbosity=Verbosity.QUIET).progress("operators") as bar:
         costs, _ = profiling.run(bar)
     return Costs((costs,))

@@ -13,10 +13,13 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
+from autopipe.api.profile_settings import ProfileSettings
+from autopipe.api.profiling import Profiled, merge_cost_files
+from autopipe.api.profiling import profile as measure_costs
 from autopipe.cli.options import FORCE, PATH, configuration_options, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.configs.configuration import Configuration
-from autopipe.ir.measured_costs import Costs, OperationCost
+from autopipe.ir.measured_costs import OperationCost
 from autopipe.ir.words import bytes_text, plural, seconds_text
 
 
@@ -97,57 +100,43 @@ def profile(
       autopipe plan gpt.onnx --gpus 2 --cluster cpu-local --costs gpt.onnx.costs
       autopipe profile --merge gpt.onnx.costs dlrm.onnx.costs -o cpu.costs
     """
-    from autopipe.cli.profile_programs import parsed_sizes
-    from autopipe.ir.measured_costs import costs_text, merge_costs, read_costs
-    from autopipe.ir.output_kinds import COSTS, OutputFile, write_texts
-
-    refused: tuple[str, ...] = ()
     if merge:
         if target is None:
             raise click.UsageError("--merge needs -o FILE")
-        written_to = OutputFile(target, COSTS, files, force)
-        written_to.check()
-        costs = merge_costs(map(read_costs, files))
+        found = merge_cost_files(files, target, force=force)
     else:
-        from autopipe.api.request import request_of
-        from autopipe.cli.profile_session import Profiling
+        from autopipe.api.profile_programs import parsed_sizes
 
         if len(files) > 1:
             raise click.UsageError("give one MODEL, or --merge and the cost files")
-        target = target or Path(f"{files[0]}.costs")
-        written_to = OutputFile(target, COSTS, files, force)
-        written_to.check()
-        profiling = Profiling(
-            request=request_of(configuration, files[0]),
+        settings = ProfileSettings(
             sizes=None
             if micro_batch_sizes is None
             else parsed_sizes(micro_batch_sizes, "--micro-batch-sizes"),
             degrees=parsed_sizes(degrees, "--degrees"),
             **flags,
         )
-        profiling.check_ranks()
-        with output.progress("measuring", total=profiling.seconds) as bar:
-            measured, refused = profiling.run(bar)
-        costs = Costs((measured,))
-    write_texts({written_to: costs_text(costs)})
+        found = measure_costs(files[0], configuration, settings, target, force=force, events=output)
     devices = [
         {
             "device": each.device,
             "operations": len(each.operations),
             "exchanges": len(each.exchanges),
         }
-        for each in costs.devices
+        for each in found.costs.devices
     ]
-    data = {"costs": target, "devices": devices, "refused": refused}
-    output.report(data, *costs_screen(costs, refused, target))
+    data = {"costs": found.path, "devices": devices, "refused": found.refused}
+    output.report(data, *costs_screen(found))
 
 
 _ROWS = 12
 
 
-def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator[RenderableType]:
-    """Measured costs of each device, refused operators, the file and the next command."""
-    for device in costs.devices:
+def costs_screen(found: Profiled) -> Iterator[RenderableType]:
+    """Yield the measured costs of each device, the operators that could not be measured, the file
+    and the next command.
+    """
+    for device in found.costs.devices:
         yield device.device
         yield from (f"  {line}" for line in device.measured)
         yield f"  {len(device.operations)} {plural(len(device.operations), 'operation')} measured"
@@ -169,13 +158,13 @@ def costs_screen(costs: Costs, refused: Sequence[str], target: Path) -> Iterator
             )
             what = f"{each.kind.replace('_', '-')} of {each.ranks} {plural(each.ranks, 'rank')}"
             yield f"  {what}: {seconds_text(each.fit.fixed_s)}{rate}"
-    if refused:
+    if found.refused:
         yield (
-            f"{len(refused)} {plural(len(refused), 'operator')} could not be "
-            f"measured; plans judge them by the roofline: {refused[0]}"
+            f"{len(found.refused)} {plural(len(found.refused), 'operator')} could not be "
+            f"measured; plans judge them by the roofline: {found.refused[0]}"
         )
-    yield f"costs in {target}"
-    yield f"next: autopipe plan MODEL --costs {shlex.quote(str(target))}"
+    yield f"costs in {found.path}"
+    yield f"next: autopipe plan MODEL --costs {shlex.quote(str(found.path))}"
 
 
 def _slowest(operations: Sequence[OperationCost]) -> Table:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.profiler.communication import measure_period
-from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli import profile_programs as exchanges
-from autopipe.cli import profile_programs as pipeline
-from autopipe.cli import profile_programs as timed
-from autopipe.cli.profile_programs import (
+from autopipe.api.profile_programs import (
     Pipeline,
     exchanges_of,
     in_pipeline,
     samples_of,
     write_pipeline,
 )
+from autopipe.backends.torch.profiler.communication import measure_period
+from autopipe.backends.torch.runtime.manifest import read_manifest
+from autopipe.cli import profile_programs as exchanges
+from autopipe.cli import profile_programs as pipeline
+from autopipe.cli import profile_programs as timed
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Device
 from autopipe.ir.measured_costs import (

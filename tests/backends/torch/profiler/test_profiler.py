@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from autopipe.api.profile_programs import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.backends import onnxruntime as onnxruntime_profiler
 from autopipe.backends.torch.profiler.communication import (
     fit_line,
@@ -25,7 +26,6 @@ from autopipe.backends.torch.profiler.operators import (
 )
 from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli.profile_programs import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
 from autopipe.ir.measured_costs import MEASURED_COMMUNICATION, AffineTime, OperationSample, Timing

@@ -12,17 +12,7 @@ from pathlib import Path
 import torch
 
 from autopipe.api.events import Progress
-from autopipe.backends import onnxruntime as onnxruntime_profiler
-from autopipe.backends.torch.profiler.host import measure_host_launch
-from autopipe.backends.torch.profiler.operators import (
-    TaskStartOverhead,
-    measure_operations,
-    measure_starts,
-    measure_tasks,
-)
-from autopipe.backends.torch.profiler.timed_program import Stopwatch
-from autopipe.backends.torch.runtime.host import processor_count
-from autopipe.cli.profile_programs import (
+from autopipe.api.profile_programs import (
     LONGER,
     ModelCorrection,
     exchanges_of,
@@ -34,6 +24,17 @@ from autopipe.cli.profile_programs import (
     write_pipeline,
     write_rows,
 )
+from autopipe.api.profiling import ProfileSettings
+from autopipe.backends import onnxruntime as onnxruntime_profiler
+from autopipe.backends.torch.profiler.host import measure_host_launch
+from autopipe.backends.torch.profiler.operators import (
+    TaskStartOverhead,
+    measure_operations,
+    measure_starts,
+    measure_tasks,
+)
+from autopipe.backends.torch.profiler.timed_program import Stopwatch
+from autopipe.backends.torch.runtime.host import processor_count
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost
 from autopipe.ir.output_files import scratch_folder
@@ -52,26 +53,18 @@ _EXCHANGES = 0.3
 @dataclass(frozen=True, slots=True)
 class Profiling:
     request: Request
-    sizes: tuple[int, ...] | None
-    """Micro-batch sizes, or None to let the profiler choose."""
-    degrees: tuple[int, ...]
-    """Numbers of shards into which operators are split."""
-    device: str
-    """`auto`, `cuda` or `cpu`."""
-    name: str | None
-    threads: int
-    ranks: int | None
-    """Number of ranks that communicate, or None if communication is not measured."""
-    source: str
-    """`torch` or `onnxruntime`."""
-    seconds: float
+    settings: ProfileSettings
 
     def check_ranks(self) -> None:
         """Raise ConfigurationError if the ranks on the CPU would share cores."""
-        most = max(2, processor_count() // self.threads)
-        if self.ranks is not None and self.device != "cuda" and self.ranks > most:
+        most = max(2, processor_count() // self.settings.threads)
+        if (
+            self.settings.ranks is not None
+            and self.settings.device != "cuda"
+            and self.settings.ranks > most
+        ):
             message = (
-                f"{self.ranks} {plural(self.ranks, 'rank')} on {processor_count()} "
+                f"{self.settings.ranks} {plural(self.settings.ranks, 'rank')} on {processor_count()} "
                 f"{plural(processor_count(), 'processor')} would share them, and time one another"
             )
             raise ConfigurationError(message, f"--ranks {most}", "--ranks")
@@ -82,9 +75,9 @@ class Profiling:
         cannot be read.
         """
         device = self._device()
-        torch.set_num_threads(self.threads)
-        models = models_of(self.request, self.sizes)
-        train = models[0][1].mode is Mode.TRAIN and self.source == "torch"
+        torch.set_num_threads(self.settings.threads)
+        models = models_of(self.request, self.settings.sizes)
+        train = models[0][1].mode is Mode.TRAIN and self.settings.source == "torch"
         started = time.perf_counter()
         with scratch_folder("profile") as name:
             scratch = Path(name)
@@ -94,19 +87,19 @@ class Profiling:
             if train:
                 bar.reach(time.perf_counter() - started, note="tasks")
                 starts = measure_starts(
-                    Stopwatch(device), *write_rows(scratch), LONGER, _STARTS * self.seconds
+                    Stopwatch(device), *write_rows(scratch), LONGER, _STARTS * self.settings.seconds
                 )
                 waiting = write_overhead_stage(scratch / "tasks")
                 tasks = measure_tasks(
-                    Stopwatch(device), scratch / "tasks", waiting, _TASKS * self.seconds
+                    Stopwatch(device), scratch / "tasks", waiting, _TASKS * self.settings.seconds
                 )
             # Corrections of the operator times from runs of the full model, by micro-batch size,
             # for the sizes that can be measured.
             wholes: dict[int, ModelCorrection] = {}
-            if self.source == "torch":
+            if self.settings.source == "torch":
                 bar.reach(time.perf_counter() - started, note="the whole model")
                 known = [cost for _, cost in measured]
-                each_s = _WHOLE * self.seconds / len(models)
+                each_s = _WHOLE * self.settings.seconds / len(models)
                 precision = self.request.precision
                 for size, model in models:
                     folder = scratch / f"whole-{size}"
@@ -132,7 +125,7 @@ class Profiling:
             for size, whole in wholes.items()
         )
         costs = DeviceCosts(
-            device=self.name or product,
+            device=self.settings.name or product,
             measured=(self._how(device, [size for size, _ in models], train), *corrections),
             operations=tuple(
                 wholes.get(size, ModelCorrection()).of(cost) for size, cost in measured
@@ -142,19 +135,23 @@ class Profiling:
             # The CPU starts operators itself, and their measured times include that.
             host_launch_s=measure_host_launch(device, self.request.precision) if is_cuda else 0.0,
         )
-        if self.ranks is not None:
+        if self.settings.ranks is not None:
             bar.reach(
                 time.perf_counter() - started,
-                note=f"exchanges of {self.ranks} {plural(self.ranks, 'rank')}",
+                note=f"exchanges of {self.settings.ranks} {plural(self.settings.ranks, 'rank')}",
             )
-            costs = replace(costs, exchanges=self._exchanges(self.ranks, models, device, costs))
+            costs = replace(
+                costs, exchanges=self._exchanges(self.settings.ranks, models, device, costs)
+            )
         return costs, tuple(dict.fromkeys(refused))
 
     def _device(self) -> torch.device:
-        wanted = self.device
+        wanted = self.settings.device
         if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() and self.source == "torch" else "cpu"
-        if wanted == "cuda" and self.source != "torch":
+            wanted = (
+                "cuda" if torch.cuda.is_available() and self.settings.source == "torch" else "cpu"
+            )
+        if wanted == "cuda" and self.settings.source != "torch":
             raise ConfigurationError(
                 "ONNX Runtime is measured on the CPU alone", hint="--device cpu", where="--device"
             )
@@ -175,22 +172,22 @@ class Profiling:
         """Measure all groups one after the other, for equal times. Return the costs with their
         micro-batch sizes, and the reasons for failures.
         """
-        groups = tuple(groups_of(models, self.request.precision, self.degrees))
+        groups = tuple(groups_of(models, self.request.precision, self.settings.degrees))
         rest = (
             1.0
             - _WHOLE
             - (_TASKS + _STARTS if train else 0.0)
-            - (_EXCHANGES if self.ranks is not None else 0.0)
+            - (_EXCHANGES if self.settings.ranks is not None else 0.0)
         )
-        each_s = rest * self.seconds / max(1, len(groups))
+        each_s = rest * self.settings.seconds / max(1, len(groups))
         found: list[tuple[int, OperationCost]] = []
         refused: list[str] = []
         started = time.perf_counter()
         for group in groups:
             bar.reach(time.perf_counter() - started, note=group.note)
-            if self.source == "onnxruntime":
+            if self.settings.source == "onnxruntime":
                 costs, reasons = onnxruntime_profiler.measure_operations(
-                    group.lap, folder, self.threads, each_s
+                    group.lap, folder, self.settings.threads, each_s
                 )
             else:
                 costs, reasons = measure_operations(
@@ -211,8 +208,8 @@ class Profiling:
         rank is measured with the model's pipeline on the middle one of the micro-batch sizes,
         because messages interrupt tasks there.
         """
-        exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.seconds)
-        if self.source != "torch":
+        exchanges = exchanges_of(ranks, device.type, _EXCHANGES * self.settings.seconds)
+        if self.settings.source != "torch":
             return exchanges
         _, model = models[len(models) // 2]
         with scratch_folder("profile") as scratch:
@@ -226,18 +223,24 @@ class Profiling:
         return exchanges
 
     def _threads_text(self) -> str:
-        return f"{self.threads} {plural(self.threads, 'thread')}"
+        return f"{self.settings.threads} {plural(self.settings.threads, 'thread')}"
 
     def _how(self, device: torch.device, sizes: Sequence[int], train: bool) -> str:
         """Return a line for the costs file that describes the measurement."""
-        version = torch.__version__ if self.source == "torch" else onnxruntime_profiler.version()
+        version = (
+            torch.__version__ if self.settings.source == "torch" else onnxruntime_profiler.version()
+        )
         parts = [
-            f"{self.source} {version}",
+            f"{self.settings.source} {version}",
             device.type if device.type == "cuda" else f"cpu, {self._threads_text()}",
             self.request.precision,
             "train" if train else "infer",
             f"{self.request.model.name} on micro-batches of {', '.join(map(str, sizes))}",
-            *([f"{self.ranks} {plural(self.ranks, 'rank')}"] if self.ranks is not None else []),
+            *(
+                [f"{self.settings.ranks} {plural(self.settings.ranks, 'rank')}"]
+                if self.settings.ranks is not None
+                else []
+            ),
             datetime.datetime.now(datetime.UTC).date().isoformat(),
         ]
         return ", ".join(parts)
