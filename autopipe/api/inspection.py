@@ -1,0 +1,153 @@
+"""Command `inspect`: read a model, and determine its work, its branches and the form of its loss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from autopipe.api.events import Events, Silent
+from autopipe.api.request import wanted_loss, wanted_scores
+from autopipe.configs.configuration import Configuration
+from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, Value, VarintSlice
+from autopipe.ir.problem import Mode, NodeCost
+from autopipe.passes.analysis.batch_forms import LossForm
+from autopipe.passes.analysis.loss_division import form_of
+from autopipe.passes.cost.roofline import annotate
+from autopipe.passes.frontend import Model, read_model
+from autopipe.passes.frontend.branches import Branch, branches_of
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """A model and the facts that follow from its graph."""
+
+    model: Model
+    work: tuple[NodeCost, ...]
+    """The work of each node, () if an operator is not supported."""
+    branches: tuple[Branch, ...]
+    form: LossForm | None
+    """How the loss of a batch follows from the losses of its parts. None if the model is not for
+    training, has no loss or no batch dimension, or if an operator is not supported.
+    """
+
+
+def inspect(model: Path, configuration: Configuration, events: Events | None = None) -> Inspection:
+    """Read the ONNX file `model`, report its warnings, and return the facts about it.
+
+    Raises ModelError if the file cannot be read, and ConfigurationError for settings that do not
+    fit the model.
+    """
+    asked = configuration.model
+    reader = partial(
+        read_model,
+        dims=dict(asked.dims),
+        batch_axes=dict(asked.batch_axes),
+        fixed_inputs=dict(asked.inputs),
+        loss=wanted_loss(configuration),
+        scores=wanted_scores(configuration),
+        mode=None if configuration.mode is None else Mode(configuration.mode),
+        training=asked.training,
+        frozen=asked.frozen,
+        trainable=asked.trainable,
+    )
+    read = reader(model, with_unsupported=True)
+    events = events or Silent()
+    for warning in read.warnings:
+        events.warn(warning)
+    file = read.source or model
+    if read.unsupported:
+        return Inspection(read, (), (), None)
+    work = annotate(read.graph)
+    form = form_of(read, lambda size: reader(file, batch=size, opened=True))
+    branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
+    return Inspection(read, work, branches, form)
+
+
+def inspection_form(found: Inspection) -> dict[str, object]:
+    """Return an inspection as the data of `inspect --json`."""
+    model = found.model
+    work = found.work
+    graph = model.graph
+    trained, kept = (
+        [each.value for each in graph.parameters if each.trainable is flag]
+        for flag in (True, False)
+    )
+    flops = {
+        f"{way}_flops": sum(getattr(each, f"{way}_flops") for each in work)
+        for way in ("forward", "backward")
+    }
+    figures = {**flops, "activation_bytes": sum(each.kept_bytes for each in work)}
+    return {
+        "model": model.path,
+        "digest": model.digest,
+        "graph_digest": graph.digest(),
+        "opset": graph.opset,
+        "mode": model.mode,
+        "loss": model.loss or None,
+        **({"loss_choices": list(model.loss_choices)} if model.loss_choices else {}),
+        "loss_form": found.form,
+        "batch": model.batch,
+        "inputs": [_typed(value) for value in graph.inputs],
+        "outputs": [_typed(graph.type_of(name)) for name in graph.outputs],
+        "batch_axes": dict(graph.batch_axes),
+        "parameters": sum(value.elements for value in trained),
+        "parameter_tensors": len(trained),
+        "parameter_bytes": sum(value.bytes for value in trained),
+        "initial_values": initial_values(graph),
+        "buffer_tensors": len(kept),
+        "buffer_bytes": sum(value.bytes for value in kept),
+        "tensors": [
+            {
+                **{name: getattr(each.value, name) for name in ("name", "shape", "elements")},
+                **{name: getattr(each, name) for name in ("trained", "why", "doubtful")},
+            }
+            for each in model.tensors
+        ],
+        "unrecorded": list(model.unrecorded),
+        "nodes_before": model.nodes_before,
+        "nodes": len(graph.nodes),
+        "operators": operator_counts(graph),
+        "fused": model.fused,
+        **(figures if work else dict.fromkeys(figures)),
+        "branches": found.branches,
+        "unsupported": [
+            {
+                "operator": each.operator,
+                "count": each.count,
+                "node": each.node,
+                "reason": each.reason,
+            }
+            for each in model.unsupported
+        ],
+        "warnings": list(model.warnings),
+    }
+
+
+def _typed(value: Value) -> dict[str, object]:
+    return {"name": value.name, "type": value.dtype, "shape": value.shape}
+
+
+def operator_counts(graph: Graph) -> dict[str, int]:
+    """Return the number of nodes per operator, the most frequent operator first."""
+    names = (f"{node.domain}.{node.op}" if node.domain else node.op for node in graph.nodes)
+    return dict(Counter(names).most_common())
+
+
+def initial_values(graph: Graph) -> dict[str, int]:
+    """Return the number of parameters per kind of initial value, the most frequent first. The kind
+    is `stored` for values from the model's files, otherwise the distribution.
+    """
+
+    def text(storage: Storage) -> str:
+        match storage:
+            case FileSlice() | VarintSlice():
+                return "stored"
+            case Fill():
+                return f"all {storage.value:g}"
+            case Initializer("normal" | "uniform" as scheme, scale):
+                return f"{scheme} {'±' if scheme == 'uniform' else ''}{scale:.3g}"
+        return storage.scheme
+
+    return dict(Counter(text(each.storage) for each in graph.parameters).most_common())
