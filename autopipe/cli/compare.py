@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,32 +11,19 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopipe.api.plan_folder import graph_of_plan, open_prediction
-from autopipe.api.summary_text import degrees_text, number_text
-from autopipe.api.timeline_figure import MOST_DEVICES, Picture, one_of_each, plan_picture
+from autopipe.api.comparison import Change, ComparisonPlan, PlanDiff, speedup
+from autopipe.api.comparison import compare as compare_plans
+from autopipe.api.summary_text import number_text
+from autopipe.api.timeline_figure import MOST_DEVICES
 from autopipe.cli.drawing.report import Report, legend_markup, report_page
 from autopipe.cli.drawing.svg import escape, markup_table
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.cli.options import FORCE, PATH, standard_options
-from autopipe.cli.output import Output, devices_text, plain_table
+from autopipe.cli.output import Output, plain_table
 from autopipe.cli.plan_report import gap_text
-from autopipe.ir.codec import encode
-from autopipe.ir.errors import AutopipeError
-from autopipe.ir.graph import Graph
 from autopipe.ir.output_kinds import REPORT, OutputFile, plan_inputs, write_texts
-from autopipe.ir.placement import Placement, Stage
-from autopipe.ir.plan import Breakdown, Plan, Summary, plan_digest
-from autopipe.ir.timeline import Timeline
+from autopipe.ir.plan import Breakdown, Plan, Summary
 from autopipe.ir.words import bytes_text, plural, seconds_text
-from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.placement.explicit import (
-    NodeEntry,
-    NodeNames,
-    degrees_of,
-    entries_of,
-    layer_globs,
-    role_globs,
-)
 
 
 @click.command()
@@ -67,48 +53,15 @@ def compare(output: Output, plans: tuple[Path, ...], html: Path | None, force: b
             html, REPORT, tuple(path for plan in plans for path in plan_inputs(plan)), force
         )
         page.check()
-    found = [ComparisonPlan(folder, *open_prediction(folder)) for folder in plans]
-    for what, name in (("models", "model"), ("batches", "batch_size"), ("modes", "mode")):
-        values = {str(getattr(each.plan, name)) for each in found}
-        if len(values) > 1:
-            output.warn(f"the plans are for different {what}: {', '.join(sorted(values))}")
-    diffs = plan_diffs(found)
+    found = compare_plans(plans, output)
     if page is not None:
-        write_texts({page: report_page(compare_report(found, diffs))})
-    data = [
-        {
-            "plan": each.folder,
-            "model": each.plan.model,
-            "mode": each.plan.mode,
-            "batch_size": each.plan.batch_size,
-            "summary": encode(each.plan.summary),
-            "degrees": degrees_text(each.plan.summary),
-            "breakdown": each.plan.breakdown,
-            "speedup": speedup(found[0].plan.summary, each.plan.summary),
-            "differences": diff.form(),
-        }
-        for each, diff in zip(found, diffs, strict=True)
-    ]
+        write_texts({page: report_page(compare_report(found.plans, found.diffs))})
     screen = (
-        compare_screen(found, diffs, output.width, output.coloured)
+        compare_screen(found.plans, found.diffs, output.width, output.coloured)
         if html is None
         else (f"page in {html}",)
     )
-    output.result({"plans": data, "html": html}, *screen)
-
-
-@dataclass(frozen=True, slots=True)
-class ComparisonPlan:
-    folder: Path
-    plan: Plan
-    timeline: Timeline
-
-    def __str__(self) -> str:
-        return str(self.folder)
-
-    @property
-    def named_picture(self) -> tuple[str, Picture]:
-        return str(self.folder), one_of_each(plan_picture(self.plan, self.timeline))
+    output.result({"plans": found.data, "html": html}, *screen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +73,6 @@ class ComparisonRow:
     name: str
     texts: tuple[str, ...]
     best: frozenset[int] = frozenset()
-
-
-def speedup(first: Summary, other: Summary) -> float | None:
-    return other.samples_per_s / first.samples_per_s if first.samples_per_s else None
 
 
 def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
@@ -228,23 +177,13 @@ first.
 _MOST_ENTRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Nodes for which one plan decided `before` and the other plan `after`."""
-
-    before: str
-    after: str
-    nodes: tuple[int, ...]
-    entries: tuple[NodeEntry, ...]
-    """Short names for the nodes; a pair is a range."""
-
-    def __str__(self) -> str:
-        named = [
-            f"{each[0]} to {each[1]}" if isinstance(each, tuple) else str(each)
-            for each in self.entries
-        ]
-        told = ", ".join(named[:_MOST_ENTRIES]) + (", ..." if len(named) > _MOST_ENTRIES else "")
-        return f"{self.before} → {self.after}: {_nodes_text([self])} ({told})"
+def _change_text(change: Change) -> str:
+    named = [
+        f"{each[0]} to {each[1]}" if isinstance(each, tuple) else str(each)
+        for each in change.entries
+    ]
+    told = ", ".join(named[:_MOST_ENTRIES]) + (", ..." if len(named) > _MOST_ENTRIES else "")
+    return f"{change.before} → {change.after}: {_nodes_text([change])} ({told})"
 
 
 def _nodes_text(changes: Sequence[Change]) -> str:
@@ -252,136 +191,23 @@ def _nodes_text(changes: Sequence[Change]) -> str:
     return f"{count} node" if count == 1 else f"{count} {plural(count, 'node')}"
 
 
-@dataclass(frozen=True, slots=True)
-class PlanDiff:
-    """Differences between the decisions of a plan and those of the first plan."""
-
-    same: bool
-    """True if the decisions and their predictions are equal."""
-    known: bool
-    """True if the nodes can be compared: both models are available and have the same nodes."""
-    orders: bool
-    """True if the order of the tasks differs."""
-    changes: tuple[tuple[str, tuple[Change, ...]], ...] = ()
-    """For each kind of decision that differs (`devices`, `splits`, `recompute`), its changes; those
-    of the most nodes come first.
+def diff_lines(diff: PlanDiff) -> Iterator[str]:
+    """Yield lines for the terminal: the largest changes of each kind, and the number of further
+    changes.
     """
-
-    @property
-    def lines(self) -> Iterator[str]:
-        """Lines for the terminal: the largest changes of each kind, and the number of further
-        changes.
-        """
-        if self.same:
-            yield "the same decisions"
-        elif not self.known:
-            yield "nodes cannot be compared: a model is not at its place, has changed, or is another"
-        elif not self.changes:
-            yield "the same placement" + (", tasks in another order" if self.orders else "")
-        for what, changes in self.changes:
-            yield f"{what} of {_nodes_text(changes)}"
-            yield from (f"  {change}" for change in changes[:_MOST_LINES])
-            rest = changes[_MOST_LINES:]
-            if rest:
-                ways = f"{len(rest)} other ways" if len(rest) > 1 else "another way"
-                yield f"  {_nodes_text(rest)} in {ways}"
-
-    def form(self) -> dict[str, object]:
-        found: dict[str, object] = {"same": self.same, "known": self.known}
-        for what, changes in self.changes:
-            found[what] = [
-                {
-                    "before": each.before,
-                    "after": each.after,
-                    "nodes": len(each.nodes),
-                    "named": each.entries,
-                }
-                for each in changes
-            ]
-        return found
-
-
-def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
-    """Return the differences of each plan from the first plan."""
-    graphs: dict[tuple[str, str], Graph | None] = {}
-    diffs: list[PlanDiff] = []
-    first = plans[0].plan
-    for each in plans:
-        plan = each.plan
-        key = plan.model, plan.graph_digest
-        if key not in graphs:
-            graphs[key] = None  # The model may be missing or changed.
-            with suppress(AutopipeError, OSError):
-                if len(plans) > 1:
-                    graph = graph_of_plan(each.folder, plan)
-                    graphs[key] = graph if graph.digest() == plan.graph_digest else None
-        before = graphs[first.model, first.graph_digest]
-        after = graphs[key]
-        orders = plan.schedule.tasks != first.schedule.tasks
-        if plan_digest(plan) == plan_digest(first):
-            diffs.append(PlanDiff(True, True, False))
-        elif before is None or after is None or NodeNames(before).names != NodeNames(after).names:
-            diffs.append(PlanDiff(False, False, orders))
-        else:
-            diffs.append(
-                PlanDiff(
-                    False, True, orders, tuple(_changes(before, first.placement, plan.placement))
-                )
-            )
-    return diffs
-
-
-def _changes(
-    graph: Graph, before: Placement, after: Placement
-) -> Iterator[tuple[str, tuple[Change, ...]]]:
-    """Yield the changes per kind of decision: the devices of each node of `graph`, its splits, and
-    whether it is recomputed. If there are several pipelines, a decision lists the values of all of
-    them.
-    """
-    names = NodeNames(graph)
-    samples = sample_axes(graph)
-    everywhere = range(len(graph.nodes))
-    placements = [
-        [
-            {
-                node: stage
-                for stage in placement.stages
-                if stage.pipeline == pipeline
-                for node in stage.nodes
-            }
-            for pipeline in range(placement.pipelines)
-        ]
-        for placement in (before, after)
-    ]
-
-    def devices(stage: Stage, _: int) -> str:
-        return devices_text(stage.devices)
-
-    def splits(stage: Stage, node: int) -> str:
-        degrees = degrees_of(samples, node, stage.splits_of(node))
-        return " ".join(f"{axis}:{degree}" for axis, degree in degrees) or "none"
-
-    def recompute(stage: Stage, _: int) -> str:
-        return "yes" if stage.recompute else "no"
-
-    for decision, globs in ((devices, layer_globs), (splits, role_globs), (recompute, layer_globs)):
-        found: dict[tuple[str, str], list[int]] = {}
-        for node in everywhere:
-            one, other = (
-                " and ".join(decision(stages[node], node) for stages in each) for each in placements
-            )
-            if one != other:
-                found.setdefault((one, other), []).append(node)
-        changes = (
-            Change(
-                *pair,
-                tuple(nodes),
-                entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)),
-            )
-            for pair, nodes in sorted(found.items(), key=lambda each: (-len(each[1]), each[1]))
-        )
-        if found:
-            yield decision.__name__, tuple(changes)
+    if diff.same:
+        yield "the same decisions"
+    elif not diff.known:
+        yield "nodes cannot be compared: a model is not at its place, has changed, or is another"
+    elif not diff.changes:
+        yield "the same placement" + (", tasks in another order" if diff.orders else "")
+    for what, changes in diff.changes:
+        yield f"{what} of {_nodes_text(changes)}"
+        yield from (f"  {_change_text(change)}" for change in changes[:_MOST_LINES])
+        rest = changes[_MOST_LINES:]
+        if rest:
+            ways = f"{len(rest)} other ways" if len(rest) > 1 else "another way"
+            yield f"  {_nodes_text(rest)} in {ways}"
 
 
 def compare_screen(
@@ -396,7 +222,7 @@ def compare_screen(
     for each, diff in zip(plans[1:], diffs[1:], strict=True):
         yield ""
         yield f"{each} against {plans[0]}:"
-        yield from (f"  {line}" for line in diff.lines)
+        yield from (f"  {line}" for line in diff_lines(diff))
     steps = [each.named_picture for each in plans]
     yield ""
     yield from draw_timelines(steps, width, colour)
@@ -427,7 +253,7 @@ def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -
         markup = _bars(plans) + _markup_rows(plans, parts)
         sections.append(("What a step's time goes to, on average over the devices", markup))
     if len(plans) > 1:
-        pairs = zip(plans[1:], ("\n".join(diff.lines) for diff in diffs[1:]), strict=True)
+        pairs = zip(plans[1:], ("\n".join(diff_lines(diff)) for diff in diffs[1:]), strict=True)
         markup = "".join(
             f"<h3>{escape(str(each))}</h3><pre>{escape(lines)}</pre>" for each, lines in pairs
         )

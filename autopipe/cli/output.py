@@ -24,7 +24,7 @@ from rich.text import Text
 
 from autopipe.api.events import Progress as Work
 from autopipe.cli.bars import DrawnBar, LineBar
-from autopipe.ir.placement import node_ranges
+from autopipe.ir.placement import devices_text
 from autopipe.ir.words import printable_lines
 
 _PIPED_WIDTH = 160
@@ -243,18 +243,6 @@ def kinds_text(names: Sequence[str], devices: Iterable[int]) -> str:
 def counted_text(names: Iterable[str]) -> str:
     """Return each name with its number of occurrences: `6 A100 and 2 V100`."""
     return " and ".join(f"{count} {name}" for name, count in Counter(names).items())
-
-
-def devices_text(devices: Sequence[int]) -> str:
-    """Return devices as ranges: `0-3,8`. If they are not in ascending order, they are listed one by
-    one.
-    """
-    if list(devices) != sorted(devices):
-        return ",".join(map(str, devices))
-    parts = node_ranges(devices)
-    return ",".join(
-        str(first) if last == first + 1 else f"{first}-{last - 1}" for first, last in parts
-    )
 
 
 def group_text(devices: Sequence[int]) -> str:

@@ -162,7 +162,7 @@ def _warn_of_devices(
 
     `about_this_machine` is a warning about the devices of this machine, or "" if there is none.
     """
-    from autopipe.cli.output import devices_text
+    from autopipe.ir.placement import devices_text
     from autopipe.ir.words import count_text
 
     size = planned.problem.cluster.size

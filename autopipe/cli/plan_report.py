@@ -14,16 +14,10 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopipe.api.summary_text import degrees_text, update_text
-from autopipe.cli.output import (
-    Output,
-    Verbosity,
-    counted_text,
-    devices_text,
-    kinds_text,
-    plain_table,
-)
+from autopipe.cli.output import Output, Verbosity, counted_text, kinds_text, plain_table
 from autopipe.ir.codec import encode
-from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_per_strategy, plan_digest
+from autopipe.ir.placement import devices_text
+from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each, plan_digest
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
 from autopipe.ir.words import bytes_text, count_text, seconds_text

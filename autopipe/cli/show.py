@@ -26,7 +26,7 @@ from autopipe.cli.drawing.report import (
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
-from autopipe.cli.output import Output, devices_text, plain_table
+from autopipe.cli.output import Output, plain_table
 from autopipe.cli.plan_report import prediction_line, schedule_line, stage_table, traffic_line
 from autopipe.ir.block_schedule import (
     BlockSchedule,
@@ -45,6 +45,7 @@ from autopipe.ir.output_kinds import (
     plan_inputs,
     write_texts,
 )
+from autopipe.ir.placement import devices_text
 from autopipe.ir.plan import Plan
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import StageGraph

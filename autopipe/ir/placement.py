@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -48,6 +48,18 @@ def node_ranges(nodes: Iterable[int]) -> list[list[int]]:
         else:
             ranges.append([node, node + 1])
     return ranges
+
+
+def devices_text(devices: Sequence[int]) -> str:
+    """Return devices as ranges: `0-3,8`. If they are not in ascending order, they are listed one by
+    one.
+    """
+    if list(devices) != sorted(devices):
+        return ",".join(map(str, devices))
+    parts = node_ranges(devices)
+    return ",".join(
+        str(first) if last == first + 1 else f"{first}-{last - 1}" for first, last in parts
+    )
 
 
 def _read_nodes(record: Record) -> tuple[int, ...]:

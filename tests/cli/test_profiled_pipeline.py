@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.api import profile_programs as exchanges
+from autopipe.api import profile_programs as pipeline
+from autopipe.api import profile_programs as timed
 from autopipe.api.profile_programs import (
     Pipeline,
     exchanges_of,
@@ -18,9 +21,6 @@ from autopipe.api.profile_programs import (
 )
 from autopipe.backends.torch.profiler.communication import measure_period
 from autopipe.backends.torch.runtime.manifest import read_manifest
-from autopipe.cli import profile_programs as exchanges
-from autopipe.cli import profile_programs as pipeline
-from autopipe.cli import profile_programs as timed
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.cluster import Device
 from autopipe.ir.measured_costs import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.api import profile_programs as profiled
 from autopipe.api.profile_programs import groups_of, parsed_sizes
-from autopipe.cli import profile_programs as profiled
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from autopipe.api import profile_programs as timed
+from autopipe.api import profile_programs as whole
 from autopipe.api.profile_programs import ModelCorrection, measure_whole, samples_of
 from autopipe.backends.torch.profiler.operators import TaskStartOverhead
-from autopipe.cli import profile_programs as timed
-from autopipe.cli import profile_programs as whole
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.measured_costs import OperationCost, TaskCosts, TensorCosts, Timing
 from autopipe.passes.frontend import Model, read_model

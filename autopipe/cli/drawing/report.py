@@ -27,10 +27,10 @@ from autopipe.cli.drawing.svg import (
     markup_table,
     plan_graph_svg,
 )
-from autopipe.cli.output import devices_text
 from autopipe.cli.plan_report import gap_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
-from autopipe.ir.plan import Breakdown, Plan, Summary, best_per_strategy
+from autopipe.ir.placement import devices_text
+from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StepEndSpan, Timeline
 from autopipe.ir.words import bytes_text, seconds_text

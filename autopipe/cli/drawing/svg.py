@@ -17,8 +17,8 @@ from autopipe.api.timeline_figure import (
     stage_colour,
     text_colour,
 )
-from autopipe.cli.output import devices_text
 from autopipe.ir.block_schedule import BlockGraph
+from autopipe.ir.placement import devices_text
 from autopipe.ir.plan import Plan
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StepEndSpan

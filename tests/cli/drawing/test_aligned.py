@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from autopipe.api.comparison import ComparisonPlan, PlanDiff
 from autopipe.api.timeline_figure import one_of_each, plan_picture
-from autopipe.cli.compare import ComparisonPlan, PlanDiff, compare_report
+from autopipe.cli.compare import compare_report
 from autopipe.cli.drawing.report import report_page
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
 from autopipe.ir.plan import Breakdown
