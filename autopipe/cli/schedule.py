@@ -93,7 +93,8 @@ def schedule(
       autopipe schedule --shape nn --devices 8 --memory 12 --micro-batches 64
       autopipe schedule --shape v --schedule 1f1b
     """
-    from autopipe.cli.show import BlockView, blocks_title
+    from autopipe.api.showing import BlockView, blocks_title
+    from autopipe.cli.show import block_view_screen
     from autopipe.ir.block_schedule import block_schedule_json, check_start_times
     from autopipe.ir.output_kinds import SCHEDULE, OutputFile, write_texts
     from autopipe.passes.schedule.published.blocks import schedule_blocks
@@ -133,9 +134,11 @@ def schedule(
     if written_to is not None:
         write_texts({written_to: json.dumps(form) + "\n"})
     source = placement if placement is not None else Path(f"shape {shape}")
-    screen = BlockView(source, found, f"{blocks_title(found, str(source))}, {name}").screen(output)
+    view = BlockView(source, found, f"{blocks_title(found, str(source))}, {name}")
     written = [f"schedule in {target}"] if target is not None else []
-    output.result({"schedule": name, "file": target, **form}, *screen, *written)
+    output.result(
+        {"schedule": name, "file": target, **form}, *block_view_screen(view, output), *written
+    )
 
 
 def _from_former_flag(units: int) -> int:

@@ -4,8 +4,7 @@ plan's ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -13,29 +12,22 @@ import click
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopipe.api.plan_folder import open_plan, open_prediction
-from autopipe.api.timeline_figure import Picture, block_picture, plan_picture
-from autopipe.api.timeline_files import chrome_trace, orders_csv, read_measured
-from autopipe.cli.drawing.report import (
-    Report,
-    ScheduleResult,
-    block_report,
-    plan_report,
-    report_page,
+from autopipe.api.showing import (
+    BlockView,
+    PlanView,
+    open_tasks,
+    open_view,
+    task_graph_form,
 )
+from autopipe.api.timeline_figure import Picture
+from autopipe.api.timeline_files import chrome_trace, orders_csv, read_measured
+from autopipe.cli.drawing.report import Report, block_report, plan_report, report_page
 from autopipe.cli.drawing.svg import timeline_svg
 from autopipe.cli.drawing.terminal import draw_memory, draw_timeline
 from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output, plain_table
 from autopipe.cli.plan_report import prediction_line, schedule_line, stage_table, traffic_line
-from autopipe.ir.block_schedule import (
-    BlockSchedule,
-    block_schedule_json,
-    check_start_times,
-    read_block_schedule,
-)
-from autopipe.ir.codec import encode
-from autopipe.ir.errors import AutopipeError, ConfigurationError
+from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_kinds import (
     ORDER,
     PICTURE,
@@ -46,21 +38,9 @@ from autopipe.ir.output_kinds import (
     write_texts,
 )
 from autopipe.ir.placement import devices_text
-from autopipe.ir.plan import Plan
 from autopipe.ir.program import Program
-from autopipe.ir.schedule import StageGraph
-from autopipe.ir.timeline import Timeline
 from autopipe.ir.words import bytes_text, plural
 from autopipe.passes.lower.task_graph import LoopedTasks, TaskGraph, TaskNode
-from autopipe.passes.registry import scheduler_class, scheduler_names
-from autopipe.passes.schedule.csv_order import CsvOrder
-from autopipe.passes.schedule.published.blocks import block_schedule_names, schedule_blocks
-from autopipe.passes.schedule.simulate import simulate
-from autopipe.passes.schedule.tessel.model import SearchOptions
-from autopipe.passes.schedule.tessel.search import search
-
-Outcome = tuple[float, float, tuple[int, ...]]
-"""Results of a schedule: its length, its bubble rate, and the peak memory of each device."""
 
 
 @click.command()
@@ -139,9 +119,9 @@ def show(
     outputs = {kind: OutputFile(path, _KINDS[kind], read, force) for kind, path in files.items()}
     for each in outputs.values():
         each.check()
-    found = _opened(plan, model)
+    found = open_view(plan, model)
     writers = {
-        "html": lambda: report_page(found.report(output)),
+        "html": lambda: report_page(_view_report(found, output)),
         "trace": lambda: chrome_trace(
             found.picture, () if measured is None else read_measured(measured)
         ),
@@ -149,7 +129,7 @@ def show(
         "svg": lambda: timeline_svg(found.picture),
     }
     write_texts({target: writers[kind]() for kind, target in outputs.items()})
-    shown = [f"{kind} in {path}" for kind, path in files.items()] or found.screen(output)
+    shown = [f"{kind} in {path}" for kind, path in files.items()] or _view_screen(found, output)
     (output.report if files else output.result)({**found.data(), "files": files}, *shown)
 
 
@@ -157,162 +137,63 @@ _KINDS = {"html": REPORT, "trace": TRACE, "csv": ORDER, "svg": PICTURE}
 """Kinds of files by the flag that names the file."""
 
 
-def _opened(path: Path, model: Path | None) -> PlanView | BlockView:
-    if not path.is_file():
-        return PlanView(path, model, *open_prediction(path))
-    try:
-        with path.open("rb") as file:
-            start = file.read(64).lstrip()[:1]
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    if start != b"{":  # For example, a model.
-        hint = "autopipe plan makes the one, autopipe schedule -o FILE the other"
-        raise ConfigurationError(
-            f"{path} is neither the folder of a plan nor a schedule of blocks", hint
-        )
-    schedule = read_block_schedule(path)
-    return BlockView(path, schedule, blocks_title(schedule, path.name))
+def plan_view_screen(view: PlanView, output: Output) -> Iterator[RenderableType]:
+    """Yield the predictions, the timeline, the memory of the devices and the stages of a plan."""
+    plan = view.plan
+    summary = view.plan.summary
+    yield (
+        f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, "
+        f"{summary.devices} {plural(summary.devices, 'device')}, "
+        f"{summary.micro_batches} {plural(summary.micro_batches, 'micro-batch')} of "
+        f"{summary.micro_batch_size}"
+    )
+    yield prediction_line(summary)
+    yield traffic_line(summary)
+    yield schedule_line(plan)
+    yield from _drawn(view.picture, output)
+    yield ""
+    yield stage_table(plan)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanView:
-    folder: Path
-    model: Path | None
-    """ONNX file to use instead of the planned one, or None."""
-    plan: Plan
-    timeline: Timeline
-
-    @property
-    def picture(self) -> Picture:
-        return plan_picture(self.plan, self.timeline)
-
-    def report(self, output: Output) -> Report:
-        """Return the HTML report. Other schedules can only be shown with the model. If the model is
-        missing or has changed, print a warning.
-        """
-        try:
-            planned = open_plan(self.folder, self.model)
-        except AutopipeError as error:
-            output.warn(f"no other schedules on the page: {error.message}", error.hint)
-            return plan_report(self.plan, self.timeline, ())
-        problem = planned.problem
-        placement = self.plan.placement
-        graph = StageGraph.of(problem, placement)
-
-        def outcome(timeline: Timeline) -> Outcome:
-            return timeline.end, timeline.bubble_rate, timeline.peak_memory
-
-        def run(name: str) -> Outcome:
-            scheduler = scheduler_class(name)()
-            scheduler.requires(problem, placement)
-            schedule = scheduler.run(problem, placement)
-            schedule.verify(graph, problem.train)
-            return outcome(simulate(schedule, graph.stage_devices, self.plan.prediction))
-
-        chosen = self.plan.summary.schedule
-        # csv follows a file that somebody names: there is nothing to compare.
-        names = [name for name in scheduler_names() if name not in (chosen, CsvOrder.name)]
-        results = _schedule_results(chosen, outcome(self.timeline), names, run, output)
-        return plan_report(self.plan, self.timeline, results)
-
-    def screen(self, output: Output) -> Iterator[RenderableType]:
-        plan = self.plan
-        summary = self.plan.summary
-        yield (
-            f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode}, "
-            f"{summary.devices} {plural(summary.devices, 'device')}, "
-            f"{summary.micro_batches} {plural(summary.micro_batches, 'micro-batch')} of "
-            f"{summary.micro_batch_size}"
-        )
-        yield prediction_line(summary)
-        yield traffic_line(summary)
-        yield schedule_line(plan)
-        yield from _drawn(self.picture, output)
-        yield ""
-        yield stage_table(plan)
-
-    def data(self) -> dict[str, object]:
-        plan = self.plan
-        stages = zip(plan.placement.stages, plan.prediction.stages, strict=True)
-        return {
-            "plan": self.folder,
-            "model": plan.model,
-            "mode": plan.mode,
-            "summary": encode(plan.summary),
-            "static_memory_bytes": self.timeline.static_memory,
-            "stages": [
-                {
-                    "devices": each.devices,
-                    "nodes": len(each.nodes),
-                    "micro_batch_size": each.micro_batch_size,
-                    "recompute": each.recompute,
-                    "predicted": predicted,
-                }
-                for each, predicted in stages
-            ],
-            "tasks": [[str(task) for task in order] for order in plan.schedule.tasks],
-        }
+def block_view_screen(view: BlockView, output: Output) -> Iterator[RenderableType]:
+    """Yield the period and the makespan with their lower bounds, the bubble rate, the timeline,
+    and the memory of the devices.
+    """
+    schedule = view.schedule
+    yield view.title
+    proof = (
+        f"at least {schedule.lower_bound}, gap {schedule.gap:.1%}"
+        if schedule.lower_bound
+        else "no bound known"
+    )
+    proof = "optimal, proven" if schedule.optimal else proof
+    period = "no steady state" if schedule.period is None else f"period {schedule.period}"
+    if schedule.period is None or schedule.repetend is None:
+        yield f"{period}; makespan {schedule.makespan} ({proof})"
+    else:
+        yield f"{period} ({proof}); makespan {schedule.makespan}"
+    steady = schedule.steady_bubble_rate
+    within = "" if steady is None else f"{steady:.1%} in the steady state, "
+    busy = max(schedule.graph.loads) * schedule.units
+    yield (
+        f"bubble {within}{1 - busy / schedule.makespan:.1%} in all; search "
+        f"{schedule.search_time_s:.2f} s"
+    )
+    yield from _drawn(view.picture, output)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockView:
-    file: Path
-    schedule: BlockSchedule
-    title: str
+def _view_report(view: PlanView | BlockView, output: Output) -> Report:
+    """Return the HTML report of a plan or of a schedule of blocks."""
+    results = view.schedule_results(output)
+    if isinstance(view, PlanView):
+        return plan_report(view.plan, view.timeline, results)
+    return block_report(view.schedule, view.title, str(view.file), results)
 
-    @property
-    def picture(self) -> Picture:
-        return block_picture(self.schedule, self.title)
 
-    def report(self, output: Output) -> Report:
-        graph = self.schedule.graph
-        units = self.schedule.units
-
-        def outcome(schedule: BlockSchedule) -> Outcome:
-            bubble = 1.0 - sum(graph.loads) * units / (graph.devices * schedule.makespan)
-            return schedule.makespan, bubble, schedule.peak_memory
-
-        def run(name: str) -> Outcome:
-            found = (
-                search(graph, units, SearchOptions())
-                if name == "tessel"
-                else schedule_blocks(name, graph, units)
-            )
-            check_start_times(found)
-            return outcome(found)
-
-        names = ("tessel", *block_schedule_names())
-        results = _schedule_results("this one", outcome(self.schedule), names, run, output)
-        return block_report(self.schedule, self.title, str(self.file), results)
-
-    def screen(self, output: Output) -> Iterator[RenderableType]:
-        """Yield the period and the makespan with their lower bounds, the bubble rate, the timeline,
-        and the memory of the devices.
-        """
-        schedule = self.schedule
-        yield self.title
-        proof = (
-            f"at least {schedule.lower_bound}, gap {schedule.gap:.1%}"
-            if schedule.lower_bound
-            else "no bound known"
-        )
-        proof = "optimal, proven" if schedule.optimal else proof
-        period = "no steady state" if schedule.period is None else f"period {schedule.period}"
-        if schedule.period is None or schedule.repetend is None:
-            yield f"{period}; makespan {schedule.makespan} ({proof})"
-        else:
-            yield f"{period} ({proof}); makespan {schedule.makespan}"
-        steady = schedule.steady_bubble_rate
-        within = "" if steady is None else f"{steady:.1%} in the steady state, "
-        busy = max(schedule.graph.loads) * schedule.units
-        yield (
-            f"bubble {within}{1 - busy / schedule.makespan:.1%} in all; search "
-            f"{schedule.search_time_s:.2f} s"
-        )
-        yield from _drawn(self.picture, output)
-
-    def data(self) -> dict[str, object]:
-        return {"file": self.file, **block_schedule_json(self.schedule)}
+def _view_screen(view: PlanView | BlockView, output: Output) -> Iterator[RenderableType]:
+    if isinstance(view, PlanView):
+        return plan_view_screen(view, output)
+    return block_view_screen(view, output)
 
 
 def _drawn(picture: Picture, output: Output) -> Iterator[RenderableType]:
@@ -322,70 +203,13 @@ def _drawn(picture: Picture, output: Output) -> Iterator[RenderableType]:
     yield from draw_memory(picture, output.width, output.coloured)
 
 
-def blocks_title(schedule: BlockSchedule, source: str) -> str:
-    graph = schedule.graph
-    noun = "micro-batch"
-    per_unit = ""
-    if graph.micro_batches_per_unit > 1:
-        noun = "micro-batch group"
-        size = graph.micro_batches_per_unit
-        per_unit = f" of {size} {plural(size, 'micro-batch')}"
-    return (
-        f"{source}: {len(graph.blocks)} {plural(len(graph.blocks), 'block')} on {graph.devices} "
-        f"{plural(graph.devices, 'device')}, {schedule.units} "
-        f"{plural(schedule.units, noun)}{per_unit}"
-    )
-
-
-def _schedule_results(
-    chosen: str,
-    outcome: Outcome,
-    names: Sequence[str],
-    run: Callable[[str], Outcome],
-    output: Output,
-) -> list[ScheduleResult]:
-    """Return the result of the chosen schedule, and of each schedule in `names` with its default
-    options, for the same placement or blocks.
-    """
-    found = [ScheduleResult(chosen, *outcome, chosen=True)]
-    with output.progress("comparing schedules", total=len(names)) as bar:
-        for name in names:
-            bar.advance(0, note=name)
-            try:
-                found.append(ScheduleResult(name, *run(name)))
-            except AutopipeError as error:
-                found.append(
-                    ScheduleResult(name, refusal=" ".join(str(error).partition("\n")[0].split()))
-                )
-            bar.advance()
-    return found
-
-
 def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | None) -> None:
     """Print a table of the ranks and the tasks of rank 0, or the tasks of `rank`, of the plan in
     `folder`. `model` is an ONNX file that replaces the planned one, or None.
     """
-    from autopipe.passes.lower.lower import lower
-    from autopipe.passes.lower.task_graph import TaskSource
-
-    planned = open_plan(folder, model)
-    plan = planned.plan
-    problem = planned.problem
-    devices = plan.schedule.devices
-    if rank is not None and rank >= devices:
-        raise ConfigurationError(
-            f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}"
-        )
-    loss = problem.loss if problem.train else None
-    program = lower(
-        problem.graph,
-        plan.placement,
-        plan.schedule,
-        loss,
-        problem.optimizer.shard,
-        precision=problem.precision,
-    )
-    source = TaskSource(program, problem.graph, plan.placement, plan.prediction.stages)
+    tasks = open_tasks(folder, rank, model)
+    program = tasks.program
+    source = tasks.source
     if output.as_json:
         ranks = range(program.world_size) if rank is None else (rank,)
         output.result(
@@ -399,34 +223,6 @@ def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | Non
         )
         screen = [table, "", *screen]
     output.result({}, *screen)
-
-
-def task_graph_form(graph: TaskGraph) -> dict[str, object]:
-    """Return the tasks for JSON output. The `id` of a task is its position in the order of the
-    rank.
-    """
-    tasks = []
-    for place, node in enumerate(graph.nodes):
-        facts = {field.name: getattr(node, field.name) for field in fields(node)}
-        optional = {name: facts.pop(name) for name in ("messages", "group", "inside", "what")}
-        known = {name: value for name, value in optional.items() if value not in ((), "", None)}
-        tasks.append({"id": place, **facts, "memory_bytes": graph.memory_bytes[place], **known})
-    return {
-        "rank": graph.rank,
-        "static_memory_bytes": graph.static_bytes,
-        "peak_memory_bytes": graph.peak_bytes,
-        "tasks": tasks,
-        "loops": [
-            {
-                "section": each.section,
-                "first": each.start,
-                "tasks": each.end - each.start,
-                "times": each.count,
-            }
-            for each in graph.loops
-            if each.count > 1
-        ],
-    }
 
 
 _MOST_ROWS = 48

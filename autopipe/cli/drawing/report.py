@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from autopipe.api.summary_text import number_text
 from autopipe.api.timeline_figure import (
@@ -30,10 +31,13 @@ from autopipe.cli.drawing.svg import (
 from autopipe.cli.plan_report import gap_text, over_text, stage_columns, strategy_text
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.placement import devices_text
-from autopipe.ir.plan import Breakdown, Plan, Summary, best_of_each
+from autopipe.ir.plan import Breakdown, Plan, Summary, best_per_strategy
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StepEndSpan, Timeline
 from autopipe.ir.words import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from autopipe.api.showing import ScheduleResult
 
 _LEAST_SHARE = 5e-4
 """Fraction of a step below which a part has no row."""
@@ -182,22 +186,6 @@ def _end_numbers(row: Sequence[StepEndSpan]) -> list[float]:
 def _short(time: float) -> float:
     """Round a time to ten significant digits: a nanosecond in ten seconds."""
     return time if isinstance(time, int) else float(f"{time:.10g}")
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleResult:
-    """Result of a schedule for the placement, or the reason why the schedule does not support
-    it.
-    """
-
-    schedule: str
-    time: float = 0.0
-    """Length of a step, or of all units of a schedule of blocks."""
-    bubble_rate: float = 0.0
-    peak_memory: tuple[int, ...] = ()
-    """Peak memory per device; () if the schedule does not support the placement."""
-    refusal: str = ""
-    chosen: bool = False
 
 
 def comparison_markup(

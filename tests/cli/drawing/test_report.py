@@ -10,8 +10,9 @@ import re
 
 import pytest
 
+from autopipe.api.showing import ScheduleResult
 from autopipe.api.timeline_figure import END_STYLES, stage_colour
-from autopipe.cli.drawing.report import ScheduleResult, block_report, plan_report, report_page
+from autopipe.cli.drawing.report import block_report, plan_report, report_page
 from autopipe.ir.plan import Alternative, Breakdown, Choice
 from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StepEndKind, TaskSeconds
