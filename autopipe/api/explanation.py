@@ -352,7 +352,7 @@ class PlanExplanation:
 def _explain_plan(planned: PlanResult, folder: Path, events: Events) -> PlanExplanation:
     helps = tuple(_what_would_help(planned, folder, events))
     alternatives = planned.plan.alternatives
-    commands = tuple(alternative_command(folder, planned, each) for each in alternatives)
+    commands = tuple(choice_command(folder, planned, each.choice) for each in alternatives)
     return PlanExplanation(planned, folder, commands, helps)
 
 
@@ -396,13 +396,6 @@ def _what_would_help(planned: PlanResult, folder: Path, events: Events) -> list[
             return [*helps, WhatIf(twice, again, refused=" ".join(error.message.split()))]
         request = replace(request, strategy=opened_request(planned).strategy)
         return [*helps, granted(planned, twice, request, again)]
-
-
-def alternative_command(folder: Path, planned: PlanResult, alternative: Alternative) -> str:
-    """Return the command that plans an alternative, with all other settings of the plan in
-    `folder`.
-    """
-    return choice_command(folder, planned, alternative.choice)
 
 
 def choice_command(folder: Path, planned: PlanResult, choice: Choice) -> str:

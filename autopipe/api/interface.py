@@ -173,22 +173,11 @@ class Plan:
         if flags.get("model") is not None:
             flags["model"] = Path(flags["model"])
         if flags.pop("static", False):
-            found = verification.verify_statically(program, **flags)
-            return {
-                "tasks": found.tasks,
-                "channels": found.channels,
-                "files": found.files,
-                "edited": list(found.edited),
-            }
+            return verification.verify_statically(program, **flags).data
         result = verification.verify(program, **flags)
         if result.error is not None:
             raise result.error
-        return {
-            "tolerance": result.limit,
-            "rounding": result.rounding,
-            "checks": list(result.checks),
-            "equal": True,
-        }
+        return result.data
 
     def launch(self, **flags: object) -> list[dict[str, Any]]:
         """Run the ranks and return a report of each step: its loss, its time, its peak memory.

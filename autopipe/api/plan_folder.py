@@ -170,13 +170,13 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     plan, if the ONNX file is required and missing, or if it is not the one that was planned;
     ModelError if it cannot be read.
     """
-    plan = _read_whole(folder)
+    plan, own = _read_whole(folder)
     if model is not None:
         plan = replace(plan, model=str(model.absolute()))
     configuration = load_configuration(folder / CONFIGURATION_FILE)
-    _check_ending(folder)
+    _check_ending(folder, own)
     file = Path(plan.model)
-    stored = stored_graph(folder, plan)
+    stored = _stored_graph(folder, plan, own)
     if not file.is_file() and (stored is None or model is not None):
         hint = "name the file with --model FILE, put it back, or plan again"
         raise ConfigurationError(f"the model of the plan is not at {plan.model}", hint, str(folder))
@@ -186,16 +186,15 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     return reopen(request_of(configuration, file), plan, stored)
 
 
-def stored_graph(folder: Path, plan: Plan) -> PlannedGraph | None:
-    """Return the graph in `graph.json` of the plan folder `folder`; None if the ONNX file of `plan`
-    has to be read instead: there is no `graph.json`, it holds another graph than the plan's, the
-    configuration or `plan.json` was edited, or the ONNX file has changed.
+def _stored_graph(folder: Path, plan: Plan, own: FolderDigests | None) -> PlannedGraph | None:
+    """Return the graph in `graph.json` of the plan folder `folder`, whose seal is `own`; None if
+    the ONNX file of `plan` has to be read instead: there is no `graph.json`, it holds another graph
+    than the plan's, the configuration or `plan.json` was edited, or the ONNX file has changed.
 
     Raises ConfigurationError if `graph.json` was edited, and ModelError if the ONNX file cannot be
     read.
     """
     path = folder / GRAPH_FILE
-    own = read_digests(folder / PLAN_FILE)
     if not path.is_file() or own is None or GRAPH_FILE not in own.digests:
         return None
     if not own.holds(path):
@@ -217,7 +216,7 @@ def graph_of_plan(folder: Path, plan: Plan) -> Graph:
     """Return the graph of `plan`, the plan in `folder`: that in `graph.json`, else the graph of the
     ONNX file, which may be another one. Raises as `open_plan`.
     """
-    stored = stored_graph(folder, plan)
+    stored = _stored_graph(folder, plan, read_digests(folder / PLAN_FILE))
     if stored is not None:
         return stored.graph
     configuration = replace(load_configuration(folder / CONFIGURATION_FILE), costs="roofline")
@@ -228,7 +227,7 @@ def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
     """Return (plan, timeline): the plan in `folder`, and a step simulated from its predictions.
     Raises ConfigurationError as `open_plan`. Neither the graph nor the ONNX file is read.
     """
-    plan = _read_whole(folder)
+    plan, _ = _read_whole(folder)
     return plan, simulate(
         plan.schedule, tuple(stage.devices for stage in plan.placement.stages), plan.prediction
     )
@@ -260,19 +259,18 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
         raise ConfigurationError(
             f"{missing} does not exist", hint=f"plan again: every plan folder has {missing.name}"
         )
-    _check_ending(folder)
+    _check_ending(folder, read_digests(folder / PLAN_FILE))
     return paths
 
 
-def _check_ending(folder: Path) -> None:
-    """Raise ConfigurationError if the configuration or the placement in `folder` was cut short
-    after it was written.
+def _check_ending(folder: Path, own: FolderDigests | None) -> None:
+    """Raise ConfigurationError if the configuration or the placement in `folder`, whose seal is
+    `own`, was cut short after it was written.
 
     A file that differs from the written one must end with a line break and have its key of
     `_LAST_KEYS`. Otherwise a file that was cut short could be valid: keys of a configuration would
     silently have their defaults, and nodes of a placement no splits.
     """
-    own = read_digests(folder / PLAN_FILE)
     for path in (folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE):
         if not path.is_file() or (own is not None and own.holds(path)):
             continue
@@ -289,26 +287,28 @@ def _check_ending(folder: Path) -> None:
             raise ConfigurationError(message, _RESTORE)
 
 
-def _read_whole(folder: Path) -> Plan:
-    """Return the plan in `folder`. Raises ConfigurationError if it has none, or files of different
-    plans.
+def _read_whole(folder: Path) -> tuple[Plan, FolderDigests | None]:
+    """Return (plan, seal): the plan in `folder`, and its seal as `check_unmixed`. Raises
+    ConfigurationError if the folder has no plan, or files of different plans.
     """
-    check_unmixed(folder)
+    own = check_unmixed(folder)
     plan = read_plan(folder)
-    own = read_digests(folder / PLAN_FILE)
     if own is not None and not own.holds(folder / SCHEDULE_FILE):
         raise _mixed(folder / SCHEDULE_FILE, "was edited, or is of another plan than")
-    return plan
+    return plan, own
 
 
-def check_unmixed(folder: Path) -> None:
-    """Raise ConfigurationError if `folder` holds no plan, or if the writing of a plan to it was
-    interrupted.
+def check_unmixed(folder: Path) -> FolderDigests | None:
+    """Return the digests of the files in the plan folder `folder`, None if `plan.json` has none, as
+    that of an earlier version of autopipe. Raises ConfigurationError if `folder` holds no plan, or
+    if the writing of a plan to it was interrupted.
     """
     check_plan_folder(folder)
-    mixed = file_of_interrupted_write(folder, PLAN_FILE, _leftover_heads(folder))
+    own = read_digests(folder / PLAN_FILE)
+    mixed = file_of_interrupted_write(folder, own, _leftover_heads(folder))
     if mixed is not None:
         raise _mixed(mixed, "is of a later plan, whose writing was interrupted, than")
+    return own
 
 
 def _mixed(path: Path, what: str) -> ConfigurationError:

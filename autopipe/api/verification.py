@@ -66,6 +66,16 @@ class VerificationResult:
         return tuple(each for each in self.checks if not each.relative_difference <= each.limit)
 
     @property
+    def data(self) -> dict[str, object]:
+        """The comparisons as data of `verify --json`."""
+        return {
+            "tolerance": self.limit,
+            "rounding": self.rounding,
+            "checks": list(self.checks),
+            "equal": not self.failed,
+        }
+
+    @property
     def error(self) -> VerificationError | None:
         """The error that names the first failed comparison, None if all tensors are equal within
         their limits.
@@ -649,6 +659,16 @@ class StaticResult:
     files: int
     edited: tuple[str, ...]
     """Files of the program that differ from the files that `codegen` writes for the plan."""
+
+    @property
+    def data(self) -> dict[str, object]:
+        """The facts as data of `verify --static --json`."""
+        return {
+            "tasks": self.tasks,
+            "channels": self.channels,
+            "files": self.files,
+            "edited": list(self.edited),
+        }
 
 
 def verify_statically(

@@ -17,17 +17,14 @@ from autopipe.api.summary_text import degrees_text, update_text
 from autopipe.cli.output import Output, Verbosity, counted_text, kinds_text, plain_table
 from autopipe.ir.codec import encode
 from autopipe.ir.placement import devices_text
-from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_of_each, plan_digest
+from autopipe.ir.plan import Alternative, Breakdown, Plan, Summary, best_per_strategy, plan_digest
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import Phase
-from autopipe.ir.words import bytes_text, count_text, seconds_text
+from autopipe.ir.words import bytes_text, count_text, list_first, plural, seconds_text
 
 if TYPE_CHECKING:
     from autopipe.passes.frontend.model import Model, Tensor
     from autopipe.passes.pipeline import PlanResult, Request
-
-
-from autopipe.ir.words import plural
 
 _LEAST = 5e-4
 """Fraction of a step below which a part is not listed."""
@@ -163,9 +160,7 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
             yield word, _reasons(found) if found else "nothing"
     doubtful = [each for each in tensors if each.doubtful]
     if doubtful:
-        names = ", ".join(repr(each.value.name) for each in doubtful[:REASONS])
-        more = f" and {len(doubtful) - REASONS} more" if len(doubtful) > REASONS else ""
-        yield "doubtful", f"{names}{more}"
+        yield "doubtful", list_first([repr(each.value.name) for each in doubtful], REASONS)
     for each in tensors if every else ():
         shape = "×".join(map(str, each.value.shape)) or "scalar"
         word = "trained" if each.trained else "not trained"
@@ -177,10 +172,10 @@ def gradient_lines(model: Model) -> Iterator[tuple[str, str]]:
     exported from stops gradients.
     """
     if model.mode is Mode.TRAIN and model.unrecorded:
-        listed = ", ".join(model.unrecorded)
+        names = ", ".join(model.unrecorded)
         yield (
             "gradients",
-            f"unknown if the module stops any: the file records no {listed} (autopipe export does)",
+            f"unknown if the module stops any: the file records no {names} (autopipe export does)",
         )
 
 

@@ -77,12 +77,7 @@ def verify(
     )
     parts = f" = {result.rounding}" if tolerance is None else ""
     output.result(
-        {
-            "tolerance": result.limit,
-            "rounding": result.rounding,
-            "checks": result.checks,
-            "equal": not result.failed,
-        },
+        result.data,
         *_lines(result.checks),
         f"{'not equal' if result.failed else 'equal'}: the limit is {result.limit:.2g}{parts}",
     )
@@ -98,12 +93,7 @@ def _verify_statically(output: Output, program: Path, model: Path | None) -> Non
             f"{found.program / name} was edited: what is proven is the file as codegen writes it"
         )
     output.result(
-        {
-            "tasks": found.tasks,
-            "channels": found.channels,
-            "files": found.files,
-            "edited": found.edited,
-        },
+        found.data,
         f"schedule  {found.tasks} {plural(found.tasks, 'task')} of {found.ranks} "
         f"{plural(found.ranks, 'rank')} keep every dependency",
         f"messages  on {found.channels} {plural(found.channels, 'channel')}, "

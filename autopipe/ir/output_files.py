@@ -385,16 +385,18 @@ def edited_files(paths: Iterable[Path], seals: Sequence[FolderDigests]) -> list[
     return [path for path in paths if path.exists() and not any(each.holds(path) for each in seals)]
 
 
-def file_of_interrupted_write(folder: Path, head: str, leftovers: Iterable[Path]) -> Path | None:
+def file_of_interrupted_write(
+    folder: Path, own: FolderDigests | None, leftovers: Iterable[Path]
+) -> Path | None:
     """Return a file of `folder` that was written by a later, interrupted command than the head of
-    `folder`; None if there is none. `leftovers` are the heads that interrupted processes left.
+    `folder`, whose seal is `own`; None if there is none, or if the head has no seal. `leftovers`
+    are the heads that interrupted processes left.
     """
-    own = read_digests(folder / head)
     if own is None:
         return None
     for later in filter(None, map(read_digests, leftovers)):
         for name in sorted(later.digests):
             path = folder / name
-            if name != head and path.exists() and later.holds(path) and not own.holds(path):
+            if name != own.head and path.exists() and later.holds(path) and not own.holds(path):
                 return path
     return None

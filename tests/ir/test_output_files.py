@@ -113,7 +113,9 @@ def test_a_kill_at_any_renaming_of_files_leaves_a_set_or_a_mixture_that_is_named
         """
         was_killed = killed_at(number, body)
         own = {name: (folder / name).read_text() for name in NAMES}
-        mixed = file_of_interrupted_write(folder, HEAD, folder.glob(f".new-*/{HEAD}"))
+        mixed = file_of_interrupted_write(
+            folder, read_digests(folder / HEAD), folder.glob(f".new-*/{HEAD}")
+        )
         assert (mixed is None) is (own in (old, new))
         found.append(None if mixed is None else mixed.name)
         with open_replacement_files(folder, HEAD, ".new-") as made:
@@ -143,7 +145,7 @@ def test_a_kill_at_any_renaming_of_a_folder_leaves_the_old_or_the_new_one(
         """
         was_killed = killed_at(number, body)
         mixed = file_of_interrupted_write(
-            folder, HEAD, tmp_path.glob(f".{folder.name}.*/made/{HEAD}")
+            folder, read_digests(folder / HEAD), tmp_path.glob(f".{folder.name}.*/made/{HEAD}")
         )
         assert (mixed is None) is (contents(folder) in (old, new))
         found.append(None if mixed is None else mixed.name)
