@@ -5,8 +5,6 @@ import torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,31 +12,25 @@ import click
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopipe.backends.torch.checkpoint import (
-    AVERAGE,
-    MANIFEST,
-    Checkpoint,
-    Reader,
-    StoredTensor,
-    check_checkpoint,
-    checkpoint_path,
-    committed_steps,
-    numpy_type,
-    read_checkpoint,
+from autopipe.api.checkpoints import (
+    ExportedTensors,
+    ExportSettings,
+    FoundCheckpoint,
+    checkpoint_form,
+    export_weights,
+    found_paths,
+    import_weights,
+    names_text,
+    tensor_bytes,
+    verify_checkpoint,
 )
+from autopipe.backends.torch.checkpoint import Checkpoint, read_checkpoint
 from autopipe.cli.options import FORCE, PATH, standard_options
 from autopipe.cli.output import Output, facts_table, plain_table
 from autopipe.configs.yaml_source import BYTES
-from autopipe.ir.errors import ConfigurationError, LaunchError
-from autopipe.ir.graph import DType, Value
+from autopipe.ir.errors import LaunchError
 from autopipe.ir.layout import full_slice
-from autopipe.ir.output_kinds import ONNX, SAFETENSORS, SAFETENSORS_INDEX, OutputFile
-from autopipe.ir.words import bytes_text, list_first, plural
-
-if TYPE_CHECKING:
-    from autopipe.passes.export import Numbers
-    from autopipe.passes.module_state import ModuleState
-    from autopipe.passes.weight_files import MatchedWeights
+from autopipe.ir.words import bytes_text, plural
 
 _FOLDER = click.argument("folder", metavar="DIR", type=PATH)
 _STEP = click.option(
@@ -46,8 +38,6 @@ _STEP = click.option(
 )
 _MOST = 60
 """Maximum number of parameters listed. Further ones are only counted."""
-_LISTED = 5
-"""Maximum number of names in a message. Further ones are only counted."""
 _DIGITS = 12
 """Number of characters of a digest that are shown to distinguish plans."""
 
@@ -73,59 +63,6 @@ class SizeType(_IntegerType):
         if size is None or size < 1:
             self.fail(f"{value!r} is no {BYTES.noun} such as 5GB", parameter, context)
         return int(size)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    path: Path
-    checkpoint: Checkpoint
-
-    @property
-    def bytes(self) -> int:
-        """Size of the files of the checkpoint in bytes, without the manifest."""
-        return sum(file.size for file in self.checkpoint.files)
-
-    def __str__(self) -> str:
-        held = self.checkpoint
-        ranks = (
-            "1 rank"
-            if held.world_size == 1
-            else f"{held.world_size} {plural(held.world_size, 'rank')}"
-        )
-        return (
-            f"step {held.step}: {held.samples:,} {plural(held.samples, 'sample')}, {ranks}, "
-            f"{bytes_text(self.bytes)}"
-        )
-
-    def form(self) -> dict[str, object]:
-        """Return the properties of the checkpoint, without its parameters, for JSON output."""
-        facts = {name: getattr(self.checkpoint, name) for name in ("step", "samples", "world_size")}
-        return {
-            "path": self.path,
-            **facts,
-            "files": len(self.checkpoint.files),
-            "bytes": self.bytes,
-        }
-
-
-def found_paths(folder: Path, step: int | None) -> list[Path]:
-    """Return the folders of the committed checkpoints in `folder`, the oldest first, or only that
-    of `step`. `folder` may also be a checkpoint itself. Raise ConfigurationError if there is none.
-    """
-    if (folder / MANIFEST).is_file() and step is None:
-        return [folder]
-    if not folder.is_dir():
-        raise ConfigurationError("there is no such folder", where=str(folder))
-    steps = committed_steps(folder)
-    if not steps:
-        hint = "autopipe launch --checkpoint DIR saves them"
-        raise ConfigurationError("there is no committed checkpoint", hint=hint, where=str(folder))
-    if step is not None and step not in steps:
-        known = ", ".join(map(str, steps))
-        raise ConfigurationError(
-            f"there is no checkpoint of step {step}", hint=f"there are {known}", where=str(folder)
-        )
-    return [checkpoint_path(folder, each) for each in (steps if step is None else [step])]
 
 
 @click.group()
@@ -157,7 +94,7 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
     chosen = found_paths(folder, step)[-1]
     found = [FoundCheckpoint(path, read_checkpoint(path)) for path in paths]
     one = next(each for each in found if each.path == chosen)
-    output.result(as_json(found, one), *screen(found, one.checkpoint))
+    output.result(checkpoint_form(found, one), *screen(found, one.checkpoint))
 
 
 @checkpoint.command()
@@ -178,15 +115,13 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
     damage: list[LaunchError] = []
     for path in found_paths(folder, step):
         try:
-            found = FoundCheckpoint(path, read_checkpoint(path))
-            with output.progress(f"reading {path.name}", total=found.bytes) as bar:
-                check_checkpoint(path, found.checkpoint, bar.advance)
+            found = verify_checkpoint(path, output)
         except LaunchError as error:
             damage.append(error)
             output.line(f"{path.name}: damaged")
             continue
         intact.append(found)
-        output.line(f"{found}: whole")
+        output.line(f"{_checkpoint_text(found)}: whole")
     if damage:
         raise damage[0]
     output.result(
@@ -212,16 +147,7 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
 )
 @FORCE
 @standard_options
-def export(
-    output: Output,
-    folder: Path,
-    target: Path,
-    step: int | None,
-    model: Path | None,
-    ema: bool,
-    max_shard_size: int | None,
-    force: bool,
-) -> None:
+def export(output: Output, /, folder: Path, target: Path, **values: Any) -> None:
     """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR;
     or, to a file whose name ends in .safetensors, the weights alone, by the names and in the
     layouts of the module.
@@ -236,106 +162,37 @@ def export(
       autopipe checkpoint export ckpt -o trained.onnx
       autopipe checkpoint export ckpt -o trained.safetensors
     """
-    from autopipe.passes.export import Numbers, write_trained
-    from autopipe.passes.module_state import counters_of, module_state
-    from autopipe.passes.safetensors_files import is_safetensors
-
-    chosen = found_paths(folder, step)[-1]
-    held = read_checkpoint(chosen)
-    if ema and not any(AVERAGE in dict(each.state) for each in held.parameters):
-        hint = "plan with training.ema_decay, or leave out --ema"
-        raise ConfigurationError(
-            "the checkpoint holds no averages of weights", hint=hint, where=str(chosen)
-        )
-    weights_alone = is_safetensors(target)
-    if max_shard_size is not None and not weights_alone:
-        raise ConfigurationError(
-            "--max-shard-size is for weights alone", "name a file that ends in .safetensors"
-        )
-    path = _model_of(held, model)
-    if not weights_alone:
-        OutputFile(target, ONNX, (chosen, path), force).check()
-    with output.progress("reading", total=sum(file.size for file in held.files)) as bar:
-        check_checkpoint(chosen, held, bar.advance)
-    reader = Reader(chosen, held)
-    numbers: dict[str, Numbers] = {}
-    for each in held.parameters:
-        value = Value(each.name, DType(each.value.dtype), each.value.shape)
-        tensor = dict(each.state).get(AVERAGE, each.value) if ema else each.value
-        numbers[each.name] = Numbers(value, partial(reader.read, tensor))
-    if weights_alone:
-        trainable = {each.name for each in held.parameters if each.trainable}
-        state = module_state(path, numbers, trainable, held.forwards)
-        sharded = ShardedOutput(target, max_shard_size, (chosen, path), force)
-        _write_weights(output, sharded, state, held.step)
+    found = export_weights(folder, target, ExportSettings(**values), output)
+    if isinstance(found, ExportedTensors):
+        _report_tensors(found, output)
         return
-    numbers |= counters_of(path, held.forwards)
-    size = sum(each.value.bytes for each in numbers.values())
-    with output.progress("writing", total=size) as bar:
-        written = write_trained(path, target, numbers, bar.advance, force=force)
-    told = {name: getattr(written, name) for name in ("replaced", "added", "bytes")}
-    facts = {"files": written.files, "model": path, "step": held.step, "parameters": len(numbers)}
-    beside = f" and {written.files[1].name}" if len(written.files) > 1 else ""
+    beside = f" and {found.files[1].name}" if len(found.files) > 1 else ""
     what = (
-        f"{len(numbers)} {plural(len(numbers), 'parameter')} after {held.step} "
-        f"{plural(held.step, 'step')}, {bytes_text(written.bytes)} of weights"
+        f"{found.parameters} {plural(found.parameters, 'parameter')} after {found.step} "
+        f"{plural(found.step, 'step')}, {bytes_text(found.bytes)} of weights"
     )
-    output.report({"path": target, **facts, **told}, f"{target}{beside}: {what}")
+    names = ("path", "files", "model", "step", "parameters", "replaced", "added", "bytes")
+    data = {name: getattr(found, name) for name in names}
+    output.report(data, f"{target}{beside}: {what}")
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedOutput:
-    """Destination of exported weights: one safetensors file, or several files of at most `most`
-    bytes with an index.
-    """
-
-    target: Path
-    most: int | None
-    inputs: tuple[Path, ...]
-    force: bool
-
-
-def _write_weights(output: Output, sharded: ShardedOutput, state: ModuleState, step: int) -> None:
-    from autopipe.passes.safetensors_files import (
-        INDEX_SUFFIX,
-        safetensors_paths,
-        shards_of,
-        write_safetensors,
-    )
-
-    tensors = state.tensors
-    paths = safetensors_paths(sharded.target, len(shards_of(tensors, sharded.most)))
-    for path in paths:
-        kind = SAFETENSORS_INDEX if path.name.endswith(INDEX_SUFFIX) else SAFETENSORS
-        OutputFile(path, kind, sharded.inputs, sharded.force).check()
-    with output.progress("writing", total=sum(each.value.bytes for each in tensors)) as bar:
-        files, size = write_safetensors(sharded.target, tensors, bar.advance, sharded.most)
-    facts = {
-        "path": files[-1],
-        "files": files,
-        "step": step,
-        "parameters": len(tensors),
-        "bytes": size,
-    }
-    facts |= {"absent": state.absent, "others": state.others}
-    if state.absent:
+def _report_tensors(found: ExportedTensors, output: Output) -> None:
+    """Print the files with trained tensors, and the names that the module does not expect."""
+    if found.absent:
         output.note(
             f"not written, as the model's file holds no tensor of these names of the module: "
-            f"{_listed(state.absent)}; load_state_dict needs strict=False"
+            f"{names_text(found.absent)}; load_state_dict needs strict=False"
         )
-    if state.others:
-        output.note(f"written, but no part of the module's state_dict: {_listed(state.others)}")
+    if found.others:
+        output.note(f"written, but no part of the module's state_dict: {names_text(found.others)}")
+    files = found.files
     shards = f" in {len(files) - 1} {plural(len(files) - 1, 'file')}" if len(files) > 1 else ""
+    names = ("files", "step", "parameters", "bytes", "absent", "others")
     output.report(
-        facts,
-        f"{files[-1]}: {len(tensors)} {plural(len(tensors), 'tensor')} after "
-        f"{step} {plural(step, 'step')}, {bytes_text(size)}{shards}",
+        {"path": files[-1], **{name: getattr(found, name) for name in names}},
+        f"{files[-1]}: {found.parameters} {plural(found.parameters, 'tensor')} after "
+        f"{found.step} {plural(found.step, 'step')}, {bytes_text(found.bytes)}{shards}",
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names, quoted, and the number of further names."""
-    return list_first([repr(name) for name in names], _LISTED)
 
 
 @checkpoint.command(name="import")
@@ -353,7 +210,7 @@ def _listed(names: Sequence[str]) -> str:
 )
 @FORCE
 @standard_options
-def import_weights(
+def import_command(
     output: Output, weights: Path, model: Path, target: Path, partial: bool, force: bool
 ) -> None:
     """Write MODEL with the weights of FILE, matched by the names of the module's parameters, in the
@@ -367,136 +224,29 @@ def import_weights(
     Example:
       autopipe checkpoint import trained.safetensors --model gpt.onnx -o started.onnx
     """
-    from autopipe.passes.export import write_trained
-    from autopipe.passes.weight_files import matched_weights
-
-    OutputFile(target, ONNX, (weights, model), force).check()
-    matched = matched_weights(weights, model)
-    if not matched.numbers or ((matched.missing or matched.unused) and not partial):
-        raise ConfigurationError(*_unmatched(matched, weights, model))
-    if matched.missing:
-        count = len(matched.missing)
-        output.note(
-            f"{count} {plural(count, 'parameter')} of {model} keep their weights, the first is "
-            f"{matched.missing[0]!r}"
-        )
-    if matched.kept:
-        output.note(
-            f"no part of the module's state_dict, and keep their weights: {_listed(matched.kept)}"
-        )
-    if matched.unused:
-        output.note(
-            f"{len(matched.unused)} {plural(len(matched.unused), 'tensor is', 'tensors are')} "
-            f"not in {model}, the first is {matched.unused[0]!r}"
-        )
-    if matched.passed_over:
-        named = repr(matched.passed_over[0])
-        output.note(
-            f"{len(matched.passed_over)} {plural(len(matched.passed_over), 'tensor')} "
-            f"of which {model} needs nothing, the first is {named}"
-        )
-    with output.progress(
-        "writing", total=sum(each.value.bytes for each in matched.numbers.values())
-    ) as bar:
-        written = write_trained(model, target, matched.numbers, bar.advance, force=force)
-    facts = {"path": target, "files": written.files, "parameters": len(matched.numbers)}
-    told = (
-        f"{target}: {len(matched.numbers)} {plural(len(matched.numbers), 'parameter')} from "
-        f"{weights}"
+    found = import_weights(weights, model, target, is_partial=partial, force=force, events=output)
+    names = ("path", "files", "parameters", "missing", "unused")
+    output.report(
+        {name: getattr(found, name) for name in names},
+        f"{target}: {found.parameters} {plural(found.parameters, 'parameter')} from {weights}",
     )
-    output.report(facts | {"missing": matched.missing, "unused": matched.unused}, told)
 
 
-def _unmatched(matched: MatchedWeights, weights: Path, model: Path) -> tuple[str, str]:
-    """Return the message and the hint of the error that the checkpoint file or the model has
-    tensors that the other one lacks.
-    """
-    parts = []
-    if matched.missing:
-        count = (
-            f"{len(matched.missing)} of {len(matched.missing) + len(matched.numbers)} "
-            f"{plural(len(matched.missing) + len(matched.numbers), 'parameter')}"
-        )
-        parts.append(f"{weights} lacks {count}, the first is {matched.missing[0]!r}")
-    if matched.unused:
-        count = f"{len(matched.unused)} of the tensors of {weights}"
-        parts.append(f"{model} lacks {count}, the first is {matched.unused[0]!r}")
-    if not parts:
-        parts.append(f"{weights} and {model} have no tensor in common")
-    hint = (
-        "--partial leaves out what only one side has"
-        if matched.numbers
-        else "autopipe inspect -v lists the model's"
+def _checkpoint_text(found: FoundCheckpoint) -> str:
+    held = found.checkpoint
+    ranks = (
+        "1 rank" if held.world_size == 1 else f"{held.world_size} {plural(held.world_size, 'rank')}"
     )
-    return "; ".join(parts), hint
-
-
-def _model_of(held: Checkpoint, model: Path | None) -> Path:
-    """Return the ONNX file that was trained: `model`, or the file that the checkpoint names. Raise
-    ConfigurationError if it does not exist or is another model.
-    """
-    from autopipe.passes.frontend.load import load
-    from autopipe.passes.weight_files import are_one_model
-
-    trained = Path(held.model)
-    path = trained if model is None else model
-    if not path.is_file():
-        hint = "give it with --model FILE" if model is None else ""
-        raise ConfigurationError(
-            "the model that was trained is not there", hint=hint, where=str(path)
-        )
-    if (given := load(path)).digest != held.model_digest:
-        source = load(trained) if trained.is_file() else given
-        if source.digest == held.model_digest and are_one_model(source, given):
-            return path
-        message = "this is not the model that the checkpoint was trained from"
-        hint = (
-            "give the file that was planned with --model FILE; weights may differ, and an export "
-            "for evaluation where "
-        )
-        hint += f"{trained} is there too"
-        raise ConfigurationError(message, hint, str(path))
-    return path
-
-
-def as_json(found: Sequence[FoundCheckpoint], one: FoundCheckpoint) -> dict[str, object]:
-    held = one.checkpoint
-    return {
-        "checkpoints": [each.form() for each in found],
-        **one.form(),
-        "model": {"path": held.model, "sha256": held.model_digest},
-        "plan": held.plan,
-        "seed": held.seed,
-        "optimizer": held.optimizer,
-        "parameters": [
-            {
-                "name": each.name,
-                "dtype": each.value.dtype,
-                "shape": each.value.shape,
-                "trainable": each.trainable,
-                "bytes": _bytes(each.value),
-                "state": {
-                    name: {"dtype": state.dtype, "bytes": _bytes(state)}
-                    for name, state in each.state
-                },
-                "shards": [
-                    {
-                        "starts": block.box.starts,
-                        "stops": block.box.stops,
-                        "file": held.files[block.file].name,
-                    }
-                    for block in each.value.blocks
-                ],
-            }
-            for each in held.parameters
-        ],
-    }
+    return (
+        f"step {held.step}: {held.samples:,} {plural(held.samples, 'sample')}, {ranks}, "
+        f"{bytes_text(found.bytes)}"
+    )
 
 
 def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[RenderableType]:
-    yield from (Text(str(each)) for each in found)
-    values = sum(_bytes(each.value) for each in held.parameters)
-    state = sum(_bytes(tensor) for each in held.parameters for _, tensor in each.state)
+    yield from (Text(_checkpoint_text(each)) for each in found)
+    values = sum(tensor_bytes(each.value) for each in held.parameters)
+    state = sum(tensor_bytes(tensor) for each in held.parameters for _, tensor in each.state)
     elements = sum(full_slice(each.value.shape).elements for each in held.parameters)
     total = (
         f"{elements:,} in {len(held.parameters):,} {plural(len(held.parameters), 'tensor')}, "
@@ -516,7 +266,7 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     table = plain_table("parameter", "type and shape", "shards", "optimizer's state")
     for each in held.parameters[:_MOST]:
         kept = ", ".join(name for name, _ in each.state)
-        size = bytes_text(sum(_bytes(tensor) for _, tensor in each.state))
+        size = bytes_text(sum(tensor_bytes(tensor) for _, tensor in each.state))
         table.add_row(
             Text(each.name),
             f"{each.value.dtype}{list(each.value.shape)}",
@@ -527,7 +277,3 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     left = len(held.parameters) - _MOST
     if left > 0:
         yield Text(f"and {left} more; --json lists all")
-
-
-def _bytes(tensor: StoredTensor) -> int:
-    return full_slice(tensor.shape).elements * numpy_type(tensor.dtype).itemsize
