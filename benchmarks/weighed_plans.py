@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from autopipe.api.events import Progress
 from autopipe.api.profile_programs import exchanges_of, parsed_sizes
 from autopipe.api.profile_session import Profiling, processor
-from autopipe.api.profiling import ProfileSettings
+from autopipe.api.profile_settings import ProfileSettings
 from autopipe.api.request import request_of
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.data.sources import save_samples

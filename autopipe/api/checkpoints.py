@@ -1,5 +1,5 @@
-"""Command `checkpoint`: find and verify checkpoints, export trained weights, and import weights into
-a model. Needs no torch.
+"""Command `checkpoint`: find and verify checkpoints, export trained weights, and import weights
+into a model. Needs no torch.
 """
 
 from __future__ import annotations

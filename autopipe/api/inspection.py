@@ -1,4 +1,6 @@
-"""Command `inspect`: read a model, and determine its work, its branches and the form of its loss."""
+"""Command `inspect`: read a model, and determine its work, its branches and the form of its
+loss.
+"""
 
 from __future__ import annotations
 

@@ -201,7 +201,8 @@ def launch_settings(values: Mapping[str, object]) -> LaunchSettings:
     """Return the settings with the given values by name. A setting that is absent or None has its
     default, or the value of its environment variable.
 
-    Numbers and paths may be given as text. Raises SettingError for an invalid value, and ConfigurationError for an unknown name.
+    Numbers and paths may be given as text. Raises SettingError for an invalid value, and
+    ConfigurationError for an unknown name.
     """
     flags = launch_flags()
     unknown = next((name for name in values if name not in flags), None)

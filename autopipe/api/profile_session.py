@@ -24,7 +24,7 @@ from autopipe.api.profile_programs import (
     write_pipeline,
     write_rows,
 )
-from autopipe.api.profiling import ProfileSettings
+from autopipe.api.profile_settings import ProfileSettings
 from autopipe.backends import onnxruntime as onnxruntime_profiler
 from autopipe.backends.torch.profiler.host import measure_host_launch
 from autopipe.backends.torch.profiler.operators import (
@@ -57,15 +57,13 @@ class Profiling:
 
     def check_ranks(self) -> None:
         """Raise ConfigurationError if the ranks on the CPU would share cores."""
-        most = max(2, processor_count() // self.settings.threads)
-        if (
-            self.settings.ranks is not None
-            and self.settings.device != "cuda"
-            and self.settings.ranks > most
-        ):
+        ranks = self.settings.ranks
+        cores = processor_count()
+        most = max(2, cores // self.settings.threads)
+        if ranks is not None and self.settings.device != "cuda" and ranks > most:
             message = (
-                f"{self.settings.ranks} {plural(self.settings.ranks, 'rank')} on {processor_count()} "
-                f"{plural(processor_count(), 'processor')} would share them, and time one another"
+                f"{ranks} {plural(ranks, 'rank')} on {cores} {plural(cores, 'processor')} "
+                "would share them, and time one another"
             )
             raise ConfigurationError(message, f"--ranks {most}", "--ranks")
 
