@@ -135,11 +135,19 @@ def evaluate_with_sizes(
         return _elementwise(present[0], present[1], multiply)
     if operator == "ReduceProd":
         return _reduced_product(node, operands)
-    if operator in LINEAR_OPERANDS:
+    if operator in LINEAR_OPERANDS and not _scatters_nonlinearly(node):
         slots_of = LINEAR_OPERANDS[operator]
         linear = range(len(operands)) if slots_of is None else slots_of
         return _by_coefficient(operator, operands, linear, evaluate)
     return None
+
+
+def _scatters_nonlinearly(node: onnx.NodeProto) -> bool:
+    """True if the node is a ScatterElements that multiplies its operands or takes their minimum or
+    maximum.
+    """
+    reductions = {bytes(each.s) for each in node.attribute if each.name == "reduction"}
+    return not reductions <= {b"none", b"add"}
 
 
 def _by_coefficient(

@@ -68,12 +68,21 @@ LINEAR: dict[str, tuple[onnx.NodeProto, list[Number]]] = {
     "ScatterElements": (
         node("ScatterElements", "a b c", "y"), [N, integers(1), sizes((0, 9))],
     ),
+    "ScatterElements that adds": (
+        node("ScatterElements", "a b c", "y", reduction="add"), [N, integers(1), sizes((0, 9))],
+    ),
     "Slice": (node("Slice", "a b c", "y"), [N, integers(1), integers(3)]),
     "Split": (node("Split", "a b", "y z", axis=0), [N, integers(1, 2)]),
     "Transpose": (node("Transpose", "a", "y"), [N]),
     "Unsqueeze": (node("Unsqueeze", "a b", "y"), [N, integers(0)]),
     "Where": (node("Where", "a b c", "y"), [np.array([True, False, True]), N, integers(8)]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", ["mul", "min", "max"])
+def test_a_scatter_with_a_nonlinear_reduction_is_not_evaluated(reduction: str) -> None:
+    scatter = node("ScatterElements", "a b c", "y", reduction=reduction)
+    assert interpreted(scatter, [N, integers(1), sizes((0, 9))]) is None
 
 
 @pytest.mark.parametrize("name", LINEAR)
