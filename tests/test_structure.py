@@ -34,10 +34,10 @@ def prose() -> dict[str, Total]:
 LIMITS = {
     "operator names outside of operator tables": 797,
     "modules that name operators outside of operator tables": 56,
-    "imports of the widest module": 26,
+    "imports of the widest module": 25,
     "classes that construct nodes": 3,
-    "lines over 100 columns": 36,
-    "parallel assignments": 18,
+    "lines over 100 columns": 0,
+    "parallel assignments": 2,
 }
 """Upper limits. Goals: 450 names in 20 modules, 18 imports, 1 class, 0 lines, 0 assignments."""
 

@@ -51,9 +51,11 @@ from autopipe.passes.placement.explicit import Explicit, NodeNames, written
 from autopipe.passes.schedule.simulate import simulate
 
 _HEAD = """\
-# What this plan computes where. Change it (move a line from stage to stage, say), and plan again from this folder:
+# What this plan computes where. Change it (move a line from stage to stage, say), and plan again \
+from this folder:
 #   autopipe plan --from DIR
-# Nodes are names, globs or [first, last]; `samples` is the axis that counts samples, whatever an operator calls it.
+# Nodes are names, globs or [first, last]; `samples` is the axis that counts samples, whatever an \
+operator calls it.
 """
 
 

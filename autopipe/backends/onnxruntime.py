@@ -49,7 +49,8 @@ def measure_operations(
             timing = _measured(
                 sample, folder / f"operator_{number}", threads, seconds / len(samples)
             )
-        except Exception as error:  # noqa: BLE001 - ONNX Runtime raises whatever it likes for what it cannot run
+        # ONNX Runtime raises exceptions of any class for models that it does not support.
+        except Exception as error:  # noqa: BLE001
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             refused.append(f"{sample.operation.operator} does not run under ONNX Runtime: {reason}")
         else:

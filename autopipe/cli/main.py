@@ -169,7 +169,8 @@ def main(
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the one place where every error becomes a line and an exit code
+    # The only place where every error becomes one line and an exit code.
+    except Exception as error:  # noqa: BLE001
         if "--debug" in options:
             traceback.print_exception(error)
             click.echo(version_report(), err=True)

@@ -81,7 +81,9 @@ SCHEDULERS = {
     "dualpipe_v": "autopipe.passes.schedule.published.zero_bubble:DualPipeV",
     "gpipe": "autopipe.passes.schedule.published.base:GPipe",
     "hanayo": "autopipe.passes.schedule.published.one_f_one_b:Hanayo",
-    "interleaved_1f1b": "autopipe.passes.schedule.published.one_f_one_b:InterleavedOneForwardOneBackward",
+    "interleaved_1f1b": (
+        "autopipe.passes.schedule.published.one_f_one_b:InterleavedOneForwardOneBackward"
+    ),
     "kfkb": "autopipe.passes.schedule.published.one_f_one_b:KForwardsKBackwards",
     "looped_bfs": "autopipe.passes.schedule.published.one_f_one_b:LoopedBreadthFirst",
     "v_half": "autopipe.passes.schedule.published.zero_bubble:VHalf",

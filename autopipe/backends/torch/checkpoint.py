@@ -10,12 +10,16 @@ it, not by rank, so that any plan of the same model can read it. It is one JSON 
 
     format       "autopipe.checkpoint/2"
     sha256       SHA-256 of the object without this member, as JSON with sorted keys, no spaces, and
-    ASCII only model        {"path", "sha256"}: the ONNX file, and its digest as in plans plan
-    digest of the plan whose ranks saved the checkpoint world_size   number of these ranks step
-    number of completed steps samples      number of samples read from the data: where a resumed run
-    continues forwards     micro-batches of all steps so far; absent if they were not counted seed
-    seed of the random data and of the parameters' initial values optimizer    settings of the
-    optimizer: {"name", "lr", "momentum", ..., "shard"} files        [{"name", "bytes", "sha256"}]
+                 ASCII only
+    model        {"path", "sha256"}: the ONNX file, and its digest as in plans
+    plan         digest of the plan whose ranks saved the checkpoint
+    world_size   number of these ranks
+    step         number of completed steps
+    samples      number of samples read from the data: where a resumed run continues
+    forwards     micro-batches of all steps so far; absent if they were not counted
+    seed         seed of the random data and of the parameters' initial values
+    optimizer    settings of the optimizer: {"name", "lr", "momentum", ..., "shard"}
+    files        [{"name", "bytes", "sha256"}]
     parameters   [{"name", "trainable", "value", "state", "scalars"}], by name
                  value: a tensor; state: {"exp_avg": tensor, ...}, optimizer state per
                  element; scalars: {"step": 12.0}, optimizer state per parameter

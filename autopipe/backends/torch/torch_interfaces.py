@@ -309,4 +309,5 @@ def stop_device_initialisation() -> None:
     from torch._subclasses import fake_tensor
 
     fake_tensor.init_gpu_context = lambda *_, **__: None  # type: ignore[assignment]
-    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment,method-assign]
+    mode_class: Any = fake_tensor.FakeTensorMode
+    mode_class.avoid_device_init = property(lambda mode: True)

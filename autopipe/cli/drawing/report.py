@@ -94,11 +94,13 @@ def report_page(report: Report) -> str:
 <p>{escape(report.subtitle)}</p></header>
 <section class="figures">{figures}</section>
 <section><h2>Timeline</h2>
-<p class="tools"><button id="nearer" title="zoom in (+)">+</button> <button id="farther" title="zoom out (-)">−</button>
+<p class="tools"><button id="nearer" title="zoom in (+)">+</button> \
+<button id="farther" title="zoom out (-)">−</button>
 <button id="all" title="show all (0)">all</button>
 <button id="repetend" title="show the steady state (r)">steady state</button>
 <span id="range"></span>
-<span class="quiet">scroll over the timeline to zoom, drag to move; + − 0 r and the arrows work too</span></p>
+<span class="quiet">scroll over the timeline to zoom, drag to move; + − 0 r and the arrows work \
+too</span></p>
 <div id="frame"><canvas id="timeline" tabindex="0" aria-label="timeline of a step"></canvas>
 <div id="tip" hidden></div></div>
 {report.legend}</section>

@@ -36,8 +36,8 @@ def markup_table(heads: Sequence[str], rows: Sequence[str]) -> str:
     """Return a table that scrolls horizontally if it is too wide. `rows` are markup."""
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
     return (
-        "<div "
-        f'class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
@@ -62,8 +62,8 @@ _LEGEND_ROW = 18
 _STYLE = (
     "text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#24292f}"
     ".paper{fill:#ffffff}.quiet{fill:#656d76}.lane{fill:#f3f4f6}.rule{stroke:#8c959f;fill:none}"
-    "@media "
-    "(prefers-color-scheme:dark){text{fill:#e6edf3}.paper{fill:#0d1117}.quiet{fill:#9198a1}.lane{fill:#1c2129}}"
+    "@media (prefers-color-scheme:dark){text{fill:#e6edf3}.paper{fill:#0d1117}"
+    ".quiet{fill:#9198a1}.lane{fill:#1c2129}}"
 )
 """The background is a part of the figure, because the colours follow the theme of the system, which
 may differ from that of the page.

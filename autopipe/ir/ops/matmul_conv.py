@@ -311,7 +311,8 @@ def conv_quantized(signature: Signature) -> Space:
         shape = value.shape if value else ()
         is_channels = index in (4, 5, 8) and shape == (extents["g"] * extents["m"],)
         tensors.append("(g m)" if is_channels else unindexed(shape))
-    tensors[0], tensors[3] = "n (g c) *i!", "(g m) c *k!"
+    tensors[0] = "n (g c) *i!"
+    tensors[3] = "(g m) c *k!"
     return notate(signature, tensors, ["n (g m) *o!"], **extents)
 
 

@@ -599,7 +599,8 @@ def resize(signature: Signature) -> Space:
     source = signature.words
     result = signature.words
     for axis in (each.axis for each in resized_axes(signature)):
-        source[axis], result[axis] = f"i{axis}!", f"o{axis}!"
+        source[axis] = f"i{axis}!"
+        result[axis] = f"o{axis}!"
     return notate(signature, [source], [result])
 
 

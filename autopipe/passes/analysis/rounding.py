@@ -69,7 +69,8 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
                 most_narrow, narrow.get(operand.name, 0) + own_narrow * (1 + (back and not loop))
             )
         for name in filter(None, node.outputs):
-            sums[name], narrow[name] = most_sums, most_narrow
+            sums[name] = most_sums
+            narrow[name] = most_narrow
     return max(sums.values(), default=0), max(narrow.values(), default=0)
 
 

@@ -178,7 +178,8 @@ def renamed(
     """Return a copy of the node with other operands and results."""
     copy = type(node)()
     copy.CopyFrom(node)
-    copy.input[:], copy.output[:] = operands, results
+    copy.input[:] = operands
+    copy.output[:] = results
     return copy
 
 

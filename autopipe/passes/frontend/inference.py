@@ -85,13 +85,14 @@ a few seconds.
 LOOP = 256
 """Number of operations as which one iteration of a Python loop counts."""
 _WHOLE_ARRAYS = """
-    Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
-    Cast CastLike Ceil Clip Compress Concat ConstantOfShape Cos Cosh CumSum DepthToSpace DequantizeLinear Div Equal Exp
-    Expand EyeLike Flatten Floor Gather Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log LogSoftmax Max
-    Mean Min Mod Mul Neg NonZero Not OneHot Or Pow QuantizeLinear Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum
-    ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Round Shape Sigmoid
-    Sign Sin Sinh Size Slice Softmax SpaceToDepth Split Sqrt Squeeze Sub Sum Tan Tanh Tile TopK Transpose Trilu Unique
-    Unsqueeze Where Xor
+    Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot
+    BitwiseOr BitwiseXor Cast CastLike Ceil Clip Compress Concat ConstantOfShape Cos Cosh CumSum
+    DepthToSpace DequantizeLinear Div Equal Exp Expand EyeLike Flatten Floor Gather Greater
+    GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Mean Min Mod Mul Neg
+    NonZero Not OneHot Or Pow QuantizeLinear Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum
+    ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape
+    Round Shape Sigmoid Sign Sin Sinh Size Slice Softmax SpaceToDepth Split Sqrt Squeeze Sub Sum Tan
+    Tanh Tile TopK Transpose Trilu Unique Unsqueeze Where Xor
 """
 _LINEAR = frozenset(_WHOLE_ARRAYS.split())
 """Operators that numpy computes with a few operations per element of their operands and results."""
@@ -513,7 +514,8 @@ class Inference:
                     results = (
                         *ReferenceEvaluator(graph, opsets=dict(self.opsets)).run(None, feeds),
                     )
-                except Exception:  # noqa: BLE001 - it raises anything; a node it cannot take is simply not folded
+                # The evaluator raises exceptions of any class. The node is not folded then.
+                except Exception:  # noqa: BLE001
                     return None
         arrays = tuple(np.ascontiguousarray(result).reshape(np.shape(result)) for result in results)
         return arrays if all(array.dtype.kind in "biufcV" for array in arrays) else None

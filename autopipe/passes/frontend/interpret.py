@@ -198,7 +198,8 @@ class _Sweep:
             return
         value = held.value
         if value.dtype.packed_bits:
-            self.packed[value.name], value = value, packed_value(value)
+            self.packed[value.name] = value
+            value = packed_value(value)
         self.types[value.name] = value
         self.parameters[value.name] = replace(held, value=value)
 

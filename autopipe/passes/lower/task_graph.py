@@ -298,11 +298,14 @@ class _Builder:
         """
         wired = self.wired[stage]
         for piece in wired.receives if receives is not gradient else wired.sends:
-            own = piece.target_slice
-            other = piece.source_slice
-            there = piece.source_stage
             if receives is gradient:
-                own, other, there = other, own, piece.target_stage
+                own = piece.source_slice
+                other = piece.target_slice
+                there = piece.target_stage
+            else:
+                own = piece.target_slice
+                other = piece.source_slice
+                there = piece.source_stage
             if own.has(micro_batch) and (piece.needs_gradient or not gradient):
                 yield piece, there, other.micro_batch(own.message(micro_batch))
 

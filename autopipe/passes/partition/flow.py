@@ -395,7 +395,8 @@ def partition_space(
     cause = np.arange(flow.operators)
     for source, reader in flow.pairs():
         if first[source] > first[reader]:
-            first[reader], cause[reader] = first[source], cause[source]
+            first[reader] = first[source]
+            cause[reader] = cause[source]
         if 0 <= required[reader] < first[reader]:
             late, early = (
                 repr(graph.nodes[int(nodes[operator])].name) for operator in (reader, cause[reader])

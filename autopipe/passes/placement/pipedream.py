@@ -214,7 +214,8 @@ class ChainCosts:
         self._empty = np.where(np.tri(count, count, 0, dtype=bool), np.inf, 0.0)
         self._compute = cache(tables.seconds)
         self._parts = cache(tables.memory)
-        self._times, self._fits = cache(self._stage_seconds), cache(self._within)
+        self._times = cache(self._stage_seconds)
+        self._fits = cache(self._within)
 
     def seconds(self, from_end: int, device: int, degree: int) -> Matrix:
         """Return the seconds per micro-batch, with recomputation only if it is needed to fit into

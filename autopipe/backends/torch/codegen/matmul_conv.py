@@ -39,7 +39,8 @@ def multiply(call: Call, left: str, right: str) -> str:
     stacks = [(1,) * (rank - len(shape)) + shape[:-2] for shape in shapes]
     if min(map(len, shapes)) < 3 or rank >= len(ascii_lowercase) or stacks[0] == stacks[1]:
         return f"torch.matmul({left}, {right})"
-    lead, row, inner, column = ascii_lowercase[: rank - 2], *ascii_lowercase[rank - 2 : rank + 1]
+    lead = ascii_lowercase[: rank - 2]
+    row, inner, column = list(ascii_lowercase[rank - 2 : rank + 1])
     first, second = (lead[rank - len(shape) :] for shape in shapes)
     equation = f"{first}{row}{inner},{second}{inner}{column}->{lead}{row}{column}"
     return f"torch.einsum({equation!r}, {left}, {right})"

@@ -168,7 +168,9 @@ def _stage(stage: StageCode, host_bound: bool) -> dict[str, Any]:
     return found if stage.ratio == 1 else found | {"turns": stage.ratio}
 
 
-_ENTRY = '''"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every process."""
+_ENTRY = '''\
+"""Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every \
+process."""
 
 import os
 import runpy
@@ -186,13 +188,15 @@ if started != RANKS:
     if rank == 0:
         start = f"torchrun --nproc-per-node {{RANKS}}" if RANKS > 1 else "python"
         counts = f"ranks started: {{started}}, ranks of the program: {{RANKS}}"
-        print(f"error: {{counts}}; start it by {{start}} {{sys.argv[0]}}", file=sys.stderr, flush=True)
+        print(f"error: {{counts}}; start it by {{start}} {{sys.argv[0]}}", file=sys.stderr, \
+flush=True)
     else:
         time.sleep(3)  # torchrun ends all ranks when the first one has ended: rank 0 says why.
     sys.exit(2)
 runpy.run_path(str(folder / f"rank_{{rank:03d}}.py"), run_name="__main__")
 
-# Done: the process ends here. Torch's threads may still ask for the interpreter while it is being taken down, and
+# Done: the process ends here. Torch's threads may still ask for the interpreter while it is being \
+taken down, and
 # then the whole process aborts.
 sys.stdout.flush()
 sys.stderr.flush()

@@ -280,7 +280,8 @@ def _noting_seconds(watch: Stopwatch) -> float:
             for _ in range(_CHAIN):
                 end = -end
                 if noted and end.grad_fn is not None:
-                    end.grad_fn.register_prehook(lambda _: seen.append(watch.mark()))  # noqa: B023 - called in this turn
+                    # Backward calls the hook before the next iteration replaces `seen`.
+                    end.grad_fn.register_prehook(lambda _: seen.append(watch.mark()))  # noqa: B023
             spans.append(watch.seconds(partial(torch.autograd.backward, end, torch.ones_like(end))))
         return [(spans[1] - spans[0]) / _CHAIN]
 
@@ -361,12 +362,17 @@ that size and returns the seconds that it took.
 """
 
 
+def _seconds_per_tensor(run: Callable[[], float], seconds: float) -> float:
+    """Return the median seconds of `run` per tensor, measured for about `seconds`."""
+    return repeated(lambda: [run()], seconds)[0].seconds / _TENSORS
+
+
 def _by_tensor(watch: Stopwatch, timed: Timed, seconds: float) -> TensorCosts:
     """Return the time per tensor and per byte, from tensors of few and of many elements. Each of
     the two sizes is measured for about `seconds`.
     """
     runs = (timed(watch, count) for count in _ELEMENTS)
-    few, many = (repeated(lambda: [run()], seconds)[0].seconds / _TENSORS for run in runs)  # noqa: B023 - called here
+    few, many = (_seconds_per_tensor(run, seconds) for run in runs)
     per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS[1] - _ELEMENTS[0])))
     return TensorCosts(max(0.0, few - 4 * _ELEMENTS[0] * per_byte), per_byte)
 

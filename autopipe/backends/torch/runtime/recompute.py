@@ -36,7 +36,9 @@ class recompute:
         # Autograd runs the backward of an operator only if an operand requires a gradient. The
         # parameters are not operands, so this one stands in for them.
         trigger = torch.empty(0, device=p.device, requires_grad=True)
-        results: Tensors = _Recompute.apply(self.segment, p, trigger, *arguments)  # type: ignore[no-untyped-call]
+        results: Tensors = _Recompute.apply(  # type: ignore[no-untyped-call]
+            self.segment, p, trigger, *arguments
+        )
         return results
 
 

@@ -59,10 +59,11 @@ def start_process(number: int, file: str) -> RankProcess:
     execution = execution_of(options)
     transport = execution.make_transport(options.device, timeouts, heartbeat)
     if transport.world_size != manifest.world_size:
+        count = manifest.world_size
         raise ConfigurationError(
-            f"the program is for {manifest.world_size} {plural(manifest.world_size, 'rank')}, "
+            f"the program is for {count} {plural(count, 'rank')}, "
             f"but WORLD_SIZE is {transport.world_size}",
-            hint=f"start {manifest.world_size} {plural(manifest.world_size, 'process', 'processes')}",
+            hint=f"start {count} {plural(count, 'process', 'processes')}",
         )
     if transport.rank != number:
         raise ConfigurationError(

@@ -46,7 +46,8 @@ def attention(view: View, node: Node) -> tuple[Node, ...] | None:
     softmax = _softmax(view, weights)
     transpose = view.made_by(value, "Transpose")
     if softmax is None and transpose is not None and _swaps_last_axes(transpose):
-        weights, value = transpose.inputs[0], weights
+        value = weights
+        weights = transpose.inputs[0]
         is_transposed = True
         softmax = _softmax(view, weights)
     if softmax is None or not _multiplies(view.shape(weights), view.shape(value), is_transposed):

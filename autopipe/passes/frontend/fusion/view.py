@@ -144,7 +144,8 @@ class View(GraphEdit):
             left, right = node.inputs
             number = self.scalar(right)
             if number is None and node.op == "Mul":
-                left, number = right, self.scalar(left)
+                number = self.scalar(left)
+                left = right
             if number is None or number == 0 or self.shape(left) != self.shape(name):
                 break
             coefficient *= number if node.op == "Mul" else 1 / number

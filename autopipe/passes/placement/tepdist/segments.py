@@ -410,7 +410,8 @@ class Pairs:
             self.costs = (
                 model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
             )
-            self.bounds, self.solved = self.costs, np.ones(self.costs.shape, dtype=bool)
+            self.bounds = self.costs
+            self.solved = np.ones(self.costs.shape, dtype=bool)
 
     def approach(self, ends: Ends, seconds: float, solver: str) -> None:
         """Tighten the entry for the strategies `ends`.

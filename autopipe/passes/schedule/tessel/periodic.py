@@ -426,7 +426,8 @@ class _Placing:
                 return None
             if is_forward and latest is not None and start > latest:
                 return None
-            starts[index], phases[index] = start, start % period
+            starts[index] = start
+            phases[index] = start % period
         periods = min(starts.values()) // period
         return PeriodicStarts(
             period, tuple(starts[index] - periods * period for index in range(len(starts)))

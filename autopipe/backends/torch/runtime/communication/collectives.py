@@ -275,7 +275,9 @@ class _Transposed(torch.autograd.Function):
 
 
 def _exchange(tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch.Tensor:
-    result: torch.Tensor = _Transposed.apply(tensor, run, transpose)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Transposed.apply(  # type: ignore[no-untyped-call]
+        tensor, run, transpose
+    )
     return result
 
 

@@ -718,6 +718,7 @@ def pci_address(device: torch.device) -> str:
     """
     properties: Any = torch.cuda.get_device_properties(device)
     try:
-        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        domain = f"{properties.pci_domain_id:04x}"
+        return f"{domain}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     except AttributeError:
         return ""

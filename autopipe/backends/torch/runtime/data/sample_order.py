@@ -59,7 +59,9 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
         left = found[outside] >> np.uint64(half)
         right = found[outside] & mask
         for key in keys:
-            left, right = right, left ^ (_mixed(right ^ key) & mask)
+            mixed = left ^ (_mixed(right ^ key) & mask)
+            left = right
+            right = mixed
         found[outside] = left << np.uint64(half) | right
         outside = found >= np.uint64(samples)
     return found.astype(np.int64)

@@ -187,7 +187,9 @@ def _mapped(path: Path, file: IO[bytes]) -> np.ndarray:
     if 0 in shape:
         return np.empty(shape, dtype)
     order = "F" if fortran else "C"
-    mapped = np.memmap(path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order)  # type: ignore[call-overload]
+    mapped = np.memmap(  # type: ignore[call-overload]
+        path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order
+    )
     return np.asarray(mapped)  # Slicing a memmap object is many times slower than slicing an array.
 
 

@@ -142,7 +142,9 @@ def attention(
         if capture is None:
             # Backward then saves the operands in autocast's type.
             operands = (each.to(autocast or each.dtype) for each in (query, key, value))
-            result = _Stepwise.apply(softmax, *operands, bias, sink)  # type: ignore[no-untyped-call]
+            result = _Stepwise.apply(  # type: ignore[no-untyped-call]
+                softmax, *operands, bias, sink
+            )
             captured = None
         else:
             probabilities, captured = softmax.probabilities(query, key, bias, sink, capture)

@@ -258,7 +258,9 @@ def _applied(
     operands: Iterable[Tensor | None],
 ) -> Tensor:
     x = x.to(_autocast(x) or x.dtype)  # Backward then saves x in autocast's type.
-    found: Tensor = _Experts.apply(settings, x, *routing, *operands)  # type: ignore[no-untyped-call]
+    found: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
+        settings, x, *routing, *operands
+    )
     return found
 
 

@@ -164,7 +164,8 @@ def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Te
     if batch > time:
         places = places.T
     shape = [1] * data.dim()
-    shape[time], shape[batch] = data.shape[time], data.shape[batch]
+    shape[time] = data.shape[time]
+    shape[batch] = data.shape[batch]
     return data.gather(time, places.reshape(shape).expand(data.shape))
 
 
@@ -225,7 +226,8 @@ def col2im(
         inside = torch.arange(block[i], device=data.device) * dilations[i]
         places = torch.arange(counts[i], device=data.device) * strides[i]
         shape = [1] * (2 * rank)
-        shape[i], shape[rank + i] = block[i], counts[i]
+        shape[i] = block[i]
+        shape[rank + i] = counts[i]
         flat = flat * padded[i] + (inside.unsqueeze(1) + places).reshape(shape)
     total = math.prod(padded)
     channels = data.shape[1] // math.prod(block)

@@ -115,7 +115,9 @@ def matmul_nbits(
     is the middle of the range. `groups` contains, per column of W, the index of the block whose
     scale applies.
     """
-    found: Tensor = _Product.apply(x, data, scales, points, groups, bits)  # type: ignore[no-untyped-call]
+    found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        x, data, scales, points, groups, bits
+    )
     return found
 
 

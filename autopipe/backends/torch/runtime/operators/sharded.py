@@ -99,7 +99,9 @@ def from_front(indices: Tensor, extent: int) -> Tensor:
 
 
 def _softmax(logarithm: bool, scores: Tensor, dim: int, group: Group) -> Tensor:
-    found: Tensor = _Softmax.apply(precise(scores), dim, group, logarithm)  # type: ignore[no-untyped-call]
+    found: Tensor = _Softmax.apply(  # type: ignore[no-untyped-call]
+        precise(scores), dim, group, logarithm
+    )
     return found
 
 
@@ -308,7 +310,9 @@ def _standardized(
     """Return (y, mean, variance). y is this rank's shard of x, standardized over the dimensions
     `dims` of all ranks.
     """
-    y, mean, variance = _Standardized.apply(wide(x), dims, epsilon, group)  # type: ignore[no-untyped-call]
+    y, mean, variance = _Standardized.apply(  # type: ignore[no-untyped-call]
+        wide(x), dims, epsilon, group
+    )
     return y.to(x.dtype), mean, variance
 
 

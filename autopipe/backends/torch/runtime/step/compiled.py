@@ -32,7 +32,9 @@ _EAGER = {
 """By attribute of a forward's `p`, a description of the calls that cannot be compiled."""
 _NO_COMPILER = {
     "No working C++ compiler": "install g++, or name a compiler in CXX",
-    "Cannot find a working triton": "install triton as torch's wheels for CUDA do, or leave out --compile",
+    "Cannot find a working triton": (
+        "install triton as torch's wheels for CUDA do, or leave out --compile"
+    ),
 }
 """By part of an error message that compilation of any stage would raise, the hint for the user."""
 

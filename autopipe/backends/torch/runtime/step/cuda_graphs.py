@@ -415,7 +415,9 @@ class Slot:
 
 
 def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _NarrowAlias.apply(alias, lambda: copy.data)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _NarrowAlias.apply(  # type: ignore[no-untyped-call]
+        alias, lambda: copy.data
+    )
     return found
 
 
