@@ -124,7 +124,8 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
     other = next((name for name in groups if groups[name] != groups[first]), None)
     if other is not None:
         raise ModelError(
-            f"its tensors {first!r} and {other!r} are annotated for different devices", where=where
+            f"the tensors {first!r} and {other!r} of the node are annotated for different devices",
+            where=where,
         )
     devices = sorted(groups[first])
     found: dict[str, tuple[AxisSplit, str]] = {}
@@ -145,10 +146,11 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
                 known, source = found.setdefault(axis, (cut, name))
                 if known != cut:
                     raise ModelError(
-                        f"the annotations of its tensors {source!r} and {name!r} contradict each "
-                        f"other: they cut its axis {axis!r} into {known.degree} and {degree} "
-                        f"{plural(degree, 'part')}, or in another order",
-                        hint="autopipe finds itself what must be exchanged before and after a node",
+                        f"the annotations of tensors {source!r} and {name!r} contradict each "
+                        f"other: they split axis {axis!r} of the node into {known.degree} and "
+                        f"{degree} {plural(degree, 'part')}, or in different orders",
+                        hint="annotate the tensors consistently; autopipe inserts the required "
+                        "communication",
                         where=where,
                     )
     return tuple(cut for cut, _ in found.values() if cut.degree > 1)
@@ -162,16 +164,20 @@ def _blocks_of(
     """
     for dimension, _ in sharding.cuts:
         if not -len(shape) <= dimension < len(shape):
-            raise ModelError(f"it has no dimension {dimension}", f"its shape is {shape}", where)
+            raise ModelError(
+                f"the annotation shards dimension {dimension} of a tensor of shape {shape}",
+                "use an existing dimension",
+                where,
+            )
     if len({dimension % len(shape) for dimension, _ in sharding.cuts}) < len(sharding.cuts):
-        raise ModelError("one of its dimensions is sharded twice", where=where)
+        raise ModelError("the annotation shards a dimension of the tensor twice", where=where)
     for index, (blocks, held) in enumerate(sharding.places(len(shape))):
         here = f"{where}, dimension {index}"
         if shape[index] % blocks:
             raise ModelError(
                 (
-                    f"{blocks} {plural(blocks, 'shard does', 'shards do')} not divide its extent "
-                    f"{shape[index]}"
+                    f"{blocks} {plural(blocks, 'shard does', 'shards do')} not divide the size "
+                    f"{shape[index]} of the dimension"
                 ),
                 where=here,
             )
@@ -192,8 +198,8 @@ def _parts(
         degree = max(1, min(rest, extents[axis]))
         if rest % degree or extents[axis] % degree:
             raise ModelError(
-                f"{blocks} {plural(blocks, 'shard does', 'shards do')} not "
-                f"divide its axis {axis!r} of extent {extents[axis]}",
+                f"{blocks} {plural(blocks, 'shard does', 'shards do')} not divide axis {axis!r} "
+                f"of size {extents[axis]}",
                 where=where,
             )
         rest //= degree
@@ -201,8 +207,8 @@ def _parts(
     if rest > 1:
         raise ModelError(
             (
-                f"the operator has no axis there that {blocks} {plural(blocks, 'shard')} could be "
-                "cut along"
+                f"the operator cannot be split into {blocks} {plural(blocks, 'shard')} along "
+                "this dimension"
             ),
             where=where,
         )
@@ -240,19 +246,17 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
         return ()
     if not fitting:
         names = ", ".join(f"{each.name!r} for {each.devices}" for each in known)
-        reason = (
-            f"the model is annotated, but not for {devices} {plural(devices, 'device')}: {names}"
-        )
+        reason = f"the model is annotated for other numbers of devices than {devices}: {names}"
         raise ConfigurationError(
-            reason, "plan for as many devices, or the model without its annotations"
+            reason, "plan for one of these numbers of devices, or use the model without annotations"
         )
     if len(fitting) > 1:
         names = " and ".join(repr(each.name) for each in fitting)
         reason = (
-            f"the model's device configurations {names} are all for {devices} "
-            f"{plural(devices, 'device')}"
+            f"the model's device configurations {names} are for the same number of devices, "
+            f"{devices}"
         )
-        raise ConfigurationError(reason, "leave one of them in the file")
+        raise ConfigurationError(reason, "remove all but one of the configurations from the model")
     try:
         return tuple(_constraints(model, fitting[0]))
     except ModelError as error:
@@ -341,7 +345,7 @@ def _own_shardings(
         if (other.cuts, other.devices) != (sharding.cuts, sharding.devices):
             raise ModelError(
                 (
-                    f"its annotations of {other.tensor!r} and {sharding.tensor!r}, which are one "
+                    f"the annotations of {other.tensor!r} and {sharding.tensor!r}, which are one "
                     "value, differ"
                 ),
                 where=origin.title,
@@ -361,10 +365,9 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
     other = next((each for each in members if each.group != first.group), None)
     if other is not None:
         raise ModelError(
-            f"it is annotated for devices {', '.join(map(str, sorted(other.group)))}, but "
-            f"{name!r} of its stage for"
-            f" {listed}",
-            hint="all nodes of a stage are on the same devices",
+            f"the node is annotated for devices {', '.join(map(str, sorted(other.group)))}, but "
+            f"node {name!r} of the same stage is annotated for devices {listed}",
+            hint="annotate all nodes of a stage for the same devices",
             where=repr(graph.nodes[other.node].name),
         )
     order = order_of(
@@ -373,10 +376,10 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
     )
     if order is None:
         raise ModelError(
-            f"its stage's nodes are annotated for blocks that no splits over devices {listed} make",
+            f"no splits over devices {listed} result in the annotated shards of the stage's nodes",
             hint=(
-                "equal parts, outer to inner over the devices in one order, copies innermost, can "
-                "be followed"
+                "use equal shards, numbered from outer to inner axis in one order of the "
+                "devices, with replicas innermost"
             ),
             where=repr(name),
         )
@@ -399,8 +402,8 @@ def annotated(
     """
     if placement.pipelines > 1:
         raise ConfigurationError(
-            f"each node is in {placement.pipelines} {plural(placement.pipelines, 'pipeline')}, "
-            "and ONNX's annotations have room for one stage a node",
+            f"the number of pipelines is {placement.pipelines}, but ONNX's annotations support one "
+            "stage per node",
             hint="annotate a plan with one pipeline",
         )
     stage_of = placement.stage_of()
@@ -516,7 +519,9 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
     import onnx
 
     if target.exists() and target.samefile(model):
-        raise ConfigurationError(f"{target} is the model itself", hint="name another file")
+        raise ConfigurationError(
+            f"the output file {target} is the model itself", hint="choose another file"
+        )
     graph = load(model).graph
     folder = model.absolute().parent
     constants = (attribute.t for node in graph.node for attribute in node.attribute)
@@ -525,8 +530,9 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
     )
     if has_files and target.absolute().parent.resolve() != folder.resolve():
         raise ConfigurationError(
-            f"{target} is not in the folder of the model, whose weights lie in files beside it",
-            hint=f"name a file in {folder}",
+            f"the output file {target} is not in the folder of the model, which contains the "
+            "external data files of the model",
+            hint=f"choose a file in {folder}",
         )
     data = opened(model)
     if any(field.number == MODEL_FUNCTION for field in wire.fields_of(data, 0, len(data))):
@@ -537,7 +543,7 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
                 file.write(piece)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot write {target}: {error.strerror}", hint="choose another place"
+            f"the file {target} cannot be written: {error.strerror}", hint="choose another folder"
         ) from error
 
 

@@ -88,9 +88,10 @@ def batchings(
         batch = batch_size or count * micro_batch_size
         if batch != count * micro_batch_size or not count:
             raise ConfigurationError(
-                f"a batch of {batch} {plural(batch, 'sample')} is not {count or 1} "
-                f"{plural(count or 1, 'micro-batch')} of {micro_batch_size}",
-                hint=f"--batch-size {max(1, count) * micro_batch_size}",
+                f"a batch of {batch} {plural(batch, 'sample')} cannot be divided into "
+                f"{count or 1} {plural(count or 1, 'micro-batch')} of {micro_batch_size} "
+                f"{plural(micro_batch_size, 'sample')}",
+                hint=f"set --batch-size {max(1, count) * micro_batch_size}",
             )
     else:
         assert micro_batches is not None
@@ -101,15 +102,15 @@ def batchings(
             raise ConfigurationError(
                 f"{count} {plural(count, 'micro-batch does', 'micro-batches do')} not "
                 f"divide a batch of {batch} {plural(batch, 'sample')}",
-                hint=f"--micro-batches {near}",
+                hint=f"set --micro-batches {near}",
             )
         if own is not None and own % (batch // count):
             raise _not_of_own(batch // count, own)
     if count > MOST_MICRO_BATCHES:
         raise ConfigurationError(
-            f"a batch of {batch} {plural(batch, 'sample')} in {count} "
-            f"{plural(count, 'micro-batch')} is too fine to schedule",
-            hint=f"at most {MOST_MICRO_BATCHES} micro-batches",
+            f"a batch of {batch} {plural(batch, 'sample')} is divided into {count} "
+            f"{plural(count, 'micro-batch')}, expected at most {MOST_MICRO_BATCHES}",
+            hint="use larger micro-batches",
         )
     yield Batching(batch, count)
 
@@ -117,8 +118,8 @@ def batchings(
 def _not_of_own(size: int, own: int | None) -> ConfigurationError:
     return ConfigurationError(
         (
-            f"micro-batches of {size} {plural(size, 'sample')} cannot be made of the {own} that "
-            "the model's file fixes"
+            f"micro-batches of {size} {plural(size, 'sample')} do not divide the batch of {own} "
+            f"{plural(own or 0, 'sample')} that the model fixes"
         ),
         hint=(
             f"choose a micro-batch size that divides {own}, or export the model with a symbolic "

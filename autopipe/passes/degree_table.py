@@ -97,7 +97,9 @@ def scheduler_family(prefix: str) -> tuple[Scheduler, ...]:
     found = [scheduler_class(name)() for name in names if name != "csv"]
     if not prefix or not found:
         scheduler_class(prefix)  # Raises an error with the nearest name.
-        raise ConfigurationError(f"schedule {prefix!r} follows a file, which has no degrees")
+        raise ConfigurationError(
+            f"schedule {prefix!r} is read from a file and does not depend on degrees"
+        )
     return tuple(found)
 
 

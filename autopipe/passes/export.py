@@ -298,7 +298,10 @@ def file_tensors(
         where = f"parameter {name!r}"
         if stored is not None and (stored.dtype, stored.shape) != (own.dtype, own.shape):
             there, here = (f"{each.dtype.value}{list(each.shape)}" for each in (stored, own))
-            raise ModelError(f"it was trained as {here}, the file has {there}", where=where)
+            raise ModelError(
+                f"the parameter was trained as {here}, but the model file stores it as {there}",
+                where=where,
+            )
         if name in bases:
             continue
         if stored is None and results.get(name) not in FIXED:
@@ -402,8 +405,8 @@ def write_trained(
             )
     except OSError as error:
         raise ConfigurationError(
-            f"cannot write {error.filename or target}: {error.strerror}",
-            hint="choose another place",
+            f"the file {error.filename or target} cannot be written: {error.strerror}",
+            hint="choose another folder",
         ) from error
     return WrittenFiles(files, len(numbers) - len(lacking), len(lacking), size)
 
@@ -443,5 +446,5 @@ def _check_places(source: Source, files: tuple[Path, ...]) -> None:
             each.exists() and path.samefile(each) for each in dict.fromkeys(own)
         ):
             raise ConfigurationError(
-                f"{path} belongs to the model itself", hint="name another file"
+                f"the output file {path} belongs to the model itself", hint="choose another file"
             )

@@ -138,7 +138,9 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
         return Numbers(value, partial(block, array_of(tensor, where).view(value.dtype.stored)))
     if not isinstance(place, VarintSlice) and place.length != value.bytes:
         size = f"{place.length} {plural(place.length, 'byte')}"
-        raise ModelError(f"it has {size}, its shape needs {value.bytes}", where=where)
+        raise ModelError(
+            f"the tensor has {size} of data, but its shape requires {value.bytes}", where=where
+        )
     return stored_tensor(value, place, source.path)
 
 
@@ -219,8 +221,8 @@ def recorded_entries(
         if first is not numbers and not _are_equal(first, numbers):
             raise ModelError(
                 (
-                    f"{first.value.name!r} and {name!r} have different data, the model has one "
-                    "tensor for both"
+                    f"entries {first.value.name!r} and {name!r} have different data, but the "
+                    "model stores one tensor for both"
                 ),
                 where=str(weights),
             )

@@ -58,7 +58,9 @@ def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
         or weights[0] != weights[1]
         or not more <= recomputed_nodes(other)
     ):
-        raise InfeasibleError("the model is another graph in those shapes")
+        raise InfeasibleError(
+            "the operators of the graph differ between decoding and prefill shapes"
+        )
 
     def carried(stage: Stage, more: set[int]) -> Stage:
         nodes = sorted({own[node] for node in stage.nodes} | more)

@@ -141,8 +141,8 @@ def _announced(group: str) -> dict[str, str]:
 def _find(what: str, name: str, places: dict[str, str], where: str) -> type[Any]:
     if name not in places:
         near = difflib.get_close_matches(name, places, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(places))}"
-        raise ConfigurationError(f"there is no {what} called {name!r}", hint, where)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(places))}"
+        raise ConfigurationError(f"{what} {name!r} is unknown", hint, where)
     module, _, attribute = places[name].partition(":")
     found: type[Any] = getattr(importlib.import_module(module), attribute)
     return found

@@ -46,30 +46,40 @@ def read_safetensors(path: Path) -> dict[str, Numbers]:
 def _read_index(path: Path) -> dict[str, Numbers]:
     try:
         if path.stat().st_size > _MOST_INDEX:
-            raise ValueError(f"an index of {path.stat().st_size} bytes")
+            raise ValueError(
+                f"the file has {path.stat().st_size} bytes, expected at most {_MOST_INDEX}"
+            )
         files = json.loads(path.read_bytes())["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError("its 'weight_map' does not name the file of each tensor")
+            raise ValueError("the key 'weight_map' does not map each tensor to a file")
     except OSError as error:
         raise ConfigurationError(
-            f"cannot read the weights: {error.strerror}", where=str(path)
+            f"the weights cannot be read: {error.strerror}", where=str(path)
         ) from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigurationError(
-            f"no index of safetensors files: {error}", where=str(path)
+            f"the file is not an index of safetensors files: {error}", where=str(path)
         ) from error
     found: dict[str, Numbers] = {}
     for file in sorted(set(files.values())):
         if not file or Path(file).name != file or file == "..":
-            message = f"its file {file!r} does not lie in the folder of the index"
+            message = (
+                f"the index names the file {file!r}, expected a file in the folder of the index"
+            )
             raise ConfigurationError(message, where=str(path))
         for name, numbers in _read_file(path.with_name(file)).items():
             if name in found:
-                raise ConfigurationError(f"two of its files hold {name!r}", where=str(path))
+                raise ConfigurationError(
+                    f"two files of the index contain tensor {name!r}", where=str(path)
+                )
             found[name] = numbers
     for name, file in files.items():
         if name not in found:
-            raise ConfigurationError(f"{name!r} is not in its file {file!r}", where=str(path))
+            raise ConfigurationError(
+                f"the index assigns tensor {name!r} to the file {file!r}, which does not contain "
+                "it",
+                where=str(path),
+            )
     return found
 
 
@@ -81,15 +91,20 @@ def _read_file(path: Path) -> dict[str, Numbers]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(_MOST_HEADER, size - 8):
-                raise ValueError(f"a header of {length} {plural(length, 'byte')}")
+                raise ValueError(
+                    f"the header length is {length} {plural(length, 'byte')}, more than the file "
+                    "or the limit permits"
+                )
             entries = json.loads(file.read(length))
         return dict(_entries(path, entries, 8 + length, size))
     except OSError as error:
         raise ConfigurationError(
-            f"cannot read the weights: {error.strerror}", where=str(path)
+            f"the weights cannot be read: {error.strerror}", where=str(path)
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ConfigurationError(f"no safetensors file: {error}", where=str(path)) from error
+        raise ConfigurationError(
+            f"the file is not a safetensors file: {error}", where=str(path)
+        ) from error
 
 
 def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[str, Numbers]]:
@@ -97,17 +112,19 @@ def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[
         if name == _METADATA:
             continue
         if entry["dtype"] not in _TYPES:
-            raise ValueError(f"{name!r} has type {entry['dtype']!r}")
+            raise ValueError(f"tensor {name!r} has the unsupported type {entry['dtype']!r}")
         value = Value(name, _TYPES[entry["dtype"]], tuple(map(_count, entry["shape"])))
         begin, end = map(_count, entry["data_offsets"])
         if end - begin != value.bytes or start + end > size:
-            raise ValueError(f"{name!r} does not fit its place")
+            raise ValueError(
+                f"the data offsets of tensor {name!r} do not match its shape or the file size"
+            )
         yield name, stored_tensor(value, FileSlice("", start + begin, value.bytes), path)
 
 
 def _count(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no number of elements")
+        raise ValueError(f"a size or offset is {number!r}, expected an integer of at least 0")
     return number
 
 
@@ -157,10 +174,13 @@ def write_safetensors(
     for value in (each.value for each in tensors):
         if value.dtype not in SAFETENSORS_TYPES:
             raise ConfigurationError(
-                f"{value.name!r} is {value.dtype.value}, which safetensors does not know"
+                f"tensor {value.name!r} has type {value.dtype.value}, which safetensors does not "
+                "support"
             )
         if value.name == _METADATA:
-            raise ConfigurationError(f"safetensors has no tensor of the name {_METADATA!r}")
+            raise ConfigurationError(
+                f"a tensor has the name {_METADATA!r}, which safetensors reserves"
+            )
     groups = shards_of(tensors, most)
     paths = safetensors_paths(target, len(groups))
     total = sum(each.value.bytes for each in tensors)
@@ -172,7 +192,7 @@ def write_safetensors(
     except OSError as error:
         place = error.filename or target
         raise ConfigurationError(
-            f"cannot write {place}: {error.strerror}", hint="choose another place"
+            f"the file {place} cannot be written: {error.strerror}", hint="choose another folder"
         ) from error
     return paths, total
 

@@ -173,7 +173,8 @@ def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: 
     if numbers.value.shape != shape:
         there = list(numbers.value.shape)
         raise ModelError(
-            f"{value.name!r} has shape {there}, the model's has {list(shape)}", where=str(weights)
+            f"tensor {value.name!r} has shape {there}, but the model expects {list(shape)}",
+            where=str(weights),
         )
     converted = _converted(numbers, replace(value, shape=shape))
     return (
@@ -211,8 +212,8 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
         return replace(numbers, value=value)
     if not own.is_floating or not value.dtype.is_floating or value.dtype is DType.BFLOAT16:
         raise ModelError(
-            f"{value.name!r} is {own.value}, the model's {value.dtype.value}: they are not "
-            "converted"
+            f"tensor {value.name!r} has type {own.value}, which cannot be converted to the "
+            f"model's type {value.dtype.value}"
         )
 
     def read(box: TensorSlice) -> npt.NDArray[np.generic]:

@@ -75,12 +75,21 @@ def test_what_is_chosen(given, chosen):
     ("given", "message"),
     [
         ({"batch_size": 10, "micro_batches": 4}, "4 micro-batches do not divide a batch of 10"),
-        ({"batch_size": 10, "micro_batch_size": 4}, "10 samples is not 2 micro-batches of 4"),
-        ({"batch_size": 2, "micro_batch_size": 4}, "2 samples is not 1 micro-batch of 4"),
-        ({"own": 8, "micro_batch_size": 3}, "micro-batches of 3 samples cannot be made of the 8"),
+        (
+            {"batch_size": 10, "micro_batch_size": 4},
+            "10 samples cannot be divided into 2 micro-batches of 4",
+        ),
+        (
+            {"batch_size": 2, "micro_batch_size": 4},
+            "2 samples cannot be divided into 1 micro-batch of 4",
+        ),
+        (
+            {"own": 8, "micro_batch_size": 3},
+            "micro-batches of 3 samples do not divide the batch of 8",
+        ),
         (
             {"own": 8, "batch_size": 9, "micro_batches": 3},
-            "micro-batches of 3 samples cannot be made of the 8",
+            "micro-batches of 3 samples do not divide the batch of 8",
         ),
     ],
 )

@@ -214,11 +214,12 @@ def test_a_plan_is_reopened_on_its_own_model_only(gpt, tmp_path):
         planned.digest,
     )
     with pytest.raises(
-        ConfigurationError, match="the plan is to train, its configuration to infer"
+        ConfigurationError,
+        match="the plan is for mode train, but its configuration is for mode infer",
     ):
         reopen(request(gpt, mode=Mode.INFER), planned.plan)
     with pytest.raises(
-        ConfigurationError, match="the plan is for 4 devices, its configuration for 3"
+        ConfigurationError, match="the plan is for 4 devices, but its configuration is for 3"
     ):
         reopen(request(gpt, devices=3), planned.plan)
     other = tmp_path / "other.onnx"
@@ -227,5 +228,5 @@ def test_a_plan_is_reopened_on_its_own_model_only(gpt, tmp_path):
             "gpt", {"layers": "2", "hidden": "32", "heads": "2", "sequence": "16", "loss": "true"}
         )
     ).save(other)
-    with pytest.raises(ConfigurationError, match="does not belong to this model"):
+    with pytest.raises(ConfigurationError, match="was made for another model"):
         reopen(request(other), planned.plan)

@@ -61,24 +61,25 @@ def resolved_constraints(
         if not 0 <= each.constraint.pipeline < pipelines:
             raise ConfigurationError(
                 (
-                    f"{each} is for pipeline {each.constraint.pipeline}, but this strategy has "
+                    f"{each} is for pipeline {each.constraint.pipeline}, but the strategy uses "
                     f"{pipelines} {plural(pipelines, 'pipeline')}"
                 ),
-                hint="use strategy manual, which creates the pipelines that constraints name",
+                hint="use strategy manual, which creates a pipeline for each number in the "
+                "constraints",
             )
     for each in resolved:
         size = each.constraint.micro_batch_size
         if size not in (None, largest) and not own_sizes:
             raise ConfigurationError(
-                f"{each} requires micro-batches of {size} {plural(size, 'sample')}, "
-                "but all stages of this strategy have micro-batches of "
-                f"{largest} {plural(largest, 'sample')}",
+                f"{each} requires micro-batches of {size} {plural(size, 'sample')}, but all "
+                f"stages of the strategy use micro-batches of {largest} "
+                f"{plural(largest, 'sample')}",
                 hint="use strategy manual, which permits a micro-batch size per stage",
             )
         if size is not None and largest % size:
             raise ConfigurationError(
-                f"{each} requires micro-batches of {size} {plural(size, 'sample')}, "
-                f"which do not divide the step's micro-batches of {largest}",
+                f"{each} requires micro-batches of {size} {plural(size, 'sample')}, which do not "
+                f"divide the {largest} {plural(largest, 'sample')} of a micro-batch of the step",
                 hint="set micro_batch_size to a multiple of all sizes that constraints require",
             )
     return resolved
@@ -108,7 +109,7 @@ def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> No
                 if facet(other) != facet(each):
                     raise ConfigurationError(
                         f"{other} and {each} require different {what}",
-                        hint="let each node match only one of them",
+                        hint="let each node match one constraint only",
                         where=repr(problem.graph.nodes[node].name),
                     )
 
@@ -128,13 +129,16 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
             constraint.match.removeprefix("re:"), names, n=1, cutoff=0.0
         )
         raise ConfigurationError(
-            f"no node's name matches {constraint.match!r}",
-            hint=f"the nearest name is {near[0]!r}" if near else "",
+            f"{constraint.match!r} matches the name of no node",
+            hint=f"use a node's name, such as {near[0]!r}, which is the most similar name"
+            if near
+            else "",
             where="constraints",
         )
     if constraint.stage is not None and constraint.stage < 0:
         raise ConfigurationError(
-            f"the stage of {constraint.match!r} is {constraint.stage}, expected at least 0",
+            f"the constraint {constraint.match!r} requires stage {constraint.stage}, expected at "
+            "least 0",
             where="constraints",
         )
     if devices is None:
@@ -142,7 +146,8 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
     unknown = [device for device in devices if not 0 <= device < size]
     if unknown:
         raise ConfigurationError(
-            f"the cluster has no device {unknown[0]}, which {constraint.match!r} requires",
+            f"the constraint {constraint.match!r} requires device {unknown[0]}, but the cluster "
+            f"has {size} {plural(size, 'device')}",
             hint=f"use devices 0 to {size - 1}",
         )
     return ResolvedConstraint(
@@ -190,8 +195,9 @@ def required_splits(
             if not any(own_axis(samples, node, axis) for node in nodes):
                 axes = ", ".join(each.name for each in samples.uses[nodes[0]].space.axes)
                 raise ConfigurationError(
-                    f"{constraint} splits axis {axis!r}, which none of its nodes has",
-                    hint=f"{samples.graph.nodes[nodes[0]].name!r} has {axes or 'none'}",
+                    f"{constraint} splits axis {axis!r}, but none of the matching nodes has this "
+                    "axis",
+                    hint=f"use an axis of {samples.graph.nodes[nodes[0]].name!r}: {axes or 'none'}",
                 )
         for node in nodes:
             own = [
@@ -227,14 +233,14 @@ def checked_splits(
         if any(name == other for other, _ in splits[:position]):
             raise ConfigurationError(
                 f"{who} splits axis {name!r} twice",
-                f"split it once; {BATCH_AXIS!r} is the name of the batch axis",
+                f"split each axis once; {BATCH_AXIS!r} is the name of the batch axis",
                 where,
             )
         if degree < 1 or (degree > 1 and axis.kind is AxisKind.UNSPLITTABLE):
             raise ConfigurationError(
-                f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, "
-                "along which this node cannot be split",
-                hint=f"its iteration space is {space}",
+                f"{who} splits axis {name!r} into {degree} {plural(degree, 'part')}, but this "
+                "axis cannot be split",
+                hint=f"use an axis of the node's iteration space: {space}",
                 where=where,
             )
         if axis.size % degree:
@@ -248,10 +254,10 @@ def checked_splits(
     if not are_even_splits(space, found):
         raise ConfigurationError(
             (
-                f"{who} splits {', '.join(map(str, found))}, which gives a device several "
+                f"{who} splits {', '.join(map(str, found))}, so that a device would have several "
                 "separate parts of a tensor"
             ),
-            hint=f"its iteration space is {space}",
+            hint=f"choose other splits of the node's iteration space: {space}",
             where=where,
         )
     return found

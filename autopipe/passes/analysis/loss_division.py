@@ -205,13 +205,13 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
 def _not_divisible(form: LossForm, model: Model, batching: Batching) -> InfeasibleError:
     if form.kind is LossKind.UNKNOWN:
         return InfeasibleError(
-            f"it is not known how the losses of {batching.micro_batches} "
-            f"{plural(batching.micro_batches, 'micro-batch')} make the loss {model.loss!r} of a "
-            "batch of "
-            f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: {form.reason}",
+            f"the loss {model.loss!r} of a batch of {batching.batch_size} "
+            f"{plural(batching.batch_size, 'sample')} cannot be computed from the losses of "
+            f"{batching.micro_batches} {plural(batching.micro_batches, 'micro-batch')}: "
+            f"{form.reason}",
             hint=(
-                "loss.normalize: micro_batches, if the loss is a mean over samples, or sum, if it "
-                "is a sum"
+                "set loss.normalize to micro_batches if the loss is a mean over samples, or to "
+                "sum if the loss is a sum over samples"
             ),
         )
     message = (

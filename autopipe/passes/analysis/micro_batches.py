@@ -149,11 +149,12 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
     nodes = live_nodes(graph, (name,)) if not places else ()
     if places or any(batch.values.get(each) for node in nodes for each in graph.nodes[node].inputs):
         raise InfeasibleError(
-            f"{name!r} goes from micro-batches of {source} {plural(source, 'sample')} "
-            f"to micro-batches of {target}, but has no single batch dimension",
+            f"{name!r} is sent from a stage with micro-batches of {source} "
+            f"{plural(source, 'sample')} to a stage with micro-batches of {target}, but the "
+            "value lacks a unique batch dimension",
             hint=(
-                "give the stages that compute and read it equal micro-batches, or make them one "
-                "stage"
+                "use equal micro-batch sizes for the stages that compute and read the value, or "
+                "merge the stages"
             ),
         )
 
@@ -240,7 +241,8 @@ def check_portions(graph: Graph, placement: Placement, loss: str | None = None) 
                 f"{stage.micro_batch_size} {plural(stage.micro_batch_size, 'sample')} "
                 f"than on the step's micro-batches of {stage.micro_batch_size * times}: {mixed.op} "
                 f"{mixed.name!r} mixes samples",
-                hint="give this stage the largest micro-batches, or all stages equal micro-batches",
+                hint="use the largest micro-batch size for this stage, or equal micro-batch "
+                "sizes for all stages",
             )
     sizes = [stage.micro_batch_size for stage in placement.stages]
     for name, source, target in crossing_values(graph, placement):

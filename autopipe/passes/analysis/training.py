@@ -35,7 +35,7 @@ def check_groups(optimizer: Optimizer, graph: Graph) -> None:
     for each in optimizer.groups:
         alone = Optimizer(groups=(each,))
         if all(alone.group_of(name) is None for name in names):
-            hint = "list the names by autopipe inspect -v"
+            hint = "list the names with autopipe inspect -v"
             raise ConfigurationError(
                 f"{PARAMETER_GROUPS_KEY}: no trainable parameter matches {each.match!r}", hint
             )
@@ -76,7 +76,7 @@ def check_padding(graph: Graph, loss: str) -> None:
     ]:
         why = f"{mixing[0].op} {mixing[0].name!r} mixes the samples of a batch"
     if why:
-        message = f"samples that pad the last batch would change the loss: {why}"
+        message = f"the samples that pad the last batch would change the loss because {why}"
         raise ConfigurationError(message, "set data.last_batch to drop", "data.last_batch: pad")
 
 

@@ -172,14 +172,14 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
     )
     placed = place_as(settled, kept.decided.batching, kept.decided.proven, runner)
     if placed.problem.graph.digest() != kept.graph_digest:
-        raise ConfigurationError("the graph is not the one that was planned", where=record.file)
+        raise ConfigurationError("the cached plan is for another graph", where=record.file)
     named = dataclasses.replace(
         settled, scheduler=request.scheduler or scheduler_class(kept.chosen.choice.schedule or "")()
     )
     kept.schedule.verify(placed.graph, placed.problem.train)
     scheduled = time_schedule(placed, kept.schedule, runner)
     if scheduled.timeline.end != kept.step_time_s:
-        raise ConfigurationError("the step is not the one that was planned", where=record.file)
+        raise ConfigurationError("the cached plan has another step time", where=record.file)
     found = assemble_plan(named, placed, scheduled, runner)
     return with_alternatives(found, kept.alternatives)
 
@@ -212,7 +212,9 @@ def _candidate_of(chosen: Alternative) -> Candidate:
     try:
         strategy = strategy_class(choice.strategy)(**options)
     except TypeError as error:
-        raise ConfigurationError(f"{choice.strategy} has no such options: {error}") from error
+        raise ConfigurationError(
+            f"strategy {choice.strategy} does not support an option of the cached plan: {error}"
+        ) from error
     return Candidate(strategy, choice.micro_batches, choice.recompute, choice.shard, choice.scores)
 
 

@@ -294,7 +294,7 @@ def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
         have = ", ".join(repr(each.device) for each in costs.devices)
         raise ConfigurationError(
             f"the measured costs lack device {device.name!r}",
-            hint=f"they have costs of {have}",
+            hint=f"use costs of this device; the file contains costs of {have}",
             where="costs",
         )
     return found

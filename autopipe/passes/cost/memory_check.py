@@ -25,7 +25,7 @@ from autopipe.passes.cost.stages import StageCost, stage_costs
 def check_operators(problem: Problem) -> None:
     """Raise InfeasibleError if the graph has no nodes."""
     if not problem.graph.nodes:
-        raise InfeasibleError("the model has no operators to place")
+        raise InfeasibleError("the model has no operators, expected at least one")
 
 
 def check_state(problem: Problem, devices: int, parts: int) -> None:
@@ -217,7 +217,9 @@ def out_of_memory(
         if several
         else f"stage {stages[0]} of {count} needs"
     )
-    details = ["in the placement with the lowest need"] * least + [detail] * bool(detail)
+    details = ["in the placement with the lowest memory requirement"] * least + [detail] * bool(
+        detail
+    )
     return OutOfMemoryError(
         (
             f"{who} {size_text(need)} on device {device}, {size_text(need - limit)} over the limit "
@@ -292,6 +294,6 @@ def _check_kinds(problem: Problem, devices: Sequence[int], who: str) -> None:
     if not may_share(problem, devices):
         raise InfeasibleError(
             f"{who} of different kinds: {describe_kinds(problem.cluster, devices)}",
-            hint="set cluster.allow_mixed_stages to true, or take a strategy that makes stages: "
-            "pipedream, graphpipe, tepdist or grid",
+            hint="set cluster.allow_mixed_stages to true, or use a strategy that creates "
+            "stages: pipedream, graphpipe, tepdist or grid",
         )

@@ -338,8 +338,8 @@ def check_whole_matrices(problem: Problem, placement: Placement) -> None:
         for name, parts in work.parameter_parts:
             if name in own and parts > 1:
                 message = (
-                    f"optimizer muon needs unsharded matrices, and stage {number} "
-                    f"divides {name!r} into {parts} {plural(parts, 'shard')}"
+                    f"optimizer muon requires unsharded matrices, but stage {number} splits "
+                    f"{name!r} into {parts} {plural(parts, 'shard')}"
                 )
                 raise InfeasibleError(
                     message, hint="use pipeline or data parallelism, which do not shard matrices"

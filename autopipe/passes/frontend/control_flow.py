@@ -117,9 +117,14 @@ class _Hoist:
 
         def body(graph: onnx.GraphProto, outside: Mapping[str, str], depth: int) -> None:
             if depth > DEEPEST_BODY:
-                raise ModelError(f"control flow is nested more than {DEEPEST_BODY} levels deep")
+                raise ModelError(
+                    f"control flow is nested more than {DEEPEST_BODY} levels deep, which is not "
+                    "supported"
+                )
             if graph.sparse_initializer:
-                raise ModelError("sparse weights are not supported")
+                raise ModelError(
+                    "the body of a control-flow node has sparse weights, which are not supported"
+                )
             number = next(numbers)
             names = dict(outside)
             for name in dict.fromkeys(_written(graph, deep=False)):
@@ -245,7 +250,12 @@ def replace_control_flow(
     bodies = {each.name: each.g for each in node.attribute if each.HasField("g")}
     needed = ("then_branch", "else_branch") if node.op_type == "If" else ("body",)
     if any(name not in bodies for name in needed) or not node.output:
-        raise ModelError(f"expected an output and the graphs {', '.join(needed)}", where=where)
+        raise ModelError(
+            f"the node has {len(node.output)} {plural(len(node.output), 'output')} and the "
+            f"subgraphs {', '.join(bodies) or 'none'}, expected at least one output and the "
+            f"subgraphs {', '.join(needed)}",
+            where=where,
+        )
     if node.op_type == "If":
         return _if(node, operands[0], [bodies[name] for name in needed], reader, where)
     repeat = _Unrolling(node, bodies["body"], reader, where)
@@ -264,8 +274,9 @@ def _if(
     for branch in branches:
         if len(branch.output) != len(node.output) or branch.input:
             raise ModelError(
-                f"expected branches with {len(node.output)} {plural(len(node.output), 'output')} "
-                "and without inputs",
+                f"a branch has {len(branch.output)} {plural(len(branch.output), 'output')} and "
+                f"{len(branch.input)} {plural(len(branch.input), 'input')}, expected "
+                f"{len(node.output)} {plural(len(node.output), 'output')} and 0 inputs",
                 where=where,
             )
     data = reader.data(condition)
@@ -277,9 +288,9 @@ def _if(
         return
     if sum(1 for branch in branches for _ in nodes_within(branch.node)) > MAX_BRANCH_NODES:
         raise ModelError(
-            f"its condition depends on data, and its branches have more than {MAX_BRANCH_NODES} "
-            "nodes, all of which would be computed",
-            hint="export the model with one of the branches, or give the condition with --set "
+            "the condition depends on data, so both branches would be computed, and they have "
+            f"more than {MAX_BRANCH_NODES} nodes",
+            hint="export the model with one branch only, or set the condition with --set "
             "model.inputs.NAME=true",
             where=where,
         )
@@ -318,12 +329,19 @@ def _select(
     types = [reader.type_of(each) for each in (first, second)]
     condition_type = reader.type_of(condition)
     if None in types or condition_type is None:
-        raise ModelError(f"{result!r} is a sequence that depends on data", where=where)
+        raise ModelError(
+            f"the branches write {result!r} as a sequence, and the condition depends on data",
+            where=where,
+        )
     if len({(each.dtype, each.shape) for each in types if each is not None}) > 1:
         shapes = " or ".join(
             f"{each.dtype.value}{list(each.shape)}" for each in types if each is not None
         )
-        raise ModelError(f"it depends on data whether {result!r} is {shapes}", where=where)
+        raise ModelError(
+            f"the branches write {result!r} as {shapes}, and the condition depends on data, so "
+            f"the type of {result!r} is unknown",
+            where=where,
+        )
     first_data = reader.data(first)
     second_data = reader.data(second)
     if (
@@ -372,22 +390,26 @@ class _Unrolling:
         """
         if not self.reader.count_nodes(self.size):
             raise ModelError(
-                f"after {self.iterations} {plural(self.iterations, 'iteration')} of its body of "
-                f"{self.size - 1} {plural(self.size - 1, 'node')}, the file has too many nodes",
+                f"the model exceeds the maximum number of nodes after {self.iterations} "
+                f"{plural(self.iterations, 'iteration')} of the unrolled loop, whose body has "
+                f"{self.size - 1} {plural(self.size - 1, 'node')}",
                 hint=self.unkept_reason
-                and f"the loop cannot be kept as one operator: {self.unkept_reason}",
+                and (
+                    "the loop must be unrolled because it does not fit into one operator: "
+                    f"{self.unkept_reason}"
+                ),
                 where=self.where,
             )
         if len(inputs) != len(self.body.input):
             raise ModelError(
-                f"its body has {len(self.body.input)} {plural(len(self.body.input), 'input')}, "
+                f"the body has {len(self.body.input)} {plural(len(self.body.input), 'input')}, "
                 f"expected {len(inputs)}",
                 where=self.where,
             )
         expected = len(self.node.output) + (self.node.op_type == "Loop")
         if len(self.body.output) != expected:
             raise ModelError(
-                f"its body has {len(self.body.output)} "
+                f"the body has {len(self.body.output)} "
                 f"{plural(len(self.body.output), 'output')}, expected {expected}",
                 where=self.where,
             )
@@ -404,7 +426,7 @@ class _Unrolling:
         stacked: list[list[str]] = [[] for _ in self.node.output[len(carried) :]]
         limit = self._number(most) if most else None
         if most and limit is None:
-            raise self._unbounded("its iteration count depends on data")
+            raise self._unbounded("the iteration count depends on data")
         alive = ""
         inner = carried
         ends = condition
@@ -418,8 +440,8 @@ class _Unrolling:
             if going is None:
                 if stacked or self.iterations >= MAX_MASKED_ITERATIONS:
                     raise self._unbounded(
-                        "its end depends on data, and it has scan outputs or more than "
-                        f"{MAX_MASKED_ITERATIONS} iterations"
+                        "the end of the loop depends on data, and the loop has scan outputs or "
+                        f"more than {MAX_MASKED_ITERATIONS} iterations"
                     )
                 last = alive
                 alive = f"{self.title}/{self.iterations}/alive"
@@ -455,7 +477,8 @@ class _Unrolling:
     def _unbounded(self, reason: str) -> ModelError:
         return ModelError(
             reason,
-            hint="export the loop with a fixed iteration count, or with a condition that is known",
+            hint="export the loop with a fixed iteration count, or with a condition that does "
+            "not depend on data",
             where=self.where,
         )
 
@@ -469,9 +492,9 @@ class _Unrolling:
         """Yield the nodes of a Scan."""
         stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
         if self.reader.opset < SCAN_WITHOUT_BATCH_SINCE:
-            hint = "export the model with opset 9 or later, whose Scan has no batch dimension"
+            hint = "export the model with opset 9 or later"
             raise ModelError(
-                "the Scan of opset 8, which has a batch dimension, is not supported",
+                "a Scan of opset 8 has a batch dimension, which is not supported",
                 hint,
                 self.where,
             )
@@ -508,7 +531,9 @@ class _Unrolling:
             steps.append(rows[::-1] if back else rows)
         if len({len(each) for each in steps}) > 1:
             raise ModelError(
-                "its scan inputs have different sizes along the scan axes", where=self.where
+                "the scan inputs have different sizes along their scan axes: "
+                f"{', '.join(str(len(each)) for each in steps)}",
+                where=self.where,
             )
         stacked: list[list[str]] = [[] for _ in gathered]
         for each in zip(*steps, strict=True):
@@ -530,7 +555,7 @@ class _Unrolling:
         counts = {len(each) for each in given if each is not None}
         if not given or given[0] is None or len(counts) > 1:
             raise ModelError(
-                "its first operand is no sequence, or its sequences have different lengths",
+                "the first operand is not a sequence, or the sequences have different lengths",
                 where=self.where,
             )
         found: list[list[str]] = [[] for _ in self.node.output]
@@ -698,7 +723,8 @@ class _Unrolling:
         shape = [each.dim_value if each.HasField("dim_value") else -1 for each in kind.shape.dim]
         if not kind.HasField("shape") or min(shape, default=0) < 0:
             raise ModelError(
-                f"it has no iterations, and its body declares no shape for scan output {name!r}",
+                "the loop has no iterations, and the body declares no static shape for scan "
+                f"output {name!r}",
                 where=self.where,
             )
         shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 0)

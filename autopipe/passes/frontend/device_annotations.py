@@ -134,7 +134,7 @@ def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
     for declared in model.configuration:
         _check_declared(declared)
         if declared.name in found:
-            raise ModelError(f"two device configurations are called {declared.name!r}")
+            raise ModelError(f"two device configurations have the name {declared.name!r}")
         found[declared.name] = []
     devices = {declared.name: declared.num_devices for declared in model.configuration}
     for position, node in enumerate(model.graph.node):
@@ -145,14 +145,18 @@ def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
                 known = ", ".join(map(repr, found)) or "none"
                 raise ModelError(
                     (
-                        f"its annotation is for {name!r}, which is no device configuration of the "
-                        "model"
+                        f"the node is annotated for configuration {name!r}, which the model does "
+                        "not define"
                     ),
-                    hint=f"there are: {known}",
+                    hint=f"the model defines: {known}",
                     where=where,
                 )
             if found[name] and found[name][-1].node == position:
-                raise ModelError(f"it is annotated twice for configuration {name!r}", where=where)
+                raise ModelError(
+                    f"the node has two annotations for configuration {name!r}, expected at most "
+                    "one",
+                    where=where,
+                )
             found[name].append(_annotation(position, node, stated, devices[name], where))
     return tuple(
         Configuration(each.name, each.num_devices, tuple(each.device), tuple(found[each.name]))
@@ -172,19 +176,19 @@ def texts_of(model: onnx.ModelProto) -> Iterator[object]:
 
 def _check_declared(declared: onnx.DeviceConfigurationProto) -> None:
     if not declared.name:
-        raise ModelError("a device configuration has no name")
+        raise ModelError("a device configuration of the model lacks a name")
     where = f"device configuration {declared.name!r}"
     if not 1 <= declared.num_devices <= MOST_DEVICES:
         raise ModelError(
-            f"it has {declared.num_devices} {plural(declared.num_devices, 'device')}",
-            hint=f"1 to {MOST_DEVICES} are taken",
+            f"the configuration has {declared.num_devices} "
+            f"{plural(declared.num_devices, 'device')}, expected 1 to {MOST_DEVICES}",
             where=where,
         )
     if declared.device and len(declared.device) != declared.num_devices:
         raise ModelError(
             (
-                f"it names {len(declared.device)} of its {declared.num_devices} "
-                f"{plural(declared.num_devices, 'device')}"
+                f"the configuration lists {len(declared.device)} device names for "
+                f"{declared.num_devices} {plural(declared.num_devices, 'device')}"
             ),
             where=where,
         )
@@ -200,20 +204,21 @@ def _annotation(
     stage = stated.pipeline_stage if stated.HasField("pipeline_stage") else None
     if stage is not None and stage < 0:
         raise ModelError(
-            f"its pipeline stage is {stage}", hint="stages are counted from 0", where=where
+            f"the pipeline stage of the annotation is {stage}, expected at least 0", where=where
         )
     own = {name for name in (*node.input, *node.output) if name}
     shardings = []
     for spec in stated.sharding_spec:
         if spec.tensor_name not in own:
             raise ModelError(
-                f"it annotates tensor {spec.tensor_name!r}, which it does not read or write",
+                f"the annotation shards tensor {spec.tensor_name!r}, which the node neither "
+                "reads nor writes",
                 where=where,
             )
         shardings.append(_sharding(spec, devices, f"{where}: tensor {spec.tensor_name!r}"))
     twice = _repeated(each.tensor for each in shardings)
     if twice is not None:
-        raise ModelError(f"it annotates tensor {twice!r} twice", where=where)
+        raise ModelError(f"the annotation shards tensor {twice!r} twice", where=where)
     return Annotation(position, stage, tuple(shardings))
 
 
@@ -221,7 +226,7 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
     cuts = tuple(_cut(each, where) for each in spec.sharded_dim)
     again = _repeated(dimension for dimension, _ in cuts)
     if again is not None:
-        raise ModelError(f"its dimension {again} is sharded twice", where=where)
+        raise ModelError(f"dimension {again} of the tensor is sharded twice", where=where)
     groups = _groups(spec, where)
     blocks = math.prod(count for _, count in cuts)
     if blocks == 1 and groups:  # Devices that are listed one by one hold replicas.
@@ -230,8 +235,8 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
         many = str(blocks) if blocks <= MOST_DEVICES else f"over {MOST_DEVICES}"
         raise ModelError(
             (
-                f"it is cut into {many} {plural(blocks, 'block')}, but {len(groups)} devices or "
-                "groups are listed"
+                f"the tensor is sharded into {many} {plural(blocks, 'block')}, but the "
+                f"number of listed devices or device groups is {len(groups)}"
             ),
             where=where,
         )
@@ -239,12 +244,12 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
     foreign = next((device for device in listed if not 0 <= device < devices), None)
     if foreign is not None:
         raise ModelError(
-            f"there is no device {foreign}", hint=f"devices are 0 to {devices - 1}", where=where
+            f"the annotation lists device {foreign}, expected 0 to {devices - 1}", where=where
         )
     twice = _repeated(listed)
     if twice is not None:
         raise ModelError(
-            f"device {twice} is listed twice", hint="each device holds one block", where=where
+            f"the annotation lists device {twice} twice", hint="list each device once", where=where
         )
     return Sharding(spec.tensor_name, tuple(cut for cut in cuts if cut[1] > 1), groups)
 
@@ -265,29 +270,32 @@ def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], 
     """
     known = {entry.key: tuple(entry.value) for entry in spec.index_to_device_group_map}
     if len(known) < len(spec.index_to_device_group_map):
-        raise ModelError("two device groups have one number", where=where)
+        raise ModelError("two device groups of the annotation have the same key", where=where)
     empty = next((key for key, group in known.items() if not group), None)
     if empty is not None:
-        raise ModelError(f"device group {empty} is empty", where=where)
+        raise ModelError(f"device group {empty} of the annotation is empty", where=where)
     return tuple(known.get(each, (each,)) for each in spec.device)
 
 
 def _cut(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
     if not stated.HasField("axis"):
-        raise ModelError("a sharded dimension has no axis", where=where)
+        raise ModelError("a sharded dimension lacks its axis", where=where)
     where = f"{where}, dimension {stated.axis}"
     counts = [simple.num_shards for simple in stated.simple_sharding]
     if not counts or min(counts) < 1:
-        raise ModelError("it does not say into how many shards it is cut", where=where)
+        raise ModelError("the number of shards is missing or less than 1", where=where)
     # If several axes are fused into one dimension, only the outermost may be sharded.
     if any(count > 1 for count in counts[1:]):
-        raise ModelError("it is cut along an inner one of the axes fused into it", where=where)
+        raise ModelError(
+            "an inner axis of a fused dimension is sharded: only the outermost axis may be",
+            where=where,
+        )
     for simple in stated.simple_sharding:
         if simple.HasField("dim_value") and (
             simple.dim_value < 1 or simple.dim_value % simple.num_shards
         ):
             raise ModelError(
-                f"extent {simple.dim_value} is not divisible by {simple.num_shards} "
+                f"the size {simple.dim_value} is not divisible by {simple.num_shards} "
                 f"{plural(simple.num_shards, 'shard')}",
                 where=where,
             )

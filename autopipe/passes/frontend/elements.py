@@ -61,13 +61,16 @@ def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
     """Return the shape as a tuple. Raise ModelError if it has too many dimensions or elements."""
     if len(extents) > MOST_DIMENSIONS:
         raise ModelError(
-            f"a tensor of {len(extents)} {plural(len(extents), 'dimension')} "
-            f"is not supported: at most {MOST_DIMENSIONS} are",
+            f"the tensor has {len(extents)} {plural(len(extents), 'dimension')}, expected at "
+            f"most {MOST_DIMENSIONS}",
             where=where,
         )
     shape = tuple(extents)
     if math.prod(shape) > MOST_ELEMENTS:
-        raise ModelError(f"the shape {shape} has more than {MOST_ELEMENTS} elements", where=where)
+        raise ModelError(
+            f"the tensor has the shape {shape}, expected at most {MOST_ELEMENTS} elements",
+            where=where,
+        )
     return shape
 
 
@@ -100,11 +103,15 @@ def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
 
     dtype_of(tensor.data_type, where)
     if tensor.data_location == tensor.EXTERNAL:
-        raise ModelError("a constant that tells shapes lies in another file", where=where)
+        raise ModelError(
+            "a constant that determines shapes is stored in an external data file, which is not "
+            "supported",
+            where=where,
+        )
     try:
         return np.ascontiguousarray(onnx.numpy_helper.to_array(tensor)).reshape(tuple(tensor.dims))
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
-        raise ModelError(f"broken tensor: {error}", where=where) from error
+        raise ModelError(f"the tensor cannot be read: {error}", where=where) from error
 
 
 def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
@@ -213,9 +220,7 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
             if array.size == 1:
                 item = array.reshape(()).item()
                 return item if isinstance(item, int | float) else float(item)
-    raise ModelError(
-        f"attribute {attribute.name!r} is of a kind that is not supported", where=where
-    )
+    raise ModelError(f"attribute {attribute.name!r} has a type that is not supported", where=where)
 
 
 def external_file(location: str, model: Path, where: str) -> Path:
@@ -235,10 +240,15 @@ def external_file(location: str, model: Path, where: str) -> Path:
         or ".." in path.parts
     ):
         raise ModelError(
-            f"its data may not lie in {location!r}, only inside the model's folder", where=where
+            f"the external data file is {location!r}, expected a file inside the model's folder",
+            where=where,
         )
     if Path(location).drive:
-        raise ModelError(f"its data may not lie on another drive: {location!r}", where=where)
+        raise ModelError(
+            f"the external data file {location!r} is on another drive, expected a file inside "
+            "the model's folder",
+            where=where,
+        )
     file = model.parent / location
     try:
         file.lstat()
@@ -247,14 +257,16 @@ def external_file(location: str, model: Path, where: str) -> Path:
     except OSError as error:
         # For example, the name is longer than the file system allows.
         raise ModelError(
-            f"its data file {quote(location)} cannot be read: {error.strerror}", where=where
+            f"the external data file {quote(location)} cannot be read: {error.strerror}",
+            where=where,
         ) from error
     if not any(
         file.resolve().is_relative_to(folder)
         for folder in (model.parent.resolve(), model.resolve().parent)
     ):
         raise ModelError(
-            f"its data file {location!r} is a link that leaves the model's folder", where=where
+            f"the external data file {location!r} is a link to a file outside the model's folder",
+            where=where,
         )
     return file
 
@@ -275,18 +287,20 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
     length = _number(entries, "length", size, where)
     if length < size:
         raise ModelError(
-            f"its data has {length} {plural(length, 'byte')}, its shape needs {size}", where=where
+            f"the tensor has {length} {plural(length, 'byte')} of external data, and its shape "
+            f"requires {size}",
+            where=where,
         )
     if not file.exists():
         return None
     if not file.is_file():
-        raise ModelError(f"its data file {location!r} is not a file", where=where)
+        raise ModelError(f"the external data file {location!r} is not a regular file", where=where)
     if pointer := lfs_error(file):
         raise ModelError(*pointer, where=where)
     if file.stat().st_size < offset + size:
         raise ModelError(
-            f"{location!r} ends before its data: {offset + size} "
-            f"{plural(offset + size, 'byte is', 'bytes are')} needed",
+            f"the external data file {location!r} has {file.stat().st_size} "
+            f"{plural(file.stat().st_size, 'byte')}, and the tensor requires {offset + size}",
             where=where,
         )
     return FileSlice(location, offset, size)
@@ -297,7 +311,9 @@ def _number(entries: dict[str, str], key: str, default: int, where: str) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise ModelError(f"its {key} {text!r} is no number of bytes", where=where)
+        raise ModelError(
+            f"the external data has the {key} {text!r}, expected a number of bytes", where=where
+        )
     return int(text)
 
 

@@ -208,7 +208,7 @@ def _fused_matmul(operands: Operands, flags: Flags) -> Results:
     rows, inner = first[::-1] if "transA" in flags else first
     other, columns = second[::-1] if "transB" in flags else second
     if inner != other:
-        raise ValueError(f"{inner} and {other}")
+        raise ValueError(f"the inner dimensions {inner} and {other} differ")
     return (
         Value(
             "", left.dtype, (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), rows, columns)
@@ -225,7 +225,7 @@ def _packed_lookup(operands: Operands, flags: Flags) -> Results:
     table, places, scales = (value for value in operands[:3] if value is not None)
     bits = flags.get("bits", 4)
     if bits not in (2, 4, 8):
-        raise ValueError(f"{bits} bits")
+        raise ValueError(f"elements have {bits} bits, expected 2, 4 or 8")
     width = table.shape[1] * 8 // bits
     return (Value("", scales.dtype, (*places.shape, width)),)
 
@@ -233,7 +233,10 @@ def _packed_lookup(operands: Operands, flags: Flags) -> Results:
 def _suppression(operands: Operands, flags: Flags) -> Results:
     boxes, scores = (value for value in operands[:2] if value is not None)
     if len(scores.shape) != 3 or boxes.shape != (scores.shape[0], scores.shape[2], 4):
-        raise ValueError("boxes are [images, boxes, 4], scores [images, classes, boxes]")
+        raise ValueError(
+            "expected boxes of shape [images, boxes, 4] and scores of shape [images, classes, "
+            "boxes]"
+        )
     return (Value("", DType.INT64, (*scores.shape[:2], flags["most"])),)
 
 
@@ -288,7 +291,9 @@ def told_by_rule(
         told = rule(operands, {each.name: each.i for each in node.attribute if each.i})
     except (ValueError, IndexError) as error:
         shapes = ", ".join(str(value.shape) for value in operands if value is not None)
-        raise MisfitError(f"the shapes {shapes} do not fit: {error}", where=where) from error
+        raise MisfitError(
+            f"the operand shapes {shapes} do not fit the operator: {error}", where=where
+        ) from error
     results = itertools.zip_longest(node.output, told[: len(node.output)])
     return tuple(replace(value, name="") if name and value else None for name, value in results)
 
@@ -436,12 +441,15 @@ class Inference:
         except onnx.shape_inference.InferenceError as error:
             shapes = ", ".join(str(value.shape) for _, value, _ in known)
             reason = str(error).strip().splitlines()[-1].strip()
-            raise MisfitError(f"the shapes {shapes} do not fit: {reason}", where=where) from error
+            raise MisfitError(
+                f"the operand shapes {shapes} do not fit the operator: {reason}", where=where
+            ) from error
         except onnx.checker.ValidationError as error:
             if any(value.dtype is DType.BFLOAT16 for _, value, _ in known):
                 return self._in_single(node, operands, where)
             raise ModelError(
-                f"not a valid use: {str(error).splitlines()[0]}", where=where
+                f"the node violates the ONNX specification: {str(error).splitlines()[0]}",
+                where=where,
             ) from error
         except (RuntimeError, ValueError, KeyError):
             return nothing
@@ -589,7 +597,10 @@ def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
 
 def _static(found: onnx.TypeProto, where: str) -> Value | None:
     if not found.HasField("tensor_type"):
-        raise ModelError("sequences, optional values and maps are not supported", where=where)
+        raise ModelError(
+            "the result is a sequence, an Optional or a map, which is not supported here",
+            where=where,
+        )
     tensor = found.tensor_type
     if not tensor.HasField("shape") or any(
         not dimension.HasField("dim_value") for dimension in tensor.shape.dim

@@ -85,11 +85,14 @@ def sizes_by_symbol(
     found: dict[str, int] = {}
     for name, size in dims.items():
         if size < 0:
-            raise ConfigurationError(f"--dim {name}={size}: the size must be at least 0")
+            raise ConfigurationError(
+                f"--dim {name}={size} is negative, expected a size of at least 0"
+            )
         for symbol in _symbols_named(name, shapes, names, declared_axes):
             if found.setdefault(symbol, size) != size:
                 raise ConfigurationError(
-                    f"--dim {name}={size}: dimension {symbol!r} is {found[symbol]} already"
+                    f"--dim {name}={size} contradicts another --dim that sets {symbol!r} to "
+                    f"{found[symbol]}"
                 )
     return found
 
@@ -122,10 +125,10 @@ def _symbols_named(
     if not found:
         listed = ", ".join(map(repr, sorted(names)))
         raise ConfigurationError(
-            f"--dim {name}: the model has no such dimension",
-            hint=f"its symbolic dimensions are {listed}"
+            f"--dim {name} names an unknown dimension",
+            hint=f"use a symbolic dimension of the model: {listed}"
             if names
-            else "all its dimensions are static",
+            else "omit --dim: all dimensions of the model's inputs are static",
         )
     return sorted(found)
 
@@ -134,11 +137,14 @@ def _dimension_at(name: str, axis: str, shape: list[Dimension], input_name: str)
     """Return the symbolic dimension of an input that the user names INPUT:AXIS."""
     if not axis.isdigit() or int(axis) >= len(shape):
         raise ConfigurationError(
-            f"--dim {name}: {input_name!r} has {len(shape)} {plural(len(shape), 'dimension')}"
+            f"--dim {name} names axis {axis!r} of input {input_name!r}, which has {len(shape)} "
+            f"{plural(len(shape), 'dimension')}"
         )
     dimension = shape[int(axis)]
     if isinstance(dimension, int):
-        raise ConfigurationError(f"--dim {name}: the file fixes it to {dimension}")
+        raise ConfigurationError(
+            f"--dim {name} names a static dimension, which the model fixes to {dimension}"
+        )
     return dimension
 
 
@@ -179,18 +185,21 @@ def bind_inputs(
             symbols.setdefault(dimension, samples)
     if not samples:
         listed = ", ".join(map(repr, axes))
-        raise ModelError(f"its inputs have a batch of 0 samples: {listed}", hint=_EMPTY_BATCH_HINT)
+        raise ModelError(
+            f"the batch of the inputs {listed} has 0 samples, expected at least 1",
+            hint=_EMPTY_BATCH_HINT,
+        )
     _bind_derived(shapes, axes, symbols)
     _require_bound(shapes, symbols)
     values = tuple(_bound(info, shapes[info.name], symbols) for info in inputs)
     for value in values:
         if value.name in axes and value.shape[axes[value.name]] != samples:
             raise ModelError(
-                f"input {value.name!r} has a batch of {value.shape[axes[value.name]]}, and others "
-                f"have a batch of {samples}",
+                f"input {value.name!r} has the batch size {value.shape[axes[value.name]]}, and "
+                f"other inputs have the batch size {samples}",
                 hint=(
-                    f"say which axis counts samples: model.batch_axes: {{{value.name}: null}} if "
-                    "none does"
+                    f"set the batch axis with model.batch_axes: {{{value.name}: AXIS}}, or null "
+                    "for an input without a batch axis"
                 ),
             )
     return Inputs(values, tuple(axes.items()), symbols, samples if axes else None)
@@ -216,16 +225,17 @@ def filled_inputs(
     found = {}
     for name, number in fixed.items():
         if name not in inputs:
-            hint = f"the inputs are {', '.join(map(repr, inputs))}"
+            hint = f"use a name of: {', '.join(map(repr, inputs))}"
             raise ConfigurationError(
-                f"model.inputs names {name!r}, which is not an input", hint=hint
+                f"model.inputs names {name!r}, which is not an input of the model", hint=hint
             )
         shape = tuple(each if isinstance(each, int) else 1 for each in dimensions_of(inputs[name]))
         dtype = dtype_of(inputs[name].type.tensor_type.elem_type, f"input {name!r}")
         if math.prod(shape) > _MAX_FIXED_ELEMENTS or dtype is DType.BFLOAT16:
             raise ConfigurationError(
-                f"model.inputs: {name!r} is {dtype}{list(shape)}; an input that is fixed must have "
-                f"at most {_MAX_FIXED_ELEMENTS} elements of another type than bfloat16"
+                f"model.inputs sets {name!r}, which is {dtype}{list(shape)}: only inputs of at "
+                f"most {_MAX_FIXED_ELEMENTS} elements and of another type than bfloat16 can be "
+                "set"
             )
         found[name] = np.full(shape, number).astype(dtype.value)
     return found
@@ -283,10 +293,12 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
         f"--batch-axis {shlex.quote(each)}" for each in _possible_batch_axes(shapes, symbols)
     )
     if batch_flags:
-        hint += f", or {batch_flags} if that axis counts samples"
+        hint += f", or {batch_flags} if that axis is the batch axis"
     dimensions = plural(len(listed), "dimension")
     verb = "are" if len(listed) > 1 else "is"
-    raise ConfigurationError(f"{dimensions} {', '.join(listed)} {verb} symbolic", hint=hint)
+    raise ConfigurationError(
+        f"{dimensions} {', '.join(listed)} {verb} symbolic and must be set to a size", hint=hint
+    )
 
 
 def _possible_batch_axes(
@@ -316,10 +328,12 @@ def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
         kinds = {"sequence_type": "a sequence", "optional_type": "an Optional", "map_type": "a map"}
         fields = (kind for field, kind in kinds.items() if info.type.HasField(field))
         kind = next(fields, "of no known type")
-        hint = "make each tensor that it contains an input of its own"
-        raise ModelError(f"it is {kind}, and only tensors are supported as inputs", hint, where)
+        hint = "make each contained tensor a separate input of the model"
+        raise ModelError(f"the input is {kind}, expected a tensor", hint, where)
     if not info.type.tensor_type.HasField("shape"):
-        raise ModelError("its number of dimensions is unknown", where=where)
+        raise ModelError(
+            "the input declares no shape, so its number of dimensions is unknown", where=where
+        )
     dimensions = info.type.tensor_type.shape.dim
     shape_of([max(each.dim_value, 0) for each in dimensions], where)
     found: list[Dimension] = []
@@ -344,8 +358,8 @@ def _batch_axes(
     unknown = sorted(set(declared_axes) - shapes.keys())
     if unknown:
         raise ConfigurationError(
-            f"model.batch_axes names {unknown[0]!r}, which is not an input",
-            hint=f"the inputs are {', '.join(map(repr, shapes))}",
+            f"model.batch_axes names {unknown[0]!r}, which is not an input of the model",
+            hint=f"use a name of: {', '.join(map(repr, shapes))}",
         )
     axes: dict[str, int] = {}
     for name, dimensions in shapes.items():
@@ -355,7 +369,8 @@ def _batch_axes(
             continue
         if not -rank <= axis < rank:
             raise ConfigurationError(
-                f"model.batch_axes: {name!r} has {rank} {plural(rank, 'dimension')}, no axis {axis}"
+                f"model.batch_axes sets axis {axis} for input {name!r}, which has {rank} "
+                f"{plural(rank, 'dimension')}"
             )
         axes[name] = axis % rank
     sizes = {name: _size(shapes[name][axis], symbols) for name, axis in axes.items()}

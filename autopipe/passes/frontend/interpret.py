@@ -272,7 +272,8 @@ def interpret(
     for name, most in bounds.items():
         if name in sweep.types:
             raise ConfigurationError(
-                f"--dim {name}:0={most}: it is {sweep.types[name].shape[0]} whatever the data are"
+                f"--dim {name}:0={most} is unnecessary: the size is {sweep.types[name].shape[0]} "
+                "and does not depend on data"
             )
     return _graph(sweep, inputs), sweep.aliases
 
@@ -734,8 +735,9 @@ def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Valu
     if declared is not None:
         return declared
     raise ModelError(
-        f"the shape of its result {name!r} cannot be told before running",
-        hint="it depends on the input's values, or the operator is unknown",
+        f"the shape of the result {name!r} is unknown before execution",
+        hint="check that the operator is supported and that the shape does not depend on the "
+        "values of inputs",
         where=where,
     )
 
@@ -743,7 +745,11 @@ def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Valu
 def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
     where = f"Constant {node.name!r}"
     if len(node.attribute) != 1 or len(node.output) != 1:
-        raise ModelError("it is not one value", where=where)
+        raise ModelError(
+            "a Constant must have one attribute and one output, but the numbers are "
+            f"{len(node.attribute)} and {len(node.output)}",
+            where=where,
+        )
     name = node.output[0]
     attribute = node.attribute[0]
     if attribute.name == "value":
@@ -756,7 +762,9 @@ def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
         "value_ints": np.int64,
     }
     if attribute.name not in kinds:
-        raise ModelError(f"its {attribute.name!r} is not supported", where=where)
+        raise ModelError(
+            f"attribute {attribute.name!r} of a Constant is not supported", where=where
+        )
     (stated,) = attributes_of(node)
     array = np.asarray(stated[1], dtype=kinds[attribute.name])
     sweep.hold(name, array, DType(array.dtype.name))
@@ -872,5 +880,5 @@ def _outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
             ]
         for name, source in held:
             if source not in sweep.types:
-                raise ModelError(f"output {name!r} is never written")
+                raise ModelError(f"no node writes the model output {name!r}")
             yield name, sweep.aliases.get(source, source)

@@ -89,14 +89,14 @@ def require_known(
         if index in row.shaping and name in settled:
             continue
         origin = "is computed while running"
-        hint = "make it a constant of the file"
+        hint = "make it a constant of the model"
         if is_input(name):
             origin = "is an input"
-            hint = f"{hint}, or give its number in model.inputs"
+            hint = f"{hint}, or set its value in model.inputs"
         elif names := deciding(name):
-            hint = f"{hint}, or give what it is computed from: {settings_of(names)}"
+            hint = f"{hint}, or set the inputs that determine it: {settings_of(names)}"
         title = _operand_name(node, index, opset)
-        message = f"{title} must be known before running, and {node.input[index]!r} {origin}"
+        message = f"{title} must be a constant, but {node.input[index]!r} {origin}"
         raise ModelError(message, hint, f"{node.op_type} {node.name!r}")
 
 
@@ -116,6 +116,6 @@ def _operand_name(node: onnx.NodeProto, index: int, opset: int) -> str:
     import onnx.defs
 
     try:
-        return f"its operand {onnx.defs.get_schema(node.op_type, opset).inputs[index].name!r}"
+        return f"operand {onnx.defs.get_schema(node.op_type, opset).inputs[index].name!r}"
     except (onnx.defs.SchemaError, IndexError):
-        return f"its operand {index}"
+        return f"operand {index}"

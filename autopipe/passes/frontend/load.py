@@ -59,7 +59,7 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
         return onnx.inliner.inline_local_functions(model)
     except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
         raise ModelError(
-            f"its functions cannot be inlined: {str(error).splitlines()[0]}"
+            f"the model's functions cannot be inlined: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -93,12 +93,14 @@ def _require_bounded(model: onnx.ModelProto) -> None:
         """
         if key in callers:
             raise ModelError(
-                f"its functions cannot be inlined: {f'{key[0]}::{key[1]}'!r} calls itself",
+                f"the model's functions cannot be inlined because {f'{key[0]}::{key[1]}'!r} "
+                "calls itself",
                 where=where,
             )
         if len(callers) + (extents[key].depth if key in extents else 1) > DEEPEST:
             raise ModelError(
-                f"more than {DEEPEST} of the file's functions call one another in a row",
+                f"calls of the model's functions are nested more than {DEEPEST} deep, which is "
+                "not supported",
                 where=where,
             )
         if key not in extents:
@@ -129,8 +131,8 @@ def _require_bounded(model: onnx.ModelProto) -> None:
         if nodes > MOST_NODES or size > MOST_BYTES:
             raise ModelError(
                 (
-                    f"the file's functions become more than {MOST_NODES} nodes or "
-                    f"{MOST_BYTES >> 20} MiB when inlined"
+                    f"inlining the model's functions results in more than {MOST_NODES} nodes or "
+                    f"{MOST_BYTES >> 20} MiB"
                 ),
                 where=where,
             )
@@ -206,16 +208,17 @@ def _load(path: Path) -> Source:
     try:
         model = onnx.ModelProto.FromString(stripped)
     except google.protobuf.message.DecodeError as error:
-        raise ModelError("not an ONNX file: its protobuf cannot be parsed") from error
+        raise ModelError("the file is not an ONNX model: its protobuf cannot be parsed") from error
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
-        raise ModelError("not an ONNX model: it holds no graph")
+        raise ModelError("the file is not an ONNX model: its graph is missing or empty")
     if not all(isinstance(text, str) for text in _texts(model)):
-        raise ModelError("not an ONNX file: a name in it is no text")
+        raise ModelError("the file is not a valid ONNX model: a name in it is not text")
     ignored = "multi-device annotations of and inside the file's functions are ignored"
     warnings = (ignored,) if _without_annotated_calls(model) else ()
     if model.graph.sparse_initializer:
         raise ModelError(
-            f"sparse weights are not supported: {model.graph.sparse_initializer[0].values.name!r}"
+            "the model has sparse weights, which are not supported: "
+            f"{model.graph.sparse_initializer[0].values.name!r}"
         )
     opsets = _opsets(model)
     metadata = {
@@ -293,23 +296,24 @@ def opened(path: Path) -> memoryview:
     or cannot be read.
     """
     if not path.exists():
-        raise ModelError("no such file")
+        raise ModelError("the model file does not exist")
     if not path.is_file():
         held = ", ".join(sorted(repr(each.name) for each in path.glob("*.onnx"))[:MOST_NAMED])
         raise ModelError(
-            "not a file", hint="give the .onnx file itself" + (f": {held}" if held else "")
+            "the model path is not a file",
+            hint="name the .onnx file" + (f": {held}" if held else ""),
         )
     try:
         with path.open("rb") as file:
             if path.stat().st_size == 0:
-                raise ModelError("the file is empty")
+                raise ModelError("the model file is empty")
             if pointer := lfs_error(path):
                 raise ModelError(*pointer)
             # The map is not closed explicitly, because the traceback of an error may keep views of
             # it.
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
-        raise ModelError(f"cannot be read: {error.strerror}") from error
+        raise ModelError(f"the model file cannot be read: {error.strerror}") from error
 
 
 def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
@@ -317,8 +321,8 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
 
     if len(model.opset_import) > MOST_DOMAINS:
         raise ModelError(
-            f"it imports {len(model.opset_import)} operator sets: at most {MOST_DOMAINS} are "
-            "supported"
+            f"the model imports {len(model.opset_import)} operator sets, expected at most "
+            f"{MOST_DOMAINS}"
         )
     opsets = {
         entry.domain if entry.domain != "ai.onnx" else "": entry.version
@@ -329,15 +333,18 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
     )
     for entry in imports:
         if entry.domain not in ("", "ai.onnx") and abs(entry.version) > LARGEST_OPSET:
-            raise ModelError(f"opset {entry.version} of domain {entry.domain!r} is out of range")
+            raise ModelError(
+                f"opset {entry.version} of domain {entry.domain!r} is out of range, expected at "
+                f"most {LARGEST_OPSET}"
+            )
     version = opsets.setdefault("", 1)
     newest = onnx.defs.onnx_opset_version()
     if not OLDEST_OPSET <= version <= newest:
         raise ModelError(
-            f"opset {version} is not supported: {OLDEST_OPSET} to {newest} are",
-            hint="convert it with onnx.version_converter"
+            f"the model uses opset {version}, expected {OLDEST_OPSET} to {newest}",
+            hint="convert the model with onnx.version_converter"
             if version < OLDEST_OPSET
-            else "is onnx up to date?",
+            else "upgrade the onnx package",
         )
     return tuple(sorted(opsets.items()))
 
@@ -368,7 +375,8 @@ def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
         for name in node.output:
             if name and (name in writer or name in sources):
                 raise ModelError(
-                    f"value {name!r} is written twice", where=f"{node.op_type} {node.name!r}"
+                    f"two nodes write the value {name!r}, expected one",
+                    where=f"{node.op_type} {node.name!r}",
                 )
             writer[name] = index
     waits: list[set[int]] = [
@@ -389,5 +397,7 @@ def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
                 heapq.heappush(ready, reader)
     if len(order) < len(graph.node):
         stuck = graph.node[next(index for index, needed in enumerate(waits) if needed)]
-        raise ModelError("the graph has a cycle", where=f"{stuck.op_type} {stuck.name!r}")
+        raise ModelError(
+            "the graph has a cycle through the node", where=f"{stuck.op_type} {stuck.name!r}"
+        )
     return tuple(order)

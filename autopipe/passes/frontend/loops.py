@@ -47,7 +47,7 @@ def loop_of(
     Raises ModelError if the body cannot become the body of a loop operator.
     """
     if not all(arrays.get(aliases.get(name, name), np.False_).all() for name in kept.ends):
-        raise ModelError("the end of the loop depends on data")
+        raise ModelError("the condition that ends the loop depends on data")
     before, inner, scanned = _divide(kept, nodes, types)
     results = [each.result for each in kept.states] + [each.result for each in kept.gathered]
     results = [aliases.get(name, name) for name in results]
@@ -134,7 +134,7 @@ def _divide(
     changing = {kept.number, *(each.name for each in kept.states), *(each.name for each in scanned)}
     for node in nodes:
         if node.op in RANDOM:
-            raise ModelError("its body draws random numbers")
+            raise ModelError(f"the body contains {node.op}, which samples random numbers")
         if changing.isdisjoint(node.inputs):
             before.append(node)
             continue
@@ -153,16 +153,21 @@ def _divide(
 def _require_repeatable(body: Graph) -> None:
     """Raise ModelError if a node of a body is not supported within a loop operator."""
     if len(body.nodes) > MAX_UNROLLED_NODES:
-        raise ModelError(f"its body has more than {MAX_UNROLLED_NODES} nodes")
+        raise ModelError(
+            f"the number of nodes of the body is {len(body.nodes)}, expected at most "
+            f"{MAX_UNROLLED_NODES}"
+        )
     for node in body.nodes:
         row = operator_of(node)
         where = f"{node.op} {node.name!r}"
         if row is None or node.body is not None:
             raise ModelError(
-                f"its body has {'a loop' if node.body else 'an unsupported operator'}: {where}"
+                f"the body contains {'a loop' if node.body else 'an unsupported operator'}: {where}"
             )
         signature = signature_of(body, node)
         if row.mixes_samples(signature):
-            raise ModelError(f"{where} mixes the samples of a batch")
+            raise ModelError(f"the result of {where} mixes samples of the batch")
         if any(signature.present(each) and signature.constant(each) is None for each in row.static):
-            raise ModelError(f"the settings of {where} change between iterations")
+            raise ModelError(
+                f"an operand of {where} that must be constant changes between iterations"
+            )

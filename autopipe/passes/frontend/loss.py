@@ -98,16 +98,17 @@ def require_loss(graph: Graph, name: str) -> None:
     if name not in graph.outputs:
         near = difflib.get_close_matches(name, graph.outputs, n=1) or list(graph.outputs)
         raise ConfigurationError(
-            f"loss: the model has no output {name!r}", hint=f"it has {', '.join(map(repr, near))}"
+            f"loss names {name!r}, which is not an output of the model",
+            hint=f"use {' or '.join(map(repr, near))}",
         )
     value = graph.type_of(name)
     if not _is_scalar(value):
         raise ConfigurationError(
             (
-                f"loss: output {name!r} is {value.dtype.value}{list(value.shape)}, not one "
-                "floating-point number"
+                f"loss names output {name!r} of type {value.dtype.value}{list(value.shape)}, "
+                "expected one floating-point number"
             ),
-            hint="give cross_entropy: {logits: NAME, labels: NAME} to put a loss behind it",
+            hint="set loss.cross_entropy: {logits: NAME, labels: NAME} to add a cross-entropy loss",
         )
 
 
@@ -121,17 +122,19 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
             graph.outputs
         )
         raise ConfigurationError(
-            f"loss: the model has no value {choice.logits!r}",
+            f"loss.cross_entropy names the logits {choice.logits!r}, which are not a value of "
+            "the model",
             hint=f"did you mean {', '.join(map(repr, near))}?",
         )
     logits = graph.type_of(choice.logits)
     if not logits.dtype.is_floating or len(logits.shape) < 2:
         raise ConfigurationError(
             (
-                f"loss: {choice.logits!r} is {logits.dtype.value}{list(logits.shape)}, no scores "
-                "of classes"
+                f"loss.cross_entropy names the logits {choice.logits!r} of type "
+                f"{logits.dtype.value}{list(logits.shape)}, expected floating-point values of "
+                "two or more dimensions"
             ),
-            hint="logits have the shape (samples, classes) or (samples, positions, classes)",
+            hint="use logits of shape (samples, classes) or (samples, positions, classes)",
         )
     counted = logits.shape
     while len(counted) > 2 and counted[-1] == 1:
@@ -170,8 +173,9 @@ def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:
         if value.name == labels.name:
             if value.dtype not in (DType.INT64, DType.INT32) or value.shape != labels.shape:
                 raise ConfigurationError(
-                    f"loss: labels {value.name!r} are {value.dtype.value}{list(value.shape)}, "
-                    f"{logits!r} needs int64{list(labels.shape)}"
+                    f"loss.cross_entropy names the labels {value.name!r} of type "
+                    f"{value.dtype.value}{list(value.shape)}, but logits {logits!r} need "
+                    f"int64{list(labels.shape)}"
                 )
             return graph
     # The batch dimension of the labels is the first axis of the logits.

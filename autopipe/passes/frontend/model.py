@@ -314,7 +314,8 @@ def require_readable(source: Source) -> None:
             except onnx.checker.ValidationError as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ModelError(
-                    f"not as ONNX defines it: {reason}", where=f"{node.op_type} {node.name!r}"
+                    f"the node violates the ONNX specification: {reason}",
+                    where=f"{node.op_type} {node.name!r}",
                 ) from error
     if unreadable:
         raise refusal(_without_row(unreadable))
@@ -337,7 +338,9 @@ def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
         reasons.setdefault(each.reason, []).append(each.operator)
     hint = "; ".join(f"{', '.join(operators)}: {reason}" for reason, operators in reasons.items())
     return ModelError(
-        f"operators that are not supported: {names}", hint=hint, where=repr(unsupported[0].node)
+        f"the model uses operators that are not supported: {names}",
+        hint=hint,
+        where=repr(unsupported[0].node),
     )
 
 

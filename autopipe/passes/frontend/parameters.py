@@ -417,9 +417,9 @@ def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
     try:
         names = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ModelError(f"its metadata {key!r} is no JSON") from error
+        raise ModelError(f"the model's metadata entry {key!r} is not valid JSON") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"its metadata {key!r} is no list of names")
+        raise ModelError(f"the model's metadata entry {key!r} is not a list of names")
     return frozenset(names)
 
 
@@ -455,8 +455,10 @@ class Chosen:
             for pattern in patterns:
                 if pattern not in self.matched:
                     raise ConfigurationError(
-                        f"{key}: {pattern!r} matches the whole name of no floating-point tensor",
-                        hint=self._better(pattern, key) or "autopipe inspect -v lists their names",
+                        f"{key}: pattern {pattern!r} matches the full name of no floating-point "
+                        "tensor",
+                        hint=self._better(pattern, key)
+                        or "list the names with autopipe inspect -v",
                     )
 
     def _better(self, pattern: str, key: str) -> str:

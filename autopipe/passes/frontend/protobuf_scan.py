@@ -91,7 +91,9 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
 
     def in_graph(graph: Field, key: Callable[[str], str], depth: int) -> bytes:
         if depth > DEEPEST_BODY:
-            raise ModelError(f"more than {DEEPEST_BODY} graphs lie in one another")
+            raise ModelError(
+                f"graphs are nested more than {DEEPEST_BODY} deep, which is not supported"
+            )
 
         def part(field: Field) -> bytes | None:
             if field.number == GRAPH_INITIALIZER:
@@ -226,9 +228,15 @@ def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
         elif wire in (FIXED64, FIXED32):
             position += 8 if wire == FIXED64 else 4
         else:
-            raise ModelError(f"not an ONNX file: wire type {wire} at byte {start}")
+            raise ModelError(
+                f"the file is not an ONNX model: byte {start} starts a field of the unknown wire "
+                f"type {wire}"
+            )
         if position > end or number == 0:
-            raise ModelError(f"not an ONNX file, or cut short: broken field at byte {start}")
+            raise ModelError(
+                f"the file is not an ONNX model or is truncated: the field at byte {start} is "
+                "invalid"
+            )
         yield Field(number, wire, start, payload, position)
 
 
@@ -244,7 +252,9 @@ def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    raise ModelError(f"not an ONNX file, or cut short: broken number at byte {position}")
+    raise ModelError(
+        f"the file is not an ONNX model or is truncated: the number at byte {position} is invalid"
+    )
 
 
 def framed(number: int, payload: bytes) -> bytes:

@@ -145,11 +145,12 @@ def _on_more_samples(source: Source, error: ModelError, read: Callable[[int], Mo
         ]
         if model.batch == samples and names:
             message = (
-                f"it cannot be read on 1 sample, as it can be on {samples}: {error.where}: "
-                f"{error.message}"
+                f"the model can be read for the batch size {samples}, but not for the batch "
+                f"size 1: {error.where}: {error.message}"
             )
             return ModelError(
-                message, f"give the number of samples of an evaluation: --dim {names[0]}={samples}"
+                message,
+                f"set the number of samples per micro-batch with --dim {names[0]}={samples}",
             )
     return error
 
@@ -328,7 +329,8 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
     lost = {each for each in lost if each.trainable or not isinstance(each.storage, Fill)}
     if lost:
         raise ModelError(
-            f"cleaning changed the parameters, among them {min(each.value.name for each in lost)!r}"
+            "internal error: cleaning the graph changed the parameters, first "
+            f"{min(each.value.name for each in lost)!r}"
         )
     if isinstance(loss, CrossEntropy):
         return with_cross_entropy(graph, loss)

@@ -98,7 +98,8 @@ class Sequences(dict[str, tuple[str, ...]]):
                 return []
         if not operands or operands[0] not in self or any(name in self for name in operands[1:]):
             raise ModelError(
-                "expected a sequence as the first operand, and tensors as the others", where=where
+                "the first operand must be a sequence, and the other operands must be tensors",
+                where=where,
             )
         if operands[0] in self._stacks:
             return self._restack(node, operands[0], types[f"{operands[0]}/stack"].shape, stated)
@@ -173,7 +174,8 @@ class Sequences(dict[str, tuple[str, ...]]):
         self._held += len(tensors)
         if self._held > MAX_TENSORS:
             raise ModelError(
-                f"the sequences of the file hold more than {MAX_TENSORS:,} tensors",
+                f"the sequences of the model have more than {MAX_TENSORS:,} tensors, which is "
+                "not supported",
                 where=where,
             )
 
@@ -191,7 +193,7 @@ class Sequences(dict[str, tuple[str, ...]]):
         if node.op_type == "OptionalHasElement":
             return [truth(node, result, is_held)]
         if not is_held and node.op_type == "OptionalGetElement":
-            raise ModelError("its operand is an empty Optional", where=where)
+            raise ModelError("the operand is an empty Optional, expected a value", where=where)
         if source and source not in self:
             return [made_node(node, "Identity", [source], [result])]
         if source:
@@ -218,7 +220,7 @@ class Sequences(dict[str, tuple[str, ...]]):
         axis = stated.get("axis", 0)
         has_sizes = len(operands) > 1 and bool(operands[1])
         if source not in types or (has_sizes and operands[1] not in arrays):
-            raise ModelError("the number or the sizes of its parts depend on data", where=where)
+            raise ModelError("the number or the sizes of the parts depend on data", where=where)
         shape = types[source].shape
         if not -len(shape) <= axis < len(shape):
             raise ModelError(
@@ -297,7 +299,7 @@ def _position(
     elif operands[0] in arrays and arrays[operands[0]].size == 1:
         position = int(arrays[operands[0]].reshape(-1)[0])
     else:
-        raise ModelError("a position in a sequence depends on data", where=where)
+        raise ModelError("the position in a sequence depends on data", where=where)
     if not -length <= position <= last:
         raise ModelError(
             f"position {position} is out of range for a sequence of length {length}", where=where

@@ -20,7 +20,10 @@ _MAX_EXPONENT = 64
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT or abs(base) > _MAX_NUMBER:
-        raise ValueError("the exponent must be an integer from 0 to 64, and the base at most 2**62")
+        raise ValueError(
+            f"the power {base} ** {exponent} is not supported: the exponent must be an integer "
+            "from 0 to 64, and the base at most 2**62"
+        )
     return Fraction(base ** int(exponent))
 
 

@@ -32,27 +32,29 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
         how = "an input" if node is None else f"{node.op} {node.name!r}"
         raise ConfigurationError(
             (
-                f"{_KEY}: tokens needs a mean cross-entropy over labels, and the loss {loss!r} "
-                f"comes from {how}"
+                f"{_KEY}: tokens requires a mean cross-entropy over labels, but the loss "
+                f"{loss!r} is computed by {how}"
             ),
             hint=(
-                "name an output of SoftmaxCrossEntropyLoss in loss.output, or give "
-                "loss.cross_entropy"
+                "set loss.output to an output of SoftmaxCrossEntropyLoss, or set loss.cross_entropy"
             ),
         )
     if len(node.inputs) > 2:
         hint = (
-            "leave out loss.normalize: the sum of the weights of a batch divides such a loss in "
-            "micro-batches too"
+            "omit loss.normalize: a loss with class weights is already divided by the sum of "
+            "the weights of the full batch"
         )
         raise ConfigurationError(
-            f"{_KEY}: tokens counts labels, and the loss {loss!r} weighs classes", hint
+            f"{_KEY}: tokens requires labels of equal weight, but the loss {loss!r} has class "
+            "weights",
+            hint,
         )
     if not node.has("ignore_index"):
         return graph, loss
     if graph.has(COUNTED_LABELS):
         raise ConfigurationError(
-            f"the model has a value called {COUNTED_LABELS!r} already", hint="rename it"
+            f"the model already has a value {COUNTED_LABELS!r}, which is a reserved name",
+            hint="rename the value in the model",
         )
     added = GraphEdit(graph)
     labels = graph.type_of(node.inputs[1])

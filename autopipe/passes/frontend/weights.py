@@ -84,7 +84,8 @@ def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
             found[str(name)] = Initializer(str(scheme), scale)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
-            "its metadata 'autopipe.init' is not of the form {name: {scheme: ..., std: ...}}"
+            "the model's metadata entry 'autopipe.init' is invalid, expected {name: {scheme: "
+            "..., std: ...}}"
         ) from error
     return found
 
@@ -154,7 +155,7 @@ class Weights:
         found: dict[str, Held] = {}
         for tensor in graph.initializer:
             if tensor.name in found:
-                raise ModelError(f"initializer {tensor.name!r} is defined twice")
+                raise ModelError(f"two initializers have the name {tensor.name!r}")
             if is_for_state_only(tensor.name) and tensor.name not in self.roles.uses.readers:
                 continue  # The tensor is present only for the module's `state_dict`.
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
@@ -232,7 +233,9 @@ class Weights:
         dtype = dtype_of(tensor.data_type, where)
         shape = shape_of(tensor.dims, where)
         if any(extent < 0 for extent in shape):
-            raise ModelError(f"it has the shape {shape}", where=where)
+            raise ModelError(
+                f"the tensor has the shape {shape}, expected sizes of at least 0", where=where
+            )
         value = Value(name, dtype, shape)
         if not dtype.is_floating:
             apart = tensor.data_location == tensor.EXTERNAL or not (
@@ -301,7 +304,8 @@ class Weights:
         if place is None:
             if tensor.data_location == tensor.EXTERNAL:
                 raise ModelError(
-                    "its numbers are needed to tell shapes, and their file is not there",
+                    "the values of the tensor determine shapes, but its external data file is "
+                    "missing",
                     where=where,
                 )
             return array_of(tensor, where)
@@ -326,8 +330,8 @@ class Weights:
         if place is None:
             if tensor.data_location != tensor.EXTERNAL and has_numbers(tensor):
                 raise ModelError(
-                    "its numbers are stored one by one",
-                    hint="save the model again with raw data",
+                    "the tensor stores its values as a list of numbers, expected raw bytes",
+                    hint="save the model again with raw_data",
                     where=where,
                 )
             self.absent.append(name)
@@ -336,13 +340,15 @@ class Weights:
             count = listed_numbers(place, self.source.path).size
             if count != math.prod(shape):
                 raise ModelError(
-                    f"it has {count} {plural(count, 'number')}, its shape needs {math.prod(shape)}",
+                    f"the tensor has {count} {plural(count, 'number')}, and its shape requires "
+                    f"{math.prod(shape)}",
                     where=where,
                 )
             return place
         if place.length != size:
             raise ModelError(
-                f"it has {place.length} {plural(place.length, 'byte')}, its shape needs {size}",
+                f"the tensor has {place.length} {plural(place.length, 'byte')}, and its shape "
+                f"requires {size}",
                 where=where,
             )
         return place
@@ -379,8 +385,8 @@ class MissingWeightTypes:
                 return Value(name, found.dtype, found.shape)
         node = readers[0][0]
         raise ModelError(
-            f"it reads {name!r}, which nothing writes and whose shape cannot be told",
-            hint="export with the weights' types in value_info",
+            f"the node reads {name!r}, which no node writes and whose shape is unknown",
+            hint="export the model with the types of weights in value_info",
             where=f"{node.op_type} {node.name!r}",
         )
 

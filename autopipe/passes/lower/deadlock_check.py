@@ -57,7 +57,7 @@ class Communicator:
                 f"rank {sends.source} sends {sends.task(sent)} on channel {sends.channel} to "
                 f"rank {sends.target}, which receives {receives.task(received)} on "
                 f"channel {receives.channel} at this position",
-                hint="NCCL matches the messages from one rank to another by their order",
+                hint="NCCL matches the messages between two ranks by their order",
             )
 
 
@@ -235,7 +235,8 @@ class Action:
         if self.sends is not None:
             if micro_batch not in done[self.name]:
                 raise CodegenError(
-                    f"the results of {self.name}{micro_batch} are sent before it has run",
+                    f"the program sends the results of {self.name}{micro_batch} before running "
+                    "this task",
                     where=f"rank {rank}",
                 )
             for channel in self.sends[micro_batch % len(self.sends)]:
@@ -502,7 +503,7 @@ def _check_waits(waits: dict[int, Wait], traces: Sequence[RankTrace]) -> None:
             action.resolves(wait, micro_batch)
             for action, micro_batch in other.steps[other.position :]
         ):
-            raise CodegenError(f"{description(rank)}, which never comes")
+            raise CodegenError(f"{description(rank)}, which never happens")
     if waits:
         rank = min(waits)
         seen = list[int]()
@@ -538,6 +539,6 @@ def _check_reductions(program: Program, traces: Sequence[RankTrace]) -> None:
             first_rank, expected = orders.setdefault(group, (trace.rank, order))
             if order != expected:
                 raise CodegenError(
-                    f"rank {first_rank} would reduce the gradients of stages {expected} and "
-                    f"rank {trace.rank} those of stages {order}, in these orders",
+                    f"rank {first_rank} would reduce the gradients of its stages in the order "
+                    f"{expected}, but rank {trace.rank} in the order {order}",
                 )

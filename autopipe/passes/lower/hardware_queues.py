@@ -74,11 +74,11 @@ def check_hardware_queues(
         }
         if len(incoming) > _MAX_RECEIVING_COMMUNICATORS:
             raise CodegenError(
-                f"{len(incoming)} {plural(len(incoming), 'rank sends', 'ranks send')} to "
-                f"it, more than {_MAX_RECEIVING_COMMUNICATORS}: the kernels that wait for their "
-                "messages would occupy the GPU",
+                f"{len(incoming)} {plural(len(incoming), 'rank sends', 'ranks send')} to the rank, "
+                f"expected at most {_MAX_RECEIVING_COMMUNICATORS}, because the "
+                "kernels that wait for messages occupy the GPU",
                 where=f"rank {code.rank}",
-                hint="place the stages that send to this rank on fewer ranks",
+                hint="place the stages that send to the rank on fewer ranks",
             )
     meshes = tuple(stage.meshes() for stage in program.stages)
     ranks = [
@@ -94,7 +94,7 @@ def check_hardware_queues(
         for kernel in kernels:
             if not kernel.ended:
                 raise CodegenError(
-                    f"{kernel.title} would wait forever, with {queues} hardware queues",
+                    f"{kernel.title} would never start: {queues} hardware queues are too few",
                     where=f"rank {kernel.rank}",
                     hint="use fewer stages or fewer different groups of ranks on a device",
                 )

@@ -180,17 +180,17 @@ def lower(
     if loss is not None and math.prod(graph.type_of(loss).shape) != 1:
         shape = list(graph.type_of(loss).shape)
         raise CodegenError(
-            f"the loss {loss!r} has shape {shape}, expected a scalar", hint="name a scalar output"
+            f"the loss {loss!r} has shape {shape}, expected a scalar", hint="choose a scalar output"
         )
     if loss is not None and graph.producer(loss) is None:
         raise CodegenError(
             f"the loss {loss!r} is not computed by the model",
-            hint="name a value that a node writes",
+            hint="choose an output that a node computes",
         )
     if placement.devices > schedule.devices:
         raise CodegenError(
-            f"the placement uses {placement.devices} {plural(placement.devices, 'device')}, "
-            f"the schedule has {schedule.devices}"
+            f"the placement uses {placement.devices} {plural(placement.devices, 'device')}, but "
+            f"the schedule is for {schedule.devices}"
         )
     check_portions(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss, precision)

@@ -65,7 +65,10 @@ def transfer_pieces(
             need = stage.inputs[name]
             hold = stages[source].outputs[name]
             if hold.is_partial:
-                raise CodegenError(f"{name!r} leaves stage {source} as partial sums")
+                raise CodegenError(
+                    f"stage {source} sends {name!r} as unreduced partial sums, which is not "
+                    "supported"
+                )
             ends = (sizes[source], hold.shape), (sizes[target], need.shape)
             found += ((source, shared, name) for shared in shared_blocks(graph, batch, name, *ends))
         found.sort(

@@ -141,11 +141,8 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
         {split.axis for split in splits}
     ) < len(splits):
         raise CodegenError(
-            f"a node split as {wanted} over {group} {plural(group, 'device')} cannot be executed",
-            hint=(
-                "each axis can be split once, and the product of all degrees must divide the "
-                "number of devices"
-            ),
+            f"the node cannot be split by {wanted} over {group} {plural(group, 'device')}",
+            hint=("split each axis once, by degrees whose product divides the number of devices"),
             where=where,
         )
     for split in splits:
@@ -153,21 +150,25 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
         if axis is None:
             names = " ".join(axis.name for axis in space.axes) or "none"
             raise CodegenError(
-                f"{node.op} has no axis {split.axis!r}", hint=f"it has {names}", where=where
+                f"operator {node.op} lacks the axis {split.axis!r}",
+                hint=f"use an axis of the operator: {names}",
+                where=where,
             )
         if axis.kind is AxisKind.UNSPLITTABLE:
-            raise CodegenError(f"{node.op} cannot be split along {axis.name!r}", where=where)
+            raise CodegenError(
+                f"operator {node.op} cannot be split along axis {axis.name!r}", where=where
+            )
         if axis.size % split.degree:
             raise CodegenError(
-                f"axis {axis.name!r} of {node.op} has size {axis.size}, which "
+                f"axis {axis.name!r} of operator {node.op} has size {axis.size}, which "
                 f"{split.degree} {plural(split.degree, 'device')} cannot divide equally",
                 hint=even_degree_hint(axis.size, split.degree),
                 where=where,
             )
     if not are_even_splits(space, splits):
         raise CodegenError(
-            f"the split {wanted} of {node.op} gives a device more than one contiguous shard of a "
-            "tensor, which is not supported",
+            f"the split {wanted} of operator {node.op} would assign several separate parts of a "
+            "tensor to a device, which is not supported",
             where=where,
         )
 

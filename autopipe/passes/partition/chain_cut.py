@@ -220,8 +220,8 @@ def _bounds(
                     f"{' comes before '.join(names)}"
                 ),
                 hint=(
-                    "assign operators to stages in topological order, and leave at least one "
-                    "operator for each stage"
+                    "assign operators to stages in topological order, with one operator or more "
+                    "per stage"
                 ),
                 where="constraints",
             )

@@ -406,7 +406,7 @@ def partition_space(
                     f"constraints require {late} in stage {required[reader]}, but it depends on "
                     f"{early} in stage {first[reader]}"
                 ),
-                hint="move one of the two: a stage may read from earlier stages only",
+                hint="move one of the two operators, so that stages read from earlier stages only",
                 where="constraints",
             )
     for source, reader in sorted(flow.pairs(), reverse=True):

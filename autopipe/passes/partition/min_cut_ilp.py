@@ -476,16 +476,15 @@ class PartitionProblem:
             minimum = min(minimum, largest)
         if not np.isfinite(minimum):
             raise InfeasibleError(
-                f"found no partition into {stages} {plural(stages, 'stage')} that satisfies the "
-                "constraints"
+                f"the search found no partition into {stages} {plural(stages, 'stage')} that "
+                "satisfies the constraints"
             )
         smallest = "minimum imbalance" if proven else "minimum imbalance found"
         raise InfeasibleError(
-            f"operators cannot be partitioned into {stages} {plural(stages, 'stage')} "
-            f"with at most {self.imbalance_tolerance:.1%} more work than "
-            f"the mean: the {smallest} is "
+            f"the operators cannot be partitioned into {stages} {plural(stages, 'stage')} whose "
+            f"work exceeds the mean by at most {self.imbalance_tolerance:.1%}: the {smallest} is "
             f"{np.ceil((minimum / (total / stages) - 1) * 1000 - 0.002) / 10:.1f}%",
-            hint="increase imbalance_tolerance, or set another number of stages",
+            hint="increase strategy.imbalance_tolerance, or set another number of stages",
         )
 
     def _most_even_groups(self, group: Indices, limit: float) -> tuple[Indices | None, bool]:

@@ -86,8 +86,8 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
     model, problem = cost(request, batching, runner)
     if placement.devices > problem.cluster.size:
         raise InfeasibleError(
-            f"the placement is for {placement.devices} "
-            f"{plural(placement.devices, 'device')}, of which not all are there"
+            f"the placement uses {placement.devices} {plural(placement.devices, 'device')}, but "
+            f"the cluster has {problem.cluster.size}"
         )
     placement.verify(problem.graph)
     return predict_placement(model, problem, placement, runner)

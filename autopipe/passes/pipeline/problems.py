@@ -127,9 +127,9 @@ def _require_loss(first: Model, model: Model) -> None:
         list(model.graph.type_of(first.loss).shape) if model.graph.has(first.loss) else "unknown"
     )
     samples = f"{model.batch} {plural(model.batch or 0, 'sample')}"
-    message = f"on {samples} the loss {first.loss!r} is no number: its shape is {shape}"
+    message = f"the loss {first.loss!r} has shape {shape} for {samples}, expected a scalar"
     raise ModelError(
-        message, "reduce it to one number in the model, or use --mode infer", str(model.path)
+        message, "reduce the loss to a scalar in the model, or use --mode infer", str(model.path)
     )
 
 
@@ -140,23 +140,21 @@ def work_of(request: Request, model: Model) -> tuple[NodeCost, ...]:
     train = model.mode is Mode.TRAIN
     if request.mode is not Mode.INFER and model.loss_choices:
         named = ", ".join(map(repr, model.loss_choices))
-        hint = f"name one by --set loss={model.loss_choices[0]}, or use --mode infer"
+        hint = f"choose the loss with --set loss={model.loss_choices[0]}, or use --mode infer"
         raise ConfigurationError(
-            (
-                f"{len(model.loss_choices)} {plural(len(model.loss_choices), 'output')} can be the "
-                f"loss: {named}"
-            ),
+            f"several outputs can be the loss: {named}",
             hint,
         )
     if train and not model.loss:
-        hint = "name one by --set loss=NAME, or use --mode infer"
-        raise ConfigurationError("the model has no output called 'loss' to train", hint)
-    if train and not any(each.trainable for each in model.graph.parameters):
-        hint = (
-            "autopipe inspect -v says why; name what is to be trained in model.trainable, or use "
-            "--mode infer"
+        hint = "choose the loss with --set loss=NAME, or use --mode infer"
+        raise ConfigurationError(
+            "training requires a loss, but the model lacks an output 'loss'", hint
         )
-        raise ModelError("nothing in it would be trained", hint, str(model.path))
+    if train and not any(each.trainable for each in model.graph.parameters):
+        hint = "set model.trainable to names listed by autopipe inspect -v, or use --mode infer"
+        raise ModelError(
+            "training requires trainable parameters, but the model has none", hint, str(model.path)
+        )
     if train and request.data.last_batch == "pad":
         check_padding(model.graph, model.loss)
     if train:

@@ -95,10 +95,10 @@ def with_whole_batch(request: Request, runner: Runner) -> Request:
     if size is not None or (count is not None and (fixed is None or batch // count != fixed)):
         raise ConfigurationError(
             (
-                f"{node.op} {node.name!r} computes an output from several samples, which "
-                "micro-batches would change"
+                f"{node.op} {node.name!r} computes an output from several samples, so "
+                "micro-batches would change the output"
             ),
-            hint="--micro-batches 1" if fixed is None else f"--micro-batch-size {fixed}",
+            hint="set --micro-batches 1" if fixed is None else f"set --micro-batch-size {fixed}",
         )
     return replace(request, batch_size=batch, micro_batch_size=fixed or batch)
 

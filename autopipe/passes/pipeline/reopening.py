@@ -68,28 +68,30 @@ def reopen(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> 
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(
             (
-                f"the plan does not belong to this model: the graph of {request.model} is not the "
-                "one that was planned"
+                f"the plan was made for another model: the graph of {request.model} differs from "
+                "the planned graph"
             ),
-            hint="plan again, or restore the model's file",
+            hint="plan again, or restore the model file",
         )
     # The plan's files may have been edited.
     if problem.mode.value != plan.mode:
         raise ConfigurationError(
-            f"the plan is to {plan.mode}, its configuration to {problem.mode.value}"
+            f"the plan is for mode {plan.mode}, but its configuration is for mode "
+            f"{problem.mode.value}"
         )
     devices = plan.schedule.devices
     size = problem.cluster.size
     if plan.placement.devices > size or devices != size:
         raise ConfigurationError(
-            f"the plan is for {devices} {plural(devices, 'device')}, its configuration for {size}"
+            f"the plan is for {devices} {plural(devices, 'device')}, but its configuration is "
+            f"for {size}"
         )
     if max(max(stage.nodes, default=-1) for stage in plan.placement.stages) >= len(
         problem.graph.nodes
     ):
         raise ConfigurationError(
-            f"the plan places nodes that the graph of {len(problem.graph.nodes)} "
-            f"{plural(len(problem.graph.nodes), 'node')} has not"
+            "the placement contains nodes that do not exist in the graph of "
+            f"{len(problem.graph.nodes)} {plural(len(problem.graph.nodes), 'node')}"
         )
     try:
         plan.placement.verify(problem.graph)

@@ -70,5 +70,5 @@ class Request:
 def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
     """Return the strategy and the scheduler of a request that names both."""
     if request.strategy is None or request.scheduler is None:
-        raise ValueError("the request leaves open by which strategy or scheduler")
+        raise ValueError("the request lacks a strategy or a scheduler")
     return request.strategy, request.scheduler

@@ -70,19 +70,26 @@ class NodeNames:
         if isinstance(entry, tuple):
             first, last = map(self._one, entry)
             if first > last:
-                raise ConfigurationError(f"{_entry_text(entry)} ends before it begins")
+                raise ConfigurationError(
+                    f"{_entry_text(entry)} has its last node before its first node"
+                )
             return tuple(range(first, last + 1))
         if isinstance(entry, int):
             if not 0 <= entry < len(self.names):
                 raise ConfigurationError(
-                    f"there is no node {entry}", f"nodes are 0 to {len(self.names) - 1}"
+                    f"no node has the index {entry}",
+                    f"use an index from 0 to {len(self.names) - 1}",
                 )
             return (entry,)
         matched = tuple(self._positions.get(entry, ())) or self.matched(entry)
         if not matched:
             near = difflib.get_close_matches(entry, self._positions, n=1, cutoff=0.0)
-            hint = f"the nearest name is {near[0]!r}" if near else ""
-            raise ConfigurationError(f"no node's name matches {entry!r}", hint)
+            hint = (
+                f"use a node's name, such as {near[0]!r}, which is the most similar name"
+                if near
+                else ""
+            )
+            raise ConfigurationError(f"{entry!r} matches the name of no node", hint)
         return matched
 
     def matched(self, glob: str) -> tuple[int, ...]:
@@ -108,12 +115,12 @@ class NodeNames:
     def _one(self, end: NodeName) -> int:
         found = self.meant(end)
         if len(found) > 1:
-            hint = f"write its index: {', '.join(map(str, found[:4]))}" + (
+            hint = f"use the index of one node: {', '.join(map(str, found[:4]))}" + (
                 ", ..." if len(found) > 4 else ""
             )
             raise ConfigurationError(
-                f"{end!r} selects {len(found)} {plural(len(found), 'node')}, "
-                "but a range ends at one",
+                f"{end!r} selects {len(found)} {plural(len(found), 'node')}, expected one node "
+                "at the end of a range",
                 hint,
             )
         return found[0]
@@ -248,7 +255,7 @@ def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
         )
         if not ends or not 0 <= ends[0] <= ends[-1] < 2**20:
             raise ConfigurationError(
-                f"{entry!r} is not a device", "write numbers, or 0-3 for four devices"
+                f"{entry!r} is not a device", "use the number of a device, or a range such as 0-3"
             )
         found += range(ends[0], ends[-1] + 1)
     return tuple(found)
@@ -297,7 +304,7 @@ class Explicit:
         """Raise ConfigurationError if there are no stages."""
         if not self.placement:
             raise ConfigurationError(
-                "strategy explicit requires stages, but `placement` has none",
+                "strategy explicit requires stages, but the key `placement` lists none",
                 hint="use autopipe plan --from DIR, which reads DIR/placement.yaml",
             )
 
@@ -378,27 +385,33 @@ def _stage(
     size = whole if given.micro_batch_size is None else given.micro_batch_size
     if size < 1 or whole % size:
         reason = (
-            f"has micro-batches of {size} {plural(size, 'sample')}, which do not divide the step's "
-            f"of {whole}"
+            f"has micro-batches of {size} {plural(size, 'sample')}, which do not divide the "
+            f"{whole} {plural(whole, 'sample')} of a micro-batch of the step"
         )
         raise ConfigurationError(f"stage {index} {reason}")
     if given.pipeline < 0:
         raise ConfigurationError(
-            f"stage {index} is in pipeline {given.pipeline}", hint="number pipelines from 0"
+            f"stage {index} is in pipeline {given.pipeline}, expected at least 0",
+            hint="number the pipelines from 0",
         )
     if not devices:
-        raise ConfigurationError(f"stage {index} has no devices", hint="name at least one")
+        raise ConfigurationError(
+            f"stage {index} lists no devices, expected at least one",
+            hint="add devices to the stage",
+        )
     last = problem.cluster.size - 1
     for device in devices:
         if device > last:
-            hint = f"devices are 0 to {last}"
+            hint = f"use devices 0 to {last}"
             raise ConfigurationError(
-                f"stage {index} names device {device}, but there are {last + 1}", hint
+                f"stage {index} lists device {device}, but the cluster has {last + 1} "
+                f"{plural(last + 1, 'device')}",
+                hint,
             )
     twice = next((device for device in devices if devices.count(device) > 1), None)
     if twice is not None:
         raise ConfigurationError(
-            f"stage {index} names device {twice} twice", hint="name each device once"
+            f"stage {index} lists device {twice} twice", hint="list each device once"
         )
     samples = sample_axes(problem.graph if size == whole else resize_batch(problem.graph, size))
     required: dict[int, Degrees] = {}
@@ -418,9 +431,9 @@ def _stage(
         parts = math.prod(split.degree for split in own)
         if len(devices) % parts:
             raise ConfigurationError(
-                f"stage {index} splits this node into {parts} {plural(parts, 'part')} "
-                f"({', '.join(map(str, own))}) "
-                f"on {len(devices)} {plural(len(devices), 'device')}",
+                f"stage {index} splits the node into {parts} {plural(parts, 'part')} "
+                f"({', '.join(map(str, own))}), which do not divide its {len(devices)} "
+                f"{plural(len(devices), 'device')}",
                 hint="choose degrees whose product divides the number of devices",
                 where=_node_text(problem.graph, node),
             )
@@ -468,7 +481,7 @@ def _nodes_of(
             axes = ", ".join(each.name for each in samples.uses[first].space.axes)
             raise ConfigurationError(
                 f"stage {index} splits axis {axis!r}, but none of the selected nodes has this axis",
-                hint=f"{names.names[first]!r} has {axes or 'none'}",
+                hint=f"use an axis of {names.names[first]!r}: {axes or 'none'}",
             )
     return found
 
@@ -485,17 +498,17 @@ def _check_partition(graph: Graph, placement: Placement, pipeline: int) -> None:
     for index, stage in enumerate(placement.stages):
         for node in stage.nodes if stage.pipeline == pipeline else ():
             if owner.setdefault(node, index) != index:
-                both = f"this node is in stages {owner[node]} and {index}"
+                both = f"the node is in stages {owner[node]} and {index}, expected one stage"
                 raise ConfigurationError(
-                    both, "remove it from all but one of them", _node_text(graph, node)
+                    both, "remove the node from all but one of the stages", _node_text(graph, node)
                 )
     missing = [node for node in range(len(graph.nodes)) if node not in owner]
     if missing:
         of = f" of pipeline {pipeline}" if placement.pipelines > 1 else ""
         others = f", and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise ConfigurationError(
-            f"this node is in no stage{of}{others}",
-            "add it to a stage's nodes",
+            f"the node is in no stage{of}{others}",
+            "add the node to the nodes of a stage",
             _node_text(graph, missing[0]),
         )
 
@@ -511,10 +524,10 @@ def _check_order(graph: Graph, placement: Placement) -> None:
             assert producer is not None
             raise ConfigurationError(
                 (
-                    f"this node is in stage {target}, but it reads from "
-                    f"{graph.nodes[producer].name!r} in stage {source}"
+                    f"the node is in stage {target}, but it reads a value of "
+                    f"{graph.nodes[producer].name!r} in the later stage {source}"
                 ),
-                hint="move one of the two: a stage may read from earlier stages only",
+                hint="move one of the two nodes, so that stages read from earlier stages only",
                 where=_node_text(graph, reader),
             )
 

@@ -144,7 +144,8 @@ def place(
     tensor_splits = graph_group_splits(problem.graph, degrees.data, degrees.tensor)
     if not tensor_splits and degrees.tensor > 1:
         raise InfeasibleError(
-            f"no layer can be split over {degrees.tensor} {plural(degrees.tensor, 'device')}",
+            f"strategy.tensor is {degrees.tensor}, but no layer can be split over "
+            f"{degrees.tensor} {plural(degrees.tensor, 'device')}",
             hint="set another tensor degree",
             where="strategy.tensor",
         )
@@ -466,11 +467,14 @@ class Grid:
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise ConfigurationError(
-                    f"{option} is {value}", hint=f"set {option} to at least 1", where="strategy"
+                    f"{option} is {value}, expected at least 1",
+                    hint=f"set strategy.{option} to at least 1",
+                    where="strategy",
                 )
         if self.style == "v" and self.stages_per_rank < 2:
             raise ConfigurationError(
-                f"style v needs stages_per_rank of at least 2, not {self.stages_per_rank}",
+                "style v requires stages_per_rank of at least 2, but stages_per_rank is "
+                f"{self.stages_per_rank}",
                 hint="set strategy.stages_per_rank to 2",
                 where="strategy.style",
             )
@@ -502,13 +506,14 @@ class Grid:
         """
         if self.stages_per_rank > 1:
             raise ConfigurationError(
-                f"opposite needs stages_per_rank 1, not {self.stages_per_rank}",
+                "opposite requires stages_per_rank 1, but stages_per_rank is "
+                f"{self.stages_per_rank}",
                 hint="remove strategy.opposite or strategy.stages_per_rank",
                 where="strategy.opposite",
             )
         if self.pipeline is not None and self.pipeline % 2:
             message = (
-                "two pipelines in opposite directions require an even number of groups, but "
+                "two pipelines in opposite directions require an even pipeline degree, but "
                 f"pipeline is {self.pipeline}"
             )
             raise ConfigurationError(message, where="strategy.pipeline")
@@ -533,7 +538,8 @@ class Grid:
             degrees = tuple(each for each in degrees if each.pipeline % 2 == 0)
             if not degrees:
                 raise InfeasibleError(
-                    "two pipelines in opposite directions require an even number of groups"
+                    "two pipelines in opposite directions require an even pipeline degree, but "
+                    "every possible degree is odd"
                 )
         if len(equal_device_runs(problem.cluster)) > 1:
             degrees = tuple(
@@ -543,7 +549,7 @@ class Grid:
             )
             if not degrees:
                 raise InfeasibleError(
-                    "grid forms equal groups, and with these degrees a group would contain devices "
+                    "grid forms equal device groups, but with these degrees a group has devices "
                     "of different types: "
                     f"{describe_kinds(problem.cluster, range(problem.cluster.size))}",
                     hint="set cluster.allow_mixed_stages to true, or set other degrees",

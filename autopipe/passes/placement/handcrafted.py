@@ -52,8 +52,8 @@ class OneWeirdTrick:
         """
         if "convolution" not in _kinds(problem.graph):
             raise InfeasibleError(
-                "one_weird_trick requires convolutions with fully connected layers after them, but "
-                "the model has no convolution",
+                "one_weird_trick requires convolutions followed by fully connected layers, but "
+                "the model lacks convolutions",
                 hint="use strategy handcrafted, which supports transformers and recurrent networks",
             )
         check_one_kind(problem, self.name)
@@ -194,7 +194,7 @@ def _tensor_parallel(problem: Problem, degree: int) -> Placement:
     devices = problem.cluster.size
     if devices % degree:
         raise InfeasibleError(
-            f"{devices} {plural(devices, 'device')} cannot be divided into groups of {degree}",
+            f"{devices} {plural(devices, 'device')} cannot be divided into groups of size {degree}",
             where="strategy.tensor",
         )
     check_samples(problem, devices // degree, "handcrafted")
@@ -235,7 +235,9 @@ class Handcrafted:
         """
         if self.tensor < 0:
             raise ConfigurationError(
-                f"tensor is {self.tensor}", hint="set tensor to at least 0", where="strategy"
+                f"tensor is {self.tensor}, expected at least 0",
+                hint="set strategy.tensor to at least 0",
+                where="strategy",
             )
         check_operators(problem)
         check_one_kind(problem, self.name)

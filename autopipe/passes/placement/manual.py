@@ -51,10 +51,10 @@ class Manual:
         if not problem.constraints:
             raise ConfigurationError(
                 (
-                    "strategy manual requires constraints, but neither the configuration nor the "
-                    "model has any"
+                    "strategy manual requires constraints, but neither the configuration nor "
+                    "the model defines any"
                 ),
-                hint="add at least one, such as {match: '*', stage: 0}, to constraints",
+                hint="add a constraint, such as {match: '*', stage: 0}, to constraints",
             )
 
     def run(self, problem: Problem) -> Placement:
@@ -70,10 +70,10 @@ class Manual:
         if missing is not None:
             raise ConfigurationError(
                 (
-                    f"constraints are for pipeline {max(pipelines)}, but none is for pipeline "
-                    f"{missing}"
+                    f"a constraint is for pipeline {max(pipelines)}, but no constraint is for "
+                    f"pipeline {missing}"
                 ),
-                hint="number pipelines from 0",
+                hint="number the pipelines from 0",
             )
         resolved = resolved_constraints(problem, len(pipelines), own_sizes=True)
         stages: list[Stage] = []
@@ -95,7 +95,7 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
     ]
     if () in members:
         raise ConfigurationError(
-            f"the constraints leave stage {members.index(())} of {count} without nodes"
+            f"the constraints assign no nodes to stage {members.index(())} of {count}"
         )
     devices = _devices(problem, resolved, stage_of, count)
     sizes = _agreed(
@@ -107,9 +107,9 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
         parts = math.prod(split.degree for split in each)
         if group % parts:
             raise ConfigurationError(
-                f"constraints require {parts} {plural(parts, 'part')} of this node "
-                f"({', '.join(map(str, each))}), but its stage"
-                f" {stage_of[node]} has {group} {plural(group, 'device')}",
+                f"constraints split the node into {parts} {plural(parts, 'part')} "
+                f"({', '.join(map(str, each))}), which do not divide the {group} "
+                f"{plural(group, 'device')} of stage {stage_of[node]}",
                 hint="choose degrees whose product divides the number of devices",
                 where=repr(graph.nodes[node].name),
             )
@@ -155,11 +155,15 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
         if before is not None and stage < stage_of[before]:
             raise ConfigurationError(
                 (
-                    f"{given[index]} puts this node in stage {stage}, but it reads from stage "
-                    f"{stage_of[before]}"
+                    f"{given[index]} assigns the node to stage {stage}, but the node reads a "
+                    f"value of stage {stage_of[before]}"
                 )
-                + (f", where {source_of[before]} puts it" if source_of[before] else ""),
-                hint="move one of the two: a stage may read from earlier stages only",
+                + (
+                    f", to which {source_of[before]} assigns the producer"
+                    if source_of[before]
+                    else ""
+                ),
+                hint="move one of the two nodes, so that stages read from earlier stages only",
                 where=repr(node.name),
             )
         stage_of.append(stage)
@@ -202,7 +206,7 @@ def _agreed(
                 known, other = required.setdefault(stage, (value, each))
                 if known != value:
                     raise ConfigurationError(
-                        f"{other} and {each} ask for different {words} stage {stage}"
+                        f"{other} and {each} require different {words} stage {stage}"
                     )
     return required
 
@@ -230,8 +234,10 @@ def _devices(
     if missing is not None:
         _, first = next(iter(required.values()))
         raise ConfigurationError(
-            f"no constraint gives devices to stage {missing}, though {first} does to its stage",
-            hint="add devices to a constraint of each stage, or remove all of them",
+            f"no constraint assigns devices to stage {missing}, but {first} assigns devices to "
+            "its stage",
+            hint="add devices to a constraint of each stage, or remove devices from all "
+            "constraints",
         )
     return [required[stage][0] for stage in range(count)]
 
@@ -245,9 +251,9 @@ def _check_axis_sizes(samples: SampleAxes, splits: dict[int, tuple[Split, ...]],
             axis_size = samples.uses[node].space.axis(split.axis).size
             if axis_size % split.degree:
                 raise ConfigurationError(
-                    f"constraints split axis {split.axis!r} into {split.degree} "
-                    f"{plural(split.degree, 'part')}, which on micro-batches of {size}"
-                    f" {plural(size, 'sample')} do not divide its size {axis_size}",
+                    f"constraints split axis {split.axis!r} of the node into {split.degree} "
+                    f"{plural(split.degree, 'part')}, which do not divide its size {axis_size} "
+                    f"for micro-batches of {size} {plural(size, 'sample')}",
                     hint="require larger micro-batches, or fewer parts",
                     where=repr(samples.graph.nodes[node].name),
                 )

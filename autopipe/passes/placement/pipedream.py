@@ -182,8 +182,8 @@ def _rules(
             devices = range(min(each.devices), max(each.devices) + 1)
             if len(devices) != len(each.devices):
                 reason = (
-                    "requires devices that are not neighbours, but pipedream's stages are on "
-                    "neighbouring devices"
+                    "requires devices that are not adjacent, but a stage of pipedream uses "
+                    "adjacent devices"
                 )
                 raise ConfigurationError(f"{each} {reason}", _MANUAL)
             found.append(ChainConstraint(first, last, devices=devices))
@@ -352,8 +352,8 @@ class PipeDream:
         """
         if self.max_stages is not None and self.max_stages < 1:
             raise ConfigurationError(
-                f"max_stages is {self.max_stages}",
-                hint="set max_stages to at least 1",
+                f"max_stages is {self.max_stages}, expected at least 1",
+                hint="set strategy.max_stages to at least 1",
                 where="strategy",
             )
         check_operators(problem)

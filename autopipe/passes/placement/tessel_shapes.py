@@ -381,7 +381,7 @@ def shared_table_nodes(
             size = space.axis(column).size if column else 0
             raise InfeasibleError(
                 f"{degree} {plural(degree, 'device')} cannot evenly split the {size} "
-                f"{plural(size, 'row')} of {read[0]!r}",
+                f"{plural(size, 'row')} of the embedding table {read[0]!r}",
                 hint=even_degree_hint(size, degree),
                 where=repr(model.graph.nodes[node].name),
             )
@@ -605,14 +605,14 @@ class TesselShapes:
         """
         if self.shape.lower() not in _SHAPES:
             raise ConfigurationError(
-                f"there is no shape {self.shape!r}",
-                hint=f"set shape to one of {', '.join(_SHAPES)}",
+                f"shape {self.shape!r} is unknown",
+                hint=f"set strategy.shape to one of {', '.join(_SHAPES)}",
                 where="strategy",
             )
         if self.stages_per_rank < 1:
             raise ConfigurationError(
-                f"stages_per_rank is {self.stages_per_rank}",
-                hint="set stages_per_rank to at least 1",
+                f"stages_per_rank is {self.stages_per_rank}, expected at least 1",
+                hint="set strategy.stages_per_rank to at least 1",
                 where="strategy",
             )
         if problem.constraints:
@@ -662,7 +662,8 @@ class TesselShapes:
             return tuple(self._around_tables(problem, model, shape, only_large))
         if shape == "x" and model.devices < 2:
             raise InfeasibleError(
-                "shape x requires at least 2 devices, but there is 1", hint="set shape: v"
+                "shape x requires at least 2 devices, but the cluster has 1",
+                hint="set strategy.shape: v",
             )
         line = chain_of_model(model)
         devices = tuple(range(model.devices))
@@ -684,10 +685,10 @@ class TesselShapes:
         if not wide:
             raise InfeasibleError(
                 (
-                    f"shape {shape} splits large embedding tables over all devices, but the model "
-                    "has none"
+                    f"shape {shape} splits large embedding tables over all devices, but the "
+                    "model lacks large tables"
                 ),
-                hint="set shape: v",
+                hint="set strategy.shape: v",
             )
         line = chain_of_model(model, tuple(tuple(each.nodes) for each in wide))
         parts = parts_of_chain(model, line, wide)
@@ -698,14 +699,14 @@ class TesselShapes:
         if len(chains) != wanted:
             names = ", ".join(sorted({repr(each.table) for each in wide}))
             raise InfeasibleError(
-                f"shape {shape} requires {wanted} {plural(wanted, 'chain')} between large tables, "
-                f"but the model with tables {names} has {len(chains)}",
-                hint="set shape: " + {1: "m", 2: "nn"}.get(len(chains), "v"),
+                f"shape {shape} requires {wanted} {plural(wanted, 'chain')} of operators between "
+                f"large embedding tables, but the model with tables {names} has {len(chains)}",
+                hint="set strategy.shape: " + {1: "m", 2: "nn"}.get(len(chains), "v"),
             )
         if wanted > model.devices:
             raise InfeasibleError(
-                f"shape {shape} requires at least {wanted} {plural(wanted, 'device')}, but there "
-                f"are {model.devices}"
+                f"shape {shape} requires at least {wanted} {plural(wanted, 'device')}, but the "
+                f"cluster has {model.devices}"
             )
         everyone = tuple(range(model.devices))
         groups = iter(
@@ -729,13 +730,14 @@ class TesselShapes:
         found = find_join(model, line.order)
         if found is None or len(found) - 1 > model.devices:
             count = (
-                "none"
+                "0"
                 if found is None
                 else f"{len(found) - 1} for {model.devices} {plural(model.devices, 'device')}"
             )
             raise InfeasibleError(
-                f"shape k requires branches, one or more devices each, but the model has {count}",
-                hint="set shape: v",
+                "shape k requires branches on at least one device each, but the number of "
+                f"branches is {count}",
+                hint="set strategy.shape: v",
             )
         *branches, rest = found
         tables = large_tables(model, at_least_one=False)
@@ -745,7 +747,7 @@ class TesselShapes:
         if only_shared and shared < work / 2 and work >= model.least_s:
             raise InfeasibleError(
                 f"{model.devices} {plural(model.devices, 'device')} cannot split the nodes after "
-                "the join of the branches"
+                "the join of the branches, so shape k is not possible"
             )
         groups = divide_devices([model.seconds_of(branch) for branch in branches], model.devices)
         for branch, devices in zip(branches, groups, strict=True):

@@ -43,7 +43,7 @@ def read_orders(path: Path) -> list[list[Cell]]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"the file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError("the file is not UTF-8 text", where=str(path)) from error
     return [
@@ -66,11 +66,13 @@ def _row(line: str, where: str) -> Iterator[Cell]:
             quoted = repr(part if len(part) <= 40 else part[:40] + "...")
             if _ACTION.fullmatch(part):
                 hint = (
-                    "write the file with torch's format compute_only; autopipe adds the "
+                    "write the file in torch's format compute_only, because autopipe adds the "
                     "communication"
                 )
-                raise ConfigurationError(f"{quoted} is not a computation", hint, position)
-            hint = "write tasks like 2F0: stage, then F, B, I or W, then micro-batch"
+                raise ConfigurationError(
+                    f"{quoted} is a communication action, expected a computation", hint, position
+                )
+            hint = "write tasks such as 2F0: the stage, then F, B, I or W, then the micro-batch"
             raise ConfigurationError(f"{quoted} is not a task", hint, position)
         column += len(cell) + 1
 
@@ -93,7 +95,7 @@ class CsvOrder:
         if not self.file:
             raise ConfigurationError(
                 "schedule csv requires a file, but schedule.file is empty",
-                "pass --set schedule.file=order.csv",
+                "set the file with --set schedule.file=order.csv",
             )
         require_equal_micro_batches(self.name, problem, placement)
 
@@ -116,7 +118,7 @@ def fitted_order(
         if row:
             devices = f"{graph.devices} {plural(graph.devices, 'device')}"
             raise ConfigurationError(
-                f"row {rank + 1} has tasks, but the cluster has {devices}",
+                f"row {rank + 1} has tasks, but the cluster has {devices}, one per row",
                 "write one row per device",
                 row[0].position,
             )
@@ -125,7 +127,9 @@ def fitted_order(
         (cell for row in rows for cell in row), key=lambda cell: cell.task.micro_batch, default=None
     )
     if last is None:
-        raise ConfigurationError("the file has no tasks", where=file)
+        raise ConfigurationError(
+            "the file lists no tasks, expected one row of tasks per device", where=file
+        )
     if last.task.micro_batch + 1 != micro_batches:
         count = last.task.micro_batch + 1
         reason = (

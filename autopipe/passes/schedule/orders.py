@@ -168,8 +168,8 @@ def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Pla
         if stage.micro_batch_size != problem.micro_batch_size:
             raise InfeasibleError(
                 f"schedule {scheduler} requires one micro-batch size for all stages, but stage "
-                f"{index} has micro-batches of {stage.micro_batch_size} "
-                f"{plural(stage.micro_batch_size, 'sample')} and the step has micro-batches of "
-                f"{problem.micro_batch_size}",
+                f"{index} uses {stage.micro_batch_size} "
+                f"{plural(stage.micro_batch_size, 'sample')} and the step uses "
+                f"{problem.micro_batch_size} per micro-batch",
                 hint="use schedule kfkb or tessel, which support a micro-batch size per stage",
             )

@@ -385,7 +385,7 @@ class _Run:
         for device, order in enumerate(self.schedule.tasks):
             if self.position[device] < len(order):
                 raise InfeasibleError(
-                    f"{order[self.position[device]]} never starts",
+                    f"the schedule deadlocks: task {order[self.position[device]]} never starts",
                     where=f"device {self.names[device]}",
                 )
 

@@ -324,8 +324,8 @@ def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "re
     if replicas > 1 and not problem.graph.batch_axes:
         raise InfeasibleError(
             (
-                f"{strategy} cannot split samples over {replicas} {who}: no input of the model "
-                "has a batch axis"
+                f"{strategy} cannot split samples over {replicas} {who} because the model's "
+                "inputs lack a batch axis"
             ),
             hint=(
                 "set model.batch_axes to the batch axis of each input, or choose another strategy"
@@ -443,7 +443,8 @@ def constrained_stages(
             ]
             if not matching:
                 raise ConfigurationError(
-                    f"{each} requires devices {list(each.devices)}, but no stage has exactly these",
+                    f"{each} requires devices {list(each.devices)}, but no stage uses exactly "
+                    "these devices",
                     hint="choose the devices of one stage: "
                     + ", ".join(str(list(group)) for group in groups),
                 )
@@ -472,8 +473,9 @@ def check_degrees(problem: Problem, fixed: Mapping[int, Splits], placement: Plac
         group = len(placement.stages[stage_of[node]].devices)
         if group % math.prod(split.degree for split in splits):
             raise ConfigurationError(
-                f"constraints require the split {' '.join(map(str, splits))}, but "
-                f"the node's stage has {group} {plural(group, 'device')}",
+                f"constraints require the splits {' '.join(map(str, splits))}, whose product of "
+                f"degrees does not divide the {group} {plural(group, 'device')} of the node's "
+                "stage",
                 hint="choose degrees whose product divides the number of devices",
                 where=repr(problem.graph.nodes[node].name),
             )
@@ -498,7 +500,8 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
             if reason:
                 raise ConfigurationError(
                     f"{each} requires {reason}",
-                    hint=f"use strategy manual: {strategy} does not follow such constraints",
+                    hint=f"use strategy manual, because {strategy} does not support this "
+                    "constraint",
                     where=repr(problem.graph.nodes[node].name),
                 )
 

@@ -142,9 +142,11 @@ class Builder:
         cost, lower, upper, integral = _concatenated(self._variables, 4)
         rows, columns, values = _concatenated(self._entries, 3)
         if not ((columns >= 0) & (columns < self._count)).all():
-            raise AutopipeError("a row of the integer program has a variable that does not exist")
+            raise AutopipeError(
+                "a row of the integer program refers to a variable that does not exist"
+            )
         if not np.isfinite(cost).all() or not np.isfinite(values).all():
-            raise AutopipeError("the integer program has costs or coefficients that are not finite")
+            raise AutopipeError("a cost or coefficient of the integer program is infinite or NaN")
         positions = rows.astype(np.int64), columns.astype(np.int64)
         # tocsr() adds up repeated entries; HiGHS rejects a program that contains them.
         matrix = coo_array((values, positions), shape=(self._rows, self._count)).tocsr()

@@ -57,13 +57,13 @@ def check_installed(solver: str) -> None:
     """
     if solver not in SOLVER_NAMES:
         raise ConfigurationError(
-            f"solver {solver!r} is unknown", hint=f"choose one of {', '.join(SOLVER_NAMES)}"
+            f"solver {solver!r} is unknown", hint=f"use one of {', '.join(SOLVER_NAMES)}"
         )
     if solver != AUTO and installed_solvers()[solver] is None:
         names = " or ".join(SOLVERS[solver])
         hint = "install the solver, or choose one that `autopipe config solvers` lists as installed"
         raise ConfigurationError(
-            f"solver {solver!r} is not installed: PuLP finds no {names}", hint=hint
+            f"solver {solver!r} is not installed: PuLP cannot find {names}", hint=hint
         )
 
 

@@ -149,11 +149,11 @@ def test_the_configuration_is_chosen_by_the_number_of_devices(tmp_path: Path) ->
     )
     assert len(annotated_constraints(read, 2)) == 1
     with pytest.raises(
-        ConfigurationError, match="configurations 'b' and 'c' are all for 4 devices"
+        ConfigurationError, match="configurations 'b' and 'c' are for the same number of devices, 4"
     ):
         annotated_constraints(read, 4)
     with pytest.raises(
-        ConfigurationError, match="not for 3 devices: 'a' for 2, 'b' for 4, 'c' for 4"
+        ConfigurationError, match="other numbers of devices than 3: 'a' for 2, 'b' for 4, 'c' for 4"
     ):
         annotated_constraints(read, 3)
 
@@ -166,33 +166,42 @@ H = "tensor 'h'"
 @pytest.mark.parametrize(
     ("shardings", "message"),
     [
-        ((blocks("h", (2, 2), inner=2),), f"{H}: it has no dimension 2 (its shape is (8, 6))"),
-        ((blocks("h", (-3, 2), inner=2),), f"{H}: it has no dimension -3"),
-        ((blocks("h", (0, 2), (-2, 2)),), f"{H}: one of its dimensions is sharded twice"),
-        ((blocks("h", (1, 4)),), f"{H}, dimension 1: 4 shards do not divide its extent 6"),
+        (
+            (blocks("h", (2, 2), inner=2),),
+            f"{H}: the annotation shards dimension 2 of a tensor of shape (8, 6)",
+        ),
+        ((blocks("h", (-3, 2), inner=2),), f"{H}: the annotation shards dimension -3"),
+        (
+            (blocks("h", (0, 2), (-2, 2)),),
+            f"{H}: the annotation shards a dimension of the tensor twice",
+        ),
+        ((blocks("h", (1, 4)),), f"{H}, dimension 1: 4 shards do not divide the size 6"),
         (
             (blocks("x", (1, 2), inner=2), blocks("w", (0, 4))),
             (
-                "of its tensors 'x' and 'w' contradict each other: they cut its axis 'k' into 2 "
+                "'x' and 'w' contradict each other: they split axis 'k' of the node into 2 "
                 "and 4 parts"
             ),
         ),
         (
             (blocks("x", (0, 2), inner=2), Sharding("h", ((0, 2),), ((2, 3), (0, 1)))),
-            "its tensors 'x' and 'h' contradict each other",
+            "tensors 'x' and 'h' contradict each other",
         ),
-        ((Sharding("x", *WHOLE), blocks("h", (0, 2), inner=2)), "its axis 'm' into 1 and 2 parts"),
+        (
+            (Sharding("x", *WHOLE), blocks("h", (0, 2), inner=2)),
+            "axis 'm' of the node into 1 and 2 parts",
+        ),
         (
             (blocks("x", (0, 2), inner=2), blocks("w", count=2, inner=2)),
-            "'x' and 'w' are annotated for different dev",
+            "'x' and 'w' of the node are annotated for different dev",
         ),
         (
             (Sharding("x", *ROWS), Sharding("w", ((1, 2),), ((0, 1), (2, 3)))),
-            "that no splits over",
+            "no splits over",
         ),
         (
             (Sharding("x", ((0, 2),), ((0,), (1, 2, 3))),),
-            "that no splits over devices 0, 1, 2, 3 make",
+            "no splits over devices 0, 1, 2, 3 result",
         ),
     ],
 )
@@ -210,7 +219,7 @@ def test_layouts_that_do_not_fit_the_node_are_refused(
 
 @pytest.mark.parametrize(
     ("extent", "message"),
-    [(1, "2 shards do not divide its extent 1"), (0, "has no axis there that 2 shards")],
+    [(1, "2 shards do not divide the size 1"), (0, "cannot be split into 2 shards along")],
 )
 def test_an_extent_of_one_or_none_has_no_blocks(extent: int, message: str, tmp_path: Path) -> None:
     proto = model([node("Add", "x one", "y")], {"x": [extent, 6]}, "y", {"one": floats(extent, 6)})
@@ -228,7 +237,8 @@ def test_nodes_of_a_stage_are_on_the_same_devices(tmp_path: Path) -> None:
         tmp_path, configuration("mine", 4, Annotation(0, 0, (first,)), Annotation(3, 0, (second,)))
     )
     with pytest.raises(
-        ModelError, match=r"'relu_y': it is annotated for devices 2, 3, but 'matmul_h' .* for 0, 1"
+        ModelError,
+        match=r"'relu_y': .* for devices 2, 3, but node 'matmul_h' .* for devices 0, 1",
     ):
         annotated_constraints(read, 4)
 
@@ -238,6 +248,6 @@ def test_two_names_of_one_value_agree(tmp_path: Path) -> None:
     read = annotated(tmp_path, configuration("mine", 4, Annotation(2, 0, both)))
     with pytest.raises(
         ModelError,
-        match="Identity 'identity_t': its annotations of 's' and 't', which are one value",
+        match="Identity 'identity_t': the annotations of 's' and 't', which are one value",
     ):
         annotated_constraints(read, 4)

@@ -174,36 +174,42 @@ NODE = "MatMul 'matmul_y': "
             renamed,
             NODE
             + (
-                "its annotation is for 'five', which is no device configuration of the model "
-                "(there are"
+                "the node is annotated for configuration 'five', which the model does not define "
+                "(the model defines"
             ),
         ),
-        (twice, NODE + "it is annotated twice for configuration 'four'"),
-        (of_another_node, NODE + "it annotates tensor 'z', which it does not read or write"),
-        (tensor_twice, NODE + "it annotates tensor 'y' twice"),
-        (negative_stage, NODE + "its pipeline stage is -1"),
-        (far_device, NODE + "tensor 'y': there is no device 4 (devices are 0 to 3)"),
-        (no_such_group, NODE + "tensor 'y': there is no device -3"),
-        (device_twice, NODE + "tensor 'y': device 1 is listed twice"),
-        (empty_group, NODE + "tensor 'y': device group -1 is empty"),
-        (group_twice, NODE + "tensor 'y': two device groups have one number"),
+        (twice, NODE + "the node has two annotations for configuration 'four'"),
+        (
+            of_another_node,
+            NODE + "the annotation shards tensor 'z', which the node neither reads nor writes",
+        ),
+        (tensor_twice, NODE + "the annotation shards tensor 'y' twice"),
+        (negative_stage, NODE + "the pipeline stage of the annotation is -1"),
+        (far_device, NODE + "tensor 'y': the annotation lists device 4, expected 0 to 3"),
+        (no_such_group, NODE + "tensor 'y': the annotation lists device -3"),
+        (device_twice, NODE + "tensor 'y': the annotation lists device 1 twice"),
+        (empty_group, NODE + "tensor 'y': device group -1 of the annotation is empty"),
+        (group_twice, NODE + "tensor 'y': two device groups of the annotation have the same key"),
         (
             too_many_shards,
-            NODE + "tensor 'y': it is cut into 3 blocks, but 2 devices or groups are listed",
+            NODE + "tensor 'y': the tensor is sharded into 3 blocks, but the number",
         ),
-        (astronomic_shards, NODE + "tensor 'y': it is cut into over 1048576 blocks, but 2 devices"),
+        (astronomic_shards, NODE + "tensor 'y': the tensor is sharded into over 1048576 blocks"),
         (
             no_shards,
-            NODE + "tensor 'y', dimension 1: it does not say into how many shards it is cut",
+            NODE + "tensor 'y', dimension 1: the number of shards is missing or less than 1",
         ),
-        (unsaid_shards, NODE + "tensor 'y', dimension 1: it does not say into how many"),
-        (no_axis, NODE + "tensor 'y': a sharded dimension has no axis"),
-        (axis_twice, NODE + "tensor 'y': its dimension 1 is sharded twice"),
-        (uneven, NODE + "tensor 'y', dimension 1: extent 5 is not divisible by 2 shards"),
-        (inner, NODE + "tensor 'y', dimension 1: it is cut along an inner one"),
-        (same_name, "two device configurations are called 'four'"),
-        (no_devices, "device configuration 'four': it has 0 devices"),
-        (unnamed_devices, "device configuration 'four': it names 4 of its 3 devices"),
+        (unsaid_shards, NODE + "tensor 'y', dimension 1: the number of shards is missing"),
+        (no_axis, NODE + "tensor 'y': a sharded dimension lacks its axis"),
+        (axis_twice, NODE + "tensor 'y': dimension 1 of the tensor is sharded twice"),
+        (uneven, NODE + "tensor 'y', dimension 1: the size 5 is not divisible by 2 shards"),
+        (inner, NODE + "tensor 'y', dimension 1: an inner axis of a fused dimension is sharded"),
+        (same_name, "two device configurations have the name 'four'"),
+        (no_devices, "device configuration 'four': the configuration has 0 devices, expected 1 to"),
+        (
+            unnamed_devices,
+            "device configuration 'four': the configuration lists 4 device names for 3 devices",
+        ),
     ],
 )
 def test_bad_annotations_are_refused_in_one_line(
@@ -221,7 +227,7 @@ def test_bad_annotations_are_refused_in_one_line(
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     data = linear().SerializeToString().replace(b"four", b"fo\xffr")
     (tmp_path / "model.onnx").write_bytes(data)
-    with pytest.raises(ModelError, match="a name in it is no text"):
+    with pytest.raises(ModelError, match="a name in it is not text"):
         read_model(tmp_path / "model.onnx")
 
 

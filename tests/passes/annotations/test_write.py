@@ -102,7 +102,7 @@ def test_weights_in_files_stay_there(tmp_path: Path) -> None:
     assert np.array_equal(*results)
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(
-        ConfigurationError, match="not in the folder of the model, whose weights lie in files"
+        ConfigurationError, match="not in the folder of the model, which contains the external data"
     ):
         write_annotated(tmp_path / "model.onnx", tmp_path / "elsewhere/out.onnx", MINE)
     assert not list((tmp_path / "elsewhere").iterdir())
@@ -134,6 +134,6 @@ def test_the_model_itself_is_not_written_over(tmp_path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(ConfigurationError, match="is the model itself"):
         write_annotated(path, path, MINE)
-    with pytest.raises(ConfigurationError, match="cannot write"):
+    with pytest.raises(ConfigurationError, match="cannot be written"):
         write_annotated(path, tmp_path / "nowhere" / "out.onnx", MINE)
     assert path.read_bytes() == before

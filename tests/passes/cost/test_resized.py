@@ -36,7 +36,7 @@ def test_a_smaller_problem_is_that_of_a_graph_made_for_fewer_samples(size):
 
 def test_only_divisors_are_sizes():
     with pytest.raises(
-        ConfigurationError, match="micro-batches of 3 cannot be made of the 8 samples"
+        ConfigurationError, match="micro-batches of 3 samples do not divide the batch of 8 samples"
     ):
         resized(problem(perceptron([16] * 4), cluster(2)), 3)
 
@@ -63,7 +63,7 @@ def test_stages_of_sizes_that_do_not_divide_are_refused():
     whole = problem(perceptron([16] * 4), cluster(2))
     with pytest.raises(
         InfeasibleError,
-        match="stage 1 has micro-batches of 3 samples, which do not divide those of 8",
+        match="stage 1 has micro-batches of 3 samples, which do not divide the 8 samples",
     ):
         StageGraph.of(whole, placed(whole, (8, 3)))
 

@@ -156,25 +156,25 @@ READ = {
     """,
 }
 REFUSED = {
-    "it depends on data whether 'y' is": """
+    "so the type of 'y' is unknown": """
         sum = ReduceSum <keepdims = 0> (x)
         c = Cast <to = 9> (sum)
         y = If (c) <then_branch = t () => (float[6,4] a) { a = Concat <axis = 0> (x, x) },
                     else_branch = e () => (float[3,4] a) { a = Neg (x) }>
     """,
-    "its iteration count depends on data": """
+    "the iteration count depends on data": """
         sum = ReduceSum <keepdims = 0> (x)
         most = Cast <to = 7> (sum)
         y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
             g = Neg (h)
         }>
     """,
-    "it has no iterations, and its body declares no shape for scan output 'y'": """
+    "the loop has no iterations, and the body declares no static shape for scan output 'y'": """
         nil = Constant <value = int64 {0}> ()
         yes = Constant <value = bool {1}> ()
         y = Loop (nil, yes) <body = b (int64 i, bool going) => (bool going, float[n] s) { s = ReduceSum (x) }>
     """,
-    "its end depends on data, and it has scan outputs": """
+    "the end of the loop depends on data, and the loop has scan outputs": """
         yes = Constant <value = bool {1}> ()
         y = Loop (, yes, x) <body = b (int64 i, bool going, float[3,4] h) => (bool still, float[3,4] g) {
             g = Neg (h)
@@ -182,7 +182,7 @@ REFUSED = {
             still = Cast <to = 9> (m)
         }>
     """,
-    "of its body of 1 node, the file has too many nodes": """
+    "of the unrolled loop, whose body has 1 node": """
         most = Constant <value = int64 {9223372036854775807}> ()
         y = Loop (most, , x) <body = b (int64 i, bool going, float[3,4] h) => (bool going, float[3,4] g) {
             g = Neg (h)
@@ -298,7 +298,7 @@ ASKED = {
         shape = Concat <axis = 0> (rows, rest)
         y = Reshape (x, shape)
         """,
-        "or give what it is computed from: --set model.inputs.rate=NUMBER",
+        "or set the inputs that determine it: --set model.inputs.rate=NUMBER",
     ),
 }
 
@@ -319,7 +319,7 @@ def test_the_input_that_decides_can_be_given(tmp_path: Path) -> None:
 
 def test_the_hint_names_no_input_if_samples_decide(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
-        read_model(written(REFUSED["it depends on data whether 'y' is"], tmp_path))
+        read_model(written(REFUSED["so the type of 'y' is unknown"], tmp_path))
     assert "model.inputs" not in caught.value.hint
 
 
@@ -367,9 +367,7 @@ def test_a_scan_of_opset_8(tmp_path: Path) -> None:
     proto.opset_import[0].version = 8
     proto.graph.node[0].input[:] = ["", "x"]
     onnx.save(proto, tmp_path / "model.onnx")
-    with pytest.raises(
-        ModelError, match=r"the Scan of opset 8, which has a batch dimension.*opset 9"
-    ):
+    with pytest.raises(ModelError, match=r"a Scan of opset 8 has a batch dimension.*opset 9"):
         read_model(tmp_path / "model.onnx")
 
 
@@ -378,6 +376,7 @@ def test_a_scan_of_opset_8(tmp_path: Path) -> None:
 )
 def test_sequence_inputs_are_rejected(kind: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=f"input 's': it is {said}, and only tensors .*make each tensor"
+        ModelError,
+        match=f"input 's': the input is {said}, expected a tensor .*make each contained tensor",
     ):
         read_model(written("y = Identity (x)", tmp_path, f", {kind} s"))

@@ -150,7 +150,7 @@ def test_a_file_that_keeps_no_box_is_rejected(tmp_path: Path) -> None:
         tmp_path,
     )
     with pytest.raises(
-        ModelError, match="its third operand, the maximum number of boxes per class, is absent"
+        ModelError, match="the third operand, the maximum number of boxes per class, is absent"
     ):
         read_model(path)
 

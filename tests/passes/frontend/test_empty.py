@@ -88,7 +88,7 @@ def test_a_recurrent_layer_needs_a_step(tmp_path: Path, operator: str, gates: in
         node(operator, "t w r", "y", hidden_size=3),
     ]
     path = _path(tmp_path, (nodes, {"w": floats(1, 3 * gates, 6), "r": floats(1, 3 * gates, 3)}))
-    with pytest.raises(ModelError, match=f"{operator} has a sequence of 0 steps"):
+    with pytest.raises(ModelError, match=f"{operator} reads a sequence of length 0"):
         read_model(path, dims={"P": 0}, batch=2)
 
 

@@ -41,18 +41,18 @@ def test_labels_that_the_model_has_are_used(tmp_path: Path) -> None:
     proto = model(nodes, {"x": [4, 3], "labels": (INT64, [4])}, "logits y", {"w": floats(3, 5)})
     read = read_model(saved(proto, tmp_path), loss=CrossEntropy("logits", "labels"))
     assert [value.name for value in read.graph.inputs] == ["x", "labels"]
-    with pytest.raises(ConfigurationError, match=r"labels 'x' are float32\[4, 3\]"):
+    with pytest.raises(ConfigurationError, match=r"labels 'x' of type float32\[4, 3\]"):
         read_model(saved(proto, tmp_path), loss=CrossEntropy("logits", "x"))
 
 
 def test_losses_that_cannot_be(tmp_path: Path) -> None:
     path = scores(tmp_path, 4, 5)
-    with pytest.raises(ConfigurationError, match="no value 'logit'") as caught:
+    with pytest.raises(ConfigurationError, match="logits 'logit', which are not a value") as caught:
         read_model(path, loss=CrossEntropy("logit"))
     assert "'logits'" in caught.value.hint
-    with pytest.raises(ConfigurationError, match="no output 'z'"):
+    with pytest.raises(ConfigurationError, match="loss names 'z'"):
         read_model(path, loss="z")
-    with pytest.raises(ConfigurationError, match=r"'y' is float32\[4, 5\], not one"):
+    with pytest.raises(ConfigurationError, match=r"'y' of type float32\[4, 5\], expected one"):
         read_model(path, loss="y")
 
 

@@ -175,7 +175,7 @@ def test_types_of_absent_weights_follow_from_their_uses(tmp_path: Path) -> None:
 
 def test_an_absent_weight_whose_shape_nothing_tells(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match="reads 'w', which nothing writes and whose shape cannot be told"
+        ModelError, match="reads 'w', which no node writes and whose shape is unknown"
     ):
         read_model(saved(model([node("MatMul", "x w", "y")], {"x": [2, 3]}, "y"), tmp_path))
 
@@ -251,7 +251,7 @@ def test_all_parameters_but_some_are_frozen_by_a_negative_expression(
         ("re:w$", "'re:.*w$' matches 'enc.0.w' and 2 more"),
         ("enc", "'enc*' matches 'enc.0.w' and 1 more"),
         ("haed.w", "did you mean 'head.w'?"),
-        ("decoder", "autopipe inspect -v lists their names"),
+        ("decoder", "list the names with autopipe inspect -v"),
     ],
 )
 def test_a_pattern_that_matches_no_whole_name_is_refused_with_one_that_does(
@@ -260,7 +260,9 @@ def test_a_pattern_that_matches_no_whole_name_is_refused_with_one_that_does(
     for key in ("frozen", "trainable"):
         with pytest.raises(ConfigurationError) as caught:
             read_model(layers(tmp_path), **{key: (pattern,)})  # type: ignore[arg-type]
-        message = f"model.{key}: {pattern!r} matches the whole name of no floating-point tensor"
+        message = (
+            f"model.{key}: pattern {pattern!r} matches the full name of no floating-point tensor"
+        )
         assert (caught.value.message, caught.value.hint) == (message, hint)
 
 

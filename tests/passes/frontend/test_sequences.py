@@ -74,13 +74,13 @@ REFUSED = {
         node("SplitToSequence", "x sizes", "s", axis=0)
     ],
     "axis 4 is out of range": [node("SplitToSequence", "x three", "s", axis=4)],
-    "depends on data": [
+    "the position in a sequence depends on data": [
         THIRDS,
         node("Cast", "p", "q", to=onnx.TensorProto.INT64),
         node("SequenceAt", "s q", "y"),
     ],
     "an operand is a sequence, expected a tensor": [THIRDS, node("Relu", "s", "y")],
-    "its operand is an empty Optional": [
+    "the operand is an empty Optional": [
         onnx.helper.make_node(
             "Optional", [], ["o"], type=onnx.helper.make_tensor_type_proto(FLOAT, [3, 7])
         ),

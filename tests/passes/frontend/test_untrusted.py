@@ -39,7 +39,7 @@ def refused(path: Path, words: str) -> ModelError:
 
 
 def test_what_is_no_model(tmp_path: Path) -> None:
-    refused(tmp_path / "absent.onnx", "no such file")
+    refused(tmp_path / "absent.onnx", "does not exist")
     refused(tmp_path, "not a file")
     (tmp_path / "model.onnx").write_bytes(b"")
     assert "'model.onnx'" in refused(tmp_path, "not a file").hint
@@ -47,7 +47,11 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         ("empty.onnx", b"", "empty"),
         ("text.onnx", b"hello, this is no model at all", "not an ONNX"),
         ("zeros.onnx", bytes(64), "not an ONNX"),
-        ("nothing.onnx", onnx.ModelProto(ir_version=10).SerializeToString(), "no graph"),
+        (
+            "nothing.onnx",
+            onnx.ModelProto(ir_version=10).SerializeToString(),
+            "its graph is missing or empty",
+        ),
         ("cut.onnx", linear().SerializeToString()[:-9], "not an ONNX"),
     ):
         path = tmp_path / name
@@ -76,7 +80,7 @@ def test_broken_bytes_are_refused_or_read(tmp_path: Path, changes: list[tuple[in
 
 @pytest.mark.parametrize("opset", [1, 6, 999])
 def test_opsets_that_are_unknown(opset: int, tmp_path: Path) -> None:
-    refused(saved(linear(opset=opset), tmp_path), f"opset {opset} is not supported")
+    refused(saved(linear(opset=opset), tmp_path), f"the model uses opset {opset}, expected")
 
 
 def test_unknown_operators_are_listed_with_their_numbers(tmp_path: Path) -> None:
@@ -115,9 +119,9 @@ def test_structure(tmp_path: Path) -> None:
     cycle = model([node("Add", "x b", "a"), node("Neg", "a", "b")], {"x": [2]}, "b")
     refused(saved(cycle, tmp_path), "cycle")
     twice = model([node("Neg", "x", "y"), node("Exp", "x", "y")], {"x": [2]}, "y")
-    refused(saved(twice, tmp_path), "'y' is written twice")
+    refused(saved(twice, tmp_path), "two nodes write the value 'y'")
     absent = model([node("Neg", "x", "y")], {"x": [2]}, "y z")
-    refused(saved(absent, tmp_path), "output 'z' is never written")
+    refused(saved(absent, tmp_path), "no node writes the model output 'z'")
     shapes = model([node("Add", "x w", "y")], {"x": [2, 3]}, "y", {"w": floats(4)})
     assert "add_y" in refused(saved(shapes, tmp_path), "do not fit").where
 
@@ -160,7 +164,7 @@ def test_external_data_outside_the_folder(location: str, tmp_path: Path) -> None
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "data.bin").write_bytes(bytes(48))
-    refused(linear_beside(folder, location), "may not lie in")
+    refused(linear_beside(folder, location), "expected a file inside the model's folder")
 
 
 @pytest.mark.parametrize("linked", ["weights/data.bin", "weights"])
@@ -169,7 +173,7 @@ def test_external_data_behind_a_link(linked: str, tmp_path: Path) -> None:
     (tmp_path / "secret/weights/data.bin").write_bytes(bytes(48))
     (tmp_path / "model" / linked).parent.mkdir(parents=True)
     (tmp_path / "model" / linked).symlink_to(tmp_path / "secret" / linked)
-    refused(linear_beside(tmp_path / "model", "weights/data.bin"), "link that leaves")
+    refused(linear_beside(tmp_path / "model", "weights/data.bin"), "is a link to a file outside")
 
 
 def test_external_data_beside_the_file_that_the_model_is_a_link_to(tmp_path: Path) -> None:
@@ -189,10 +193,10 @@ def test_external_data_beside_the_file_that_the_model_is_a_link_to(tmp_path: Pat
 
 def test_external_data_that_is_too_short_no_file_or_wrongly_sized(tmp_path: Path) -> None:
     (tmp_path / "short.bin").write_bytes(bytes(47))
-    refused(linear_beside(tmp_path, "short.bin"), "ends before its data")
+    refused(linear_beside(tmp_path, "short.bin"), "has 47 bytes, and the tensor requires")
     (tmp_path / "folder").mkdir()
-    refused(linear_beside(tmp_path, "folder"), "is not a file")
-    refused(linear_beside(tmp_path, "short.bin", length=40), "its shape needs 48")
+    refused(linear_beside(tmp_path, "folder"), "is not a regular file")
+    refused(linear_beside(tmp_path, "short.bin", length=40), "its shape requires 48")
 
 
 def test_external_data_that_is_absent_is_warned_of(tmp_path: Path) -> None:
@@ -220,7 +224,7 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
 def test_weights_that_do_not_fill_their_shape(tmp_path: Path) -> None:
     proto = linear()
     proto.graph.initializer[0].raw_data = bytes(44)
-    refused(saved(proto, tmp_path), "44 bytes, its shape needs 48")
+    refused(saved(proto, tmp_path), "44 bytes, and its shape requires 48")
     proto.graph.initializer[0].dims[:] = [-3, 4]
     refused(saved(proto, tmp_path), "shape")
 
@@ -236,7 +240,7 @@ def test_weights_that_are_no_numbers_survive(tmp_path: Path) -> None:
 def test_annotations_for_devices_are_checked(tmp_path: Path) -> None:
     proto = linear()
     proto.configuration.add(name="", num_devices=-3)
-    refused(saved(proto, tmp_path), "a device configuration has no name")
+    refused(saved(proto, tmp_path), "lacks a name")
 
 
 def test_shapes_that_depend_on_data(tmp_path: Path) -> None:
@@ -247,7 +251,7 @@ def test_shapes_that_depend_on_data(tmp_path: Path) -> None:
     ]
     assert (
         "nonzero_n"
-        in refused(saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path), "cannot be inferred").message
+        in refused(saved(model(nodes, {"x": [2, 3]}, "y"), tmp_path), "is unknown").message
     )
 
 

@@ -59,12 +59,12 @@ def test_any_bytes_are_refused_or_copied(data: bytes) -> None:
     try:
         stripped, slices = strip_weights(memoryview(data))
     except ModelError as error:
-        assert "not an ONNX file" in error.message
+        assert "not an ONNX model" in error.message
     else:
         assert not slices and len(stripped) <= len(data) + 10
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 11, b"\x3a\xff\xff\xff\xff\x0f", b"\x3b", b"\x00\x01"])
 def test_broken_framing(data: bytes) -> None:
-    with pytest.raises(ModelError, match="not an ONNX file"):
+    with pytest.raises(ModelError, match="not an ONNX model"):
         strip_weights(memoryview(data))

@@ -64,7 +64,7 @@ def check(case: Case) -> None:
     for queues in (1, 2, *QUEUES):
         if stopped(program, queues):
             assert max(len(Device(program, rank).streams) for rank in program.ranks) > queues
-            with pytest.raises(CodegenError, match="would wait forever"):
+            with pytest.raises(CodegenError, match="would never start"):
                 check_hardware_queues(program, traces, queues)
         else:
             check_hardware_queues(program, traces, queues)
@@ -197,5 +197,5 @@ def test_a_rank_that_too_many_others_send_to_is_refused() -> None:
         1,
         tuple((Task(rank, Phase.FORWARD, 0), Task(rank, Phase.BACKWARD, 0)) for rank in range(66)),
     )
-    with pytest.raises(CodegenError, match="rank 65: 65 ranks send to it"):
+    with pytest.raises(CodegenError, match="rank 65: 65 ranks send to the rank"):
         lower(graph, placement, schedule, loss)

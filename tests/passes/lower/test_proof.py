@@ -84,17 +84,17 @@ FAULTS = {
     "two sends swapped": (
         0,
         swapped(Instruction(Opcode.SEND, 0, 0), Instruction(Opcode.SEND, 0, 1)),
-        "rank 0: the results of 0F1 are sent before it has run",
+        "rank 0: the program sends the results of 0F1 before running this task",
     ),
     "a send dropped": (
         0,
         without(Opcode.SEND, 0, 4),
-        "rank 1 would wait in 1F4 for 0F4 of rank 0, which never comes",
+        "rank 1 would wait in 1F4 for 0F4 of rank 0, which never happens",
     ),
     "a send of a gradient dropped": (
         2,
         without(Opcode.SEND_GRADIENT, 2, 4),
-        "rank 1 would wait in 1B4 for 2B4 of rank 2, which never comes",
+        "rank 1 would wait in 1B4 for 2B4 of rank 2, which never happens",
     ),
     "an early send dropped": (
         0,
@@ -175,7 +175,7 @@ FAULTS_IN_PORTIONS: dict[str, tuple[int, Change, str]] = {
     "a portion of the gradient is not sent": (
         2,
         without(Opcode.SEND_GRADIENT, 2, 3),
-        "rank 1 would wait in 1B1 for 2B3 of rank 2, which never comes",
+        "rank 1 would wait in 1B1 for 2B3 of rank 2, which never happens",
     ),
     "portions of one channel in another order": (
         2,
@@ -254,7 +254,7 @@ def test_sums_of_gradients_start_in_one_order() -> None:
     prove(changed(changed(program, 0, ending(0, 1)), 1, ending(0, 1)))
     with pytest.raises(
         CodegenError,
-        match=r"rank 0 would reduce the gradients of stages \[0, 1\] and rank 1 those of stages \[1, 0\]",
+        match=r"rank 0 .* stages in the order \[0, 1\], but rank 1 in the order \[1, 0\]",
     ):
         prove(changed(changed(program, 0, ending(0, 1)), 1, ending(1, 0)))
 
@@ -266,7 +266,7 @@ def test_a_loop_that_stops_too_early() -> None:
     assert isinstance(loop, Loop)
     ranks = (replace(code, repetend=(replace(loop, count=loop.count - 1),)), *program.ranks[1:])
     with pytest.raises(
-        CodegenError, match="rank 1 would wait in 1F4 for 0F4 of rank 0, which never comes"
+        CodegenError, match="rank 1 would wait in 1F4 for 0F4 of rank 0, which never happens"
     ):
         prove(replace(program, ranks=ranks))
 

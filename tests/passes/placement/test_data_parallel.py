@@ -32,7 +32,7 @@ def test_samples_that_do_not_divide_are_refused() -> None:
 
 def test_a_model_without_samples_is_refused() -> None:
     graph = replace(perceptron([16, 16]), batch_axes=())
-    with pytest.raises(InfeasibleError, match="no input of the model has a batch axis"):
+    with pytest.raises(InfeasibleError, match="because the model's inputs lack a batch axis"):
         DataParallel().requires(problem(graph, cluster(4)))
     DataParallel().requires(problem(graph, cluster(1)))
 
@@ -53,7 +53,7 @@ def test_memory_that_does_not_do_is_refused() -> None:
         (Constraint("matmul*", split=(("n", 2),)), "a split other than"),
         (Constraint("matmul*", split=(("b", 1),)), "a split other than"),
         (Constraint("matmul*", split=()), "a split other than"),
-        (Constraint("*", pipeline=1), "for pipeline 1, but this strategy has 1 pipeline"),
+        (Constraint("*", pipeline=1), "for pipeline 1, but the strategy uses 1"),
     ],
 )
 def test_constraints_it_cannot_follow_are_refused(constraint: Constraint, reason: str) -> None:

@@ -47,21 +47,21 @@ def test_stages_with_micro_batches_of_their_own() -> None:
     [
         (
             (Constraint("*", micro_batch_size=3),),
-            "micro-batches of 3 samples, which do not divide the step's micro-batches of 8",
+            "micro-batches of 3 samples, which do not divide the 8 samples of a micro-batch",
         ),
         (
             (
                 Constraint("matmul4", stage=0, micro_batch_size=2),
                 Constraint("relu7", micro_batch_size=1),
             ),
-            "'matmul4' and the constraint on 'relu7' ask for different micro-batches of stage 0",
+            "'matmul4' and the constraint on 'relu7' require different micro-batches of stage 0",
         ),
         (
             (
                 Constraint("matmul4", stage=0, split=(("b", 2),), devices=(0, 1)),
                 Constraint("*", micro_batch_size=1),
             ),
-            "axis 'm' into 2 parts, which on micro-batches of 1 sample do not divide its size 1",
+            "axis 'm' of the node into 2 parts, .* size 1 for micro-batches of 1 sample",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_an_axis_that_must_stay_whole_is_refused_by_name() -> None:
     )
     with pytest.raises(
         ConfigurationError,
-        match=r"'attention1': .* axis 'd' into 2 parts, along which .* cannot be",
+        match=r"'attention1': .* axis 'd' into 2 parts, but this axis cannot be",
     ):
         place(Constraint("*", devices=(), split=(("d", 2),)), graph=graph)
 
@@ -160,12 +160,12 @@ def test_pipelines_hold_the_whole_model_each() -> None:
     [
         (
             (Constraint("*", stage=0, pipeline=2), Constraint("*", stage=0)),
-            "for pipeline 2, but none is for pipeline 1",
+            "for pipeline 2, but no constraint is for pipeline 1",
         ),
-        ((), "neither the configuration nor the model has any"),
+        ((), "neither the configuration nor the model defines any"),
         (
             (Constraint("matmul9", stage=0),),
-            r"no node's name matches 'matmul9' \(the nearest name is 'matmul",
+            r"'matmul9' matches the name of no node \(use a node's name, such as 'matmul",
         ),
         ((Constraint("re:(", stage=0),), "is not a valid regular expression"),
         (
@@ -174,33 +174,33 @@ def test_pipelines_hold_the_whole_model_each() -> None:
         ),
         (
             (Constraint("matmul4", stage=0), Constraint("matmul2", stage=1)),
-            "'matmul4' puts .* where .*'matmul2' puts",
+            "'matmul4' assigns .* to which .*'matmul2' assigns",
         ),
-        ((Constraint("matmul4", stage=2),), "leave stage 1 of 3 without nodes"),
+        ((Constraint("matmul4", stage=2),), "assign no nodes to stage 1 of 3"),
         ((Constraint("matmul4", stage=-1),), "expected at least 0"),
-        ((Constraint("matmul4", stage=1, devices=(5,)),), "the cluster has no device 5"),
-        ((Constraint("matmul4", stage=1, devices=(1,)),), "gives devices to stage 0"),
+        ((Constraint("matmul4", stage=1, devices=(5,)),), "requires device 5, but the cluster"),
+        ((Constraint("matmul4", stage=1, devices=(1,)),), "assigns devices to stage 0"),
         (
             (Constraint("matmul0", devices=(0,)), Constraint("relu1", devices=(1,))),
-            "'matmul0' and the constraint on 'relu1' ask for different devices for stage 0",
+            "'matmul0' and the constraint on 'relu1' require different devices for stage 0",
         ),
-        ((Constraint("*", devices=(), split=(("q", 2),)),), "none of its nodes has"),
+        ((Constraint("*", devices=(), split=(("q", 2),)),), "none of the matching nodes has"),
         (
             (Constraint("*", devices=(), split=(("b", 3),)),),
             r"'matmul0': .* 'm' into 3 parts, which do not divide its size 8 \(pad it to 9",
         ),
         (
             (Constraint("*", devices=(), split=(("b", 4),)),),
-            r"4 parts of this node \(m:4\), but its stage 0 has 2 devices",
+            r"split the node into 4 parts \(m:4\), which do not divide the 2 devices of stage 0",
         ),
         (
             (Constraint("*", devices=(), split=(("b", 2), ("n", 2))),),
-            r"4 parts of this node \(m:2, n:2\), but its stage 0 has 2",
+            r"4 parts \(m:2, n:2\), which do not divide the 2 devices of stage 0",
         ),
         ((Constraint("*", devices=(), split=(("b", 2), ("m", 2))),), "splits axis 'm' twice"),
         (
             (Constraint("*", devices=(0, 1, 2)),),
-            "the cluster has no device 2, which '\\*' requires",
+            "'\\*' requires device 2, but the cluster has 2",
         ),
         (
             (Constraint("matmul0", split=(("n", 2),)), Constraint("mat*", split=(("k", 2),))),

@@ -90,7 +90,7 @@ def test_two_directions_over_different_devices() -> None:
 def test_degrees_that_only_straddle_are_refused() -> None:
     both = problem(perceptron([128] * 9), mixed_cluster([(1, kind(1.0)), (3, kind(2.0))]), 8)
     with pytest.raises(
-        InfeasibleError, match="a group would contain devices of different types: 1 x1 and 3 x2"
+        InfeasibleError, match="a group has devices of different types: 1 x1 and 3 x2"
     ):
         Grid(pipeline=2).run(both)
     with pytest.raises(

@@ -114,8 +114,8 @@ CHAIN = StageGraph(2, ((0,), (1,)), ((0, 1),))
     ("text", "place", "says"),
     [
         ("0F0,0B0\n1F0, 1X0\n", "2:6", "'1X0' is not a task"),
-        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "1:5", "'0SEND_F0' is not a computation"),
-        ("0F0,0UNSHARD,0B0\n1F0,1B0\n", "1:5", "'0UNSHARD' is not a computation"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "1:5", "'0SEND_F0' is a communication action"),
+        ("0F0,0UNSHARD,0B0\n1F0,1B0\n", "1:5", "'0UNSHARD' is a communication action"),
         ("0F0,(1F0;)OVERLAP_F_B\n", "1:5", "'' is not a task"),
         ("0F0,0B0\n1F0,0F1,1B0\n", "2:5", "the file has 2 micro-batches, but the step has 1"),
         ("0F0,0B0,1F0\n1B0\n", "1:9", "stage 1 is not on device 0"),
@@ -125,7 +125,7 @@ CHAIN = StageGraph(2, ((0,), (1,)), ((0, 1),))
         ("0F0,0B0\n", "2", "stage 1 runs nothing on micro-batch 0"),
         ("0B0,0F0\n1F0,1B0\n", "1:1", "0B0 waits for 0F0, which can never run"),
         ("0F0,0W0,0I0\n1F0,1B0\n", "1:5", "0W0 waits for 0I0, which can never run"),
-        ("\n,,\n", "", "the file has no tasks"),
+        ("\n,,\n", "", "the file lists no tasks"),
         ("0F99999999999999999999\n", "1:1", "is not a task"),
     ],
 )

@@ -44,8 +44,8 @@ def plain_weight(rewriter: FileRewriter) -> str:
     (outputs, inputs, *window) = rewriter.shape(rewriter.required(1))
     rewriter.require(
         outputs % size == 0,
-        f"its number of output channels, {outputs}, is no multiple of this machine's block size, "
-        f"{size}",
+        f"the number of output channels, {outputs}, is not a multiple of this machine's block "
+        f"size, {size}",
     )
     if inputs % size == 0:
         blocks = [outputs // size, inputs // size, *window, size, size]

@@ -242,7 +242,7 @@ def _masks(rewriter: FileRewriter, batch: int, tokens: int, keys: int) -> list[s
             rows = 1 if len(shape) == 2 else tokens
             visible = rewriter.cast(rewriter.reshape(mask, batch, 1, rows, keys), DType.BOOL)
         else:
-            raise ValueError("unsupported shape of a mask")
+            raise ValueError(f"the attention mask has the unsupported shape {list(shape)}")
         found.append(rewriter.select(visible, zero, hidden))
     if node.integer("unidirectional"):
         query_positions = rewriter.range(keys - tokens, keys, tokens, 1)

@@ -103,6 +103,7 @@ def decompose(decomposition: Decomposition, rewriter: FileRewriter) -> bool:
             str(rewriter.shape(name)) if name else "absent" for name in rewriter.node.inputs
         )
         raise ModelError(
-            f"operands of shapes {shapes} do not fit the operator", where=rewriter.where
+            f"the operands have the shapes {shapes}, which the operator does not accept",
+            where=rewriter.where,
         ) from error
     return not rewriter.is_unchanged

@@ -80,7 +80,11 @@ def gather_block_quantized(rewriter: FileRewriter) -> None:
     block_axis = node.integer("quantize_axis", 1) % max(rank, 1)
     if data.dtype is DType.UINT8:
         if (gather_axis, block_axis, rank) != (0, 1, 2):
-            raise ValueError("bytes are supported only as rows of a matrix")
+            raise ValueError(
+                f"uint8 data of rank {rank} with gather_axis {gather_axis} and quantize_axis "
+                f"{block_axis} is not supported: expected rank 2, gather_axis 0 and "
+                "quantize_axis 1"
+            )
         return
     parts = []
     for index in (0, 2, 3):

@@ -98,10 +98,10 @@ class NodeFacts:
         """Return the error for a node that combines selected rows in an unsupported way."""
         selections = (each.selection.node for each in self.facts if each is not None)
         return ModelError(
-            f"it combines rows that {next(selections, 'another node')} selects by data, so the "
-            "shape of its result cannot be inferred",
-            hint="compute rows that the data select one by one, then sum them or write them into "
-            "a tensor",
+            f"the node combines rows that {next(selections, 'another node')} selects depending "
+            "on data, so the shape of the result is unknown",
+            hint="compute the selected rows independently, then sum the results or scatter them "
+            "into a tensor",
             where=self.title,
         )
 
@@ -242,7 +242,7 @@ def selection_of(
     """
     if not shape or math.prod(shape) == 0:
         raise ModelError(
-            f"its mask has the shape {list(shape)}, so there is no element to select",
+            f"the mask has the shape {list(shape)}, so it selects no element",
             where=context.title,
         )
     return Selection(mask, tuple(mask_shape), shape, context.title, root)

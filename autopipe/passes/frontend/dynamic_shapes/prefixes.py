@@ -152,7 +152,7 @@ def _new_prefix(context: NodeContext, root: str, prefix: Prefix, capacity: int) 
     count = prefix.count
     if capacity < 1:
         raise ModelError(
-            f"the maximum number of rows of its result is {capacity}, expected at least 1",
+            f"the maximum number of rows of the result is {capacity}, expected at least 1",
             where=context.title,
         )
     if (prefix.scale, prefix.offset) != (1, 0):

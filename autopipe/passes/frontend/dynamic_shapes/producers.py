@@ -67,14 +67,14 @@ def select_first(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, in
     start, step = (context.arrays.get(context.operands[slot]) for slot in (0, 2))
     if start is None or step is None or (start.item(), step.item()) != (0, 1):
         raise ModelError(
-            "its limit is computed while running, so it must start at 0 and have the step 1",
+            "the limit of the range depends on data, so its start must be 0 and its step 1",
             where=context.title,
         )
     root = f"first {roots.integer_root(limit, context.types, context.arrays)!r}"
     if result not in bounds and root not in context.derived_selections:
         raise ModelError(
-            f"the size of its result {result!r} is computed while running",
-            hint=f"add --dim {shlex.quote(f'{result}:0=SIZE')} with the maximum size",
+            f"the size of the result {result!r} depends on data",
+            hint=f"set the maximum size with --dim {shlex.quote(f'{result}:0=SIZE')}",
             where=context.title,
         )
     factor = roots.factor(limit, context.types, context.arrays)
@@ -226,8 +226,8 @@ def _select_boxes(context: NodeContext) -> None:
         maximum = min(maximum, int(known.reshape(-1)[0]))
     if not named or maximum < 1:
         raise ModelError(
-            "it keeps no box: its third operand, the maximum number of boxes per class, is "
-            f"{maximum if named else 'absent'}, expected at least 1",
+            "the node selects no box because the third operand, the maximum number of boxes per "
+            f"class, is {maximum if named else 'absent'}, expected at least 1",
             where=context.title,
         )
     overlap, score_limit = (*context.operands, "", "")[3:5]
@@ -281,7 +281,7 @@ def _select_unique(context: NodeContext, data: Value) -> None:
     """Record the distinct elements: of the sorted elements, the first of each run of equal ones."""
     if context.has_attribute("axis") or not context.integer("sorted", 1):
         raise ModelError(
-            "Unique is supported only with sorted=1 and without axis", where=context.title
+            "Unique is supported only with sorted=1 and without an axis", where=context.title
         )
     write = context.write
     count = data.elements

@@ -103,7 +103,8 @@ def _groups(
     for other in with_devices:
         if other.devices != with_devices[0].devices:
             raise ConfigurationError(
-                f"{with_devices[0]} and {other} require different devices, but there is one stage",
+                f"{with_devices[0]} and {other} require different devices, but strategy.stages "
+                "is 1",
                 hint="set strategy.stages above 1, or remove the devices from the constraints",
             )
     return [with_devices[0].devices or ()]
@@ -225,9 +226,9 @@ class Pase:
             )
         if not 1 <= self.stages <= problem.cluster.size:
             raise ConfigurationError(
-                f"stages is {self.stages}, but there are {problem.cluster.size} "
+                f"stages is {self.stages}, but the cluster has {problem.cluster.size} "
                 f"{plural(problem.cluster.size, 'device')}",
-                hint="set stages to at least 1 and at most the number of devices",
+                hint=f"set strategy.stages to 1 to {problem.cluster.size}",
                 where="strategy",
             )
         if self.search_space == "paper" and (problem.constraints or self.stages > 1):
@@ -311,7 +312,8 @@ class BreadthFirst(_OneStage):
         def solver(tables: Tables, limit: float | None) -> Assignment:
             if limit is not None:
                 raise InfeasibleError(
-                    "the placement exceeds memory, and breadth_first cannot search within a limit",
+                    "the placement exceeds the device memory, and breadth_first does not "
+                    "support a memory limit",
                     hint="use strategy pase",
                 )
             hint = "use strategy pase, which finds the same splits with smaller tables"
@@ -347,8 +349,8 @@ class Mcmc(_OneStage):
         """
         if self.iterations < 0 or self.temperature < 0:
             raise ConfigurationError(
-                f"iterations is {self.iterations} and temperature is {self.temperature}, but "
-                "neither may be negative",
+                f"iterations is {self.iterations} and temperature is {self.temperature}, "
+                "expected at least 0",
                 where="strategy",
             )
         _OneStage.requires(self, problem)

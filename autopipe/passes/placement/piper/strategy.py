@@ -425,8 +425,8 @@ class Piper:
         """
         if self.max_downsets < 1:
             raise ConfigurationError(
-                f"max_downsets is {self.max_downsets}",
-                hint="it must be at least 1",
+                f"max_downsets is {self.max_downsets}, expected at least 1",
+                hint="set strategy.max_downsets to at least 1",
                 where="strategy",
             )
         check_operators(problem)
@@ -434,12 +434,12 @@ class Piper:
             everything = describe_kinds(problem.cluster, range(problem.cluster.size))
             raise InfeasibleError(
                 (
-                    "piper assumes that a stage is equally fast on all devices, and the cluster "
-                    f"has different types: {everything}"
+                    "piper assumes that all devices are equally fast, but the cluster has "
+                    f"devices of different types: {everything}"
                 ),
-                hint="strategies pipedream, graphpipe and tepdist weigh kinds of devices; with "
-                "cluster.allow_mixed_stages piper "
-                "counts all as the slowest",
+                hint="use strategy pipedream, graphpipe or tepdist, which support different "
+                "types, or set cluster.allow_mixed_stages, with which piper plans for the "
+                "slowest type",
             )
 
     def run(self, problem: Problem) -> Placement:
@@ -454,9 +454,8 @@ class Piper:
         if count is None or count > self.max_downsets:
             counted = "too many downsets to count" if count is None else f"{count} downsets"
             raise InfeasibleError(
-                f"the model's {len(blocks.nodes)} {plural(len(blocks.nodes), 'block')} of "
-                f"operators have {counted}, and piper visits at most "
-                f"max_downsets = {self.max_downsets}",
+                f"the operator graph of {len(blocks.nodes)} {plural(len(blocks.nodes), 'block')} "
+                f"has {counted}, expected at most max_downsets = {self.max_downsets}",
                 hint="use strategy pipedream or graphpipe, or raise strategy.max_downsets",
             )
         downsets = Downsets(blocks.needs)
@@ -484,7 +483,7 @@ class Piper:
         pieces = search_steps(costs, most_step_s) if by_step else search(costs, most_step_s / count)
         if not pieces:
             raise OutOfMemoryError(
-                f"no chain of stages fits the memory of {problem.cluster.size} "
+                f"no chain of stages fits into the memory of {problem.cluster.size} "
                 f"{plural(problem.cluster.size, 'device')}",
                 hint="use more devices, smaller micro-batches or a higher memory limit",
             )

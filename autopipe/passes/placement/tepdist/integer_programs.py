@@ -82,7 +82,9 @@ def _solved(
     else:
         found = milp.solve(program, min(seconds, PATIENCE_S), CLOSE, start, NODES, solver)
     if not found.found:
-        raise InfeasibleError(f"integer program of splits: {found.status.value}")
+        raise InfeasibleError(
+            f"the integer program that chooses the splits has no solution: {found.status.value}"
+        )
     choice = tuple(int(found.values[columns].argmax()) for columns in node_columns)
     cost = model.cost_of(choice)
     memory = model.memory_of(choice)

@@ -157,11 +157,11 @@ def constrained_meshes(
     with_stages = f" with {stages} {plural(stages, 'stage')}" if stages else ""
     raise ConfigurationError(
         (
-            f"{constraint} requires devices {list(constraint.devices or ())}, but no stage can "
-            f"have them{with_stages}"
+            f"{constraint} requires devices {list(constraint.devices or ())}, but no partition "
+            f"of the devices into stages has such a stage{with_stages}"
         ),
-        hint="require equal groups of neighbouring devices, or groups that do not overlap and "
-        "are all stages, or use strategy manual",
+        hint="require equal groups of adjacent devices, or disjoint groups that cover all "
+        "stages, or use strategy manual",
     )
 
 
@@ -347,7 +347,8 @@ class Outer:
             if self.problem.known_s < math.inf:
                 refusals.append(
                     InfeasibleError(
-                        f"found no step shorter than the known step of {self.problem.known_s:.6g} s"
+                        "tepdist found no step shorter than the known step of "
+                        f"{self.problem.known_s:.6g} s"
                     )
                 )
             assert refusals, "there is a placement, or a reason against each"
@@ -410,8 +411,8 @@ class Outer:
         """
         if len({problem.cluster.devices[group[0]] for group in groups}) > 1:
             raise InfeasibleError(
-                "the integer program balances stages on equal devices, but the stages have "
-                "devices of different types"
+                "the integer program balances stages on devices of one type, but the stages "
+                "have devices of different types"
             )
         if len(groups) == 1:
             return (tuple(range(len(problem.graph.nodes))),)
@@ -535,8 +536,8 @@ class TePDist:
         """
         if self.imbalance_tolerance < 0:
             raise ConfigurationError(
-                f"imbalance_tolerance is {self.imbalance_tolerance}, but must not be negative",
-                hint="set imbalance_tolerance to a fraction, such as 0.08",
+                f"imbalance_tolerance is {self.imbalance_tolerance}, expected at least 0",
+                hint="set strategy.imbalance_tolerance to a fraction, such as 0.08",
                 where="strategy",
             )
         if self.stages is not None:
@@ -546,8 +547,9 @@ class TePDist:
             if self.stages < 1 or (self.stages not in counts and not has_device_constraints):
                 raise ConfigurationError(
                     f"stages is {self.stages}, but {problem.cluster.size} "
-                    f"{plural(problem.cluster.size, 'device')} cannot form that many equal groups",
-                    hint=f"set stages to one of {', '.join(map(str, counts))}",
+                    f"{plural(problem.cluster.size, 'device')} cannot be divided into "
+                    f"{self.stages} equal groups",
+                    hint=f"set strategy.stages to one of {', '.join(map(str, counts))}",
                     where="strategy.stages",
                 )
         check_operators(problem)
@@ -571,8 +573,8 @@ class TePDist:
         found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
             raise InfeasibleError(
-                f"the devices cannot form {self.stages} equal "
-                f"{plural(self.stages or 0, 'group')}, one for each stage"
+                f"the devices cannot be divided into {self.stages} equal "
+                f"{plural(self.stages or 0, 'group')}, one per stage"
             )
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
         outer = Outer(

@@ -388,7 +388,8 @@ def insert_weight_gradients(
                 )
         if not slot:
             raise InfeasibleError(
-                f"memory for {capacity} activations per device is too small for this order"
+                f"the order requires more activations in memory than the limit of {capacity} per "
+                "device"
             )
         done.update(slot)
     return filled

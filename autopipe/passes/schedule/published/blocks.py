@@ -60,11 +60,12 @@ def shape_blocks(
     """
     if name.lower() not in SHAPES:
         raise ConfigurationError(
-            f"unknown shape {name!r}", hint=f"choose one of {', '.join(SHAPES)}"
+            f"shape {name!r} is unknown", hint=f"use one of {', '.join(SHAPES)}"
         )
     if devices < 2 or devices % 2:
         raise ConfigurationError(
-            f"shape {name} requires an even number of devices, 2 or more, but there are {devices}"
+            f"shape {name} requires an even number of devices, at least 2, but the number is "
+            f"{devices}"
         )
     pieces = _pieces(name.lower(), devices)
     last = 2 * len(pieces) - 1
@@ -216,10 +217,12 @@ def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSc
     if name not in _SLOTS:
         raise ConfigurationError(
             f"schedule {name!r} does not support blocks",
-            hint=f"use one of {', '.join(block_schedule_names())}, tessel",
+            hint=f"use schedule {', '.join(block_schedule_names())} or tessel",
         )
     if micro_batches < 1:
-        raise ConfigurationError(f"there must be 1 unit or more, not {micro_batches}")
+        raise ConfigurationError(
+            f"the number of micro-batches is {micro_batches}, expected at least 1"
+        )
     graph.verify()
     shared = next((block.name for block in graph.blocks if len(block.devices) > 1), None)
     if shared is not None and name in ("1f1b", "chimera"):
@@ -239,7 +242,7 @@ def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSc
     for device, (peak, limit) in enumerate(zip(schedule.peak_memory, graph.memory, strict=True)):
         if limit is not None and peak > limit:
             raise InfeasibleError(
-                f"schedule {name} needs memory {peak}, but the limit is {limit}",
+                f"schedule {name} requires the memory {peak}, above the limit of {limit}",
                 where=f"device {device}",
             )
     return schedule
@@ -294,8 +297,8 @@ def _chimera(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
         or len(chains[0].devices) % 2
     ):
         raise InfeasibleError(
-            "schedule chimera requires two chains over the same devices in opposite directions, "
-            "and an even number of devices",
+            "schedule chimera requires two chains in opposite directions over the same even "
+            "number of devices",
             hint="use shape x",
             where="blocks",
         )

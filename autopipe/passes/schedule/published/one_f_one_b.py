@@ -88,7 +88,7 @@ class OneForwardOneBackwardPlus(Published):
         """
         if graph.pipeline_count > 1:
             raise InfeasibleError(
-                "schedule 1f1b_plus requires 1 pipeline, but the placement has "
+                "schedule 1f1b_plus requires one pipeline, but the placement uses "
                 f"{graph.pipeline_count}"
             )
         groups = [frozenset(group) for group in graph.stage_devices]
@@ -100,9 +100,9 @@ class OneForwardOneBackwardPlus(Published):
         for other, stage in sorted(combinations(own, 2), key=lambda pair: pair[1]):
             if both := groups[stage] & groups[other]:
                 raise InfeasibleError(
-                    "schedule 1f1b_plus requires one stage per device, apart from stages on "
-                    f"several devices, but stages {other} and {stage} are both on device "
-                    f"{min(both)}",
+                    "schedule 1f1b_plus requires at most one stage on each device in addition "
+                    f"to stages that span several devices, but stages {other} and {stage} are "
+                    f"both on device {min(both)}",
                     hint="use schedule 1f1b, which supports several stages per device",
                 )
         return tuple((stage,) for stage in own)
@@ -155,13 +155,14 @@ class KForwardsKBackwards:
         stages = len(placement.stages)
         if len(self.ks(stages)) != stages:
             raise ConfigurationError(
-                f"schedule.k has {len(self.ks(stages))} {plural(len(self.ks(stages)), 'number')}, "
-                f"but the placement has {stages} {plural(stages, 'stage')}",
+                f"schedule.k lists {len(self.ks(stages))} "
+                f"{plural(len(self.ks(stages)), 'number')}, but the placement consists of "
+                f"{stages} {plural(stages, 'stage')}",
                 hint="set schedule.k to one number, or to one number per stage",
             )
         if min(self.ks(stages)) < 1:
             raise ConfigurationError(
-                f"schedule.k contains {min(self.ks(stages))}; the minimum is 1",
+                f"schedule.k contains {min(self.ks(stages))}, expected at least 1",
                 hint="set schedule.k to 1 or more",
             )
 
@@ -234,8 +235,8 @@ class InterleavedOneForwardOneBackward(Published):
         rank_stages = self.pattern.rank_stages(self.name, graph)
         if len(rank_stages[0]) < 2:
             raise InfeasibleError(
-                f"schedule {self.name} requires several stages per device, but the placement has "
-                "one",
+                f"schedule {self.name} requires several stages per device, but the placement "
+                "assigns one",
                 hint="use schedule 1f1b",
             )
         if micro_batches % len(rank_stages):

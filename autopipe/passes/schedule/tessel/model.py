@@ -311,7 +311,9 @@ def require_memory(graph: BlockGraph, micro_batches: int) -> None:
     def rejection(device: int, limit: int, needed: float, condition: str) -> InfeasibleError:
         message = f"the memory limit is {limit}, but {needed} is needed {condition}"
         return InfeasibleError(
-            message, hint=f"raise its memory limit to {needed} or more", where=f"device {device}"
+            message,
+            hint=f"raise the memory limit of the device to at least {needed}",
+            where=f"device {device}",
         )
 
     limited = [(device, limit) for device, limit in enumerate(graph.memory) if limit is not None]
@@ -336,7 +338,7 @@ def require_memory(graph: BlockGraph, micro_batches: int) -> None:
             if found is not None and limit < found < math.inf:
                 raise rejection(device, limit, found, condition)
     raise InfeasibleError(
-        "no order of the blocks keeps the memory limits of all devices",
+        "every order of the blocks exceeds the memory limit of a device",
         hint="raise the memory limits of several devices",
     )
 

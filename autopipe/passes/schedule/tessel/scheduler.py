@@ -80,7 +80,7 @@ class Tessel:
     def requires(self, problem: Problem, placement: Placement) -> None:
         if not self.time_limit > 0:
             raise ConfigurationError(
-                f"schedule.time_limit is {self.time_limit:g}; it must be above 0",
+                f"schedule.time_limit is {self.time_limit:g}, expected a number above 0",
                 hint="set schedule.time_limit to a number of seconds",
             )
 
@@ -106,7 +106,7 @@ class Tessel:
         )
         if best is None:
             raise InfeasibleError(
-                "no order of the stages' tasks keeps the memory limits of all devices",
+                "every order of the stages' tasks exceeds the memory limit of a device",
                 hint="use more devices, smaller micro-batches or a larger memory limit",
             )
         # Without a steady state, the proof covers the step, including gradient sums and update.

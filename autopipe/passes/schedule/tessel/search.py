@@ -398,11 +398,11 @@ def one_by_one_order(graph: BlockGraph, micro_batches: int, limit: Limit) -> tup
     model.require_memory(graph, micro_batches)
     if result.status is Status.INFEASIBLE:
         raise InfeasibleError(
-            "no order of one micro-batch's blocks keeps the memory limits of all devices",
+            "every order of the blocks of one micro-batch exceeds the memory limit of a device",
             hint="raise the memory limits",
         )
     raise InfeasibleError(
-        "the search found no order of one micro-batch's blocks that keeps the memory limits",
+        "the search found no order of the blocks of one micro-batch within the memory limits",
         hint="raise the time limit or the memory limits",
     )
 
@@ -499,7 +499,7 @@ def search(
     graph.verify()
     if micro_batches < 1:
         raise ConfigurationError(
-            f"the number of micro-batches is {micro_batches}; the minimum is 1"
+            f"the number of micro-batches is {micro_batches}, expected at least 1"
         )
     budget = Budget(options or SearchOptions())
     schedule = _search_together(graph, micro_batches, budget)

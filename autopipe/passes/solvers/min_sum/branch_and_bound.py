@@ -296,7 +296,7 @@ class Subproblem:
         positions = self.within(threshold)
         sizes = [len(of_node) for of_node in positions]
         if not all(sizes):
-            raise InfeasibleError("each choice costs more than the threshold")
+            raise InfeasibleError("every choice costs more than the threshold")
         if 2 * self.dual.cells(sizes) < self.dual.cells([len(keep) for keep in self.kept]):
             self._restrict_to(positions)
 

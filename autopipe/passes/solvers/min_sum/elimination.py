@@ -215,8 +215,8 @@ def eliminate(
     simple = absorb_fixed_nodes(merge_edges(model))
     if ordering not in ORDERINGS:
         raise ConfigurationError(
-            f"unknown elimination ordering {ordering!r}",
-            hint=f"choose one of {', '.join(ORDERINGS)}",
+            f"elimination ordering {ordering!r} is unknown",
+            hint=f"use one of {', '.join(ORDERINGS)}",
         )
     return recount(eliminate_in(simple, ORDERINGS[ordering](neighbours(simple)), max_bytes), model)
 
@@ -234,9 +234,9 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
         # For hundreds of operators, the number exceeds all units.
         needed_text = bytes_text(needed) if needed < 2**70 else f"2^{needed.bit_length() - 1} B"
         raise TableTooLargeError(
-            f"elimination needs {needed_text} of tables, more than the {bytes_text(max_bytes)} "
-            "allowed",
-            hint="use another ordering or the default solver, which may need less",
+            f"elimination requires {needed_text} of tables, above the maximum of "
+            f"{bytes_text(max_bytes)}",
+            hint="use another ordering, or the default solver, which may require less memory",
         )
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[Factor]] = {

@@ -39,7 +39,7 @@ def walk(
         math.inf if memory_limit is None else memory_limit,
     )
     if walker.cost == math.inf:
-        raise InfeasibleError("the start of the random walk is a forbidden choice")
+        raise InfeasibleError("the initial assignment of the random walk is forbidden")
     scale = temperature * walker.cost / max(1, walker.free)
     generator = random.Random(seed)
     best = tuple(walker.choice)

@@ -102,21 +102,23 @@ class MinSum:
         for node, costs in enumerate(self.costs):
             if costs.ndim != 1 or not len(costs):
                 raise AutopipeError(
-                    f"min-sum: node {node} needs a vector of costs, it has shape {costs.shape}"
+                    f"min-sum: the costs of node {node} have shape {costs.shape}, expected a "
+                    "non-empty vector"
                 )
         if self.memory is not None and [a.shape for a in self.memory] != [
             a.shape for a in self.costs
         ]:
             raise AutopipeError(
-                "min-sum: memory needs one vector for every node, each as long as the node's costs"
+                "min-sum: memory must consist of one vector per node, of the same length as the "
+                "costs of the node"
             )
         for edge in self.edges:
             shape = (len(self.costs[edge.source]), len(self.costs[edge.target]))
             for array in (edge.costs, edge.memory):
                 if array is not None and array.shape != shape:
                     raise AutopipeError(
-                        f"min-sum: edge {edge.source}-{edge.target} needs a matrix of shape "
-                        f"{shape}, not {array.shape}"
+                        f"min-sum: a matrix of edge {edge.source}-{edge.target} has shape "
+                        f"{array.shape}, expected {shape}"
                     )
 
     @property

@@ -103,7 +103,7 @@ def test_operands_that_do_not_fit_are_reported_with_their_shapes() -> None:
     proto = helper.make_node(
         "Attention", ["flat", "flat"], ["y"], "node", domain="com.microsoft", num_heads=2
     )
-    with pytest.raises(ModelError, match=r"operands of shapes \(16,\), \(16,\) do not fit"):
+    with pytest.raises(ModelError, match=r"operands have the shapes \(16,\), \(16,\), which"):
         replaced(proto, FLAT)
     proto = helper.make_node(
         "Attention", ["flat", "scales"], ["y"], "node", domain="com.microsoft", num_heads=2

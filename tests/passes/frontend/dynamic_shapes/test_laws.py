@@ -232,7 +232,7 @@ def test_rows_of_two_selections_do_not_meet() -> None:
 def test_an_operator_without_neutral_element_is_rejected(operator: str) -> None:
     nodes = [KEPT, node(operator, "kept", "y", **({"axis": 0} if operator == "Hardmax" else {}))]
     if operator == "Hardmax":
-        with pytest.raises(ModelError, match="shape of its result cannot be inferred"):
+        with pytest.raises(ModelError, match="shape of the result is unknown"):
             fact(*nodes)
     else:
         assert fact(*nodes) is None

@@ -268,14 +268,14 @@ def test_a_missing_maximum_is_reported_with_its_flag(tmp_path: Path) -> None:
     path = saved(proto_of(CASES["the rows"][0]), tmp_path)
     with pytest.raises(ModelError, match=r"range_range.*'range'") as refused:
         read_model(path)
-    assert refused.value.hint == "add --dim range:0=SIZE with the maximum size"
+    assert refused.value.hint == "set the maximum size with --dim range:0=SIZE"
     known = model(
         [node("Range", "zero two one", "y")],
         {"x": [2]},
         "y",
         {each: HELD[each] for each in ("zero", "two", "one")},
     )
-    with pytest.raises(ConfigurationError, match="it is 2 whatever the data are"):
+    with pytest.raises(ConfigurationError, match="the size is 2 and does not depend on data"):
         read_model(saved(known, tmp_path), dims={"y:0": 3})
 
 

@@ -56,11 +56,14 @@ def test_what_an_entry_means(entry: NodeEntry, nodes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("/layers.1/dawn", "matches '/layers.1/dawn' .the nearest name is '/layers.1/down'"),
-        (8, "there is no node 8 .nodes are 0 to 7"),
-        (-1, "there is no node -1"),
-        (("same", 5), "selects 2 nodes, but a range ends at one .write its index: 2, 3"),
-        ((5, "/layers.1/up"), "ends before it begins"),
+        (
+            "/layers.1/dawn",
+            "'/layers.1/dawn' matches the name of no node .*such as '/layers.1/down'",
+        ),
+        (8, "no node has the index 8 .*from 0 to 7"),
+        (-1, "no node has the index -1"),
+        (("same", 5), "selects 2 nodes, expected one node .*use the index of one node: 2, 3"),
+        ((5, "/layers.1/up"), "has its last node before its first"),
     ],
 )
 def test_what_means_no_node_is_told(entry: NodeEntry, message: str) -> None:

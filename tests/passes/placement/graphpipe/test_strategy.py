@@ -131,7 +131,8 @@ def test_memory_is_what_1f1b_needs() -> None:
 def test_too_little_memory_is_told_with_the_least_that_is_missing() -> None:
     graph = perceptron([64] * 5, batch=4)
     with pytest.raises(
-        InfeasibleError, match=r"over the limit of .*, in the placement with the lowest need"
+        InfeasibleError,
+        match=r"over the limit of .*, in the placement with the lowest memory requirement",
     ) as caught:
         GraphPipe().run(chosen(graph, 4, 2, memory=20_000))
     assert "smaller micro-batches or a higher memory limit" in caught.value.hint

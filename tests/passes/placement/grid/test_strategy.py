@@ -106,9 +106,15 @@ def test_one_degree_given_leaves_the_others_open() -> None:
         ({"pipeline": 2, "data": 8}, "pipeline 2 x data 8 is 16"),
         ({"tensor": 0}, "tensor is 0"),
         ({"stages_per_rank": 0}, "stages_per_rank is 0"),
-        ({"style": "v"}, "style v needs stages_per_rank of at least 2, not 1"),
-        ({"opposite": True, "stages_per_rank": 2}, "opposite needs stages_per_rank 1, not 2"),
-        ({"opposite": True, "pipeline": 1}, "require an even number of groups, but pipeline is 1"),
+        (
+            {"style": "v"},
+            "style v requires stages_per_rank of at least 2, but stages_per_rank is 1",
+        ),
+        (
+            {"opposite": True, "stages_per_rank": 2},
+            "opposite requires stages_per_rank 1, but stages_per_rank is 2",
+        ),
+        ({"opposite": True, "pipeline": 1}, "require an even pipeline degree, but pipeline is 1"),
     ],
 )
 def test_contradictions_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -254,7 +260,7 @@ def test_two_pipelines_take_opposite_directions_with_copies_of_the_parameters() 
 def test_two_directions_need_an_even_number_of_groups() -> None:
     given = open_problem()
     assert len(Grid(tensor=4, opposite=True).run(given).stages) == 4
-    with pytest.raises(InfeasibleError, match="require an even number of groups"):
+    with pytest.raises(InfeasibleError, match="require an even pipeline degree"):
         Grid(tensor=8, opposite=True).run(given)
     with pytest.raises(ConfigurationError, match="grid does not support constraints"):
         Grid(opposite=True).requires(replace(given, constraints=(Constraint("*", stage=0),)))
@@ -284,5 +290,5 @@ def test_constraints_are_fulfilled_or_refused() -> None:
     with pytest.raises(ConfigurationError, match="requires stage 5, but grid has 2 stages"):
         Grid(pipeline=2).run(replace(given, constraints=(replace(wish, stage=5),)))
     split = Constraint(given.graph.nodes[last].name, split=(("b", 8),))
-    with pytest.raises(ConfigurationError, match="grid does not follow such constraints"):
+    with pytest.raises(ConfigurationError, match="grid does not support this constraint"):
         Grid(pipeline=2, data=2).run(replace(given, constraints=(split,)))

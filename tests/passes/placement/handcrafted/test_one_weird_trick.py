@@ -58,7 +58,7 @@ def test_a_product_before_a_convolution_is_no_classifier() -> None:
 
 
 def test_a_model_without_convolutions_is_refused() -> None:
-    with pytest.raises(InfeasibleError, match="the model has no convolution"):
+    with pytest.raises(InfeasibleError, match="the model lacks convolutions"):
         OneWeirdTrick().requires(problem(perceptron([16, 16]), cluster(4)))
 
 

@@ -49,22 +49,22 @@ def test_stages_and_their_devices() -> None:
          "the constraint on 'matmul2' require different splits", "'matmul2'"),
         ((Constraint("matmul0", split=(("n", 5),)),), 1, "'matmul0' splits axis 'n' into 5 parts, which do not divide "
          "its size 24", "'matmul0'"),
-        ((Constraint("matmul0", split=(("n", 3),)),), 1, "require the split n:3, but the node's stage has 4 devices",
+        ((Constraint("matmul0", split=(("n", 3),)),), 1, "require the splits n:3, whose product of degrees does not divide the 4 devices",
          "'matmul0'"),
-        ((Constraint("matmul0", split=(("n", 8),)),), 1, "require the split n:8, but the node's stage has 4 devices",
+        ((Constraint("matmul0", split=(("n", 8),)),), 1, "require the splits n:8, whose product of degrees does not divide the 4 devices",
          "'matmul0'"),
-        ((Constraint("matmul0", split=(("q", 2),)),), 1, "splits axis 'q', which none of its nodes has", ""),
-        ((Constraint("nothing", split=(("n", 2),)),), 1, "no node's name matches 'nothing'", "constraints"),
-        ((Constraint("relu1", devices=(4,)),), 1, "the cluster has no device 4", ""),
+        ((Constraint("matmul0", split=(("q", 2),)),), 1, "splits axis 'q', but none of the matching nodes has", ""),
+        ((Constraint("nothing", split=(("n", 2),)),), 1, "'nothing' matches the name of no node", "constraints"),
+        ((Constraint("relu1", devices=(4,)),), 1, "requires device 4, but the cluster has 4 devices", ""),
         ((Constraint("relu1", devices=(0,)), Constraint("relu3", devices=(1,))), 1, "require different devices, but "
-         "there is one stage", ""),
+         "strategy.stages is 1", ""),
         ((Constraint("relu1", stage=1),), 1, "'relu1' requires stage 1, but pase has 1 stage", ""),
-        ((Constraint("relu1", devices=(0, 2)),), 2, "requires devices \\[0, 2\\], but no stage has", ""),
+        ((Constraint("relu1", devices=(0, 2)),), 2, "requires devices \\[0, 2\\], but no stage uses", ""),
         ((Constraint("relu1", stage=0, devices=(2, 3)),), 2, "requires stage 0 and the devices of stage 1", ""),
         ((Constraint("matmul0", stage=1), Constraint("relu3", stage=0)), 2, "permit no boundary after stage 0 of 2: 'matmul0' "
          "comes before 'relu3'", "constraints"),
         ((Constraint("*", stage=0),), 2, "permit no boundary after stage 0 of 2", "constraints"),
-        ((Constraint("relu1", stage=0, pipeline=1),), 1, "is for pipeline 1, but this strategy has 1 pipeline", ""),
+        ((Constraint("relu1", stage=0, pipeline=1),), 1, "is for pipeline 1, but the strategy uses 1 pipeline", ""),
     ],
 )  # fmt: skip
 def test_constraints_that_cannot_be_satisfied_are_named(

@@ -97,7 +97,8 @@ def test_no_choice_that_fits_is_better(share: float) -> None:
 def test_the_minimum_excess_is_reported() -> None:
     given = problem(perceptron([256, 1024, 256]), cluster(4), memory_limit=1000)
     with pytest.raises(
-        InfeasibleError, match=r"over the limit of 0.98 KiB, in the placement with the lowest need"
+        InfeasibleError,
+        match=r"over the limit of 0.98 KiB, in the placement with the lowest memory requirement",
     ):
         Pase().run(given)
 
@@ -167,8 +168,8 @@ def test_gradients_that_backward_hides(batch: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stages": 0}, "stages is 0, but there are 4 devices"),
-        ({"stages": 5}, "stages is 5, but there are 4 devices"),
+        ({"stages": 0}, "stages is 0, but the cluster has 4 devices"),
+        ({"stages": 5}, "stages is 5, but the cluster has 4 devices"),
         (
             {"costs": "pase-paper"},
             "costs pase-paper and search_space executable are incompatible",

@@ -219,7 +219,7 @@ def test_memory_is_kept_and_no_chain_that_keeps_it_is_faster(
     exhaustive = Exhaustive(given)
     best = exhaustive.best()
     if best == float("inf"):
-        with pytest.raises(InfeasibleError, match="no chain of stages fits the memory"):
+        with pytest.raises(InfeasibleError, match="no chain of stages fits into the memory"):
             Piper().run(given)
         return
     answer = Piper(objective="slowest_stage").run(given)
@@ -241,7 +241,7 @@ def test_a_stage_may_hold_parts_of_two_branches() -> None:
 def test_too_many_downsets_are_refused_with_their_number() -> None:
     given = problem(branched([[16] * 5 for _ in range(7)], 16), cluster(4))
     with pytest.raises(
-        InfeasibleError, match=r"have \d{6,} downsets, .* at most max_downsets = 10000"
+        InfeasibleError, match=r"has \d{6,} downsets, .* at most max_downsets = 10000"
     ):
         Piper().run(given)
 
@@ -273,7 +273,7 @@ def test_inference_and_optimizer_state_are_counted() -> None:
     assert Piper().run(problem(graph, cluster(2), mode=Mode.INFER)).stages
     tight = problem(graph, cluster(1, memory=300_000))
     assert Piper().run(tight).stages
-    with pytest.raises(InfeasibleError, match="no chain of stages fits the memory"):
+    with pytest.raises(InfeasibleError, match="no chain of stages fits into the memory"):
         Piper().run(replace(tight, optimizer=Optimizer("adamw")))
 
 

@@ -100,7 +100,7 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
 def test_possible_numbers_of_stages() -> None:
     both = given()
     with pytest.raises(
-        ConfigurationError, match="stages is 1, but 6 devices cannot form that many equal groups"
+        ConfigurationError, match="stages is 1, but 6 devices cannot be divided into 1 equal groups"
     ):
         TePDist(stages=1).requires(both)
     assert len(TePDist(stages=3).run(both).stages) == 3

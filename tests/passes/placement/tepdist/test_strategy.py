@@ -152,9 +152,9 @@ def test_unequal_groups_of_devices_that_constraints_require() -> None:
             (Constraint("matmul0", devices=(0, 1)), Constraint("relu1", devices=(1, 2))),
             "requires devices",
         ),
-        (TePDist(), (Constraint("matmul0", split=(("n", 3),)),), "the node's stage has"),
+        (TePDist(), (Constraint("matmul0", split=(("n", 3),)),), "of the node's stage"),
         (TePDist(), (Constraint("matmul0", micro_batch_size=3),), "micro-batches of 3 samples"),
-        (TePDist(), (Constraint("nothing"),), "no node's name matches"),
+        (TePDist(), (Constraint("nothing"),), "matches the name of no node"),
     ],
 )
 def test_constraints_that_cannot_be_satisfied_are_named(

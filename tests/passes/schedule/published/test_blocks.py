@@ -94,7 +94,8 @@ def test_makespan_of_gpipe_equals_the_formula():
 
 def test_insufficient_memory_names_the_device_and_both_numbers():
     with pytest.raises(
-        InfeasibleError, match=r"device 0: schedule 1f1b needs memory 4, but the limit is 3"
+        InfeasibleError,
+        match=r"device 0: schedule 1f1b requires the memory 4, above the limit of 3",
     ):
         schedule_blocks("1f1b", shape_blocks("v", 4, train=True, memory=3), 8)
 
@@ -131,5 +132,5 @@ def test_unknown_names_and_zero_micro_batches_are_rejected():
     assert block_schedule_names() == ("1f1b", "1f1b_plus", "chimera", "gpipe")
     with pytest.raises(ConfigurationError, match="zb_v"):
         schedule_blocks("zb_v", shape_blocks("v", 4, train=True), 4)
-    with pytest.raises(ConfigurationError, match="1 unit or more, not 0"):
+    with pytest.raises(ConfigurationError, match="micro-batches is 0, expected at least 1"):
         schedule_blocks("gpipe", shape_blocks("v", 4, train=True), 0)

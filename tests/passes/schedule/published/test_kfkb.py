@@ -200,7 +200,8 @@ def idle_at_the_end(graph, ks, in_flight_of, backward=2.0):
 def test_k_must_have_one_number_per_stage():
     found = KForwardsKBackwards((1, 2))
     with pytest.raises(
-        ConfigurationError, match=r"schedule.k has 2 numbers, but the placement has 3 stages"
+        ConfigurationError,
+        match=r"schedule.k lists 2 numbers, but the placement consists of 3 stages",
     ):
         found.requires(None, type("", (), {"stages": (1, 2, 3)}))
     with pytest.raises(ConfigurationError, match=r"schedule.k contains 0"):

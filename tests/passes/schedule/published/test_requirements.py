@@ -30,7 +30,7 @@ SAME_DIRECTION = chain_on((*down(4), *down(4)), 2)
             "interleaved_1f1b",
             CHAIN,
             8,
-            r"requires several stages per device, but the placement has one \(use schedule 1f1b\)",
+            r"but the placement assigns one \(use schedule 1f1b\)",
         ),
         (
             "interleaved_1f1b",
@@ -125,7 +125,7 @@ def test_1f1b_plus_rejects_stages_that_share_a_device():
         InfeasibleError, match=r"stages 3 and 4 are both on device 3 \(use schedule 1f1b"
     ):
         OneForwardOneBackwardPlus().order(VALLEY, 4)
-    with pytest.raises(InfeasibleError, match="requires 1 pipeline, but the placement has 2"):
+    with pytest.raises(InfeasibleError, match="requires one pipeline, but the placement uses 2"):
         OneForwardOneBackwardPlus().order(OPPOSITE, 4)
 
 

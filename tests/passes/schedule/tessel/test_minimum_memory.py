@@ -92,7 +92,7 @@ def test_the_error_names_the_device_and_the_needed_memory():
         require_memory(BlockGraph(2, blocks, (2, 4)), 1)
     assert (caught.value.where, caught.value.hint) == (
         "device 1",
-        "raise its memory limit to 5 or more",
+        "raise the memory limit of the device to at least 5",
     )
     require_memory(BlockGraph(2, blocks, (2, 5)), 1)
     with pytest.raises(InfeasibleError, match="9 is needed"):  # each micro-batch leaves 3 in use

@@ -83,7 +83,7 @@ def test_the_configuration_accepts_the_names_of_all_solvers() -> None:
 
 def test_a_missing_solver_is_named() -> None:
     with pytest.raises(
-        ConfigurationError, match="'cuopt' is not installed: PuLP finds no CUOPT"
+        ConfigurationError, match="'cuopt' is not installed: PuLP cannot find CUOPT"
     ) as caught:
         solve(knapsack(), 60.0, solver="cuopt")
     assert "autopipe config solvers" in caught.value.hint

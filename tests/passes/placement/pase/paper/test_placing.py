@@ -73,7 +73,7 @@ def test_a_split_of_stacked_layers_is_rejected_by_name() -> None:
     placement = placement_of(problem, chosen(layer_graph(problem.graph), LSTM=(2, 1, 2, 1, 1)))
     assert splits(problem, placement, "LSTM") == ["b:2 l:2", "b:2"]
     assert all(cost.forward_s > 0 for cost in stage_costs(problem, placement))
-    assert "LSTM has no axis 'l'" in refusal(problem, placement)
+    assert "LSTM lacks the axis 'l'" in refusal(problem, placement)
 
 
 def test_a_split_of_stacked_projections_is_rejected_by_name() -> None:
@@ -82,7 +82,7 @@ def test_a_split_of_stacked_projections_is_rejected_by_name() -> None:
         problem, chosen(layer_graph(problem.graph), projections=(3, 1, 1, 1, 1, 1))
     )
     assert splits(problem, placement, "MatMul")[0] == "s:3"
-    assert "MatMul has no axis 's'" in refusal(problem, placement)
+    assert "MatMul lacks the axis 's'" in refusal(problem, placement)
 
 
 def test_a_split_inside_a_node_is_rejected_by_name() -> None:

@@ -122,7 +122,7 @@ def test_an_infeasible_tolerance_reports_the_minimum() -> None:
     for width in (16, 4096, 4096):
         data = builder.linear(data, width)
     problem = given(builder.finish(data), cluster(2))
-    expected = r"at most 8\.0% more work than the mean: the minimum imbalance is \d+\.\d%"
+    expected = r"exceeds the mean by at most 8\.0%: the minimum imbalance is \d+\.\d%"
     with pytest.raises(InfeasibleError, match=expected) as refused:
         divide(problem, 2, 0.08)
     smallest = float(str(refused.value).split("imbalance is ")[1].split("%")[0]) / 100
