@@ -168,15 +168,18 @@ def build_cluster(
     """
     who = f"cluster {description.name}"
     if not description.levels:
-        raise ConfigurationError(f"{who} has no levels", hint="describe at least one")
+        raise ConfigurationError(
+            f"{who} describes no levels, expected one or more", hint="describe one level or more"
+        )
     if description.groups:
         if nodes is not None or devices_per_node is not None:
             message = (
-                f"{who} has groups, so cluster.nodes and cluster.devices_per_node do not say whose "
-                "nodes"
+                f"{who} consists of groups, for which cluster.nodes and cluster.devices_per_node "
+                "are ambiguous"
             )
             hint = (
-                "take the first devices by gpus, or give each group its count in a file of your own"
+                "set gpus to use the first devices, or set the count of each group in a cluster "
+                "file"
             )
             raise ConfigurationError(message, hint)
         found = _mixed(description)
@@ -196,14 +199,15 @@ def build_cluster(
         )
     else:
         raise ConfigurationError(
-            f"{who} describes no device", hint="give device, or groups of devices"
+            f"{who} describes no devices, expected one or more",
+            hint="set device, or groups of devices",
         )
     if count is not None and count > found.size:
         message = (
-            f"{who} has {found.size} {plural(found.size, 'device')} ({shape}), "
-            f"{count - found.size} fewer than the {count} wanted"
+            f"{who} consists of {found.size} {plural(found.size, 'device')} ({shape}), "
+            f"{count - found.size} fewer than the requested {count}"
         )
-        raise InfeasibleError(message, "ask for fewer devices or give the cluster more nodes")
+        raise InfeasibleError(message, "request fewer devices, or describe a larger cluster")
     return found if count is None else found.take(count)
 
 
@@ -216,11 +220,14 @@ def _mixed(description: ClusterDescription) -> Cluster:
             if more
             else f"a level of {outer.size}"
         )
-        hint = "give one level without a size; the links inside a group are its own levels"
+        hint = (
+            "describe one level without a size; describe the links inside a group as levels of "
+            "the group"
+        )
         raise ConfigurationError(
             (
-                f"{who} joins {len(description.groups)} {plural(len(description.groups), 'group')} "
-                f"by {found}"
+                f"{who} connects {len(description.groups)} "
+                f"{plural(len(description.groups), 'group')} by {found}"
             ),
             hint,
         )
@@ -229,13 +236,16 @@ def _mixed(description: ClusterDescription) -> Cluster:
     for group in description.groups:
         if group.name in names:
             raise ConfigurationError(
-                f"{who} has two groups called {group.name!r}", "give each a name of its own"
+                f"{who} contains two groups with the name {group.name!r}",
+                "use a unique name for each group",
             )
         names.add(group.name)
         device = device_of(group.device)
         if kinds.setdefault(device.name, device) != device:
-            message = f"{who} has two different devices called {device.name!r}"
-            raise ConfigurationError(message, "costs are found by a device's name")
+            message = f"{who} contains two different devices with the name {device.name!r}"
+            raise ConfigurationError(
+                message, "use unique names, because costs refer to a device by its name"
+            )
     _check_total(description, sum(group.count for group in description.groups))
     groups = tuple(_group(who, group) for group in description.groups)
     devices = tuple(
@@ -253,8 +263,10 @@ def _mixed(description: ClusterDescription) -> Cluster:
 def _group(who: str, group: GroupDescription) -> DevicePool:
     """Return the group with the levels that its devices require."""
     if not group.levels:
-        hint = "describe at least the links in a node, or name a preset as its device"
-        raise ConfigurationError(f"group {group.name} of {who} has no levels", hint)
+        hint = "describe the links in a node, or set the group's device to a preset"
+        raise ConfigurationError(
+            f"group {group.name} of {who} describes no levels, expected one or more", hint
+        )
     levels: list[Level] = []
     members = group.count
     for level in group.levels:
@@ -268,18 +280,18 @@ def _group(who: str, group: GroupDescription) -> DevicePool:
     if members > 1:
         held = math.prod(level.size for level in levels)
         message = (
-            f"group {group.name} of {who} has {group.count} "
-            f"{plural(group.count, 'device')}, and its levels hold only {held}"
+            f"group {group.name} of {who} consists of {group.count} "
+            f"{plural(group.count, 'device')}, but its levels connect only {held}"
         )
-        raise InfeasibleError(message, "give it fewer devices, or one level more")
+        raise InfeasibleError(message, "use fewer devices, or add a level to the group")
     return DevicePool(group.name, group.count, tuple(levels))
 
 
 def _check_total(description: ClusterDescription, total: int) -> None:
     if total > MOST_DEVICES:
-        hint = f"at most {MOST_DEVICES} can be planned for"
+        hint = f"use {MOST_DEVICES} devices or fewer"
         raise ConfigurationError(
-            f"cluster {description.name} has {total} {plural(total, 'device')}", hint
+            f"cluster {description.name} consists of {total} {plural(total, 'device')}", hint
         )
 
 
@@ -299,9 +311,10 @@ def _sizes(
         sizes[1] = nodes
     elif nodes is not None and nodes > 1:
         message = (
-            f"cluster {description.name} describes no link between nodes, so it cannot have {nodes}"
+            f"cluster {description.name} describes no link between nodes, so it cannot have "
+            f"cluster.nodes {nodes}"
         )
-        raise ConfigurationError(message, "leave cluster.nodes out, or describe a second level")
+        raise ConfigurationError(message, "omit cluster.nodes, or describe a second level")
     for level, size in zip(description.levels[:-1], sizes, strict=False):
         if size is None:
             raise _no_size(level, f"cluster {description.name}")
@@ -312,7 +325,8 @@ def _sizes(
 
 def _no_size(level: LevelDescription, who: str) -> ConfigurationError:
     return ConfigurationError(
-        f"level {level.name} of {who} has no size", hint="only the outermost may have none"
+        f"level {level.name} of {who} lacks a size",
+        hint="set the size of each level except the outermost",
     )
 
 
@@ -335,7 +349,7 @@ def cluster_preset(name: str, where: str = "") -> ClusterDescription:
             if family
             else similar_name_hint(name, cluster_names())
         )
-        raise ConfigurationError(f"no cluster preset is named {name!r}", hint, where)
+        raise ConfigurationError(f"cluster preset {name!r} is unknown", hint, where)
     return read_cluster(_preset_file(name))
 
 
@@ -367,9 +381,10 @@ def with_presets(description: ClusterDescription, where: str) -> ClusterDescript
             preset = cluster_preset(group.device, where)
             if preset.device is None:
                 message = (
-                    f"group {group.name} has the device of preset {group.device}, which has several"
+                    f"the device of group {group.name} is the preset {group.device}, which "
+                    "consists of several device types"
                 )
-                raise ConfigurationError(message, "name a preset with one kind of device", where)
+                raise ConfigurationError(message, "use a preset with one device type", where)
             group = replace(group, device=preset.device, levels=group.levels or preset.levels)
         groups.append(group)
     return replace(description, groups=tuple(groups))

@@ -384,10 +384,12 @@ def check(configuration: Configuration, document: Entry) -> None:
             ]
             near = min(divisors, key=lambda divisor: abs(divisor - part))
             message = f"{name} {part} does not divide batch_size {batch}"
-            raise ConfigurationError(message, f"{near} does", _place(document, name))
+            raise ConfigurationError(
+                message, f"use a divisor of the batch size, such as {near}", _place(document, name)
+            )
     if configuration.compile and configuration.costs != "roofline":
         message = (
-            "compile: true requires roofline costs, because measured costs are of eager operators"
+            "compile: true requires roofline costs, because costs are measured for eager operators"
         )
         raise ConfigurationError(message, "remove costs or compile", _place(document, "compile"))
     for key in ("interval", "patience"):
@@ -425,18 +427,20 @@ def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
             getattr(Optimizer(), name),
             getattr(problem.Optimizer(), name),
         ):
-            message = f"optimizer {optimizer.name} has no {name}"
-            raise ConfigurationError(message, "remove it", _place(document, "optimizer", name))
+            message = f"optimizer {optimizer.name} does not support the option {name}"
+            raise ConfigurationError(
+                message, f"remove optimizer.{name}", _place(document, "optimizer", name)
+            )
     if optimizer.betas is not None and max(optimizer.betas) >= 1:
-        message = f"optimizer.betas are {list(optimizer.betas)}"
+        message = f"optimizer.betas are {list(optimizer.betas)}, expected numbers below 1"
         where = _place(document, "optimizer", "betas")
-        raise ConfigurationError(message, "each must be below 1", where)
+        raise ConfigurationError(message, "set each of optimizer.betas below 1", where)
     if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum:
-        message = "optimizer.nesterov without momentum"
+        message = "optimizer.nesterov is true, but optimizer.momentum is 0"
         where = _place(document, "optimizer", "nesterov")
         raise ConfigurationError(message, "set optimizer.momentum, such as 0.9", where)
     if optimizer.name == "muon" and optimizer.zero_stage == 1:
-        message = "optimizer muon updates unsharded matrices, and optimizer.zero_stage is 1"
+        message = "optimizer muon requires unsharded matrices, but optimizer.zero_stage is 1"
         where = _place(document, "optimizer", "zero_stage")
         raise ConfigurationError(message, "remove optimizer.zero_stage", where)
     for index, group in enumerate(optimizer.groups):
@@ -451,16 +455,20 @@ def _check_constraint(constraint: Constraint, gpus: int | None, path: str, where
         each is None
         for each in (constraint.stage, devices, constraint.split, constraint.micro_batch_size)
     ):
-        hint = "give it stage, devices, split or micro_batch_size"
-        raise ConfigurationError(f"{path} decides nothing", hint, where)
+        hint = "add stage, devices, split or micro_batch_size to the constraint"
+        raise ConfigurationError(f"{path} requires nothing of its nodes", hint, where)
     if not isinstance(devices, tuple):
         return
     if not devices or len(set(devices)) < len(devices):
-        hint = "name each device once, at least one"
-        raise ConfigurationError(f"{path}.devices is {list(devices)}", hint, where)
+        hint = "list one device or more, each device once"
+        raise ConfigurationError(
+            f"{path}.devices is {list(devices)}, expected one or more different devices",
+            hint,
+            where,
+        )
     if gpus is not None and max(devices) >= gpus:
-        message = f"{path} names device {max(devices)}, but there are {gpus}"
-        raise ConfigurationError(message, f"devices are 0 to {gpus - 1}", where)
+        message = f"{path} lists device {max(devices)}, but the number of devices is {gpus}"
+        raise ConfigurationError(message, f"use devices 0 to {gpus - 1}", where)
 
 
 def _check_pattern(pattern: str, path: str, where: str) -> None:
@@ -548,7 +556,7 @@ def settings(
 def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name or not all(name.split(".")):
-        raise ConfigurationError(f"{flag} {quote(text)} is not of the form {form}")
+        raise ConfigurationError(f"{flag} is {quote(text)}, expected {form}")
     return name, value
 
 

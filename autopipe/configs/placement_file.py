@@ -67,10 +67,12 @@ def read_placement(path: str | Path) -> BlockGraph:
     rooms = memory if isinstance(memory, tuple) else (memory,) * devices
     if len(rooms) != devices:
         message = (
-            f"memory has {len(rooms)} {plural(len(rooms), 'number')} for {devices} "
-            f"{plural(devices, 'device')}"
+            f"memory lists {len(rooms)} {plural(len(rooms), 'number')}, but the number of "
+            f"devices is {devices}"
         )
-        raise ConfigurationError(message, "give one for each device, or one number for all", top)
+        raise ConfigurationError(
+            message, "set one number per device, or one number for all devices", top
+        )
     graph = BlockGraph(devices, blocks, rooms, description.micro_batches_per_unit)
     try:
         graph.verify()
@@ -80,7 +82,7 @@ def read_placement(path: str | Path) -> BlockGraph:
         waiting = min(set(range(len(graph.blocks))) - set(graph.order))
         place = description.blocks[waiting].place
         raise ConfigurationError(
-            error.message, "remove one of these blocks from an `after` list", str(place)
+            error.message, "remove one of these blocks from the list `after` of another", str(place)
         ) from error
     return graph
 
@@ -88,16 +90,17 @@ def read_placement(path: str | Path) -> BlockGraph:
 def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
     if not 0 < len(blocks) <= MOST_BLOCKS:
         raise ConfigurationError(
-            f"there are {len(blocks)} {plural(len(blocks), 'block')}",
-            f"write 1 to {MOST_BLOCKS} blocks",
+            f"the file describes {len(blocks)} {plural(len(blocks), 'block')}, expected 1 to "
+            f"{MOST_BLOCKS}",
+            f"describe 1 to {MOST_BLOCKS} blocks",
             top,
         )
     index: dict[str, int] = {}
     for position, block in enumerate(blocks):
         if block.name in index:
             first = blocks[index[block.name]].place.line
-            message = f"two blocks are called {quote(block.name)} (the first in line {first})"
-            raise ConfigurationError(message, "give each block a unique name", str(block.place))
+            message = f"two blocks have the name {quote(block.name)}, the first in line {first}"
+            raise ConfigurationError(message, "use a unique name for each block", str(block.place))
         index[block.name] = position
     return index
 
@@ -106,25 +109,30 @@ def _block(described: BlockDescription, index: dict[str, int], devices: int) -> 
     name = f"block {quote(described.name)}"
     place = str(described.place)
     if not described.devices:
-        raise ConfigurationError(f"{name} is on no device", "name at least one", place)
+        raise ConfigurationError(f"{name} is on no device", "list one device or more", place)
     if len(set(described.devices)) < len(described.devices):
         raise ConfigurationError(
-            f"{name} names a device twice: {list(described.devices)}", "name each once", place
+            f"{name} lists a device twice: {list(described.devices)}",
+            "list each device once",
+            place,
         )
     if max(described.devices) >= devices:
-        message = f"{name} is on device {max(described.devices)}, but there are {devices}"
-        raise ConfigurationError(message, f"devices are numbered 0 to {devices - 1}", place)
+        message = (
+            f"{name} is on device {max(described.devices)}, but the number of devices is {devices}"
+        )
+        raise ConfigurationError(message, f"use devices 0 to {devices - 1}", place)
     for other in described.after:
         if other not in index:
             message = f"{name} comes after {quote(other)}, which is not a block"
             raise ConfigurationError(message, similar_name_hint(other, index), place)
     if described.delays and len(described.delays) != len(described.after):
         message = (
-            f"{name} has {len(described.delays)} {plural(len(described.delays), 'delay')} for "
-            f"{len(described.after)} "
-            f"{plural(len(described.after), 'block')} before it"
+            f"{name} lists {len(described.delays)} {plural(len(described.delays), 'delay')} for "
+            f"{len(described.after)} {plural(len(described.after), 'block')} in `after`"
         )
-        raise ConfigurationError(message, "give one for each of `after`, or none", place)
+        raise ConfigurationError(
+            message, "list one delay for each block in `after`, or omit `delays`", place
+        )
     after = tuple(index[other] for other in described.after)
     return Block(
         described.name, described.devices, described.time, described.memory, after, described.delays

@@ -91,7 +91,7 @@ def with_present_keys(entry: Entry, schema: type[Dataclass], path: str = "") -> 
         other = present.get(new)
         if other is not None and other.place.is_flag == given.place.is_flag:
             raise ConfigurationError(
-                f"{prefix}{old} is the former name of {prefix}{new}, which is set too",
+                f"{prefix}{old} is the former name of {prefix}{new}, and both keys are set",
                 f"remove {prefix}{old}",
                 str(given.place),
             )

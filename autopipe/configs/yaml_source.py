@@ -79,19 +79,23 @@ def read_file(path: str | Path) -> Entry:
         with open(path, "rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigurationError(f"cannot read the file: {error.strerror}", where=name) from error
+        raise ConfigurationError(
+            f"the file cannot be read: {error.strerror}", where=name
+        ) from error
     except ValueError as error:
-        raise ConfigurationError(f"cannot read the file: {error}", where=repr(name)) from error
+        raise ConfigurationError(f"the file cannot be read: {error}", where=repr(name)) from error
     if len(content) > MOST_BYTES:
         raise ConfigurationError(
-            "the file is too large for a configuration", hint="at most 8 MiB", where=name
+            "the file is too large for a configuration",
+            hint="use a file of 8 MiB or less",
+            where=name,
         )
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigurationError(
-            "not UTF-8 text", hint="save the file as UTF-8", where=f"{name}:{line}"
+            "the file is not UTF-8 text", hint="save the file as UTF-8", where=f"{name}:{line}"
         ) from error
     return read_text(text, name, folder=os.path.dirname(os.path.abspath(name)))
 
@@ -100,7 +104,7 @@ def read_text(text: str, source: str, folder: str = "") -> Entry:
     """Return the single YAML document in `text`, a mapping. `source` names the text in errors."""
     entry = _read(text, Place(source, 1, folder))
     if entry is None or (entry.value is None and not entry.text):
-        raise ConfigurationError("the file is empty", hint="write at least one key", where=source)
+        raise ConfigurationError("the file is empty", hint="add one key or more", where=source)
     if not isinstance(entry.value, dict):
         raise ConfigurationError(
             "the document is not a mapping", "write `key: value` lines", str(entry.place)
@@ -166,14 +170,16 @@ class _Composer(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         place = str(_at(self.start, event.start_mark))
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            hint = "write the value out, and text that begins with * or & in quotes"
+            hint = "replace the alias by the value, and quote text that begins with * or &"
             raise ConfigurationError("anchors and aliases are not supported", hint, place)
         if event.tag is not None:
             raise ConfigurationError(
                 f"the tag {quote(event.tag)} is not supported", "write the plain value", place
             )
         if self.depth >= DEEPEST:
-            raise ConfigurationError(f"nested deeper than {DEEPEST} levels", where=place)
+            raise ConfigurationError(
+                f"the YAML is nested deeper than {DEEPEST} levels", where=place
+            )
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
@@ -194,16 +200,20 @@ class _Composer(yaml.SafeLoader):
         for key_node, value_node in node.value:
             place = _at(self.start, key_node.start_mark)
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigurationError("a key is text, not a list or a mapping", where=str(place))
+                raise ConfigurationError(
+                    "a key is a list or a mapping, expected text", where=str(place)
+                )
             key = key_node.value
             if key_node.style is None and key_node.tag != "tag:yaml.org,2002:str":
                 message = f"YAML does not read the key {key or 'of this line'} as text"
-                raise ConfigurationError(message, f'write "{key}" in quotes', str(place))
+                raise ConfigurationError(message, f'quote the key: "{key}"', str(place))
             if key in entries:
                 line = entries[key].place.line
                 first = f" (first in line {line})" if line is not None else ""
                 raise ConfigurationError(
-                    f"the key {quote(key)} occurs twice{first}", "remove one of them", str(place)
+                    f"the key {quote(key)} occurs twice{first}",
+                    "remove one of the two keys",
+                    str(place),
                 )
             entries[key] = self.entry(value_node, place)
         return entries

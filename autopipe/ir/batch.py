@@ -217,7 +217,9 @@ def _batch_dimensions_from_axes(
 
 SHAPE_OPERAND_OPERATORS = frozenset({"Reshape", "Expand"})
 """Operators whose second operand is the shape of the result."""
-_EXPORT_HINT = "export with a symbolic batch dimension, or with a batch of one micro-batch"
+_EXPORT_HINT = (
+    "export the model with a symbolic batch dimension, or with a batch of one micro-batch"
+)
 
 
 @memoize(MAX_CACHED_GRAPHS)
@@ -234,17 +236,17 @@ def resize_batch(graph: Graph, size: int) -> Graph:
         return graph
     if not graph.batch_axes or size <= 0 or axes.batch % size:
         raise ConfigurationError(
-            f"micro-batches of {size} cannot be made of the {axes.batch} "
-            f"{plural(axes.batch, 'sample')} that the model's shapes are fixed to",
+            f"micro-batches of {size} {plural(size, 'sample')} do not divide the batch of "
+            f"{axes.batch} {plural(axes.batch, 'sample')} that the model's shapes fix",
             hint=f"choose a divisor of {axes.batch}, or export with a symbolic batch dimension",
         )
     for parameter in graph.parameters:
         if parameter.value.name in axes.values:
             message = (
-                f"parameter {parameter.value.name!r} has an entry for each of "
-                f"the {axes.batch} {plural(axes.batch, 'sample')}"
+                f"parameter {parameter.value.name!r} has one entry for each of the {axes.batch} "
+                f"{plural(axes.batch, 'sample')} of the batch, which is not supported"
             )
-            raise ModelError(message, "export with a batch of one micro-batch")
+            raise ModelError(message, "export the model with a batch of one micro-batch")
     spaces = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
         if (
@@ -344,7 +346,9 @@ def _slice_constant(constant: Constant, axes: BatchAxes, size: int) -> Constant:
         samples = np.moveaxis(apart, len(before) + 1, 0)
         if any(each.tobytes() != samples[0].tobytes() for each in samples[1:]):
             message = f"constant {constant.value.name!r} differs from sample to sample"
-            raise ModelError(f"{message}: micro-batches would not be alike", _EXPORT_HINT)
+            raise ModelError(
+                f"{message}, so micro-batches would compute different results", _EXPORT_HINT
+            )
         kept = np.moveaxis(samples[:size], 0, len(before) + 1)
         array = np.ascontiguousarray(
             kept.reshape(*before, place.outer * size * place.inner, *after)
@@ -360,12 +364,14 @@ def _check_operator_shapes(graph: Graph) -> None:
     for index, node in enumerate(graph.nodes):
         if operator_of(node) is None:
             raise ModelError(
-                f"{node.op} is not supported, so the batch cannot shrink", where=repr(node.name)
+                f"operator {node.op} is not supported, so the batch cannot be reduced to a "
+                "micro-batch",
+                where=repr(node.name),
             )
         try:
             spaces(index)
         except NotationError as error:
-            message = f"{node.op} cannot run on a smaller batch than it was exported with"
+            message = f"operator {node.op} does not support a smaller batch than the exported batch"
             raise ModelError(
-                message, "export with a symbolic batch dimension", repr(node.name)
+                message, "export the model with a symbolic batch dimension", repr(node.name)
             ) from error

@@ -62,11 +62,11 @@ class BlockGraph:
         wait for each other in a cycle.
         """
         if not self.blocks:
-            raise ConfigurationError("there are no blocks")
+            raise ConfigurationError("the placement has no blocks, expected at least one")
         if len(self.memory) != self.devices:
             raise ConfigurationError(
-                f"{len(self.memory)} memory limits for {self.devices} "
-                f"{plural(self.devices, 'device')}"
+                f"the number of memory limits is {len(self.memory)}, expected one for each of "
+                f"{self.devices} {plural(self.devices, 'device')}"
             )
         for block in self.blocks:
             message, hint = self._error_and_hint(block)
@@ -85,21 +85,24 @@ class BlockGraph:
     def _error_and_hint(self, block: Block) -> tuple[str, str]:
         """Return (error, hint) for a block; ("", "") if the block is valid."""
         if not block.devices:
-            return "it is on no device", ""
+            return "the block is on no device", ""
         if len(set(block.devices)) != len(block.devices):
-            return f"its devices {list(block.devices)} name one twice", ""
+            return f"the block lists a device twice: {list(block.devices)}", ""
         for device in block.devices:
             if not 0 <= device < self.devices:
                 return (
-                    f"there is no device {device}",
-                    f"devices are numbered 0 to {self.devices - 1}",
+                    f"the block is on device {device}, which does not exist",
+                    f"use devices 0 to {self.devices - 1}",
                 )
         if block.time <= 0:
-            return f"its time is {block.time}; it must be above 0", ""
+            return f"the time of the block is {block.time}, expected a number above 0", ""
         if any(not 0 <= other < len(self.blocks) for other in block.after):
-            return "it comes after a block that is not there", ""
+            return "the block depends on a block that does not exist", ""
         if block.delays and (len(block.delays) != len(block.after) or min(block.delays) < 0):
-            return "it has not one delay of 0 or more for each block before it", ""
+            return (
+                "the block requires one delay of 0 or more for each block on which it depends",
+                "",
+            )
         return "", ""
 
     @cached_property
@@ -228,25 +231,26 @@ def check_start_times(schedule: BlockSchedule) -> None:
     blocks = schedule.graph.blocks
 
     def block_title(unit: int, index: int) -> str:
-        return f"{blocks[index].name!r} of unit {unit}"
+        return f"block {blocks[index].name!r} of micro-batch {unit}"
 
     for unit, starts in enumerate(schedule.starts):
         if len(starts) != len(blocks):
             raise InfeasibleError(
-                f"{len(starts)} starts for {len(blocks)} {plural(len(blocks), 'block')}",
-                where=f"unit {unit}",
+                f"the number of starts is {len(starts)}, expected one for each of {len(blocks)} "
+                f"{plural(len(blocks), 'block')}",
+                where=f"micro-batch {unit}",
             )
         for index, (start, block) in enumerate(zip(starts, blocks, strict=True)):
             if start < 0:
-                raise InfeasibleError(f"{block_title(unit, index)} starts at {start}, before 0")
+                raise InfeasibleError(
+                    f"{block_title(unit, index)} starts at {start}, expected 0 or later"
+                )
             for position, other in enumerate(block.after):
                 ready = starts[other] + blocks[other].time + block.delay(position)
                 if start < ready:
                     raise InfeasibleError(
-                        f"{block_title(unit, index)} starts at {start}, but "
-                        f"{block_title(unit, other)}, "
-                        "which it comes after, is "
-                        f"there at {ready}"
+                        f"{block_title(unit, index)} starts at {start}, but requires "
+                        f"{block_title(unit, other)}, whose result arrives at {ready}"
                     )
     for device, (tasks, room) in enumerate(zip(schedule.tasks, schedule.graph.memory, strict=True)):
         used = free = 0
@@ -256,11 +260,12 @@ def check_start_times(schedule: BlockSchedule) -> None:
             name = block_title(unit, index)
             if start < free:
                 raise InfeasibleError(
-                    f"{name} starts at {start}, while {before} runs until {free}", where=where
+                    f"{name} starts at {start}, but {before} runs on the device until {free}",
+                    where=where,
                 )
             used += blocks[index].memory
             if room is not None and used > room:
-                message = f"memory in use is {used} when {name} starts, there is room for {room}"
+                message = f"memory in use is {used} when {name} starts, above the limit of {room}"
                 raise InfeasibleError(message, where=where)
             free = start + blocks[index].time
             before = name
@@ -323,7 +328,8 @@ def read_block_schedule(path: Path) -> BlockSchedule:
     for name in ("starts", "offsets") if repetend else ():
         if len(getattr(repetend, name)) != len(graph.blocks):
             record.at("repetend").at(name).refuse(
-                f"one number for each of {len(graph.blocks)} {plural(len(graph.blocks), 'block')}"
+                f"a list of one number for each of {len(graph.blocks)} "
+                f"{plural(len(graph.blocks), 'block')}"
             )
     schedule = BlockSchedule(
         graph=graph,
@@ -339,10 +345,10 @@ def read_block_schedule(path: Path) -> BlockSchedule:
     except InfeasibleError as error:
         place = f"{path}: {error.where}" if error.where else str(path)
         raise ConfigurationError(
-            error.message, "the tasks do not fit the blocks; search anew", place
+            error.message, "search a new schedule for the blocks", place
         ) from error
     if record.get("makespan", NonNegativeInteger) != schedule.makespan:
-        record.at("makespan").refuse(f"the end of the last task, {schedule.makespan}")
+        record.at("makespan").refuse(f"the end of the last task, which is {schedule.makespan}")
     return schedule
 
 
@@ -362,11 +368,11 @@ def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...]
             unit = task.get("unit", Index)
             index = task.get("block", Index)
             if unit >= units:
-                task.at("unit").refuse(f"one of {units} {plural(units, 'unit')}")
+                task.at("unit").refuse(f"the number of a micro-batch below {units}")
             if index >= len(graph.blocks) or device not in graph.blocks[index].devices:
                 task.at("block").refuse(f"the index of a block on device {device}")
             if (unit, index, device) in found:
-                task.refuse("each block of a unit once")
+                task.refuse("a task that occurs once in the schedule")
             found[unit, index, device] = task.get("start", NonNegativeInteger)
     # A file can declare far more units than it has tasks; the first incomplete unit ends this loop.
     for unit in range(units):
@@ -378,8 +384,8 @@ def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...]
                     if starts == {None}
                     else "does not start at one time on all its devices"
                 )
-                message = f"block {block.name!r} of unit {unit} {what}"
-                hint = "the tasks do not fit the blocks; search anew"
+                message = f"block {block.name!r} of micro-batch {unit} {what}"
+                hint = "search a new schedule for the blocks"
                 raise ConfigurationError(message, hint, f"{record.file}: tasks")
     return tuple(
         tuple(found[unit, index, block.devices[0]] for index, block in enumerate(graph.blocks))

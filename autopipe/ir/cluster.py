@@ -96,8 +96,8 @@ class Device:
 
     def _declared_value(self, values: dict[str, float], name: str, what: str) -> float:
         if name not in values:
-            hint = f"declared: {', '.join(values) or 'none'}"
-            raise ConfigurationError(f"device {self.name} declares no {what} {name}", hint)
+            hint = f"use one of {', '.join(values) or 'none'}"
+            raise ConfigurationError(f"device {self.name} does not declare the {what} {name}", hint)
         return values[name]
 
 
@@ -162,14 +162,14 @@ class Cluster:
         if self.groups and len(self.levels) != 1:
             raise ConfigurationError(
                 (
-                    f"cluster {self.name} joins groups by {len(self.levels)} "
-                    f"{plural(len(self.levels), 'level')}"
+                    f"cluster {self.name} connects its groups by {len(self.levels)} "
+                    f"{plural(len(self.levels), 'level')}, expected 1"
                 ),
-                hint="give one",
+                hint="describe one level",
             )
         if self.groups and sum(group.size for group in self.groups) != self.size:
             raise ConfigurationError(
-                f"the groups of cluster {self.name} do not hold its {self.size} "
+                f"the sizes of the groups of cluster {self.name} do not add up to {self.size} "
                 f"{plural(self.size, 'device')}"
             )
 
@@ -261,7 +261,7 @@ class Cluster:
         """
         members = sorted(set(group))
         if not members:
-            raise ConfigurationError("an empty group of devices has no link")
+            raise ConfigurationError("the slowest link of a group of 0 devices is undefined")
         if len(members) == 1:
             return self.link(members[0], members[0])
         # If two members are in different groups of a level, so are two members with consecutive
@@ -274,12 +274,14 @@ class Cluster:
         """
         if count < 1:
             raise ConfigurationError(
-                f"cannot plan for {count} {plural(count, 'device')}", hint="use at least 1 device"
+                f"the number of devices to plan for is {count}, expected 1 or more",
+                hint="use one device or more",
             )
         if count > self.size:
             fewer = f"{count - self.size} fewer than the requested {count}"
             raise InfeasibleError(
-                f"cluster {self.name} has {self.size} {plural(self.size, 'device')}, {fewer}"
+                f"cluster {self.name} consists of {self.size} {plural(self.size, 'device')}, "
+                f"{fewer}"
             )
         if not self.groups:
             return replace(
@@ -346,7 +348,8 @@ class Cluster:
     def _check_device(self, device: int) -> None:
         if not 0 <= device < self.size:
             raise ConfigurationError(
-                f"cluster {self.name} has no device {device}", f"devices are 0 to {self.size - 1}"
+                f"device {device} does not exist in cluster {self.name}",
+                f"use devices 0 to {self.size - 1}",
             )
 
 
@@ -358,13 +361,16 @@ def slowest_of(links: Iterable[Link]) -> Link:
 def _check_level_capacity(who: str, count: int, levels: Sequence[Level]) -> None:
     """Raise ConfigurationError unless the levels can hold `count` devices or groups."""
     if count < 1 or not levels:
-        raise ConfigurationError(f"{who} needs at least one device and one level")
+        raise ConfigurationError(
+            f"{who} requires a device and a level, but the number of devices is {count} and the "
+            f"number of levels is {len(levels)}"
+        )
     if any(level.size < 1 for level in levels):
-        raise ConfigurationError(f"{who} has a level of size below 1")
+        raise ConfigurationError(f"a level of {who} has a size below 1")
     places = math.prod(level.size for level in levels)
     if places < count:
         raise ConfigurationError(
-            f"{who} has {count} devices or groups, but its levels hold only {places}"
+            f"{who} consists of {count} devices or groups, but its levels connect only {places}"
         )
 
 

@@ -94,14 +94,16 @@ def read_json_record(path: Path, form: str) -> JsonRecord:
     where = str(path)
 
     def reject_constant(text: str) -> NoReturn:
-        raise ValueError(f"{text} is no number")
+        raise ValueError(f"{text} is not a valid number")
 
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=reject_constant)
     except OSError as error:
-        raise ConfigurationError(f"cannot read the file: {error.strerror}", where=where) from error
+        raise ConfigurationError(
+            f"the file cannot be read: {error.strerror}", where=where
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"not JSON: {error}", where=where) from error
+        raise ConfigurationError(f"the file is not valid JSON: {error}", where=where) from error
     record = JsonRecord(document, where)
     found = record.get("format", str)
     if found != form:

@@ -283,7 +283,8 @@ class Node:
             if key == name:
                 if not isinstance(value, kind):
                     raise ModelError(
-                        f"attribute {name!r} of {self.op} has an unexpected type",
+                        f"attribute {name!r} of {self.op} has the type {type(value).__name__}, "
+                        "which is not supported",
                         where=repr(self.name),
                     )
                 return value
@@ -387,7 +388,7 @@ class Graph:
             for name in node.inputs:
                 if name and name not in known:
                     raise ModelError(
-                        f"{node.op} reads {name!r} before it is written", where=repr(node.name)
+                        f"{node.op} reads {name!r} before a node writes it", where=repr(node.name)
                     )
             for name in node.outputs:
                 if name and name not in self._types:
@@ -396,13 +397,14 @@ class Graph:
                     )
                 if name and name in known:
                     raise ModelError(
-                        f"{node.op} writes {name!r} a second time", where=repr(node.name)
+                        f"{node.op} writes {name!r}, which another node already writes",
+                        where=repr(node.name),
                     )
                 known.add(name)
             known.discard("")
         for name in self.outputs:
             if name not in known:
-                raise ModelError(f"output {name!r} is never written", where=repr(self.name))
+                raise ModelError(f"no node writes the output {name!r}", where=repr(self.name))
 
     @memoize(MAX_CACHED_GRAPHS)
     def digest(self) -> str:

@@ -165,16 +165,16 @@ def read_graph(path: Path) -> PlannedGraph:
     except ModelError as error:
         what = f"{error.where}: {error.message}" if error.where else error.message
         raise ConfigurationError(
-            f"not a sound graph: {what}", _PLAN_AGAIN_HINT, str(path)
+            f"the file describes an invalid graph: {what}", _PLAN_AGAIN_HINT, str(path)
         ) from error
     if planned.loss and not graph.has(planned.loss):
-        record.at("loss").refuse("the name of a value of the graph")
+        record.at("loss").refuse("the name of a value in the graph")
     return planned
 
 
 def _read_graph(record: JsonRecord, depth: int) -> Graph:
     if depth > _MAX_LOOP_DEPTH:
-        record.refuse(f"loops within loops, at most {_MAX_LOOP_DEPTH} deep")
+        record.refuse(f"a graph with loops nested up to {_MAX_LOOP_DEPTH} deep")
     inputs = tuple(map(_read_value, record.at("inputs").items()))
     ranks = {value.name: len(value.shape) for value in inputs}
     axes = record.at("batch_axes")
@@ -182,7 +182,7 @@ def _read_graph(record: JsonRecord, depth: int) -> Graph:
     for name, each in axes.members():
         axis = each.value
         if type(axis) is not int or not 0 <= axis < ranks.get(name, 0):
-            each.refuse("an axis of an input of this name")
+            each.refuse("an axis of the input with this name")
         batch_axes.append((name, axis))
     left = [_MAX_CONSTANT_BYTES]
     return Graph(
@@ -216,7 +216,7 @@ def _read_parameter(record: JsonRecord) -> Parameter:
     parameter: Parameter = decode(record, Parameter)
     storage = parameter.storage
     if isinstance(storage, FileSlice) and storage.file and not _is_relative_inside(storage.file):
-        record.at("storage").at("file").refuse("a path inside the folder of the model")
+        record.at("storage").at("file").refuse("a path inside the model's folder")
     return parameter
 
 
@@ -238,7 +238,7 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     size = value.elements * dtype.itemsize
     left[0] -= size
     if left[0] < 0:
-        record.at("value").refuse(f"constants of at most {_MAX_CONSTANT_BYTES} bytes together")
+        record.at("value").refuse(f"constants of up to {_MAX_CONSTANT_BYTES} bytes in total")
     content = record.at("data")
     text = decode(content, str)
     try:
@@ -247,7 +247,7 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     except (ValueError, zlib.error):
         content.refuse("data compressed by zlib, in base64")
     if len(data) != size:
-        content.refuse(f"{size} {plural(size, 'byte')}, compressed by zlib")
+        content.refuse(f"{size} {plural(size, 'byte')} of data, compressed by zlib")
     return Constant(value, np.ndarray(value.shape, dtype, buffer=data))
 
 

@@ -331,12 +331,12 @@ def read_costs(path: Path) -> Costs:
     record = read_json_record(path, FORMAT)
     costs: Costs = decode(record, Costs)
     if len({each.device for each in costs.devices}) < len(costs.devices):
-        record.at("devices").refuse("devices of different names")
+        record.at("devices").refuse("a list of devices with different names")
     for device, found in zip(record.at("devices").items(), costs.devices, strict=True):
         for place, each in zip(device.at("operations").items(), found.operations, strict=True):
             if any(index >= len(each.operation.operands) for index in each.operation.gradients):
                 place.at("gradients").refuse(
-                    f"places of {len(each.operation.operands)} "
+                    f"indices of the {len(each.operation.operands)} "
                     f"{plural(len(each.operation.operands), 'operand')}"
                 )
     return costs

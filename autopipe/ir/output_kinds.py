@@ -186,26 +186,34 @@ class OutputFile:
         if open_descriptor(self.path) is not None:
             return
         path = follow_links(self.path)
-        hint = "choose another place"
+        hint = "choose another path"
         if path.is_dir():
-            raise ConfigurationError(f"{self.path} is a folder", hint="name a file")
+            raise ConfigurationError(
+                f"the output {self.path} is a folder, expected a file",
+                hint="choose the path of a file",
+            )
         parent = path.parent
         if not os.access(parent, os.W_OK | os.X_OK):
-            why = "it may not be written to" if parent.is_dir() else "there is no such folder"
-            raise ConfigurationError(f"cannot write {self.path}: {parent}: {why}", hint)
+            why = "the folder is not writable" if parent.is_dir() else "the folder does not exist"
+            raise ConfigurationError(
+                f"the file {self.path} cannot be written: {parent}: {why}", hint
+            )
         try:
             status = path.stat()
         except FileNotFoundError:
             return
         except OSError as error:
-            raise ConfigurationError(f"cannot write {self.path}: {error.strerror}", hint) from error
+            raise ConfigurationError(
+                f"the file {self.path} cannot be written: {error.strerror}", hint
+            ) from error
         is_stream = stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode)
         if self.force or is_stream or (stat.S_ISREG(status.st_mode) and not status.st_size):
             return
         why = self._reason_not_replaceable(path)
         if why:
             raise ConfigurationError(
-                f"{self.path} exists and {why}", f"{hint}, or replace it with --force"
+                f"the file {self.path} exists and {why}",
+                f"{hint}, or replace the file with --force",
             )
 
     def _reason_not_replaceable(self, path: Path) -> str:
@@ -214,9 +222,9 @@ class OutputFile:
             if os.path.exists(each) and (
                 each.samefile(path) or path.is_relative_to(os.path.realpath(each))
             ):
-                return "is read by this command"
+                return "is an input of this command"
         if not path.is_file():
-            return "is no regular file"
+            return "is not a regular file"
         if holder := _folder_containing(path):
             return f"belongs to {holder}"
         try:
@@ -234,7 +242,7 @@ class OutputFile:
                 yield file
         except OSError as error:
             raise ConfigurationError(
-                f"cannot write {self.path}: {error.strerror}", "choose another place"
+                f"the file {self.path} cannot be written: {error.strerror}", "choose another path"
             ) from error
 
 
@@ -272,8 +280,10 @@ def check_data_file(model: Path, data: Path, force: bool) -> None:
         return
     is_own = model.is_file() and ONNX.recognises(model) and data.name.encode() in model.read_bytes()
     if not is_own:
-        hint = "name another file, or replace it with --force"
-        raise ConfigurationError(f"{data} exists and holds no weights of {model}", hint)
+        hint = "choose another file, or replace the file with --force"
+        raise ConfigurationError(
+            f"the file {data} exists and does not contain the weights of {model}", hint
+        )
 
 
 def plan_inputs(folder: Path) -> tuple[Path, ...]:
@@ -306,7 +316,7 @@ def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
                 file.flush()
     except OSError as error:
         raise ConfigurationError(
-            f"cannot write {path}: {error.strerror}", hint="choose another place"
+            f"the file {path} cannot be written: {error.strerror}", hint="choose another path"
         ) from error
 
 
@@ -318,7 +328,7 @@ def check_writable(path: Path) -> None:
         raise ConfigurationError(f"{path} is a folder", hint="name a file")
     parent = path.absolute().parent
     if not os.access(parent, os.W_OK | os.X_OK):
-        why = "it may not be written to" if parent.is_dir() else "there is no such folder"
+        why = "the folder is not writable" if parent.is_dir() else "the folder does not exist"
         raise ConfigurationError(
-            f"cannot write {path}: {parent}: {why}", hint="choose another place"
+            f"the file {path} cannot be written: {parent}: {why}", hint="choose another path"
         )

@@ -67,7 +67,7 @@ def _read_nodes(record: Record) -> tuple[int, ...]:
     for each in record.items():
         ends = tuple(decode(end, Index) for end in each.items())
         if len(ends) != 2 or not ends[0] < ends[1] <= _MAX_NODES:
-            each.refuse("a range of nodes: first, one after the last")
+            each.refuse("a range of nodes: the first node, and the node after the last")
         nodes += range(*ends)
     return tuple(nodes)
 
@@ -205,11 +205,15 @@ class Placement:
                 (index, each) for index, each in enumerate(self.stages) if each.pipeline == pipeline
             ):
                 if not stage.devices or len(set(stage.devices)) != len(stage.devices):
-                    raise InfeasibleError(f"stage {index} has devices {stage.devices}")
+                    raise InfeasibleError(
+                        f"stage {index} lists the devices {stage.devices}, expected one or more "
+                        "different devices"
+                    )
                 for node in stage.nodes:
                     if node in seen:
                         raise InfeasibleError(
-                            f"node {graph.nodes[node].name!r} is in stages {seen[node]} and {index}"
+                            f"node {graph.nodes[node].name!r} is in stages {seen[node]} and "
+                            f"{index}, expected one stage"
                         )
                     seen[node] = index
             missing = [
@@ -218,12 +222,12 @@ class Placement:
             if missing:
                 where = f" of pipeline {pipeline}" if self.pipelines > 1 else ""
                 raise InfeasibleError(
-                    f"{len(missing)} {plural(len(missing), 'node is', 'nodes are')} "
-                    f"in no stage{where}, the first is {missing[0]!r}"
+                    f"{len(missing)} {plural(len(missing), 'node is', 'nodes are')} in no "
+                    f"stage{where}, first {missing[0]!r}"
                 )
         for source, target in stage_edges(graph, self):
             if source > target:
-                raise InfeasibleError(f"stage {target} needs a value of the later stage {source}")
+                raise InfeasibleError(f"stage {target} reads a value of the later stage {source}")
 
 
 _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})

@@ -397,13 +397,14 @@ def read_plan(folder: Path) -> Plan:
         )
     if plan.memory_limits and len(plan.memory_limits) != len(peaks):
         record.at("memory_limits").refuse(
-            f"{len(peaks)} {plural(len(peaks), 'entry')}, one for each device of the cluster"
+            f"{len(peaks)} {plural(len(peaks), 'entry')}, one per device of the cluster"
         )
     count = summary.micro_batches
     size = summary.micro_batch_size
     if plan.batch_size != count * size:
         record.at("batch_size").refuse(
-            f"{count * size}, for {count} {plural(count, 'micro-batch')} of {size}"
+            f"{count * size}, which is {count} {plural(count, 'micro-batch')} of {size} "
+            f"{plural(size, 'sample')}"
         )
     if summary.communication_bytes is not None:
         moved = record.at("summary").at("communication_bytes")
@@ -426,8 +427,8 @@ def read_plan(folder: Path) -> Plan:
     schedule = _read_schedule(folder / SCHEDULE_FILE, stages, plan.mode == "train")
     if schedule.micro_batches != count:
         message = (
-            f"the schedule has {schedule.micro_batches} "
-            f"{plural(schedule.micro_batches, 'micro-batch')}, its plan {count}"
+            f"the schedule is for {schedule.micro_batches} "
+            f"{plural(schedule.micro_batches, 'micro-batch')}, but its plan is for {count}"
         )
         raise ConfigurationError(message, "plan again", f"{folder / SCHEDULE_FILE}: units")
     return dataclasses.replace(
@@ -448,17 +449,20 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
         if len(row.value) not in (len(_MESSAGE_COLUMNS), len(_MESSAGE_COLUMNS + _SLICE_COLUMNS)):
             row.refuse(
                 f"{len(_MESSAGE_COLUMNS)} {plural(len(_MESSAGE_COLUMNS), 'column')}, or "
-                f"{len(_SLICE_COLUMNS)} "
-                "more with turns"
+                f"{len(_MESSAGE_COLUMNS + _SLICE_COLUMNS)} if the message is a slice"
             )
         if not each.source_stage < each.target_stage < len(placement.stages):
-            row.refuse("a message from a stage to a later one")
+            row.refuse("a message from a stage to a later stage")
         for stage, device in ((each.source_stage, each.source), (each.target_stage, each.target)):
             if device not in placement.stages[stage].devices:
-                row.refuse(f"devices of the stages it names: {device} is none of stage {stage}")
+                row.refuse(
+                    f"devices of the listed stages, but device {device} is not in stage {stage}"
+                )
         for part in (each.source_slice, each.target_slice):
             if part.index >= part.of:
-                row.refuse(f"one of {part.of} turns, counted from 0, not {part.index}")
+                row.refuse(
+                    f"the index of a slice from 0 to {part.of - 1}, but the index is {part.index}"
+                )
 
 
 _BLOCK_NAME_PATTERN = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
@@ -549,7 +553,7 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
     kinds = [_read_task_kind(block, stages) for block in record.at("blocks").items()]
     orders = tuple(_read_task_orders(record.at("tasks"), kinds, stages))
     if len(orders) != (devices := record.get("devices", Count)):
-        record.at("tasks").refuse(f"one list for each of {devices} {plural(devices, 'device')}")
+        record.at("tasks").refuse(f"one list per device, for {devices} {plural(devices, 'device')}")
     schedule = Schedule(
         record.get("units", Count),
         orders,
@@ -582,9 +586,7 @@ def _read_task_orders(
         block = record.get("block", Index)
         unit = record.get("unit", Index)
         if block >= len(kinds):
-            record.at("block").refuse(
-                f"the index of one of {len(kinds)} {plural(len(kinds), 'block')}"
-            )
+            record.at("block").refuse(f"the index of a block, from 0 to {len(kinds) - 1}")
         stage, phase, turn = kinds[block]
         return Task(stage, phase, unit * stages.micro_batch_ratio_at(stage) + turn)
 
@@ -601,12 +603,14 @@ def _read_task_kind(record: JsonRecord, stages: StageGraph) -> TaskKind:
     match = _BLOCK_NAME_PATTERN.fullmatch(record.get("name", str))
     if match is None or int(match[1]) >= len(stages.stage_devices):
         record.at("name").refuse(
-            f"a stage below {len(stages.stage_devices)} and a phase, such as 0F"
+            f"a stage number below {len(stages.stage_devices)} and a phase, such as 0F"
         )
     stage = int(match[1])
     turn = int(match[3] or 0)
     if turn >= (turns := stages.micro_batch_ratio_at(stage)):
-        record.at("name").refuse(f"one of {turns} turns of stage {stage}, counted from 0")
+        record.at("name").refuse(
+            f"a part of the micro-batch of stage {stage}, numbered from 0 to {turns - 1}"
+        )
     if record.get("devices", tuple[Index, ...]) != (devices := stages.stage_devices[stage]):
-        record.at("devices").refuse(f"the devices of stage {stage}: {list(devices)}")
+        record.at("devices").refuse(f"the devices of stage {stage}, which are {list(devices)}")
     return stage, Phase(match[2]), turn

@@ -27,7 +27,7 @@ def matches_pattern(pattern: str, name: str, key: str) -> bool:
             return re.fullmatch(pattern[3:], name) is not None
         except re.error as error:
             raise ConfigurationError(
-                f"{key}: {pattern!r} is no regular expression: {error}"
+                f"{key}: {pattern!r} is not a valid regular expression: {error}"
             ) from error
     return fnmatch.fnmatchcase(name, pattern)
 

@@ -53,7 +53,8 @@ class Task:
         match = _TASK_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigurationError(
-                f"{text!r} is not a task", "tasks are written like 2F0: stage, phase, micro-batch"
+                f"{text!r} is not a task",
+                "write a task such as 2F0: the stage, the phase, the micro-batch",
             )
         return Task(int(match[1]), Phase(match[2]), int(match[3]))
 
@@ -332,8 +333,9 @@ def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int
     for index, size in enumerate(sizes):
         if micro_batch_size % size:
             raise InfeasibleError(
-                f"stage {index} has micro-batches of {size} {plural(size, 'sample')}, "
-                f"which do not divide those of {micro_batch_size}"
+                f"stage {index} has micro-batches of {size} {plural(size, 'sample')}, which do "
+                f"not divide the {micro_batch_size} {plural(micro_batch_size, 'sample')} of a "
+                "micro-batch of the step"
             )
     if set(sizes) <= {micro_batch_size}:
         return ()

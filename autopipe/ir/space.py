@@ -194,7 +194,7 @@ def parse_notation(
     """
     operand_text, arrow, result_text = notation.partition("->")
     if not arrow:
-        raise NotationError(f"iteration-space notation {notation!r} has no '->'")
+        raise NotationError(f"the iteration-space notation {notation!r} lacks '->'")
     marks: dict[str, str] = {}
     windows: list[_Window] = []
     operands = _parse_tensors(operand_text, len(operand_shapes), marks, windows)
@@ -234,8 +234,8 @@ def _parse_tensors(
     words = text.split(",") if count else []
     if len(words) != count:
         raise NotationError(
-            f"notation {text!r} describes {len(words)} {plural(len(words), 'tensor')}, "
-            f"but the node has {count}"
+            f"notation {text!r} describes {len(words)} {plural(len(words), 'tensor')}, but the "
+            f"node reads or writes {count}"
         )
     return [_parse_tensor(part.strip(), marks, index, windows) for index, part in enumerate(words)]
 
@@ -282,15 +282,15 @@ def _solve_sizes(
         if tensor is not None and shape is not None:
             if len(tensor) != len(shape):
                 raise NotationError(
-                    f"notation {notation!r} has {len(tensor)} "
-                    f"{plural(len(tensor), 'dimension')} for a tensor of shape {shape}"
+                    f"notation {notation!r} describes {len(tensor)} "
+                    f"{plural(len(tensor), 'dimension')} of a tensor of shape {shape}"
                 )
             dimensions += zip(tensor, shape, strict=True)
     for dimension, size in dimensions:
         if len(dimension) == 1 and known.setdefault(dimension[0], size) != size:
             raise NotationError(
-                f"axis {dimension[0]!r} of {notation!r} has size {known[dimension[0]]} in one "
-                f"dimension and {size} in another"
+                f"axis {dimension[0]!r} of {notation!r} is of size {known[dimension[0]]} in one "
+                f"dimension and of size {size} in another"
             )
     for dimension, size in dimensions:
         missing = [name for name in dimension if name not in known]
@@ -304,7 +304,7 @@ def _solve_sizes(
             product *= known[missing[0]]
         if dimension and product != size:
             raise NotationError(
-                f"dimension {dimension} of {notation!r} has size {product}, "
-                f"but the tensor has {size}"
+                f"dimension {dimension} of {notation!r} is of size {product}, but the dimension "
+                f"of the tensor is of size {size}"
             )
     return known

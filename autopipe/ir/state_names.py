@@ -68,30 +68,30 @@ class StateNames:
         try:
             document = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise _invalid_record_error("is no JSON") from error
+            raise _invalid_record_error("is not valid JSON") from error
         if not isinstance(document, dict) or document.keys() != {"names", "counts"}:
-            raise _invalid_record_error("is no object of 'names' and 'counts'")
+            raise _invalid_record_error("is not an object with the keys 'names' and 'counts'")
         names = document["names"]
         counts = document["counts"]
         if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):
-            raise _invalid_record_error("does not give the tensor of each name")
+            raise _invalid_record_error("does not map each name to a tensor")
         if len(names) > MAX_NAMES:
-            raise _invalid_record_error(f"has {len(names)} names, the maximum is {MAX_NAMES}")
+            raise _invalid_record_error(f"has {len(names)} names, expected {MAX_NAMES} or fewer")
         for tensor, tied in Counter(names.values()).items():
             if tensor not in initializers:
                 raise _invalid_record_error(
-                    f"names the tensor {tensor!r}, which the file does not hold"
+                    f"names the tensor {tensor!r}, which the model does not contain"
                 )
             if tied > MAX_TIED_NAMES:
                 raise _invalid_record_error(
-                    f"has {tied} names of {tensor!r}, the maximum is {MAX_TIED_NAMES}"
+                    f"has {tied} names of tensor {tensor!r}, expected {MAX_TIED_NAMES} or fewer"
                 )
         if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
-            raise _invalid_record_error(f"has counts that are no integers from 0 to {MAX_COUNT}")
+            raise _invalid_record_error(f"has counts that are not integers from 0 to {MAX_COUNT}")
         for tensor in counts:
             if not is_for_state_only(tensor) or tensor not in initializers:
                 raise _invalid_record_error(
-                    f"counts in {tensor!r}, which is no counter of the file"
+                    f"counts in {tensor!r}, which is not a counter of the model"
                 )
         return cls(names, counts)
 
@@ -101,4 +101,4 @@ def _is_count(value: object) -> bool:
 
 
 def _invalid_record_error(reason: str) -> ModelError:
-    return ModelError(f"its metadata {METADATA_KEY!r} {reason}")
+    return ModelError(f"the model's metadata entry {METADATA_KEY!r} {reason}")

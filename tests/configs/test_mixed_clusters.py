@@ -72,7 +72,7 @@ def test_fewer_devices_are_the_first(tmp_path: Path) -> None:
     assert [group.size for group in ten.groups] == [8, 2]
     with pytest.raises(
         InfeasibleError,
-        match=r"a100-v100 has 16 devices \(8 in a100, 8 in v100\), 4 fewer than the 20",
+        match=r"a100-v100 consists of 16 devices \(8 in a100, 8 in v100\), 4 fewer than the requested 20",
     ):
         build_cluster(cluster_preset("a100-v100"), 20)
 
@@ -99,18 +99,18 @@ def test_mixed_presets_have_devices_of_several_kinds(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("device: a100-80gb", "device: a100", "mine.yaml: no cluster preset is named 'a100' (did you mean"),
-        ("device: a100-80gb", "device: a100-v100", "group new has the device of preset a100-v100, which has several"),
+        ("device: a100-80gb", "device: a100", "mine.yaml: cluster preset 'a100' is unknown (did you mean"),
+        ("device: a100-80gb", "device: a100-v100", "the device of group new is the preset a100-v100, which consists of several"),
         ("count: 12", "cout: 12", "mine.yaml:3: unknown key 'cout' in groups[0] (did you mean 'count'?)"),
         ("count: 12", "count: 0", "mine.yaml:3: groups[0].count is 0 (it must be at least 1)"),
         (", count: 12", "", "mine.yaml:3: groups[0] lacks the key 'count'"),
-        ("name: old", "name: new", "cluster mine has two groups called 'new'"),
-        ("name: D", "name: A100-SXM4-80GB", "cluster mine has two different devices called 'A100-SXM4-80GB'"),
-        ("rack, ", "rack, size: 1, ", "group old of cluster mine has 4 devices, and its levels hold only 2"),
-        ("box, size: 2", "box", "level box of group old of cluster mine has no size"),
-        ("site, ", "site, size: 3, ", "cluster mine joins 2 groups by a level of 3"),
+        ("name: old", "name: new", "cluster mine contains two groups with the name 'new'"),
+        ("name: D", "name: A100-SXM4-80GB", "cluster mine contains two different devices with the name 'A100-SXM4-80GB'"),
+        ("rack, ", "rack, size: 1, ", "group old of cluster mine consists of 4 devices, but its levels connect only 2"),
+        ("box, size: 2", "box", "level box of group old of cluster mine lacks a size"),
+        ("site, ", "site, size: 3, ", "cluster mine connects 2 groups by a level of 3"),
         ("levels:\n  - {name: site", "levels:\n  - {name: a, latency: 0, bandwidth: 1B/s}\n  - {name: site",
-         "cluster mine joins 2 groups by 2 levels"),
+         "cluster mine connects 2 groups by 2 levels"),
         ("groups:", "device: {}\ngroups:", "device lacks the key 'name'"),
     ],
 )  # fmt: skip
@@ -123,15 +123,15 @@ def test_mistakes_in_groups(tmp_path: Path, old: str, new: str, expected: str) -
 
 
 def test_groups_leave_nothing_else_open(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="do not say whose nodes"):
+    with pytest.raises(ConfigurationError, match="are ambiguous"):
         resolve_cluster(parse_configuration("cluster: {preset: a100-v100, nodes: 2}\n", "c.yaml"))
     path = tmp_path / "mine.yaml"
     path.write_text("name: bare\nlevels: [{name: node, latency: 0, bandwidth: 1GB/s}]\n")
-    with pytest.raises(ConfigurationError, match="cluster bare describes no device"):
+    with pytest.raises(ConfigurationError, match="cluster bare describes no devices"):
         build_cluster(read_cluster(path), None)
     alone = MIXED.replace("    levels:\n", "").replace(
         "      - {name: box, size: 2, latency: 1us, bandwidth: 3GB/s}\n", ""
     )
     path.write_text(alone.replace("      - {name: rack, latency: 2us, bandwidth: 2GB/s}\n", ""))
-    with pytest.raises(ConfigurationError, match="group old of cluster mine has no levels"):
+    with pytest.raises(ConfigurationError, match="group old of cluster mine describes no levels"):
         build_cluster(read_cluster(path), None)

@@ -57,22 +57,22 @@ REFUSED = {
     "memory of another cluster": (
         "memory: 6",
         "memory: [6]",
-        ":1: memory has 1 number for 2 devices",
+        ":1: memory lists 1 number, but the number of devices is 2",
     ),
     "a device out of range": (
         "devices: [0, 1]",
         "devices: [0, 2]",
-        ":6: block 'T' is on device 2, but there are 2",
+        ":6: block 'T' is on device 2, but the number of devices is 2",
     ),
     "a device below 0": ("devices: [0, 1]", "devices: [-1]", ":6: blocks[1].devices[0] is -1"),
-    "a device twice": ("devices: [0, 1]", "devices: [1, 1]", ":6: block 'T' names a device twice"),
+    "a device twice": ("devices: [0, 1]", "devices: [1, 1]", ":6: block 'T' lists a device twice"),
     "no device": ("devices: [0, 1]", "devices: []", ":6: block 'T' is on no device"),
     "no time": ("time: 2", "time: 0", ":6: blocks[1].time is 0 (it must be at least 1)"),
     "negative time": ("time: 2", "time: -3", ":6: blocks[1].time is -3"),
     "half a time": ("time: 2", "time: 0.5", ":6: blocks[1].time is 0.5 (expected a whole number"),
     "endless time": ("time: 2", "time: 9000000000000000", ":6: blocks[1].time is 9000000000000000"),
     "a missing time": (", time: 2", "", ":6: blocks[1] lacks the key 'time'"),
-    "a name twice": ("name: T", "name: F", ":6: two blocks are called 'F' (the first in line 5)"),
+    "a name twice": ("name: T", "name: F", ":6: two blocks have the name 'F', the first in line 5"),
     "an unknown block": (
         "after: [F]",
         "after: [G]",
@@ -82,7 +82,7 @@ REFUSED = {
     "a delay too many": (
         "delays: [3]",
         "delays: [3, 4]",
-        ":6: block 'T' has 2 delays for 1 block before it",
+        ":6: block 'T' lists 2 delays for 1 block in `after`",
     ),
     "a circle": (
         "after: [F]",
@@ -99,7 +99,7 @@ REFUSED = {
         "tiem: 2",
         ":6: unknown key 'tiem' in blocks[1] (did you mean 'time'?)",
     ),
-    "no blocks": (GOOD[GOOD.index("blocks:") :], "blocks: []\n", ":1: there are 0 blocks"),
+    "no blocks": (GOOD[GOOD.index("blocks:") :], "blocks: []\n", ":1: the file describes 0 blocks"),
 }
 
 

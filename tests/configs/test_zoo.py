@@ -207,7 +207,7 @@ def test_tied_table_is_one_parameter() -> None:
         ("gpt", ["heads=3"], "hidden = 64 is not a multiple of heads = 3"),
         ("gpt", ["layers=0"], "at least 1"),
         ("gpt", ["layers=1e3"], "layers is 1e3"),
-        ("gpt", ["layers"], "is not of the form KEY=VALUE"),
+        ("gpt", ["layers"], "expected KEY=VALUE"),
         ("gpt", ["loss=1"], "loss is 1"),
         ("gpt", ["weights=some"], "is none of random, none"),
         ("gpt", ["opset=19"], "at least 20"),

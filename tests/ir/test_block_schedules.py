@@ -47,23 +47,26 @@ def test_figures_follow_from_the_starts():
 @pytest.mark.parametrize(
     ("starts", "expected"),
     [
-        (((0, 3, 4), (7, 10)), "unit 1: 2 starts for 3 blocks"),
+        (
+            ((0, 3, 4), (7, 10)),
+            "micro-batch 1: the number of starts is 2, expected one for each of 3 blocks",
+        ),
         (
             ((0, 3, 4), (7, 10, 10)),
-            "'B0' of unit 1 starts at 10, but 'T' of unit 1, which it comes after, is there",
+            "'B0' of micro-batch 1 starts at 10, but requires block 'T' of micro-batch 1, whose",
         ),
         (
             ((0, 2, 4), (7, 10, 11)),
-            "starts at 2, but 'F0' of unit 0, which it comes after, is there at 3",
+            "starts at 2, but requires block 'F0' of micro-batch 0, whose result arrives at 3",
         ),
-        (((-1, 3, 4), (7, 10, 11)), "'F0' of unit 0 starts at -1, before 0"),
+        (((-1, 3, 4), (7, 10, 11)), "'F0' of micro-batch 0 starts at -1, expected 0 or later"),
         (
             ((0, 3, 4), (6, 10, 11)),
-            "device 0: 'F0' of unit 1 starts at 6, while 'B0' of unit 0 runs until 7",
+            "device 0: block 'F0' of micro-batch 1 starts at 6, but block 'B0' of micro-batch 0 runs",
         ),
         (
             ((0, 4, 5), (1, 8, 9)),
-            "device 0: memory in use is 4 when 'F0' of unit 1 starts, there is room for 2",
+            "device 0: memory in use is 4 when block 'F0' of micro-batch 1 starts, above",
         ),
     ],
 )
@@ -138,30 +141,30 @@ REFUSED = {
     "another format": (["format"], "autopipe.plan/1", "the format is"),
     "a plan's": (["repetends"], [], "the schedule of a plan, not of blocks (give the folder"),
     "too many devices": (["devices"], 10**9, "devices is 1000000000"),
-    "a device more": (["devices"], 3, "2 memory limits for 3 devices"),
+    "a device more": (["devices"], 3, "memory limits is 2, expected one for each of 3 devices"),
     "a block on a device that is not there": (
         ["blocks", 0, "devices"],
         [2],
-        "there is no device 2",
+        "the block is on device 2, which",
     ),
-    "a block on none": (["blocks", 0, "devices"], [], "block 'F0': it is on no device"),
-    "no time": (["blocks", 0, "time"], 0, "block 'F0': its time is 0"),
+    "a block on none": (["blocks", 0, "devices"], [], "block 'F0': the block is on no device"),
+    "no time": (["blocks", 0, "time"], 0, "block 'F0': the time of the block is 0"),
     "half a time": (["blocks", 0, "time"], 0.5, "blocks[0].time is 0.5"),
     "a circle": (["blocks", 0, "after"], [2], "wait in a circle"),
     "a longer block": (
         ["blocks", 2, "time"],
         4,
-        "device 0: 'F0' of unit 1 starts at 7, while 'B0' of unit 0 runs",
+        "device 0: block 'F0' of micro-batch 1 starts at 7, but block 'B0' of micro-batch 0 runs",
     ),
     "less room": (
         ["memory", 0],
         1,
-        "device 0: memory in use is 2 when 'F0' of unit 0 starts, there is room for 1",
+        "device 0: memory in use is 2 when block 'F0' of micro-batch 0 starts, above the limit of 1",
     ),
     "an earlier start": (
         ["tasks", 0, 0, "start"],
         1,
-        "'T' of unit 0 starts at 3, but 'F0' of unit 0",
+        "'T' of micro-batch 0 starts at 3, but requires block 'F0' of micro-batch 0",
     ),
     "an endless start": (
         ["tasks", 0, 0, "start"],
@@ -171,26 +174,34 @@ REFUSED = {
     "two starts": (
         ["tasks", 1, 0, "start"],
         2,
-        "'T' of unit 0 does not start at one time on all its devices",
+        "'T' of micro-batch 0 does not start at one time on all its devices",
     ),
-    "a task less": (["tasks", 0, 0], None, "block 'F0' of unit 0 does not run"),
-    "half a task": (["tasks", 1, 0], None, "block 'T' of unit 0 does not start at one time on all"),
+    "a task less": (["tasks", 0, 0], None, "block 'F0' of micro-batch 0 does not run"),
+    "half a task": (
+        ["tasks", 1, 0],
+        None,
+        "block 'T' of micro-batch 0 does not start at one time on all",
+    ),
     "a task twice": (
         ["tasks", 0, 1],
         {"block": 0, "unit": 0, "start": 1},
-        "expected each block of a unit once",
+        "expected a task that occurs once",
     ),
     "a task of another device": (["tasks", 1, 0, "block"], 0, "tasks[1][0].block is 0"),
     "a task of no block": (["tasks", 1, 0, "block"], 9, "tasks[1][0].block is 9"),
-    "a unit less": (["units"], 1, "expected one of 1 unit"),
-    "units without end": (["units"], 10**15, "block 'F0' of unit 2 does not run"),
+    "a unit less": (["units"], 1, "expected the number of a micro-batch below 1"),
+    "units without end": (["units"], 10**15, "block 'F0' of micro-batch 2 does not run"),
     "a list less": (["tasks"], [[]], "expected one list for each of 2 devices"),
     "another makespan": (
         ["makespan"],
         13,
-        "makespan is 13 (expected the end of the last task, 14)",
+        "makespan is 13 (expected the end of the last task, which is 14)",
     ),
-    "half a repetend": (["repetend", "starts"], [0], "expected one number for each of 3 blocks"),
+    "half a repetend": (
+        ["repetend", "starts"],
+        [0],
+        "expected a list of one number for each of 3 blocks",
+    ),
     "no bound": (["lower_bound"], None, "lower_bound is missing"),
 }
 

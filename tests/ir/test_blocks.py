@@ -12,15 +12,24 @@ B = Block("B", (0,), 3, -1, (0,))
 
 REFUSED = {
     "no blocks": (BlockGraph(1, (), (None,)), "no blocks"),
-    "memory of another cluster": (BlockGraph(1, (F,), (None, 1)), "2 memory limits for 1 device"),
-    "no device": (BlockGraph(1, (Block("F", (), 1),), (None,)), "'F': it is on no device"),
-    "a device twice": (BlockGraph(1, (Block("F", (0, 0), 1),), (None,)), "name one twice"),
-    "out of range": (BlockGraph(1, (Block("F", (1,), 1),), (None,)), "'F': there is no device 1"),
-    "no time": (BlockGraph(1, (Block("F", (0,), 0),), (None,)), "its time is 0"),
-    "negative time": (BlockGraph(1, (Block("F", (0,), -2),), (None,)), "its time is -2"),
+    "memory of another cluster": (
+        BlockGraph(1, (F,), (None, 1)),
+        "memory limits is 2, expected one for each of 1 device",
+    ),
+    "no device": (BlockGraph(1, (Block("F", (), 1),), (None,)), "'F': the block is on no device"),
+    "a device twice": (BlockGraph(1, (Block("F", (0, 0), 1),), (None,)), "lists a device twice"),
+    "out of range": (
+        BlockGraph(1, (Block("F", (1,), 1),), (None,)),
+        "'F': the block is on device 1",
+    ),
+    "no time": (BlockGraph(1, (Block("F", (0,), 0),), (None,)), "the time of the block is 0"),
+    "negative time": (
+        BlockGraph(1, (Block("F", (0,), -2),), (None,)),
+        "the time of the block is -2",
+    ),
     "after nothing": (
         BlockGraph(1, (Block("F", (0,), 1, 0, (1,)),), (None,)),
-        "after a block that is not there",
+        "depends on a block that does not exist",
     ),
     "a negative delay": (
         BlockGraph(1, (F, Block("B", (0,), 1, 0, (0,), (-1,))), (None,)),

@@ -150,12 +150,15 @@ OPERATION = ("devices", 0, "operations", 0)
         ([], "the document is []"),
         ({"format": "autopipe.plan/1"}, "the format is 'autopipe.plan/1'"),
         (broken("devices", to=[]), "devices is []"),
-        (broken("devices", to=[FORM["devices"][0]] * 2), "expected devices of different names"),
+        (
+            broken("devices", to=[FORM["devices"][0]] * 2),
+            "expected a list of devices with different names",
+        ),
         (broken("devices", 0, "device", to=3), "devices[0].device is 3"),
         (broken("devices", 0, "exchanges", to=[{}]), "devices[0].exchanges[0].kind is missing"),
         (broken(*OPERATION, "operands", to=["float32[-1]"]), 'operands[0] is "float32[-1]"'),
         (broken(*OPERATION, "operands", to=["float31[1]"]), "operands[0] is"),
-        (broken(*OPERATION, "gradients", to=[1]), "expected places of 1 operand"),
+        (broken(*OPERATION, "gradients", to=[1]), "expected indices of the 1 operand"),
         (broken(*OPERATION, "attributes", to={"a": None}), "attributes.a is null"),
         (broken(*OPERATION, "attributes", to={"a": [1, "b"]}), "attributes.a is"),
         (broken(*OPERATION, "flops", to=[1]), "flops: 1 item where 2 are expected"),
@@ -176,5 +179,5 @@ def test_what_is_no_cost_file_is_refused(tmp_path: Path, form: object, says: str
 @pytest.mark.parametrize("text", ["", "{", '{"format": NaN}', "9" * 5000, "[" * 100_000])
 def test_text_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.costs").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"not JSON|the document is"):
+    with pytest.raises(ConfigurationError, match=r"not valid JSON|the document is"):
         read_costs(tmp_path / "bad.costs")

@@ -101,19 +101,20 @@ def test_groups_in_another_order_are_the_same_devices_with_the_same_links(
 
 def test_groups_that_do_not_add_up_are_refused() -> None:
     both = mixed()
-    with pytest.raises(ConfigurationError, match="do not hold its 13 devices"):
+    with pytest.raises(ConfigurationError, match="do not add up to 13 devices"):
         replace(both, devices=both.devices[:13])
     with pytest.raises(
-        ConfigurationError, match="group a has 9 devices or groups, but its levels hold only 8"
+        ConfigurationError,
+        match="group a consists of 9 devices or groups, but its levels connect only 8",
     ):
         replace(both, groups=(replace(both.groups[0], size=9), both.groups[1]))
-    with pytest.raises(ConfigurationError, match="joins groups by 2 levels"):
+    with pytest.raises(ConfigurationError, match="connects its groups by 2 levels"):
         replace(both, levels=both.levels * 2)
     with pytest.raises(
-        ConfigurationError, match="has 2 devices or groups, but its levels hold only 1"
+        ConfigurationError, match="consists of 2 devices or groups, but its levels connect only 1"
     ):
         replace(both, levels=(level(1, 1.0),))
     with pytest.raises(InfeasibleError, match="1 fewer than the requested 15"):
         both.take(15)
-    with pytest.raises(ConfigurationError, match="no device 14"):
+    with pytest.raises(ConfigurationError, match="device 14 does not exist"):
         both.link(0, 14)

@@ -82,13 +82,13 @@ def test_each_pipeline_has_edges_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ((Stage((0, 1, 2), (), 4), Stage((3,), (0,), 4)), r"stage 0 has devices \(\)"),
-        ((Stage((0, 1, 2, 3), (0, 0), 4),), r"stage 0 has devices \(0, 0\)"),
+        ((Stage((0, 1, 2), (), 4), Stage((3,), (0,), 4)), r"stage 0 lists the devices \(\)"),
+        ((Stage((0, 1, 2, 3), (0, 0), 4),), r"stage 0 lists the devices \(0, 0\)"),
         ((Stage((0, 1), (0,), 4), Stage((1, 2, 3), (1,), 4)), "node 'n1' is in stages 0 and 1"),
-        ((Stage((0, 1), (0,), 4),), "2 nodes are in no stage, the first is 'n2'"),
+        ((Stage((0, 1), (0,), 4),), "2 nodes are in no stage, first 'n2'"),
         (
             (Stage((2, 3), (0,), 4), Stage((0, 1), (1,), 4)),
-            "stage 0 needs a value of the later stage 1",
+            "stage 0 reads a value of the later stage 1",
         ),
         (
             (Stage((0, 1, 2, 3), (0,), 4), Stage((0, 1, 2), (1,), 4, pipeline=1)),

@@ -207,13 +207,13 @@ def test_every_missing_key_and_wrong_type_is_refused_with_file_and_key(folder, n
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
+        ("", "not valid JSON"),
         ("[1]", "the document is"),
         ("{}", "format is missing"),
         ('{"format": "autopipe.plan/2"}', "the format is 'autopipe.plan/2'"),
-        ('{"format": NaN}', "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("\udcff", "not JSON"),
+        ('{"format": NaN}', "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("\udcff", "not valid JSON"),
     ],
 )
 def test_other_documents_are_refused(folder, text, message):

@@ -71,12 +71,22 @@ def test_dimensions_that_are_read_through_windows() -> None:
 @pytest.mark.parametrize(
     ("notation", "operands", "results", "message"),
     [
-        ("a b", ((2, 3),), (), "has no '->'"),
-        ("a, b -> a", ((2,),), ((2,),), "describes 2 tensors, but the node has 1"),
-        ("a b -> a", ((2,),), ((2,),), "has 2 dimensions for a tensor of shape"),
-        ("a -> a", ((2,),), ((3,),), "axis 'a' of 'a -> a' has size 2 in one dimension and 3"),
+        ("a b", ((2, 3),), (), "lacks '->'"),
+        ("a, b -> a", ((2,),), ((2,),), "describes 2 tensors, but the node reads or writes 1"),
+        ("a b -> a", ((2,),), ((2,),), "describes 2 dimensions of a tensor of shape"),
+        (
+            "a -> a",
+            ((2,),),
+            ((3,),),
+            "axis 'a' of 'a -> a' is of size 2 in one dimension and of size 3",
+        ),
         ("(a b) -> (a b)", ((6,),), ((6,),), "sizes of axes a, b in"),
-        ("(a b) a -> a b", ((7, 2),), ((2, 3),), "has size 6, but the tensor has 7"),
+        (
+            "(a b) a -> a b",
+            ((7, 2),),
+            ((2, 3),),
+            "is of size 6, but the dimension of the tensor is of size 7",
+        ),
     ],
 )
 def test_notation_that_does_not_fit(

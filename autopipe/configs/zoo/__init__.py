@@ -111,7 +111,7 @@ def model_class(name: str) -> type[ZooModel]:
     """
     if name not in MODELS:
         raise ConfigurationError(
-            f"no model called {quote(name)} in the zoo", hint=similar_name_hint(name, MODELS)
+            f"model {quote(name)} is not in the zoo", hint=similar_name_hint(name, MODELS)
         )
     module, attribute = MODELS[name][0].split(":")
     kind: type[ZooModel] = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
@@ -124,7 +124,7 @@ def parse_words(words: Iterable[str]) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigurationError(f"--set {quote(word)} is not of the form KEY=VALUE")
+            raise ConfigurationError(f"--set is {quote(word)}, expected KEY=VALUE")
         settings[key] = value
     return settings
 
@@ -141,7 +141,9 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
         size = str(given.pop("size"))
         if size not in kind.presets:
             hint = similar_name_hint(size, kind.presets)
-            raise ConfigurationError(f"no such size {quote(size)}", hint=hint, where="--set size")
+            raise ConfigurationError(
+                f"size {quote(size)} of the model is unknown", hint=hint, where="--set size"
+            )
         chosen = kind.presets[size]
     known = [key.name for key in keys(kind)]
     entries = {}

@@ -408,18 +408,21 @@ class BuiltModel:
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         if path.is_dir():
             raise ConfigurationError(
-                "this is a folder", hint="name the file to write", where=str(path)
+                "the output path is a folder, expected a file",
+                hint="choose the path of a file",
+                where=str(path),
             )
         if not path.parent.is_dir():
             raise ConfigurationError(
-                "there is no such folder to write the model to", where=str(path.parent)
+                "the folder of the output file does not exist", where=str(path.parent)
             )
         if self.data_bytes > free:
             message = (
-                f"its weights need {bytes_text(self.data_bytes)} and {bytes_text(free)} are free"
+                f"the weights require {bytes_text(self.data_bytes)}, but {bytes_text(free)} are "
+                "free on the disk"
             )
             raise ConfigurationError(
-                message, hint="--set weights=none plans without them", where=str(path.parent)
+                message, hint="omit the weights with --set weights=none", where=str(path.parent)
             )
         data = path.with_name(path.name + ".data")
         if self.data_bytes > inline_limit:
@@ -434,7 +437,7 @@ class BuiltModel:
                 file.write(proto.SerializeToString(deterministic=True))
         except OSError as error:
             raise ConfigurationError(
-                f"cannot write the model: {error.strerror or error}",
+                f"the model cannot be written: {error.strerror or error}",
                 where=str(error.filename or path),
             ) from error
         if self.data_bytes <= inline_limit:

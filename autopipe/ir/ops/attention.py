@@ -28,7 +28,6 @@ from autopipe.ir.ops.operator import (
     per_row,
 )
 from autopipe.ir.space import Space
-from autopipe.ir.words import plural
 
 PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
 """Element types by the value of ONNX's TensorProto.DataType."""
@@ -153,7 +152,7 @@ def linear_attention(signature: Signature) -> Space:
     heads = node.integer("q_num_heads")
     groups = node.integer("kv_num_heads")
     if heads % groups:
-        raise ValueError(f"{heads} {plural(heads, 'head')} of queries do not share {groups}")
+        raise ValueError(f"q_num_heads {heads} is not a multiple of kv_num_heads {groups}")
     decay, beta = (
         "" if not signature.present(index) else signature.operand(index).shape[2]
         for index in (4, 5)

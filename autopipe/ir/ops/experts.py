@@ -61,7 +61,7 @@ def bits_of_experts(signature: Signature) -> int:
     if bits not in (2, 4, 8) or any(
         signature.node.has(f"fc{layer}_expert_weight_bits") for layer in (1, 2, 3)
     ):
-        raise ValueError("bits of weights")
+        raise ValueError(f"expert_weight_bits is {bits}, expected 2, 4 or 8 and no value per layer")
     return bits
 
 
@@ -74,7 +74,9 @@ def activation_of(signature: Signature) -> str:
     name = node.text("activation_type", "relu")
     if node.text("quant_type", "int") != "int" or unread or name not in ACTIVATIONS:
         what = unread[0] if unread else "quant_type" if name in ACTIVATIONS else "activation_type"
-        raise ModelError(f"{node.op} with this {what} is not supported", where=repr(node.name))
+        raise ModelError(
+            f"the value of attribute {what} of {node.op} is not supported", where=repr(node.name)
+        )
     return name
 
 
@@ -148,7 +150,7 @@ def _require_fitting(signature: Signature) -> None:
         )
         or not 0 < experts_per_token(signature) <= experts
     ):
-        raise ValueError("layers, scores and tokens do not fit")
+        raise ValueError("the shapes of expert weights, router scores and tokens do not match")
 
 
 def _flops(signature: Signature, space: Space) -> float:
@@ -169,7 +171,7 @@ def _listed(signature: Signature) -> Space:
     expert. A split along i gives each device a shard of the hidden units of every expert.
     """
     if (len(signature.operands) - 3) % 3 or len(signature.operands) < 6:
-        raise ValueError("three matrices an expert")
+        raise ValueError("the number of expert weights is not a multiple of three")
     matrices = [["1", "i&"], ["1", "i"], ["i", "1"]]
     matrices += [["1", "i"], ["1", "i"], ["i", "1"]] * (len(signature.operands) // 3 - 2)
     return notate(signature, [["t", "1"]] * 3 + matrices, [["t", "1"]])

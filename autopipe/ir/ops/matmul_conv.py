@@ -122,7 +122,9 @@ def equation_of(signature: Signature) -> Equation:
         if value is not None
     )
     if not allowed or not fits or not set(right) <= {*letters, "."}:
-        raise ModelError(f"Einsum has the equation {text!r}", where=repr(signature.node.name))
+        raise ModelError(
+            f"the Einsum equation {text!r} is not supported", where=repr(signature.node.name)
+        )
     return Equation(operands, right)
 
 
@@ -464,12 +466,20 @@ def recurrent(signature: Signature) -> Space:
         "reverse",
         "bidirectional",
     ):
-        raise ModelError(f"{node.op} has direction {direction!r}", where=repr(node.name))
+        raise ModelError(
+            f"{node.op} uses the direction {direction!r}, which is not supported",
+            where=repr(node.name),
+        )
     for name in node.texts("activations"):
         if name.lower() not in ACTIVATIONS:
-            raise ModelError(f"{node.op} has no activation {name!r}", where=repr(node.name))
+            raise ModelError(
+                f"{node.op} uses the activation {name!r}, which is not supported",
+                where=repr(node.name),
+            )
     if not signature.operand(0).shape[node.integer("layout")]:
-        raise ModelError(f"{node.op} has a sequence of 0 steps", where=repr(node.name))
+        raise ModelError(
+            f"{node.op} reads a sequence of length 0, expected 1 or more", where=repr(node.name)
+        )
     if node.integer("layout") == 1:
         data = "b s! i!"
         before = "b e! k!"

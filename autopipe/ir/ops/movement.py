@@ -553,7 +553,7 @@ def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
     sizes = _numbers(signature, 3)
     if not sizes:
         raise ModelError(
-            "Resize has neither scales nor sizes that are known", where=repr(signature.node.name)
+            "Resize requires constant scales or constant sizes", where=repr(signature.node.name)
         )
     scales = [
         size / signature.operand(0).shape[axis] for size, axis in zip(sizes, axes, strict=True)

@@ -451,7 +451,7 @@ class Operator:
             return self.notation(signature)
         except NotationError as error:
             raise NotationError(
-                f"{self.name} does not fit its tensors: {error.message}", where=where
+                f"the operands do not fit operator {self.name}: {error.message}", where=where
             ) from error
         except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
             shapes = ", ".join(

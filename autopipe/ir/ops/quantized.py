@@ -15,7 +15,7 @@ def bits_of(signature: Signature, default: int = 4) -> int:
     """Return the number of bits per weight. Raise ValueError if it is not 2, 4 or 8."""
     bits = signature.node.integer("bits", default)
     if bits not in (2, 4, 8):
-        raise ValueError(f"{bits} bits")
+        raise ValueError(f"a weight consists of {bits} bits, expected 2, 4 or 8")
     return bits
 
 
@@ -49,7 +49,7 @@ def matmul_nbits(signature: Signature) -> Space:
     rows = " ".join(names(signature.rank - 1, "m"))
     packed = signature.operand(1).shape[2]
     if block * bits_of(signature) != 8 * packed or not 0 <= block * blocks - inner < block:
-        raise ValueError("weights and block_size do not fit")
+        raise ValueError(f"the shape of the weights does not match the block_size {block}")
     words = _blocks(signature, 3, blocks)
     if words is None or block * blocks != inner or signature.present(4):
         return notate(signature, [f"{rows} k!", "n 1 1", "n 1", "n 1", "1"], [f"{rows} n"])

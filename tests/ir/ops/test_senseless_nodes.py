@@ -51,7 +51,7 @@ def test_tensors_that_do_not_fit_an_operator_are_the_models_fault() -> None:
     signature = Signature(node, values, (Value("o", DType.FLOAT32, (2, 5)),), (None, None), 23)
     with pytest.raises(
         ModelError,
-        match=r"MatMul does not fit its tensors: axis .* has size 3 in one dimension and 4 in another",
+        match=r"fit operator MatMul: axis .* is of size 3 in one dimension and of size 4 in another",
     ) as caught:
         OPERATORS["MatMul"].space(signature)
     assert caught.value.where == "'/mlp/up'"
