@@ -116,7 +116,9 @@ def _kernel_times(path: Path, runs: int) -> Timing:
         event["dur"] * 1e-6 for event in events if str(event.get("name")).endswith("_kernel_time")
     ]
     if not kernels or len(kernels) % runs:
-        raise ValueError("its profiler tells of no kernel")
+        raise ValueError(
+            f"the profile lists {len(kernels)} kernel runs, expected a multiple of {runs}"
+        )
     return Timing.of(np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP:].tolist())
 
 
@@ -321,7 +323,9 @@ class ReferenceModel:
             results = self._session.run(None, known)
         except (states.Fail, states.InvalidArgument, states.RuntimeException) as error:
             reason = " ".join(str(error).partition("Status Message:")[2].split()) or str(error)
-            raise ModelError(f"it does not take these numbers: {reason}") from error
+            raise ModelError(
+                f"ONNX Runtime cannot run the model with these inputs: {reason}"
+            ) from error
         found: dict[str, np.ndarray] = {}
         for name, result in zip(self._outputs, results, strict=True):
             is_sequence = isinstance(result, list)
@@ -362,7 +366,7 @@ class ReferenceModel:
 
         proto = _loaded(self._path)
         if not onnx_float64.is_flat(proto):
-            raise ModelError("a model with functions or branches does not run in float64")
+            raise ModelError("a model with functions or branches cannot run in float64")
         floating = self._floating_values(proto)
         external_data_helper.load_external_data_for_model(proto, str(self._path.parent))
         onnx_float64.widen_tensors(proto)
@@ -574,7 +578,7 @@ def _readable(path: Path) -> Iterator[None]:
         reason = str(error).splitlines()[0]
         if _NO_KERNEL in reason:
             raise NoKernelError(
-                f"ONNX Runtime has no kernel: {reason.partition(_NO_KERNEL)[2]}"
+                f"ONNX Runtime lacks a kernel for an operator: {reason.partition(_NO_KERNEL)[2]}"
             ) from error
         raise ModelError(
             f"ONNX Runtime cannot open the model: {reason}", where=str(path)

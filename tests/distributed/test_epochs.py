@@ -183,7 +183,7 @@ def test_errors_of_data_come_before_any_rank(
     cases = {
         ("--data", str(folder / "wrong.bin")): "'tokens' row 7 holds 32: it must be from 0 to 31",
         ("--data", str(folder / "nothing.bin")): "cannot be read: No such file or directory",
-        ("--data", str(folder / "gpt.onnx")): "is no data that can be read",
+        ("--data", str(folder / "gpt.onnx")): "have an unknown format",
     }
     program_text = "import sys; from autopipe.cli.main import main; code = main(sys.argv[1:]); "
     program_text += "assert 'torch' not in sys.modules; sys.exit(code)"
@@ -202,4 +202,4 @@ def test_errors_of_data_come_before_any_rank(
         assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
         assert message in ended.stderr
     assert main(["launch", str(padded), "--epochs", "2", "--steps", "3"]) == 2
-    assert "--steps says when to end" in capsys.readouterr().err
+    assert "--steps already sets the end" in capsys.readouterr().err

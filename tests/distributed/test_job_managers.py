@@ -237,7 +237,9 @@ def test_a_node_that_never_comes_is_named(program: Path) -> None:
         )
     )
     assert ended.code == 5
-    assert ended.result["error"]["message"].startswith("no node is at 127.0.0.3:")
+    assert ended.result["error"]["message"].startswith(
+        "the rendezvous node did not answer at 127.0.0.3:"
+    )
 
 
 def test_a_rank_whose_peer_died_on_another_machine_names_it(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_disk_that_takes_no_more(program: Path) -> None:
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
     assert line.startswith("error: rank 0, task checkpoint: ")
     assert "the checkpoint cannot be written: File too large" in line
-    assert "earlier checkpoints are untouched" in ended.stderr
+    assert "earlier checkpoints are unchanged" in ended.stderr
     assert_untouched(saved, 1, 2)
 
 
@@ -162,5 +162,5 @@ def test_one_of_another_model(program: Path) -> None:
     ended = go_on(program)
     assert ended.code == 2, ended.stderr
     (line,) = (line for line in ended.stderr.splitlines() if line.startswith("error:"))
-    assert "the checkpoint is of another model: it has no parameter 'another'" in line
+    assert "the checkpoint was written for another model: it has no parameter 'another'" in line
     assert_untouched(program.parent / "saved", 1, 2)

@@ -42,7 +42,7 @@ MODULE = "from pathlib import Path\nPath(__file__).with_name('taken').touch()\n"
 def _refused(ended: Ended) -> bool:
     """Whether a launch has ended as one does that finds strangers' values in its store."""
     lines = [line for line in ended.stderr.splitlines() if line.startswith("error:")]
-    words = "the ranks' store holds a value that no process of this run has written"
+    words = "a value in the rendezvous store lacks a valid signature of this run"
     return (
         ended.code == 5
         and len(lines) == 1

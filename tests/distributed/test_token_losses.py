@@ -146,6 +146,6 @@ def test_other_losses_are_refused() -> None:
     )
     with pytest.raises(
         ConfigurationError,
-        match=r"tokens needs a mean cross-entropy over labels, and the loss .* ReduceMean",
+        match=r"tokens requires a mean cross-entropy over labels, but the loss .* ReduceMean",
     ):
         summed_over_labels(builder.graph(loss), loss)

@@ -170,7 +170,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        hint = "earlier checkpoints are untouched"
+        hint = "free disk space or choose another folder; earlier checkpoints are unchanged"
         raise LaunchError(
             f"the checkpoint cannot be written: {reason}", hint=hint, where=str(path)
         ) from error
@@ -249,9 +249,9 @@ _SHORT_PATIENCE_S = 2.0
 
 
 def _in_use(folder: Path) -> ConfigurationError:
-    hint = "wait for its end, or choose another --checkpoint folder"
+    hint = "wait until the other run ends, or choose another folder with --checkpoint DIR"
     return ConfigurationError(
-        "another run saves its checkpoints here", hint=hint, where=str(folder)
+        "another run is writing checkpoints to this folder", hint=hint, where=str(folder)
     )
 
 
@@ -277,8 +277,8 @@ def check_savable(folder: Path) -> None:
 
 
 def _unsavable(folder: Path, reason: str) -> ConfigurationError:
-    hint = "name a folder that is writable, or can be made, with --checkpoint DIR"
-    return ConfigurationError(f"checkpoints cannot be saved: {reason}", hint, str(folder))
+    hint = "choose a writable folder with --checkpoint DIR"
+    return ConfigurationError(f"checkpoints cannot be written: {reason}", hint, str(folder))
 
 
 def _kind_of(path: Path) -> str:
@@ -340,9 +340,11 @@ def check_unused(folder: Path) -> None:
     next to the checkpoints of another run.
     """
     if steps := committed_steps(folder):
-        hint = "give --resume to go on from it, or choose another folder"
+        hint = "resume the run with --resume, or choose another folder"
         raise ConfigurationError(
-            f"{folder} holds a checkpoint after {steps[-1]} {plural(steps[-1], 'step')}", hint=hint
+            f"folder {folder} contains a checkpoint after {steps[-1]} "
+            f"{plural(steps[-1], 'step')} of another run",
+            hint=hint,
         )
 
 

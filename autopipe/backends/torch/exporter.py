@@ -121,10 +121,13 @@ def subject_of(
     """
     if (loss is None) != (labels is None):
         raise ConfigurationError(
-            "loss and labels go together", "labels is an example of what loss compares with"
+            "loss and labels require each other, but only one is set",
+            "set labels to an example of the labels that the loss reads",
         )
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"a {type(module).__name__} is no torch.nn.Module")
+        raise ConfigurationError(
+            f"the module is of type {type(module).__name__}, expected torch.nn.Module"
+        )
     named = dict(example) if isinstance(example, Mapping) else {}
     positional: list[torch.Tensor] = []
     if isinstance(example, torch.Tensor):
@@ -144,12 +147,14 @@ def subject_of(
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(
-                f"the example of input {name!r} is a {type(tensor).__name__}, no tensor"
+                f"the example of input {name!r} is of type {type(tensor).__name__}, expected a "
+                "tensor"
             )
     batches = {len(each) for each in tensors if each.dim()}
     if len(batches) != 1:
         raise ConfigurationError(
-            f"examples have {sorted(batches)} samples", "give each the same number of rows"
+            f"the examples differ in the number of samples: {sorted(batches)}",
+            "use equal sizes of dimension 0 for all examples",
         )
     if batches == {1}:  # Torch treats a dimension of size 1 as a constant.
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
@@ -182,13 +187,14 @@ def _require_exportable(module: _WithLoss) -> None:
     for name, _ in tensors_of(module):
         if Subject.name_of(name) == _LOSS:
             raise ConfigurationError(
-                f"the module has a tensor {_LOSS!r}: the loss of the file has this name"
+                f"the module uses the tensor name {_LOSS!r}, which is reserved for the loss"
             )
     for first, second in overlapping(module):
         names = f"{Subject.name_of(first)!r} and {Subject.name_of(second)!r}"
         raise ConfigurationError(
-            f"{names} are different tensors in one memory: a file holds them apart",
-            "make one parameter of them (b.weight = a.weight), or copies (clone())",
+            f"{names} are different tensors that overlap in memory, which an ONNX file cannot "
+            "represent",
+            "make them one parameter (b.weight = a.weight), or copies (clone())",
         )
     for name, each in module.named_modules():
         if not isinstance(each, NormBase) or not each.training or not each.track_running_stats:
@@ -196,10 +202,10 @@ def _require_exportable(module: _WithLoss) -> None:
         if each.momentum is None and each.running_mean is not None:
             raise ConfigurationError(
                 (
-                    f"{type(each).__name__} {Subject.name_of(name)!r} has momentum=None: ONNX has "
-                    "no cumulative average"
+                    f"{type(each).__name__} {Subject.name_of(name)!r} uses momentum=None, a "
+                    "cumulative average, which ONNX does not support"
                 ),
-                "set a momentum such as 0.1, or put it into eval()",
+                "set a momentum such as 0.1, or call eval() on the module",
             )
 
 
@@ -283,10 +289,11 @@ def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
         if not any(isinstance(each, FakeTensor) for each in traced.constants.values()):
             return traced
         first = (
-            "it takes a value that the module computes for a constant, as of `.data` (use detach())"
+            "the module computes a value that the trace treats as a constant, such as `.data` "
+            "(use detach())"
         )
     raise ConfigurationError(
-        f"torch cannot trace the module: {first}", "torch.export.export says more"
+        f"torch cannot trace the module: {first}", "run torch.export.export for the full error"
     )
 
 
@@ -311,14 +318,16 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
             verbose=False,
         )
     except ModuleNotFoundError as error:
-        hint = f"pip install {error.name}, or autopipe with its extra 'export'"
-        raise ConfigurationError(f"torch's exporter needs {error.name}", hint) from error
+        hint = f"pip install {error.name}, or install autopipe with the extra 'export'"
+        raise ConfigurationError(
+            f"torch's exporter requires the package {error.name}", hint
+        ) from error
     except torch.onnx.errors.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         message = f"torch cannot export the module: {_reason(cause)}"
-        raise ConfigurationError(message, "torch.onnx.export says more") from error
+        raise ConfigurationError(message, "run torch.onnx.export for the full error") from error
     assert program is not None
     return program
 

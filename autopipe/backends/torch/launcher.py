@@ -71,24 +71,30 @@ def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
             if config.ranks_per_node
             else ""
         )
-        hint = "nodes times --nproc-per-node must be the number of devices of the plan"
+        hint = (
+            "set nodes and --nproc-per-node so that their product is the number of devices of "
+            "the plan"
+        )
         raise ConfigurationError(
-            f"the program's {world} {plural(world, 'rank does', 'ranks do')} "
-            f"not fit {spread} {plural(high, 'node')}{each}",
+            f"the program's {world} {plural(world, 'rank')} cannot be divided over {spread} "
+            f"{plural(high, 'node')}{each}",
             hint=hint,
         )
     nodes = world // ranks
     if config.node is not None and config.node >= nodes:
         raise ConfigurationError(
-            f"there is no node {config.node} of {nodes}", hint="--node-rank counts from 0"
+            f"--node-rank is {config.node}, but the number of nodes is {nodes}",
+            hint="number the nodes from 0",
         )
     if nodes > 1 and not config.rendezvous_endpoint:
         raise ConfigurationError(
-            "several nodes need a meeting point", hint="--rdzv-endpoint HOST:PORT, alike on all"
+            "a run on several nodes requires a rendezvous endpoint",
+            hint="set --rdzv-endpoint HOST:PORT to one value on all nodes",
         )
     if nodes > 1 and not config.rendezvous_key:
         raise ConfigurationError(
-            "several nodes need a key that they share", hint="--rdzv-key FILE, alike on all"
+            "a run on several nodes requires a rendezvous key",
+            hint="set --rdzv-key FILE to equal files on all nodes",
         )
     return nodes, ranks
 
@@ -159,12 +165,13 @@ def launch_program(
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
-        raise LaunchError(f"stopped by {error.sigval.name}") from error
+        raise LaunchError(f"the run was stopped by {error.sigval.name}") from error
     except RendezvousError as error:
         if isinstance(error.__cause__, LaunchError):
             raise error.__cause__ from error
         raise LaunchError(
-            f"the nodes did not meet: {error}", hint="another node may have ended the run"
+            f"the rendezvous of the nodes failed: {error}",
+            hint="check whether another node ended the run",
         ) from error
     finally:
         poll()

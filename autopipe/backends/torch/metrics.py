@@ -90,7 +90,9 @@ _BEGINNING = '{"step": '
 
 def _not_a_step(path: Path, number: int) -> ConfigurationError:
     return ConfigurationError(
-        f"line {number} is no step's", "move it away, or name another folder", str(path)
+        f"line {number} is not an entry of a step",
+        "move the file, or choose another folder",
+        str(path),
     )
 
 
@@ -282,22 +284,24 @@ class LogSettings:
         )
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise ConfigurationError(
-                "the log cannot be written", hint="name another folder", where=str(self.folder)
+                "the metrics log cannot be written",
+                hint="choose another folder",
+                where=str(self.folder),
             )
         if path.exists() and not path.is_file():
             raise ConfigurationError(
-                f"{path} is no file", hint="name another folder with --log DIR"
+                f"{path} is not a regular file", hint="choose another folder with --log DIR"
             )
         if self.wandb_project is not None and find_spec("wandb") is None:
             raise ConfigurationError(
-                "W&B is not installed", hint="pip install wandb", where="--wandb"
+                "--wandb requires the package wandb, which is not installed",
+                hint="pip install wandb",
+                where="--wandb",
             )
         if list(_steps(path)) and not resume:
-            hint = (
-                "name another folder, or go on from its checkpoint with --checkpoint DIR --resume"
-            )
+            hint = "choose another folder, or resume the run with --checkpoint DIR --resume"
             raise ConfigurationError(
-                "the folder holds the log of another run", hint, str(self.folder)
+                "the folder contains the metrics log of another run", hint, str(self.folder)
             )
 
     def open(self, run: Record, warn: Callable[[str], None]) -> MetricsLog:
@@ -309,9 +313,9 @@ class LogSettings:
             self.folder.mkdir(parents=True, exist_ok=True)
             writers: list[MetricsWriter] = [JsonLines(self.folder / METRICS_FILE)]
         except OSError as error:
-            message = f"the log cannot be written: {error.strerror}"
+            message = f"the metrics log cannot be written: {error.strerror}"
             raise ConfigurationError(
-                message, "name another folder with --log DIR", str(error.filename)
+                message, "choose another folder with --log DIR", str(error.filename)
             ) from error
         if find_spec("tensorboard") is not None:
             writers.append(TensorBoard(self.folder))

@@ -123,18 +123,21 @@ def check_nodes(nodes: Sequence[Node]) -> None:
     first = nodes[0]
     for node in nodes:
         if node.number is not None and node.number in seen:
-            of_both = f"{seen[node.number].host} and {node.host} are both node {node.number}"
-            raise ConfigurationError(of_both, hint="--node-rank differs from node to node")
+            of_both = f"{seen[node.number].host} and {node.host} both have node rank {node.number}"
+            raise ConfigurationError(
+                of_both, hint="set --node-rank to a different number on each node"
+            )
         if (node.number is None) != (first.number is None):
             raise ConfigurationError(
-                f"one of {first.host} and {node.host} has no number", hint="--node-rank, on all"
+                f"only one of {first.host} and {node.host} sets its node rank",
+                hint="set --node-rank on all nodes, or on none",
             )
         if node.ranks != first.ranks:
             unequal = (
-                f"{first.host} starts {first.ranks} {plural(first.ranks, 'rank')}, {node.host} "
-                f"{node.ranks}"
+                f"node {first.host} starts {first.ranks} {plural(first.ranks, 'rank')}, but node "
+                f"{node.host} starts {node.ranks}"
             )
-            raise ConfigurationError(unequal, hint="--nproc-per-node is the same on all nodes")
+            raise ConfigurationError(unequal, hint="set --nproc-per-node to one value on all nodes")
         if (node.gpus < node.ranks) != (first.gpus < first.ranks):
             unequal = (
                 f"{first.host} has {first.gpus} {plural(first.gpus, 'GPU')} for {first.ranks} "
@@ -225,7 +228,7 @@ class Handler(DynamicRendezvousHandler):
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         made = _listening(self.address, master_port)
         if made is None:
-            raise LaunchError("there is no port to listen at", where=self.address)
+            raise LaunchError("no port is free for the rendezvous store", where=self.address)
         return made
 
 
@@ -254,14 +257,15 @@ def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
             if here:
                 message = f"port {endpoint.port} is in use by another process"
                 raise LaunchError(
-                    message, hint="--rdzv-endpoint HOST:PORT with another port", where=where
+                    message, hint="choose another port with --rdzv-endpoint HOST:PORT", where=where
                 ) from error
             hint = (
-                "the node with that address never came, another program has the port, or a "
-                "firewall keeps others out;"
-                " --start-timeout waits longer"
+                "check that the node with this address has started, that no other program uses "
+                "the port, and that no firewall blocks it; wait longer with --start-timeout"
             )
-            raise LaunchError(f"no node is at {where}", hint=hint) from error
+            raise LaunchError(
+                f"the rendezvous node did not answer at {where}", hint=hint
+            ) from error
     made.set_timeout(timedelta(seconds=_ANSWER_S))
     return made
 
@@ -274,7 +278,7 @@ def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"nobody listens at {endpoint.address}:{endpoint.port}")
+            raise TimeoutError(f"no process listens at {endpoint.address}:{endpoint.port}")
         try:
             socket.create_connection((endpoint.address, endpoint.port), timeout=left).close()
         except OSError:
@@ -414,7 +418,8 @@ class StateHolder(BackendRendezvousStateHolder):
         self._met |= self._state.complete
         if not self._met and _ask_store(lambda: b"1" if self._store.check([_REJECTED]) else b""):
             raise LaunchError(
-                "a node came with another key", hint="--rdzv-key FILE, equal on all nodes"
+                "a node uses another rendezvous key",
+                hint="set --rdzv-key FILE to equal files on all nodes",
             )
 
     def _taken(self, held: bytes) -> RendezvousState:
@@ -423,8 +428,10 @@ class StateHolder(BackendRendezvousStateHolder):
         form = json.loads(self._signer.value(_STATE, _unhex(held)))
         number = int(form["number"])
         if number < self._number or (number == self._number and held != self._held):
-            hint = "another program reaches its port: see docs/reference/security.md"
-            raise LaunchError("the nodes' store was put back to an earlier state", hint=hint)
+            hint = (
+                "check whether another program can reach the port: see docs/reference/security.md"
+            )
+            raise LaunchError("the rendezvous store was reset to an earlier state", hint=hint)
         self._held = held
         self._number = number
         return _state_of(form)
@@ -437,7 +444,7 @@ def _ask_store(ask: Callable[[], bytes]) -> bytes:
     try:
         return ask()
     except (ValueError, RuntimeError, TimeoutError) as error:
-        raise RendezvousConnectionError("the nodes' store does not answer") from error
+        raise RendezvousConnectionError("the rendezvous store does not answer") from error
 
 
 def _form_of(state: RendezvousState) -> dict[str, Any]:

@@ -178,7 +178,8 @@ def tensor_differences(
     for index in sorted(whole):
         if index not in worst:
             raise VerificationError(
-                f"no rank holds {ranks.parameters[index].value.name!r}", where=str(recorded)
+                f"no rank recorded the parameter {ranks.parameters[index].value.name!r}",
+                where=str(recorded),
             )
         yield worst[index]
 
@@ -222,7 +223,9 @@ def _read(folder: Path, kind: str, step: int, rank: int) -> dict[str, np.ndarray
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except OSError as error:
-        raise VerificationError(f"{kind} were not recorded", where=str(path)) from error
+        raise VerificationError(
+            f"the {kind} of the step were not recorded", where=str(path)
+        ) from error
 
 
 def read_losses(report: Path) -> list[float]:

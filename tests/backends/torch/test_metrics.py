@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_when_a_run_resumes_is_told_before_ranks_start(tmp_p
     with (
         small_files(11),
         pytest.raises(
-            ConfigurationError, match="the log cannot be written: File too large"
+            ConfigurationError, match="the metrics log cannot be written: File too large"
         ) as caught,
     ):
         LogSettings(tmp_path).open({}, print)
@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_when_a_run_resumes_is_told_before_ranks_start(tmp_p
 
 def test_a_device_in_the_place_of_the_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    with pytest.raises(ConfigurationError, match="is no file"):
+    with pytest.raises(ConfigurationError, match="is not a regular file"):
         LogSettings(tmp_path).check(resume=True)
 
 

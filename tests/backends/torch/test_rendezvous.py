@@ -95,7 +95,7 @@ def test_what_no_node_of_the_run_wrote_is_refused(forged: Callable[[str], str]) 
     one = node(store)
     assert joined(one, 0)
     store.set(STATE, forged(store.get(STATE).decode()))
-    with pytest.raises(RendezvousStateError, match="no process of this run has written"):
+    with pytest.raises(RendezvousStateError, match="lacks a valid signature of this run"):
         joined(one, 1)
 
 
@@ -106,7 +106,7 @@ def test_an_earlier_state_that_is_put_back_is_refused() -> None:
     earlier = store.get(STATE).decode()
     assert joined(one, 1)
     store.set(STATE, earlier)
-    with pytest.raises(RendezvousStateError, match="put back to an earlier state"):
+    with pytest.raises(RendezvousStateError, match="reset to an earlier state"):
         joined(one, 2)
 
 
@@ -119,7 +119,7 @@ def test_values_of_a_signed_store_are_good_under_their_names_alone() -> None:
     raw.set("attempt/other", raw.get("attempt/address").decode("latin-1"))
     raw.set("attempt/address", "10.0.0.66")
     for name in ("address", "other"):
-        with pytest.raises(LaunchError, match="no process of this run has written"):
+        with pytest.raises(LaunchError, match="lacks a valid signature of this run"):
             through.get(name)
 
 
@@ -127,9 +127,9 @@ def test_a_node_with_another_key_is_told() -> None:
     host = Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0"))
     assert isinstance(host.raw, TCPStore)
     place = Place(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}")
-    with pytest.raises(LaunchError, match="no process of this run has written") as found:
+    with pytest.raises(LaunchError, match="lacks a valid signature of this run") as found:
         Handler(place)
-    assert "a node has another key" in found.value.hint
+    assert "a node uses another key" in found.value.hint
 
 
 def test_a_node_with_another_key_ends_the_nodes_that_wait() -> None:
@@ -137,7 +137,7 @@ def test_a_node_with_another_key_ends_the_nodes_that_wait() -> None:
     assert isinstance(host.raw, TCPStore)
     with pytest.raises(LaunchError):
         Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}"))
-    with pytest.raises(RendezvousStateError, match="a node came with another key"):
+    with pytest.raises(RendezvousStateError, match="a node uses another rendezvous key"):
         host.next_rendezvous()
 
 
@@ -162,7 +162,9 @@ def test_the_time_to_start_limits_the_wait_for_a_silent_process() -> None:
     with socket.create_server((LOOPBACK, 0)) as silent:
         port = silent.getsockname()[1]
         elsewhere = Endpoint(LOOPBACK, port, "127.0.0.2")
-        with pytest.raises(LaunchError, match=f"no node is at {LOOPBACK}:{port}"):
+        with pytest.raises(
+            LaunchError, match=f"the rendezvous node did not answer at {LOOPBACK}:{port}"
+        ):
             rendezvous._store_at(elsewhere, timedelta(seconds=1))
 
 
@@ -170,7 +172,9 @@ def test_no_thread_is_left_where_nobody_listens() -> None:
     # A thread that returned from torch while Python shut down would abort the process.
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(LaunchError, match=f"no node is at {LOOPBACK}:{port}"):
+    with pytest.raises(
+        LaunchError, match=f"the rendezvous node did not answer at {LOOPBACK}:{port}"
+    ):
         rendezvous._store_at(Endpoint(LOOPBACK, port, "127.0.0.2"), timedelta(seconds=1))
     assert "autopipe rendezvous" not in [thread.name for thread in threading.enumerate()]
 
@@ -201,9 +205,9 @@ def of(number: int | None, host: str, ranks: int = 4, gpus: int = 4) -> Node:
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        ([of(0, "a"), of(0, "b")], "a and b are both node 0"),
-        ([of(0, "a"), of(None, "b")], "one of a and b has no number"),
-        ([of(0, "a"), of(1, "b", ranks=2)], "a starts 4 ranks, b 2"),
+        ([of(0, "a"), of(0, "b")], "a and b both have node rank 0"),
+        ([of(0, "a"), of(None, "b")], "only one of a and b sets its node rank"),
+        ([of(0, "a"), of(1, "b", ranks=2)], "a starts 4 ranks, but node b starts 2"),
         ([of(0, "a"), of(1, "b", gpus=1)], "a has 4 GPUs for 4 ranks, b has 1"),
         ([of(0, "a", gpus=0), of(1, "b", gpus=8)], "a has 0 GPUs for 4 ranks, b has 8"),
     ],
@@ -231,5 +235,5 @@ def test_missing_nodes_are_named_as_far_as_they_are_known() -> None:
 
 
 def test_an_address_of_another_machine_is_no_local_one() -> None:
-    with pytest.raises(ConfigurationError, match=r"no network interface has 192\.0\.2\.1"):
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1 is not the first address"):
         Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0", local_address="192.0.2.1"))

@@ -142,7 +142,7 @@ def test_gradients_that_are_missing(ranks: Manifest, tmp_path: Path) -> None:
     held = Manifest(
         **{name: getattr(ranks, name) for name in ranks.__slots__} | {"shards": ranks.shards[:2]}
     )
-    with pytest.raises(VerificationError, match="no rank holds 'w1'"):
+    with pytest.raises(VerificationError, match="no rank recorded the parameter 'w1'"):
         list(tensor_differences(held, record(tmp_path / "parts", parts()), expected))
 
 

@@ -98,9 +98,12 @@ def _linear_attention(call: Call) -> str:
     rule = call.choice("update_rule", "gated_delta", ("linear", "gated", "delta", "gated_delta"))
     needed = {4: "gated" in rule, 5: "delta" in rule}
     if any(call.present(index) != takes for index, takes in needed.items()):
-        message = f"LinearAttention of rule {rule!r} takes other operands"
+        message = f"the operands of LinearAttention do not match its update rule {rule!r}"
         raise ModelError(
-            message, hint="a gated rule takes a decay, a delta rule a beta", where=repr(node.name)
+            message,
+            hint="use a decay operand for a gated rule only, and a beta operand for a delta "
+            "rule only",
+            where=repr(node.name),
         )
     words = [call.arg(0), call.arg(1), call.arg(2), *map(call.optional, range(3, 6))]
     while words[-1] == "None":

@@ -286,7 +286,7 @@ def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str,
             ast.parse(text)
         except SyntaxError as error:
             raise CodegenError(
-                f"generated code is not valid Python: {error}", where=name
+                f"the generated code is not valid Python: {error}", where=name
             ) from error
     manifest = manifest_of(program, provenance, home, files.memory_limits, files.host_bound)
     found["manifest.json"] = json.dumps(manifest, indent=1) + "\n"
@@ -313,7 +313,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
     except OSError as error:
         where = str(error.filename or "")
         raise ConfigurationError(
-            f"{folder} cannot be written: {error.strerror}", hint, where
+            f"the program folder {folder} cannot be written: {error.strerror}", hint, where
         ) from error
     finally:
         if not folder.exists():
@@ -334,14 +334,15 @@ def check_program_folder(folder: Path, force: bool = False) -> None:
         return
     foreign = folder if not folder.is_dir() else next(_foreign(folder), None)
     if foreign is not None:
-        message = f"{folder} holds something that is not part of a program: {foreign}"
-        raise ConfigurationError(message, hint="choose another with -o, or move it away")
+        message = f"folder {folder} contains a file that is not part of a program: {foreign}"
+        raise ConfigurationError(message, hint="choose another folder with -o, or move the file")
     edited = None if force else next(_edited(folder), None)
     if edited is not None:
         path, holder = edited
         what = "was edited" if holder else "was edited, or an earlier version of autopipe wrote it"
         raise ConfigurationError(
-            f"{path} {what}", hint="choose another folder with -o; --force replaces it"
+            f"the program file {path} {what}",
+            hint="choose another folder with -o, or replace the program with --force",
         )
 
 

@@ -302,7 +302,8 @@ class _Writer:
         emitter = EMITTERS.get(name)
         if emitter is None:
             raise CodegenError(
-                f"operator {name} cannot be written as PyTorch", where=repr(signature.node.name)
+                f"operator {name} is not supported by the torch backend",
+                where=repr(signature.node.name),
             )
         codes = tuple(
             None if value is None else self.codes[value.name] for value in signature.operands

@@ -112,8 +112,8 @@ def _compile(compiler: str, torch: Path, library: Path) -> None:
 
 
 def _unavailable(why: str) -> ConfigurationError:
-    said = f"there is no CUDA device, and fake tensors cannot take its place: {why}"
-    return ConfigurationError(said, hint="use --device meta", where="--device cuda")
+    said = f"this machine lacks a CUDA device, and fake tensors cannot replace it: {why}"
+    return ConfigurationError(said, hint="set --device meta", where="--device cuda")
 
 
 def load(library: Path) -> None:

@@ -111,7 +111,7 @@ class Runnable:
         text = emit_stage(stage, "One operator.")
         device = watch.device
         if "p.group" in text:
-            raise CodegenError("a share of this operator needs the other shares")
+            raise CodegenError("a shard of this operator cannot run without the other shards")
         path = folder / f"operator_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
         path.write_text(text, encoding="utf-8")
         place = Arguments(
@@ -132,7 +132,7 @@ class Runnable:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CodegenError(
-                f"{sample.operation.operator} does not run by itself: {reason}"
+                f"operator {sample.operation.operator} cannot run in isolation: {reason}"
             ) from error
         return runnable
 

@@ -109,7 +109,7 @@ def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[fl
         words = (__name__, str(found), kind, str(program), device, str(seconds))
         last_words = run_child(words, {"OMP_NUM_THREADS": str(torch.get_num_threads())})
         if last_words:
-            raise LaunchError(f"a program cannot be measured: {last_words}")
+            raise LaunchError(f"the process that measures a program failed: {last_words}")
         numbers: list[float] = json.loads(found.read_text(encoding="utf-8"))
     return numbers
 

@@ -47,12 +47,14 @@ def endpoint_of(text: str) -> Endpoint:
     host = host.removeprefix("[").removesuffix("]")
     where = f"--rdzv-endpoint {text}"
     if not host or not digits.isdecimal() or int(digits) >= 2**16:
-        raise ConfigurationError(f"the rendezvous endpoint {text!r} is not HOST:PORT", where=where)
+        raise ConfigurationError(
+            f"the rendezvous endpoint is {text!r}, expected HOST:PORT", where=where
+        )
     try:
         found = socket.getaddrinfo(host, int(digits), type=socket.SOCK_STREAM)[0][4]
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(
-            f"the rendezvous host {host!r} has no address: {error}", where=where
+            f"the address of rendezvous host {host!r} is unknown: {error}", where=where
         ) from error
     address = str(found[0])
     meant = ipaddress.ip_address(address)
@@ -60,7 +62,7 @@ def endpoint_of(text: str) -> Endpoint:
     if meant.is_unspecified or (
         meant.is_loopback and host != "localhost" and not _is_address(host)
     ):
-        hint = "give the address of a network interface that all nodes can reach"
+        hint = "use the address of a network interface that all nodes can reach"
         raise ConfigurationError(
             f"{host} is {address} on this machine, which other machines cannot reach",
             hint=hint,
@@ -72,7 +74,7 @@ def endpoint_of(text: str) -> Endpoint:
             probe.connect((address, int(digits)))
         except OSError as error:
             raise ConfigurationError(
-                f"no route to {address}: {error.strerror}", where=where
+                f"this machine has no route to {address}: {error.strerror}", where=where
             ) from error
         return Endpoint(address, int(digits), str(probe.getsockname()[0]))
 
@@ -100,7 +102,9 @@ def interface_of(address: str) -> str:
         if wanted in _addresses(name):
             return name
     hint = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the ranks"
-    raise ConfigurationError(f"no network interface has {address} as its first address", hint=hint)
+    raise ConfigurationError(
+        f"{address} is not the first address of a network interface", hint=hint
+    )
 
 
 def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
@@ -166,13 +170,13 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if tasks > len(hosts):
         hint = (
-            "srun --ntasks-per-node=1 autopipe launch PROGRAM, or srun python PROGRAM/run.py with "
-            "a task for each rank"
+            "use srun --ntasks-per-node=1 autopipe launch PROGRAM, or srun python "
+            "PROGRAM/run.py with one task per rank"
         )
         raise ConfigurationError(
             (
                 f"srun starts {tasks} {plural(tasks, 'launch')} on {len(hosts)} "
-                f"{plural(len(hosts), 'node')}"
+                f"{plural(len(hosts), 'node')}, expected one per node"
             ),
             hint=hint,
         )
@@ -218,7 +222,7 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         node = _number(environment, "SLURM_NODEID")
         if node >= len(tasks):
             raise ConfigurationError(
-                f"node {node} does not exist: the job step has {len(tasks)} "
+                f"SLURM_NODEID is {node}, but the job step has {len(tasks)} "
                 f"{plural(len(tasks), 'node')}",
                 where="SLURM_STEP_TASKS_PER_NODE",
             )
@@ -276,7 +280,9 @@ def hosts_of(text: str) -> tuple[str, ...]:
     numbers = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
     entry = rf"(?:[^,\[\]]|{numbers})+"
     if not re.fullmatch(rf"{entry}(?:,{entry})*", text):
-        raise ConfigurationError(f"invalid list of hosts {text!r}", where="SLURM_STEP_NODELIST")
+        raise ConfigurationError(
+            f"the list of hosts {text!r} is invalid", where="SLURM_STEP_NODELIST"
+        )
     found: list[str] = []
     for each in re.findall(entry, text):
         parts = re.split(r"\[([^\]]*)\]", each)  # Odd parts are the texts in brackets.
@@ -304,7 +310,7 @@ def _tasks_of(environment: Mapping[str, str]) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", each)
         if match is None:
             raise ConfigurationError(
-                f"invalid list of tasks per node {text!r}", where="SLURM_STEP_TASKS_PER_NODE"
+                f"the list of tasks per node {text!r} is invalid", where="SLURM_STEP_TASKS_PER_NODE"
             )
         found += [int(match[1])] * int(match[2] or 1)
     return found
@@ -326,5 +332,5 @@ def _number(environment: Mapping[str, str], *names: str) -> int:
     """
     text = next((environment[name] for name in names if name in environment), "")
     if not text.isdecimal():
-        raise ConfigurationError(f"{text!r} is not a number", where=names[0])
+        raise ConfigurationError(f"the variable is {text!r}, expected a number", where=names[0])
     return int(text)

@@ -224,17 +224,21 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
         hint = "run autopipe codegen"
         if (folder / "plan.json").is_file():
             hint = (
-                f"it is a plan: autopipe codegen {shlex.quote(str(folder))} makes "
-                f"{folder / 'program'}"
+                f"generate the program {folder / 'program'} of this plan with autopipe codegen "
+                f"{shlex.quote(str(folder))}"
             )
         raise ConfigurationError(
             f"{folder} is not a program folder: {error.strerror}", hint=hint
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"not valid JSON: {error}", where=str(path)) from error
+        raise ConfigurationError(
+            f"the manifest is not valid JSON: {error}", where=str(path)
+        ) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ConfigurationError(
-            f"not a manifest of format {FORMAT}", hint="run autopipe codegen again", where=str(path)
+            f"the file is not a manifest of format {FORMAT}",
+            hint="run autopipe codegen again",
+            where=str(path),
         )
     record = JsonRecord(raw, str(path))
     try:
@@ -247,10 +251,10 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
     if model is not None:
         manifest = replace(manifest, model=model.absolute())
     if len(manifest.shards) != manifest.world_size:
-        record.at("world_size").refuse(f"the number of ranks, {len(manifest.shards)}")
+        record.at("world_size").refuse(f"the number of ranks, which is {len(manifest.shards)}")
     if len(manifest.memory_limits) not in (0, manifest.world_size):
         record.at("memory_limits").refuse(
-            f"a limit for each of {manifest.world_size} {plural(manifest.world_size, 'rank')}"
+            f"one limit per rank, for {manifest.world_size} {plural(manifest.world_size, 'rank')}"
         )
     for stage in manifest.stages:
         if manifest.micro_batch_size % stage.micro_batch_ratio:

@@ -67,7 +67,7 @@ def start_process(number: int, file: str) -> RankProcess:
         )
     if transport.rank != number:
         raise ConfigurationError(
-            f"process with RANK {transport.rank} runs the file of rank {number}"
+            f"the process with RANK {transport.rank} runs the program file of rank {number}"
         )
     return RankProcess(options, manifest, transport, heartbeat, execution, modes_of(options))
 

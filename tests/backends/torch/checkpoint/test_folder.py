@@ -79,7 +79,7 @@ def test_a_run_that_starts_anew_needs_a_folder_without_checkpoints(tmp_path: Pat
         (tmp_path / name).mkdir()
     check_unused(tmp_path)
     (tmp_path / "step_00000012").mkdir()
-    with pytest.raises(ConfigurationError, match="holds a checkpoint after 12 steps") as caught:
+    with pytest.raises(ConfigurationError, match="contains a checkpoint after 12 steps") as caught:
         check_unused(tmp_path)
     assert "--resume" in caught.value.hint
 
@@ -100,7 +100,7 @@ def test_a_folder_that_a_run_holds_is_refused_to_one_that_starts_anew(tmp_path: 
     check_free(tmp_path)
     assert not list(tmp_path.iterdir()), "a check writes nothing"
     lock = FolderLock(tmp_path)
-    with pytest.raises(ConfigurationError, match="another run saves its checkpoints here"):
+    with pytest.raises(ConfigurationError, match="another run is writing checkpoints"):
         check_free(tmp_path)
     lock.release()
     check_free(tmp_path)
@@ -113,7 +113,7 @@ def test_a_folder_with_checkpoints_is_that_of_the_run_that_saved_them(tmp_path: 
     first.claim("one")
     first.release()
     later = FolderLock(tmp_path)
-    with pytest.raises(ConfigurationError, match="holds a checkpoint after 2 steps"):
+    with pytest.raises(ConfigurationError, match="contains a checkpoint after 2 steps"):
         later.claim("another")
     later.claim("one")
 

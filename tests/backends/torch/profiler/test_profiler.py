@@ -103,7 +103,7 @@ def test_what_does_not_run_is_left_out_and_said(tmp_path: Path) -> None:
     found, refused = measure_operations([broken, *rest], WATCH, tmp_path, train=True, seconds=0.01)
     assert len(found) == 2
     assert len(refused) == 1
-    assert "MatMul does not run by itself: " in refused[0]
+    assert "MatMul cannot run in isolation: " in refused[0]
 
 
 def test_onnxruntime_measures_forwards_of_the_same_operations(tmp_path: Path) -> None:
@@ -182,5 +182,7 @@ def test_ends_of_messages_in_a_pipeline(here: None, tmp_path: Path) -> None:
 
 
 def test_a_program_that_fails_ends_with_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"a program cannot be measured: .*rank_000\.py"):
+    with pytest.raises(
+        LaunchError, match=r"the process that measures a program failed: .*rank_000\.py"
+    ):
         numbers_of("whole", tmp_path, "cpu", 0.1)

@@ -185,8 +185,9 @@ def check_sum(tensor: torch.Tensor) -> None:
     """Raise LaunchError if NCCL cannot compute the sum or maximum of tensors of this type."""
     if tensor.dtype not in _NCCL_TYPES:
         raise LaunchError(
-            f"NCCL cannot compute a sum or maximum of {str(tensor.dtype).removeprefix('torch.')}",
-            hint="cast it to int32 in the model, or keep its operator on one device",
+            "NCCL cannot compute a sum or maximum of type "
+            f"{str(tensor.dtype).removeprefix('torch.')}",
+            hint="cast the tensor to int32 in the model, or place its operator on one device",
         )
 
 

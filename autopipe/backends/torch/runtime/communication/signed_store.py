@@ -35,10 +35,10 @@ class Signer:
         value = signed[_SIZE:]
         if not hmac.compare_digest(signature, self._signature(name, value)):
             raise LaunchError(
-                "the ranks' store holds a value that no process of this run has written",
+                "a value in the rendezvous store lacks a valid signature of this run",
                 hint=(
-                    "another program reaches its port, or a node has another key: see "
-                    "docs/reference/security.md"
+                    "check whether another program can reach the port, or a node uses another "
+                    "key: see docs/reference/security.md"
                 ),
                 where=name,
             )

@@ -231,7 +231,8 @@ def start_direct_exchange(
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise LaunchError(
-            f"rank {dist.get_rank()} called a collective of a process group without this rank"
+            f"rank {dist.get_rank()} called a collective of a process group that does not "
+            "contain this rank"
         )
     return work
 
@@ -596,7 +597,10 @@ class Transport:
         with self.heartbeat.posting(rank, channel):
             work = dist.irecv(buffer, rank, tag=2 * channel + int(gradient))
         if work is None:
-            raise LaunchError(f"rank {self.rank} cannot receive from rank {rank}")
+            raise LaunchError(
+                f"rank {self.rank} cannot receive from rank {rank}: torch.distributed returned "
+                "no request"
+            )
         if self._gives_way:
             os.sched_yield()
         return PendingRecv(work, buffer, self.device)
@@ -706,7 +710,7 @@ def _choose_device(wanted: str) -> torch.device:
     if wanted == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise LaunchError("CUDA is not available on this machine", hint="use --device cpu")
+        raise LaunchError("CUDA is not available on this machine", hint="set --device cpu")
     local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     torch.cuda.set_device(local)
     return torch.device("cuda", local)

@@ -34,15 +34,17 @@ def table_files(path: Path) -> list[Path]:
         return [path]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(each.parent.name for each in path.glob("*/state.json"))
-        hint = f"name one of its splits: {', '.join(str(path / each) for each in splits)}"
-        raise ConfigurationError(f"{str(path)!r} holds several datasets", hint)
+        hint = f"choose one of the splits: {', '.join(str(path / each) for each in splits)}"
+        raise ConfigurationError(
+            f"folder {str(path)!r} contains several datasets, expected one", hint
+        )
     if (path / "state.json").is_file():
         try:
             listed = json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"]
             return [path / Path(each["filename"]).name for each in listed]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
-                f"no dataset: {error!r}", where=str(path / "state.json")
+                f"the file does not describe a dataset: {error!r}", where=str(path / "state.json")
             ) from error
     return next((found for suffix in SUFFIXES if (found := sorted(path.glob(f"*{suffix}")))), [])
 
@@ -58,7 +60,7 @@ class ArrowTable(StoredArrays):
             import pyarrow
         except ImportError as error:
             raise ConfigurationError(
-                f"{path} needs pyarrow", hint="pip install 'autopipe[data]'"
+                f"reading {path} requires the package pyarrow", hint="pip install 'autopipe[data]'"
             ) from error
         self._pyarrow = pyarrow
         self._files = files
@@ -83,7 +85,9 @@ class ArrowTable(StoredArrays):
                     self._rows += len(table)
                     self._readers.append(table.column)
         if any(not each.equals(schemas[0]) for each in schemas):
-            raise ConfigurationError("the table's files have different columns", where=str(path))
+            raise ConfigurationError(
+                "the files of the table differ in their columns", where=str(path)
+            )
         self._columns: list[str] = schemas[0].names
 
     @contextmanager
@@ -179,24 +183,26 @@ class ArrowTable(StoredArrays):
             or types.is_floating(chunk.type)
             or types.is_boolean(chunk.type)
         ):
-            hint = "text is made into tokens first" if "string" in str(chunk.type) else ""
+            hint = "convert the text to tokens" if "string" in str(chunk.type) else ""
             raise ConfigurationError(
-                f"{name!r} holds {chunk.type}, no numbers", hint, str(self.path)
+                f"column {name!r} is of type {chunk.type}, expected numbers", hint, str(self.path)
             )
         if (wrong := np.flatnonzero(lengths != elements)).size:
             row = first + int(wrong[0])
             has = int(lengths[wrong[0]])
             message = (
-                f"{name!r} row {row:,} has {has} {plural(has, 'element')}, a sample of the input "
-                f"{elements}"
+                f"row {row:,} of column {name!r} has {has} {plural(has, 'element')}, but a "
+                f"sample of the input has {elements}"
             )
-            raise ConfigurationError(message, "bring rows to one length first", str(self.path))
+            raise ConfigurationError(
+                message, "pad or truncate the rows to one length", str(self.path)
+            )
         return np.asarray(chunk.to_numpy(zero_copy_only=False)).reshape(rows, elements)
 
     def _refuse_nulls(self, chunk: Any, name: str, first: int) -> None:
         if chunk.null_count:
             raise ConfigurationError(
-                f"{name!r} has nulls from row {first:,} on", where=str(self.path)
+                f"column {name!r} contains nulls from row {first:,} on", where=str(self.path)
             )
 
 

@@ -27,9 +27,11 @@ def per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> 
     has no batch axis, because files of this kind contain only samples.
     """
     if entry.batch_axis is None:
-        hint = "give .npy files or module:function"
+        hint = "use .npy files or module:function"
         raise ConfigurationError(
-            f"input {entry.value.name!r} has no samples: {kind} has nothing for it", hint, where
+            f"input {entry.value.name!r} lacks a batch axis, so {kind} cannot contain its values",
+            hint,
+            where,
         )
     return entry.value.elements // manifest.micro_batch_size
 
@@ -81,23 +83,25 @@ def count_samples(
                 for index, extent in enumerate(value.shape)
             ]
             raise ConfigurationError(
-                f"{name!r} is {list(shape)}, not [{', '.join(wanted)}]", where=where
+                f"array {name!r} has shape {list(shape)}, expected [{', '.join(wanted)}]",
+                where=where,
             )
         if axis is None:
             continue
         if not (rows := shape[axis]):
-            raise ConfigurationError(f"{name!r} has no samples", where=where)
+            raise ConfigurationError(f"array {name!r} contains 0 samples", where=where)
         extent = rows_per_sample(entry, manifest)
         if rows % extent:
             raise ConfigurationError(
-                f"{name!r} has {rows:,} {plural(rows, 'row')}, of which a sample has {extent}",
+                f"array {name!r} has {rows:,} {plural(rows, 'row')}, expected a multiple of "
+                f"the rows per sample, {extent}",
                 where=where,
             )
         found[name] = rows // extent
     if len(set(found.values())) > 1:
         lengths = ", ".join(f"{name!r} {count:,}" for name, count in found.items())
         raise ConfigurationError(
-            f"the arrays have different numbers of samples: {lengths}", where=where
+            f"the arrays differ in the number of samples: {lengths}", where=where
         )
     return next(iter(found.values()), None)
 
@@ -115,8 +119,10 @@ def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
     wanted = numpy_dtype(entry)
     if dtype == wanted or dtype.kind in _ACCEPTED[wanted.kind]:
         return
-    hint = f"save it as {wanted}: {name}.astype({wanted.name!r})" if dtype.kind == "f" else ""
-    raise ConfigurationError(f"{name!r} holds {dtype}, not {wanted}", hint, where)
+    hint = (
+        f"save the array as {wanted}: {name}.astype({wanted.name!r})" if dtype.kind == "f" else ""
+    )
+    raise ConfigurationError(f"array {name!r} is of type {dtype}, expected {wanted}", hint, where)
 
 
 def converted(
@@ -150,7 +156,9 @@ def check_rows(
             limits = np.iinfo(dtype)
             exact = int(rows.min()) >= limits.min and int(rows.max()) <= limits.max
         if not exact:
-            raise ConfigurationError(f"{name!r} holds numbers that are no {dtype}", where=where)
+            raise ConfigurationError(
+                f"array {name!r} contains numbers that {dtype} cannot represent", where=where
+            )
     for bounds in entry.allowed if rows.size else ():
         block = rows[region(bounds, entry.batch_axis)]
         bad = _out_of_range(block, bounds)
@@ -168,8 +176,8 @@ def check_rows(
         besides = "" if entry.ignored is None else f", or {entry.ignored}"
         kind = "an integer " if rows.dtype.kind == "f" else ""
         raise ConfigurationError(
-            f"{name!r}{row} holds {block[tuple(place)].item():.15g}: it must be {kind}from "
-            f"{bounds.least} to {bounds.below - 1}{besides}",
+            f"array {name!r}{row} contains {block[tuple(place)].item():.15g}, expected "
+            f"{kind}from {bounds.least} to {bounds.below - 1}{besides}",
             where=where,
         )
 

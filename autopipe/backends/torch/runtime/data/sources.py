@@ -93,9 +93,11 @@ def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> Stored
         "module:function"
     )
     missing = (
-        f"{data!r} does not exist" if not path.exists() else f"{data!r} is no data that can be read"
+        f"the data {data!r} do not exist"
+        if not path.exists()
+        else f"the data {data!r} have an unknown format"
     )
-    raise ConfigurationError(missing, hint=f"data is {kinds}")
+    raise ConfigurationError(missing, hint=f"set data to {kinds}")
 
 
 def read_block(
@@ -205,9 +207,11 @@ class StoredSource(Source):
         names = [entry.value.name for entry in manifest.inputs]
         for name in names:
             if name not in arrays.names:
-                have = ", ".join(arrays.names) or "nothing"
+                have = ", ".join(arrays.names) or "no arrays"
                 raise ConfigurationError(
-                    f"no array for input {name!r}", hint=f"it has {have}", where=self._where
+                    f"the data lack an array for input {name!r}",
+                    hint=f"the data contain {have}",
+                    where=self._where,
                 )
         self.samples = count_samples(
             manifest, {name: arrays.shape(name) for name in names}, self._where
@@ -222,11 +226,11 @@ class StoredSource(Source):
         if not keeps_last and self.samples < batch:
             raise ConfigurationError(
                 (
-                    f"{self.samples} {plural(self.samples, 'sample is', 'samples are')} no batch "
-                    f"of {batch}"
+                    f"the data have {self.samples} {plural(self.samples, 'sample')}, fewer than "
+                    f"a batch of {batch}"
                 ),
                 hint=(
-                    "plan with a smaller --batch-size, give more data, or plan with --set "
+                    "plan with a smaller --batch-size, use more data, or plan with --set "
                     "data.last_batch=pad"
                 ),
                 where=self._where,
@@ -377,8 +381,10 @@ class FunctionSource(Source):
         self._keeps_last = not manifest.train or settings.last_batch == "pad"
         self._epochs = settings.epochs if manifest.train else 1
         if settings.shuffle:
-            hint = f"shuffle in {function}, which may take seed"
-            raise ConfigurationError("the order of a function's batches is its own", hint, name)
+            hint = f"shuffle the batches in {function}, which can have a parameter seed"
+            raise ConfigurationError(
+                "data.shuffle is not supported for batches of a function", hint, name
+            )
         try:
             self._function = getattr(_module(module), function)
             takes = inspect.signature(self._function).parameters
@@ -395,10 +401,14 @@ class FunctionSource(Source):
             and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
             for each in takes.values()
         ):
-            raise ConfigurationError(f"{name!r} takes {', '.join(takes)}", hint=CONTRACT)
+            raise ConfigurationError(
+                f"data function {name!r} has the parameters {', '.join(takes)}", hint=CONTRACT
+            )
         if self._by_step and manifest.train and settings.epochs is not None:
             raise ConfigurationError(
-                "a function of the step has no epochs", hint="give --steps", where=name
+                "data.epochs is not supported for a function of the step",
+                hint="set --steps",
+                where=name,
             )
         self._batches = self._numbered()
         self._step = begin.steps - 1 if self._by_step else -1
@@ -425,10 +435,14 @@ class FunctionSource(Source):
         step = begin.steps + (start - begin.samples) // batch_size
         where = f"{self._name}, batch {step}"
         if not self._advance(step):
-            raise ConfigurationError("there is no such batch", hint="give --steps", where=where)
+            raise ConfigurationError(
+                "the data function has no batch with this number", hint="set --steps", where=where
+            )
         _, batch, _ = self._current
         if name not in batch:
-            raise ConfigurationError(f"a batch lacks input {name!r}", where=self._name)
+            raise ConfigurationError(
+                f"a batch of the data function lacks input {name!r}", where=self._name
+            )
         array = np.asarray(batch[name])
         if entry.batch_axis is None:
             return converted(array, entry, where)
@@ -478,7 +492,8 @@ class FunctionSource(Source):
                     yield epoch, batch, batch_size
                 elif count > batch_size:
                     raise ConfigurationError(
-                        f"batch {number} has {count} {plural(count, 'sample')}, not {batch_size}",
+                        f"batch {number} contains {count} {plural(count, 'sample')}, expected "
+                        f"{batch_size}",
                         where=self._name,
                     )
                 else:
@@ -490,7 +505,8 @@ class FunctionSource(Source):
                 return
             if number < 0 or (number == 0 and short and not self._keeps_last):
                 raise ConfigurationError(
-                    f"epoch {epoch} has no batch of {batch_size} {plural(batch_size, 'sample')}",
+                    f"epoch {epoch} contains less than a batch of {batch_size} "
+                    f"{plural(batch_size, 'sample')}",
                     where=self._name,
                 )
 

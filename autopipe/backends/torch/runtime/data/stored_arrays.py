@@ -138,11 +138,13 @@ class ArrayFiles(StoredArrays):
             self._files = {manifest.inputs[0].value.name: path}
         else:
             hint = (
-                "name a folder with a file for each of "
+                "use a folder with a file for each of "
                 f"{', '.join(each.value.name for each in manifest.inputs)}"
             )
             raise ConfigurationError(
-                "one array is no data for a model of several inputs", hint, str(path)
+                "the data are one array, but the model has several inputs",
+                hint,
+                str(path),
             )
 
     @property
@@ -173,7 +175,7 @@ def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = form.read_magic(file)
     readers = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}
     if version not in readers:
-        raise ValueError(f"format {version[0]}.{version[1]} of arrays is not known")
+        raise ValueError(f"format {version[0]}.{version[1]} of a NumPy file is not supported")
     return readers[version](file)
 
 
@@ -183,7 +185,7 @@ def _mapped(path: Path, file: IO[bytes]) -> np.ndarray:
     """
     shape, fortran, dtype = _array_header(file)
     if dtype.hasobject:
-        raise ValueError("it holds Python objects")
+        raise ValueError("the array contains Python objects, expected numbers")
     if 0 in shape:
         return np.empty(shape, dtype)
     order = "F" if fortran else "C"
@@ -243,21 +245,24 @@ class TokenFile(StoredArrays):
         ]
         if len(tokens) != 1:
             hint = (
-                "one input takes tokens, others are labels, targets, attention_mask, "
-                "token_type_ids, position_ids"
+                "use one input for tokens; other inputs must have the names labels, targets, "
+                "attention_mask, token_type_ids or position_ids"
             )
             raise ConfigurationError(
-                f"inputs {', '.join(tokens) or 'none'} would take tokens", hint, str(path)
+                "a file of tokens requires one input for tokens, but the model has "
+                f"{', '.join(tokens) or 'none'}",
+                hint,
+                str(path),
             )
         self._input = tokens[0]
         self.length = sizes[tokens[0]]
         if sequence_length not in (None, self.length):
             message = (
-                f"data.sequence_length is {sequence_length}, a sample of {self._input!r} "
-                f"has {self.length} {plural(self.length, 'token')}"
+                f"data.sequence_length is {sequence_length}, but a sample of {self._input!r} has "
+                f"{self.length} {plural(self.length, 'token')}"
             )
             raise ConfigurationError(
-                message, "export the model, or plan with --dim, for that length", str(path)
+                message, "export the model for this length, or plan with --dim", str(path)
             )
         for name, size in sizes.items():
             if size != self.length:
@@ -271,8 +276,8 @@ class TokenFile(StoredArrays):
         self._samples = (len(self._tokens) - moved) // self.length
         if self._samples < 1:
             raise ConfigurationError(
-                f"{len(self._tokens):,} {plural(len(self._tokens), 'token is', 'tokens are')} "
-                f"no sample of {self.length}",
+                f"the data have {len(self._tokens):,} {plural(len(self._tokens), 'token')}, "
+                f"fewer than a sample of {self.length}",
                 where=str(path),
             )
 
@@ -330,7 +335,8 @@ class TokenFile(StoredArrays):
             dtype = np.dtype(kind)
             if rest := self.path.stat().st_size % dtype.itemsize:
                 raise ValueError(
-                    f"{rest} {plural(rest, 'byte is', 'bytes are')} left over of tokens of {dtype}"
+                    f"the file size leaves a remainder of {rest} {plural(rest, 'byte')} for "
+                    f"tokens of type {dtype}"
                 )
             return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
 
@@ -342,7 +348,7 @@ class TokenFile(StoredArrays):
         with index.open("rb") as file:
             magic, _, code = struct.unpack("<9sQB", file.read(18))
         if magic != _INDEX_MAGIC or code not in _INDEX_TYPES:
-            raise ValueError(f"{index.name} is no index of whole numbers")
+            raise ValueError(f"{index.name} is not an index of integer tokens")
         return _INDEX_TYPES[code]
 
 

@@ -103,7 +103,7 @@ class Decoder:
         """
         if manifest.train:
             raise ConfigurationError(
-                "generate needs an inference program; this one trains",
+                "generate requires an inference program, but this program is for training",
                 hint="plan with --mode infer",
             )
         inputs = {entry.value.name: entry for entry in manifest.inputs}
@@ -112,11 +112,11 @@ class Decoder:
         if not pairs:
             raise ConfigurationError(
                 (
-                    "the model has no cache: no inputs past_key_values.N.key with outputs "
-                    "present.N.key"
+                    "the model lacks a key-value cache: inputs past_key_values.N.key with "
+                    "outputs present.N.key"
                 ),
                 hint=(
-                    "export the decoder with its cache, as optimum-cli does with --task "
+                    "export the decoder with its cache, such as with optimum-cli --task "
                     "text-generation-with-past"
                 ),
             )
@@ -130,12 +130,12 @@ class Decoder:
                 or inputs[name].batch_axis != 0
             ):
                 raise ConfigurationError(
-                    f"the model needs an input {name!r} of shape [batch, tokens]", hint=hint
+                    f"the model lacks an input {name!r} of shape [batch, tokens]", hint=hint
                 )
         for name in inputs:
             if name not in pairs and name not in (TOKENS, MASK, POSITIONS):
                 missing = ": the model has no matching output" if is_cache_input(name) else ""
-                raise ConfigurationError(f"input {name!r} is unsupported in a decoder{missing}")
+                raise ConfigurationError(f"input {name!r} is not supported for generation{missing}")
         length = inputs[TOKENS].value.shape[1]
         cache = {
             past: _entry(inputs[past], outputs[present], length) for past, present in pairs.items()
@@ -145,11 +145,11 @@ class Decoder:
         alike = len(lengths) == 1 and len({entry.grows for entry in cache.values()}) == 1
         if not alike or inputs[MASK].value.shape[1] != max(lengths) + (0 if in_place else length):
             raise ConfigurationError(
-                f"the cache has {', '.join(map(str, sorted(lengths)))} positions, "
-                f"a step {length} {plural(length, 'token')}, "
-                f"the mask {inputs[MASK].value.shape[1]}",
-                hint="plan with --dim values for which the mask is as long as cache and step "
-                "together, or as the cache if it is written in place",
+                f"the cache has {', '.join(map(str, sorted(lengths)))} positions, a step has "
+                f"{length} {plural(length, 'token')}, and the mask has the "
+                f"length {inputs[MASK].value.shape[1]}, which do not match",
+                hint="set --dim so that the mask is as long as the sum of cache and step, or as "
+                "long as a cache that is written in place",
             )
         logits = _logits(
             [output for name, output in outputs.items() if name not in pairs.values()], length
@@ -170,19 +170,21 @@ class Decoder:
         for number, prompt in enumerate(request.prompts):
             if not prompt:
                 raise ConfigurationError(
-                    f"prompt {number} is empty", hint="begin it with the model's first token"
+                    f"prompt {number} is empty",
+                    hint="begin the prompt with the model's first token",
                 )
             if (worst := max(prompt)) >= below:
                 raise ConfigurationError(
-                    f"prompt {number} has token {worst}, the model {below} {plural(below, 'token')}"
+                    f"prompt {number} contains token {worst}, but the vocabulary of the model "
+                    f"has {below} {plural(below, 'token')}"
                 )
             needed = len(prompt) + request.max_new_tokens - 1
             if needed > places:
                 raise ConfigurationError(
-                    f"prompt {number} has {len(prompt)} {plural(len(prompt), 'token')} "
-                    f"and may get {request.max_new_tokens}: "
-                    f"the last is computed from {needed} {plural(needed, 'token')}, "
-                    f"the program holds {places}",
+                    f"prompt {number} of {len(prompt)} {plural(len(prompt), 'token')} and "
+                    f"{request.max_new_tokens} new {plural(request.max_new_tokens, 'token')} "
+                    f"require a cache of {needed} {plural(needed, 'position')}, but the program "
+                    f"has {places}",
                     hint=self._planned_by(needed),
                 )
 
@@ -218,10 +220,10 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     )
     if not grows or past.batch_axis is None or past.batch_axis != present.batch_axis:
         hint = (
-            f"one axis must grow by the {length} {plural(length, 'token')} of a step; "
-            "another must be the batch axis"
+            f"export a cache with one axis that grows by the {length} {plural(length, 'token')} "
+            "of a step, and another that is the batch axis"
         )
-        raise ConfigurationError("the cache does not grow by a step's tokens", hint, where)
+        raise ConfigurationError("no axis of the cache grows by the tokens of a step", hint, where)
     return CacheEntry(past, present, axes[0])
 
 
@@ -229,7 +231,7 @@ def _logits(outputs: list[Output], length: int) -> Output:
     named = [output for output in outputs if output.value.name == LOGITS] or outputs
     if len(named) != 1:
         raise ConfigurationError(
-            f"the model needs an output {LOGITS!r}; none of its {len(outputs)} "
+            f"the model lacks an output {LOGITS!r}: none of its {len(outputs)} "
             f"{plural(len(outputs), 'output')} has this name"
         )
     logits = named[0]
@@ -243,7 +245,8 @@ def _logits(outputs: list[Output], length: int) -> Output:
     ):
         form = f"{logits.value.dtype.value} {list(shape)}"
         raise ConfigurationError(
-            f"output {logits.value.name!r} is {form}, not logits [batch, tokens, vocabulary]"
+            f"output {logits.value.name!r} is {form}, expected logits of shape [batch, tokens, "
+            "vocabulary]"
         )
     return logits
 

@@ -223,8 +223,8 @@ def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
         if not isinstance(error, _NEED_VALUES) and _NO_NUMBERS not in str(error):
             raise
         raise LaunchError(
-            f"an operator needs values, and tensors of this dry run have none: {error}",
-            hint="dry-run this rank with --device cpu",
+            f"an operator reads values, but the tensors of a dry run have none: {error}",
+            hint="run the dry run of this rank with --device cpu",
         ) from error
 
 

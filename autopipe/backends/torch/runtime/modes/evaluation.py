@@ -187,7 +187,9 @@ class Evaluator:
         rank.evaluated = None
         if not source.samples:
             needed = "sample" if self._manifest.loss_division.divisible else "full batch"
-            raise ConfigurationError(f"the validation data have no {needed}", where=data or "")
+            raise ConfigurationError(
+                f"the validation data contain less than one {needed}", where=data or ""
+            )
         counted = float(rank.counted) if by_label and rank.counted is not None else 0.0
         shares = rank.transport.gather_numbers([total, counted])
         loss = sum(share for share, _ in shares)
@@ -202,7 +204,7 @@ class Evaluator:
         done = rank.steps_done - 1
         if not math.isfinite(loss):
             raise LaunchError(
-                f"the validation loss after step {done} is not a finite number", where=data or ""
+                f"the validation loss after step {done} is infinite or NaN", where=data or ""
             )
         self._validated = rank.steps_done
         self._failed += 1

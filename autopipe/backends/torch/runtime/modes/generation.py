@@ -207,8 +207,10 @@ class Generation(BatchReader):
                     entry.axis, tuple(slice(*each) for each in data.offsets)
                 ):
                     raise ConfigurationError(
-                        f"{data.name!r} and {entry.present.value.name!r} are sharded differently",
-                        hint="plan with splits along heads or samples only, and both in one stage",
+                        f"the cache values {data.name!r} and {entry.present.value.name!r} are "
+                        "sharded differently",
+                        hint="plan with splits along heads or samples only, and with both "
+                        "values in one stage",
                         where=f"rank {self._rank.number}, stage {stage.number}",
                     )
 
@@ -404,7 +406,7 @@ class Generation(BatchReader):
         if chosen:
             if not logits[chosen].isfinite().all():
                 raise LaunchError(
-                    "logits are not finite numbers",
+                    "logits of the model are infinite or NaN",
                     hint="check the model's weights and precision",
                 )
             slots = [self._slots[group.rows[index]] for index in chosen]

@@ -238,7 +238,7 @@ def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> A
     ValueError if ONNX does not define the name.
     """
     if name not in _ACTIVATIONS:
-        raise ValueError(f"no activation is called {name!r}")
+        raise ValueError(f"activation {name!r} is not defined by ONNX")
     function, defaults = _ACTIVATIONS[name]
     parameters = [
         next(given, default) for given, default in zip((alphas, betas), defaults, strict=False)

@@ -358,9 +358,11 @@ class Checkpointer:
 
         def write() -> dict[str, Any]:
             if not temporary.is_dir():
-                hint = "all nodes must share it"
+                hint = "use a checkpoint folder on a file system that all nodes share"
                 raise LaunchError(
-                    "rank 0's checkpoint folder is not here", hint=hint, where=str(temporary)
+                    "the checkpoint folder of rank 0 does not exist on this node",
+                    hint=hint,
+                    where=str(temporary),
                 )
             written = files.write_shard(temporary / files.rank_file(rank), self._copies.contents())
             return files.document_of(snapshot.checkpoint(self._manifest, rank, *written))
@@ -439,9 +441,11 @@ class Checkpointer:
         newest = group.run_collectively("restore", newest_step)
         if any(each != newest[0] for each in newest):
             steps = ", ".join(sorted({str(step) for step, _ in newest}))
-            reason = f"ranks see different newest checkpoints: steps {steps}"
+            reason = f"the newest checkpoint differs between ranks: steps {steps}"
             raise LaunchError(
-                reason, hint="all nodes must share the folder", where=str(self._folder)
+                reason,
+                hint="use a checkpoint folder on a file system that all nodes share",
+                where=str(self._folder),
             )
         step, _ = newest[0]
         if not step:
@@ -449,9 +453,9 @@ class Checkpointer:
         path = files.checkpoint_path(self._folder, step)
         checkpoint = files.read_checkpoint(path)
         for difference in _differences(checkpoint, manifest):
-            hint = "choose another --checkpoint folder"
+            hint = "choose another folder with --checkpoint DIR"
             raise ConfigurationError(
-                f"the checkpoint is of another {difference}", hint=hint, where=str(path)
+                f"the checkpoint was written for another {difference}", hint=hint, where=str(path)
             )
 
         def verify() -> None:

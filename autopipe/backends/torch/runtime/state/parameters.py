@@ -171,8 +171,8 @@ def read_block(
             whole = np.memmap(path, dtype=stored, mode="r", offset=storage.offset, shape=extent)
     except FileNotFoundError as error:
         raise ConfigurationError(
-            "the model's file is not there, and its weights are needed",
-            hint="name it with --model FILE, or put it back",
+            "the model file does not exist, but the program reads weights from it",
+            hint="restore the file, or set its path with --model FILE",
             where=str(path),
         ) from error
     except (OSError, ValueError) as error:

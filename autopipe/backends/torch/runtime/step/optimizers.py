@@ -152,7 +152,7 @@ def make_optimizer(
                     eager(torch.optim.AdamW)(others, betas=betas, eps=settings["eps"], fused=fused)
                 )
             return parts[0] if len(parts) == 1 else JointOptimizer(parts)
-    raise ConfigurationError(f"unknown optimizer {settings['name']!r}")
+    raise ConfigurationError(f"optimizer {settings['name']!r} is unknown")
 
 
 class Lion(EagerOptimizer):

@@ -311,7 +311,7 @@ class Reporter:
         for rank, each in enumerate(by_rank):
             if each.bad_stage != _FINE:
                 raise LaunchError(
-                    f"the loss is not a finite number at step {step}",
+                    f"the loss at step {step} is infinite or NaN",
                     hint=_hint(self._rank.manifest),
                     where=(
                         f"rank {rank}, stage {int(each.bad_stage)}, micro-batch "

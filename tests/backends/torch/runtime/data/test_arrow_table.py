@@ -132,7 +132,7 @@ def changed(column: str, value: object) -> pa.Table:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (table().drop_columns(["label"]), "no array for input 'label'"),
+        (table().drop_columns(["label"]), "lack an array for input 'label'"),
         (
             changed("tokens", [[1] * 8] * 6 + [[1] * 7] + [[1] * 9] * 3),
             "'tokens' row 6 has 7 elements, a sample of the",
@@ -141,8 +141,8 @@ def changed(column: str, value: object) -> pa.Table:
             changed("tokens", [[1] * 8] * 9 + [[]]),
             "'tokens' row 9 has 0 elements, a sample of the input 8",
         ),
-        (changed("tokens", [[1] * 8] * 9 + [None]), "'tokens' has nulls"),
-        (changed("tokens", [[1] * 8] * 9 + [[None] * 8]), "'tokens' has nulls"),
+        (changed("tokens", [[1] * 8] * 9 + [None]), "'tokens' contains nulls"),
+        (changed("tokens", [[1] * 8] * 9 + [[None] * 8]), "'tokens' contains nulls"),
         (changed("tokens", ["some"] * 10), "'tokens' holds string, no numbers"),
         (
             changed("tokens", [[1] * 8] * 9 + [[1] * 7 + [50]]),
@@ -168,16 +168,16 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="the table cannot be read"):
             opened(MANIFEST, tmp_path / name)
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match="no dataset: KeyError"):
+    with pytest.raises(ConfigurationError, match="does not describe a dataset: KeyError"):
         opened(MANIFEST, tmp_path)
 
 
 def test_of_several_datasets_one_is_named_and_no_file_outside_is_read(tmp_path: Path) -> None:
     write_dataset(tmp_path / "train", table())
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    with pytest.raises(ConfigurationError, match="holds several datasets") as caught:
+    with pytest.raises(ConfigurationError, match="contains several datasets") as caught:
         opened(MANIFEST, tmp_path)
-    assert caught.value.hint == f"name one of its splits: {tmp_path / 'train'}"
+    assert caught.value.hint == f"choose one of the splits: {tmp_path / 'train'}"
     opened(MANIFEST, tmp_path / "train")
     (tmp_path / "train" / "state.json").write_text(
         '{"_data_files": [{"filename": "../outside.arrow"}]}'
@@ -192,6 +192,6 @@ def test_without_pyarrow_the_extra_is_named(
 ) -> None:
     WRITERS["table.arrow"](tmp_path / "table.arrow", table())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigurationError, match="needs pyarrow") as caught:
+    with pytest.raises(ConfigurationError, match="requires the package pyarrow") as caught:
         opened(MANIFEST, tmp_path / "table.arrow")
     assert "autopipe[data]" in caught.value.hint

@@ -190,17 +190,17 @@ def test_arrays_of_unequal_length_are_refused(tmp_path: Path) -> None:
     for manifest in (MANIFEST, INFERENCE):
         with pytest.raises(
             ConfigurationError,
-            match="different numbers of samples: 'ids' 13, 'picture' 12, 'rows' 12",
+            match="differ in the number of samples: 'ids' 13, 'picture' 12, 'rows' 12",
         ):
             open_source(manifest, str(tmp_path / "data.npz"), 0)
     np.savez(tmp_path / "data.npz", **(arrays(12) | {"rows": np.zeros((37, 2))}))
-    with pytest.raises(ConfigurationError, match="'rows' has 37 rows, of which a sample has 3"):
+    with pytest.raises(ConfigurationError, match="'rows' has 37 rows, expected a multiple of 3"):
         open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
 
 
 def test_training_needs_a_whole_batch(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", **arrays(5))
-    with pytest.raises(ConfigurationError, match="5 samples are no batch of 6"):
+    with pytest.raises(ConfigurationError, match="have 5 samples, fewer than a batch of 6"):
         open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
 
 
@@ -374,7 +374,7 @@ def test_after_other_batches_a_function_goes_on_at_the_step_and_a_file_at_the_sa
         (np.zeros((0, 3), np.int64), "'ids' has no samples"),
         (np.full((6, 3), 0.5), "'ids' holds float64, not int64"),
         (np.full((6, 3), 5, np.float16), "'ids' holds float16, not int64"),
-        (np.full((6, 3), 2**63, np.uint64), "'ids' holds numbers that are no int64"),
+        (np.full((6, 3), 2**63, np.uint64), "'ids' contains numbers that int64 cannot"),
         (np.full((6, 3), "a"), "'ids' holds <U1, not int64"),
         (np.full((6, 3), 1j), "'ids' holds complex128, not int64"),
     ],
@@ -399,7 +399,7 @@ def test_float_ids_name_the_file_and_how_to_save_them(tmp_path: Path) -> None:
     error = caught.value
     assert error.where == str(path)
     assert error.message == "'ids' holds float32, not int64"
-    assert error.hint == "save it as int64: ids.astype('int64')"
+    assert error.hint == "save the array as int64: ids.astype('int64')"
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_missing_files_arrays_and_functions(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="data cannot be read"):
         open_source(MANIFEST, str(tmp_path / "none.npz"), 0)
     np.savez(tmp_path / "data.npz", other=np.zeros(3))
-    with pytest.raises(ConfigurationError, match="no array for input 'ids'") as caught:
+    with pytest.raises(ConfigurationError, match="lack an array for input 'ids'") as caught:
         open_source(MANIFEST, str(tmp_path / "data.npz"), 0)
     assert caught.value.hint == "it has other"
     for name in ("nowhere", "nowhere:batches", "os:batches"):
@@ -516,7 +516,7 @@ def test_functions_that_give_too_little_or_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = {
-        (5,): "epoch 1 has no batch of 6 samples",
+        (5,): "epoch 1 contains less than a batch of 6 samples",
         (5, 6): "batch 0 has 5 samples, not 6, and is not the last",
         (7,): "batch 0 has 7 samples, not 6",
     }
@@ -527,7 +527,7 @@ def test_functions_that_give_too_little_or_too_much(
         with pytest.raises(ConfigurationError, match=message):
             source.rows(IDS, 0, 2)
     source = open_source(MANIFEST, spelt(tmp_path, monkeypatch, "ids_alone", 6), 0)
-    with pytest.raises(ConfigurationError, match="a batch lacks input 'rows'"):
+    with pytest.raises(ConfigurationError, match="a batch of the data function lacks input 'rows'"):
         source.rows(ROWS, 0, 2)
 
 
@@ -565,7 +565,7 @@ def test_a_function_of_the_step_gives_any_step_and_is_not_asked_for_others(
     assert sys.modules["of_the_step"].asked == [5, 7]
     inference = open_source(INFERENCE, name, 40, Position(7, 42))
     assert [inference.count(step) for step in (7, 8, 9)] == [6, 5, 0]
-    with pytest.raises(ConfigurationError, match="there is no such batch"):
+    with pytest.raises(ConfigurationError, match="the data function has no batch"):
         open_source(MANIFEST, name, 0, Position(9, 54)).rows(IDS, 54, 55)
 
 
@@ -590,9 +590,9 @@ def test_an_iterator_may_be_made_for_a_batch_size_and_a_seed_and_end_with_its_ep
         (
             "def batches(): return [{'ids': np.zeros((6, 3))}]",
             {"shuffle": True},
-            "the order of a function's batches",
+            "data.shuffle is not supported",
         ),
-        ("def batches(step): return {}", {"epochs": 2}, "a function of the step has no epochs"),
+        ("def batches(step): return {}", {"epochs": 2}, "data.epochs is not supported"),
         (
             "def batches(): return [{'ids': np.full((6, 3), 7)}]",
             {},

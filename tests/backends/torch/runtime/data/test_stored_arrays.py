@@ -108,7 +108,7 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(
     (tmp_path / "tokens.idx").write_bytes(struct.pack("<9sQB", b"MMIDIDX\x00\x00", 1, 4))
     assert check_data(GPT, str(path), None)[0].samples == 12  # type: ignore[arg-type, union-attr]
     (tmp_path / "tokens.idx").write_bytes(b"something else, long enough")
-    with pytest.raises(ConfigurationError, match=r"tokens\.idx is no index of whole numbers"):
+    with pytest.raises(ConfigurationError, match=r"tokens\.idx is not an index of integer tokens"):
         check_data(GPT, str(path), None)  # type: ignore[arg-type]
 
 
@@ -123,9 +123,9 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(
         (
             Batches((TOKENS, index_input("others", (2, 8)))),
             {},
-            "inputs tokens, others would take tokens",
+            "but the model has tokens, others",
         ),
-        (Batches((LABELS,)), {}, "inputs none would take tokens"),
+        (Batches((LABELS,)), {}, "but the model has none"),
         (
             Batches((TOKENS, index_input("labels", (2, 4)))),
             {},
@@ -134,9 +134,13 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(
         (
             Batches((TOKENS, InputRange(Value("picture", DType.FLOAT32, (2, 8)), 0, None))),
             {},
-            "inputs tokens, picture would take tokens",
+            "but the model has tokens, picture",
         ),
-        (Batches((index_input("tokens", (2, 200)),)), {}, "100 tokens are no sample of 200"),
+        (
+            Batches((index_input("tokens", (2, 200)),)),
+            {},
+            "have 100 tokens, fewer than a sample of 200",
+        ),
         (
             Batches((index_input("tokens", (2, 8), 49),)),
             {},
@@ -153,7 +157,7 @@ def test_token_files_that_do_not_fit(
 
 def test_bytes_that_are_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(b"\x01" * 33)
-    with pytest.raises(ConfigurationError, match="1 byte is left over of tokens of uint16"):
+    with pytest.raises(ConfigurationError, match="a remainder of 1 byte for tokens of type uint16"):
         opened(GPT, tmp_path / "tokens.bin")
 
 
@@ -170,7 +174,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
 def test_a_folder_holds_a_file_for_each_input(tmp_path: Path) -> None:
     tokens = np.arange(80).reshape(10, 8) % 50
     np.save(tmp_path / "tokens.npy", tokens)
-    with pytest.raises(ConfigurationError, match="no array for input 'labels'") as caught:
+    with pytest.raises(ConfigurationError, match="lack an array for input 'labels'") as caught:
         opened(GPT, tmp_path)
     assert caught.value.hint == "it has tokens"
     np.save(tmp_path / "labels.npy", np.asfortranarray(tokens[::-1]))
@@ -179,13 +183,11 @@ def test_a_folder_holds_a_file_for_each_input(tmp_path: Path) -> None:
     assert np.array_equal(
         opened(Batches((TOKENS,)), tmp_path / "tokens.npy").rows(TOKENS, 1, 3), tokens[1:3]
     )
-    with pytest.raises(
-        ConfigurationError, match="one array is no data for a model of several inputs"
-    ):
+    with pytest.raises(ConfigurationError, match="the data are one array, but the model has"):
         opened(GPT, tmp_path / "tokens.npy")
     np.save(tmp_path / "labels.npy", np.array([[{}] * 8] * 10), allow_pickle=True)
     with pytest.raises(
-        ConfigurationError, match="'labels' cannot be read: it holds Python objects"
+        ConfigurationError, match="'labels' cannot be read: the array contains Python objects"
     ):
         opened(GPT, tmp_path).rows(LABELS, 0, 1)
 
@@ -193,9 +195,9 @@ def test_a_folder_holds_a_file_for_each_input(tmp_path: Path) -> None:
 def test_paths_that_hold_no_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
         opened(GPT, tmp_path / "nothing")
-    (tmp_path / "notes.txt").write_text("no data")
+    (tmp_path / "notes.txt").write_text("unknown format")
     for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(ConfigurationError, match="is no data that can be read"):
+        with pytest.raises(ConfigurationError, match="have an unknown format"):
             opened(GPT, path)
 
 

@@ -45,7 +45,7 @@ def test_autocast_gives_the_types_that_it_gives_with_values() -> None:
 def test_an_operator_that_needs_values_says_so(operation: object) -> None:
     assert callable(operation)
     with (
-        pytest.raises(LaunchError, match="needs values") as caught,
+        pytest.raises(LaunchError, match="reads values") as caught,
         use_fake_tensors(torch.device("cpu")),
     ):
         operation(torch.empty(1))

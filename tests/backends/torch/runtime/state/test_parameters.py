@@ -93,7 +93,7 @@ def test_stored_blocks(
 @pytest.mark.parametrize("file", ["", "weights.bin"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, file: str) -> None:
     model = tmp_path / "model.onnx"
-    with pytest.raises(ConfigurationError, match="is not there") as caught:
+    with pytest.raises(ConfigurationError, match="does not exist") as caught:
         read_block(model, parameter("float32", (4,), FileSlice(file, 0, 16)), full_slice((4,)), 0)
     assert caught.value.where == str(tmp_path / (file or model.name))
 

@@ -197,7 +197,7 @@ def test_two_runs_do_not_save_in_one_folder(
 ) -> None:
     monkeypatch.setattr("autopipe.backends.torch.checkpoint._PATIENCE_S", 0.2)
     training = Training(tmp_path)
-    with pytest.raises(ConfigurationError, match="another run saves its checkpoints here"):
+    with pytest.raises(ConfigurationError, match="another run is writing checkpoints"):
         Training(tmp_path)
     training.saved.close()
     resumed(tmp_path)
@@ -331,7 +331,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
             LaunchError, match="cannot be written: No space left on device"
         ) as caught:
             training.saved.close()
-    assert "earlier checkpoints are untouched" in str(caught.value)
+    assert "earlier checkpoints are unchanged" in str(caught.value)
     training.saved.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step_00000001"]
     assert resumed(tmp_path)[1] == 1
