@@ -75,7 +75,7 @@ def test_mistakes_name_what_is_wrong(model: Path, tmp_path: Path) -> None:
         autopipe.plan(model, "cpu-local", gpu=2)
     with pytest.raises(ConfigurationError, match="does not exist"):
         autopipe.Plan.load(tmp_path / "nowhere")
-    with pytest.raises(ConfigurationError, match="loss and labels go together"):
+    with pytest.raises(ConfigurationError, match="loss and labels require each other"):
         autopipe.export(nn.Linear(2, 2), torch.ones(2, 2), loss=nn.functional.mse_loss)
     with pytest.raises(ConfigurationError, match="samples"):
         autopipe.export(nn.Bilinear(2, 2, 2), (torch.ones(2, 2), torch.ones(3, 2)))

@@ -68,15 +68,19 @@ def found_paths(folder: Path, step: int | None) -> list[Path]:
     if (folder / MANIFEST).is_file() and step is None:
         return [folder]
     if not folder.is_dir():
-        raise ConfigurationError("there is no such folder", where=str(folder))
+        raise ConfigurationError("the checkpoint folder does not exist", where=str(folder))
     steps = committed_steps(folder)
     if not steps:
-        hint = "autopipe launch --checkpoint DIR saves them"
-        raise ConfigurationError("there is no committed checkpoint", hint=hint, where=str(folder))
+        hint = "write checkpoints with autopipe launch --checkpoint DIR"
+        raise ConfigurationError(
+            "the folder contains no complete checkpoint", hint=hint, where=str(folder)
+        )
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))
         raise ConfigurationError(
-            f"there is no checkpoint of step {step}", hint=f"there are {known}", where=str(folder)
+            f"the folder contains no checkpoint of step {step}",
+            hint=f"use one of {known}",
+            where=str(folder),
         )
     return [checkpoint_path(folder, each) for each in (steps if step is None else [step])]
 
@@ -155,14 +159,15 @@ def export_weights(
     chosen = found_paths(folder, settings.step)[-1]
     held = read_checkpoint(chosen)
     if settings.ema and not any(AVERAGE in dict(each.state) for each in held.parameters):
-        hint = "plan with training.ema_decay, or leave out --ema"
+        hint = "plan with training.ema_decay, or omit --ema"
         raise ConfigurationError(
-            "the checkpoint holds no averages of weights", hint=hint, where=str(chosen)
+            "the checkpoint contains no averages of weights", hint=hint, where=str(chosen)
         )
     weights_alone = is_safetensors(target)
     if settings.max_shard_size is not None and not weights_alone:
         raise ConfigurationError(
-            "--max-shard-size is for weights alone", "name a file that ends in .safetensors"
+            "--max-shard-size requires an output of weights only",
+            "choose an output file that ends in .safetensors",
         )
     path = _model_of(held, settings.model)
     inputs = (chosen, path)
@@ -340,10 +345,8 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
     trained = Path(held.model)
     path = trained if model is None else model
     if not path.is_file():
-        hint = "give it with --model FILE" if model is None else ""
-        raise ConfigurationError(
-            "the model that was trained is not there", hint=hint, where=str(path)
-        )
+        hint = "set the path of the model with --model FILE" if model is None else ""
+        raise ConfigurationError("the trained model does not exist", hint=hint, where=str(path))
     if (given := load(path)).digest != held.model_digest:
         source = load(trained) if trained.is_file() else given
         if source.digest == held.model_digest and are_one_model(source, given):

@@ -93,7 +93,7 @@ def write_programs(
     for rank in ranks:
         if not 0 <= rank < devices:
             raise ConfigurationError(
-                f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}"
+                f"rank {rank} does not exist", hint=f"use ranks 0 to {devices - 1} of the plan"
             )
     program = lower(
         problem.graph,
@@ -113,7 +113,7 @@ def write_programs(
         and planned.request.data.last_batch == "pad"
         and any(each.ratio > 1 for each in program.stages)
     ):
-        message = "stages with micro-batches of their own do not fill a batch up"
+        message = "a last batch cannot be padded if stages use different micro-batch sizes"
         raise ConfigurationError(message, "plan with data.last_batch: drop", "data.last_batch: pad")
     stage_titles = tuple(_stage_title(program, stage) for stage in program.stages)
     rank_titles = tuple(

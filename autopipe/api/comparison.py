@@ -127,7 +127,7 @@ def compare(folders: Sequence[Path], events: Events | None = None) -> Comparison
     for what, name in (("models", "model"), ("batches", "batch_size"), ("modes", "mode")):
         values = {str(getattr(each.plan, name)) for each in plans}
         if len(values) > 1:
-            events.warn(f"the plans are for different {what}: {', '.join(sorted(values))}")
+            events.warn(f"the plans differ in their {what}: {', '.join(sorted(values))}")
     return Comparison(plans, tuple(plan_diffs(plans)))
 
 

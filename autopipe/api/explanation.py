@@ -81,9 +81,11 @@ def explain(
     wanted, family = ({}, None) if why_not is None else wanted_degrees(why_not)
     planned = open_plan(folder, model)
     if planned.plan.summary.costs is not None and planned.request.costs is None:
-        hint = f"put it where costs says in {folder / CONFIGURATION_FILE}, or plan again"
+        hint = (
+            f"restore the file at the path of costs in {folder / CONFIGURATION_FILE}, or plan again"
+        )
         raise ConfigurationError(
-            "the plan was made with measured costs, and their file is gone", hint, str(folder)
+            "the plan uses measured costs, but the cost file does not exist", hint, str(folder)
         )
     if node is not None:
         return _explain_node(planned, node)
@@ -116,8 +118,10 @@ def wanted_degrees(words: str) -> tuple[dict[str, int], str | None]:
         elif name in DEGREES and value.isdecimal() and 0 < int(value) < 2**20:
             found[name] = int(value)
         else:
-            hint = "write degrees such as pipeline=4,tensor=2,data=8, or schedule=NAME"
-            raise ConfigurationError(f"{word.strip()!r} is no degree", hint, "--why-not")
+            hint = "use degrees such as pipeline=4,tensor=2,data=8, or schedule=NAME"
+            raise ConfigurationError(
+                f"{word.strip()!r} is not a degree, expected NAME=NUMBER", hint, "--why-not"
+            )
     return found, family
 
 
@@ -251,8 +255,8 @@ def _node_called(planned: PlanResult, name: str) -> int:
     if len(meant) > 1:
         numbers = ", ".join(map(str, meant[:8])) + (", ..." if len(meant) > 8 else "")
         raise ConfigurationError(
-            f"{name!r} is {len(meant)} {plural(len(meant), 'node')}",
-            f"give one's number: {numbers}",
+            f"{name!r} matches {len(meant)} {plural(len(meant), 'node')}, expected one",
+            f"use the number of one node: {numbers}",
             "--node",
         )
     return meant[0]
@@ -313,9 +317,11 @@ def _explain_stage(planned: PlanResult, number: int) -> StageExplanation:
 
 def _check(number: int, count: int, what: str) -> None:
     if number >= count:
-        there = f"0 to {count - 1}" if count > 1 else "0 alone"
+        there = f"0 to {count - 1}" if count > 1 else "0 only"
         raise ConfigurationError(
-            f"the plan has no {what} {number}", hint=f"{what}s: {there}", where=f"--{what}"
+            f"{what} {number} does not exist in the plan",
+            hint=f"use {what} {there}",
+            where=f"--{what}",
         )
 
 
@@ -373,8 +379,9 @@ def _what_would_help(planned: PlanResult, folder: Path, events: Events) -> list[
     again = is_quick(planned) and not isinstance(planned.request.strategy, Explicit)
     if again and not planned.request.model.is_file():
         events.warn(
-            f"nothing is planned again: the model of the plan is not at {planned.plan.model}",
-            "name the file with --model FILE",
+            "alternatives are not planned because the model of the plan does not exist: "
+            f"{planned.plan.model}",
+            "set the path of the model with --model FILE",
         )
         again = False
     changes = list(what_ifs(planned))

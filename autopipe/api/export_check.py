@@ -59,19 +59,19 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     if hooked:
         raise VerificationError(
             (
-                f"hooks run after the backward of {list_first(hooked, _NAMED)}, which an exported "
-                "file has not"
+                f"hooks of {list_first(hooked, _NAMED)} run after the backward, which an ONNX file "
+                "cannot represent"
             ),
-            f"remove them (register_post_accumulate_grad_hook), or {_WITHOUT}",
+            f"remove the hooks (register_post_accumulate_grad_hook), or {_WITHOUT}",
         )
     examples = _examples(subject)
     expected = [evaluate(subject, each) for each in examples]
     reject_changes([name for each in expected for name in each.changed if name not in moved])
     if expected[0].changed_again:
         raise VerificationError(
-            f"the backward of the module runs a part of the forward again, which changes "
-            f"{list_first(expected[0].changed_again, _NAMED)} twice in a step: the exported file "
-            "changes them once",
+            "the backward of the module repeats a part of the forward, which changes "
+            f"{list_first(expected[0].changed_again, _NAMED)} twice per step, but the exported "
+            "file changes these tensors only one time",
             f"export without checkpointing (a plan may recompute instead), or {_WITHOUT}",
         )
     if not expected[0].is_finite:
@@ -99,10 +99,9 @@ def reject_changes(names: Sequence[str]) -> None:
     if names:
         changed = list_first(list(dict.fromkeys(names)), _NAMED)
         raise VerificationError(
-            f"the forward of the module changes {changed}, which an ONNX file cannot",
-            "count in place (`steps += 1`), change other tensors outside of the forward, put "
-            "the part into eval(), or "
-            f"{_WITHOUT}",
+            f"the forward of the module changes {changed}, which an ONNX file cannot represent",
+            "count in place (`steps += 1`), change other tensors outside of the forward, call "
+            f"eval() on the part that changes them, or {_WITHOUT}",
         )
 
 
@@ -152,10 +151,10 @@ def _take_dropouts_out(file: Path, asked: Sequence[float]) -> None:
         ]
         raise VerificationError(
             (
-                f"the module drops with the probabilities {texts[0]}, the exported file with "
-                f"{texts[1]}"
+                f"the module applies dropout with the probabilities {texts[0]}, but the exported "
+                f"file with {texts[1]}"
             ),
-            f"put the dropouts that differ into eval(), or {_WITHOUT}",
+            f"call eval() on the dropout modules that differ, or {_WITHOUT}",
         )
     if dropouts:
         onnx.save(model, file)
@@ -277,17 +276,19 @@ class _Comparison:
         lost = sorted(flowing - trained)
         if lost:
             raise VerificationError(
-                f"the exported file has no gradient of {list_first(lost, _NAMED)}, the module has",
-                f"rewrite the part of the module that reads them, or {_WITHOUT}",
+                f"the gradients of {list_first(lost, _NAMED)} exist in the module, but not in the "
+                "exported file",
+                f"rewrite the part of the module that reads these tensors, or {_WITHOUT}",
             )
         gained = sorted(name for name in trained - flowing if np.any(found[name]))
         if gained:
             raise VerificationError(
                 (
-                    f"the exported file trains {list_first(gained, _NAMED)}, of which the module "
-                    "has no gradient"
+                    f"the gradients of {list_first(gained, _NAMED)} exist in the exported file, "
+                    "but not in the module"
                 ),
-                f"{self._cause(expected)}; freeze them (requires_grad_(False)), or {_WITHOUT}",
+                f"{self._cause(expected)}; freeze the tensors (requires_grad_(False)), or "
+                f"{_WITHOUT}",
             )
 
     def _require_equal(self, pairs: Sequence[Difference], manifest: Manifest, step: int) -> None:
@@ -311,8 +312,8 @@ class _Comparison:
         where = "the example" if step == 0 else "a second example"
         raise VerificationError(
             (
-                f"{what} of the exported file and the module differ on {where}: {names} by "
-                f"{worst.relative:.1e}"
+                f"{what} of the exported file and of the module differ on {where}: {names} by a "
+                f"relative {worst.relative:.1e}"
             ),
             f"{self._cause(self.expected[step])}; {_WITHOUT}",
         )

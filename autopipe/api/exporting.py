@@ -35,29 +35,31 @@ def factory_arguments(factory: str) -> dict[str, Any]:
     source, _, name = factory.rpartition(":")
     if not source:
         raise ConfigurationError(
-            f"{factory!r} names no function", "give FILE.py:FUNCTION or MODULE:FUNCTION"
+            f"{factory!r} is not the name of a function", "use FILE.py:FUNCTION or MODULE:FUNCTION"
         )
     try:
         module = _file_module(Path(source)) if source.endswith(".py") else _path_module(source)
         function = getattr(module, name, None)
         if not callable(function):
-            raise ConfigurationError(f"{source} has no function {name!r}")
+            raise ConfigurationError(f"{source} does not define a function {name!r}")
         found = function()
     except AutopipeError:
         raise
     except Exception as error:  # The user's code may raise anything.
         first = next(iter(str(error).splitlines()), "")
         message = f"{factory} raises {type(error).__name__}: {first}"
-        raise ConfigurationError(message, "--debug shows the traceback") from error
+        raise ConfigurationError(message, "show the traceback with --debug") from error
     if isinstance(found, Mapping):
         if not {"module", "example"} <= found.keys() <= set(_ARGUMENTS):
             raise ConfigurationError(
-                f"{factory} returns a mapping of {sorted(found)}", f"its keys are {_ARGUMENTS}"
+                f"{factory} returns a mapping with the keys {sorted(found)}",
+                f"use the keys {_ARGUMENTS}",
             )
         return dict(found)
     if not isinstance(found, tuple) or len(found) not in (2, 4):
         raise ConfigurationError(
-            f"{factory} returns a {type(found).__name__}",
+            f"{factory} returns a value of type {type(found).__name__}, expected a tuple of 2 or "
+            "4 values",
             "return (module, example) or (module, example, loss, labels)",
         )
     return dict(zip(_ARGUMENTS, found, strict=False))
@@ -68,7 +70,7 @@ def _file_module(path: Path) -> Any:
     imports. Python writes no compiled copies of the user's files next to them.
     """
     if not path.is_file():
-        raise ConfigurationError(f"{path} does not exist")
+        raise ConfigurationError(f"the file {path} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     folder = str(path.absolute().parent)
@@ -92,7 +94,7 @@ def _path_module(name: str) -> Any:
         if error.name != name.partition(".")[0] and error.name != name:
             raise
         raise ConfigurationError(
-            f"there is no module {name!r}", "a file is given as FILE.py:FUNCTION"
+            f"the module {name!r} does not exist", "name a file as FILE.py:FUNCTION"
         ) from error
 
 

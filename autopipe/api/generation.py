@@ -129,9 +129,9 @@ def read_prompts(text: str) -> list[list[int]]:
         try:
             return [[int(each) for each in text.replace(",", " ").split()]]
         except ValueError:
-            hint = "give FILE.json, FILE.npy or ids like 17,4,92"
+            hint = "use FILE.json, FILE.npy or ids such as 17,4,92"
             raise ConfigurationError(
-                f"{text!r} is no list of token ids", hint, "--prompts"
+                f"{text!r} is not a list of token ids", hint, "--prompts"
             ) from None
     try:
         found = (
@@ -147,11 +147,11 @@ def read_prompts(text: str) -> list[list[int]]:
         found = [found]
     if not isinstance(found, list) or not found:
         raise ConfigurationError(
-            "there are no prompts", hint="a list of lists of token ids", where=text
+            "the file contains no prompts", hint="write a list of lists of token ids", where=text
         )
     for number, ids in enumerate(found):
         if not isinstance(ids, list) or not all(_is_token(each) for each in ids):
-            raise ConfigurationError(f"prompt {number} is no list of token ids", where=text)
+            raise ConfigurationError(f"prompt {number} is not a list of token ids", where=text)
     return found
 
 
@@ -165,7 +165,9 @@ def _output_file(target: Path, inputs: tuple[Path, ...], force: bool) -> OutputF
     """
     kind = {".json": TOKENS, ".npy": NPY}.get(target.suffix)
     if kind is None:
-        raise ConfigurationError(f"{target} is neither .json nor .npy", where="--output")
+        raise ConfigurationError(
+            f"the output file is {target}, expected .json or .npy", where="--output"
+        )
     return OutputFile(target, kind, inputs, force)
 
 
@@ -200,14 +202,16 @@ def _check_layout(model: Path, decoder: Decoder) -> None:
     operators = {node.op_type for node in load(model).nodes}
     if "GroupQueryAttention" in operators and not decoder.in_place:
         hint = (
-            "plan with --dim past_sequence_length and --dim total_sequence_length of the same "
-            "number of places"
+            "plan with equal values of --dim past_sequence_length and --dim total_sequence_length"
         )
-        raise ConfigurationError("GroupQueryAttention fills its cache from the front", hint)
-    if decoder.positions is None and not decoder.in_place and "CumSum" not in operators:
-        hint = "export it with position_ids"
         raise ConfigurationError(
-            "the model has no input 'position_ids', and counts no positions by its mask", hint
+            "GroupQueryAttention requires a cache that is written in place", hint
+        )
+    if decoder.positions is None and not decoder.in_place and "CumSum" not in operators:
+        hint = "export the model with position_ids"
+        raise ConfigurationError(
+            "the model has neither an input 'position_ids' nor positions computed from the mask",
+            hint,
         )
 
 
@@ -238,7 +242,7 @@ def write_prefill(
         if (wider := with_step_length(planned, length)) is None:
             return
         if write_programs(wider, second).channels != read_manifest(folder).channels:
-            raise InfeasibleError("its stages exchange other tensors")
+            raise InfeasibleError("the stages send other tensors in the prefill program")
     except (*CANDIDATE_ERRORS, CodegenError) as error:
         note(
             f"prompts are fed as the plan's own steps do, not {chunk} {plural(chunk, 'token')} "

@@ -57,9 +57,12 @@ class ProfiledSteps:
         step.
         """
         if self.first >= steps:
-            hint = f"the steps are 0 to {steps - 1}; --steps sets their number"
+            hint = f"choose a step from 0 to {steps - 1}, or set more steps with --steps"
             raise ConfigurationError(
-                f"there is no step {self.first} to profile", hint, where="--profile"
+                f"the first profiled step is {self.first}, but the last step of the run is "
+                f"{steps - 1}",
+                hint,
+                where="--profile",
             )
 
     def arguments(self, times: Path) -> dict[str, object]:

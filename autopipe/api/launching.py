@@ -132,7 +132,7 @@ def open_launch(
     events = events or Silent()
     log = settings.log
     if settings.profile is not None and log is None:
-        raise SettingError("--profile goes with --log DIR, where its files go")
+        raise SettingError("--profile requires --log DIR, the folder of its files")
     logged = None if log is None else LogSettings(log, settings.log_every, settings.wandb)
     profiled = None
     if settings.profile is not None and log is not None:
@@ -142,12 +142,12 @@ def open_launch(
     config = _launch_config(settings, live, debug, events)
     if settings.dry_run and (settings.blocking or settings.compile):
         raise SettingError(
-            f"--dry-run times nothing: leave out --{'blocking' if settings.blocking else 'compile'}"
+            f"--dry-run measures no times: omit --{'blocking' if settings.blocking else 'compile'}"
         )
     if settings.device == "meta" and not settings.dry_run:
-        raise SettingError("--device meta computes nothing: it goes with --dry-run")
+        raise SettingError("--device meta computes no values and requires --dry-run")
     if settings.rank is not None and not settings.dry_run:
-        raise SettingError("--rank goes with --dry-run")
+        raise SettingError("--rank requires --dry-run")
     return Launch(manifest, settings, config, logged, profiled, events)
 
 
@@ -191,8 +191,10 @@ def _check_mode(manifest: Manifest, mode: str | None) -> None:
     """Raise ConfigurationError if the program does not have the mode, unless `mode` is None."""
     if mode not in (None, "train" if manifest.train else "infer"):
         other = "train" if mode == "infer" else "infer"
-        hint = f"autopipe plan MODEL --mode {mode}, then autopipe codegen"
-        raise ConfigurationError(f"the program is to {other}", hint, f"--mode {mode}")
+        hint = f"plan with autopipe plan MODEL --mode {mode}, then run autopipe codegen"
+        raise ConfigurationError(
+            f"the program is for mode {other}, but --mode is {mode}", hint, f"--mode {mode}"
+        )
 
 
 def _key(path: Path) -> bytes:
@@ -202,16 +204,17 @@ def _key(path: Path) -> bytes:
         key = path.read_bytes().strip()
     except OSError as error:
         raise ConfigurationError(
-            f"the key cannot be read: {error.strerror}", where=str(path)
+            f"the rendezvous key cannot be read: {error.strerror}", where=str(path)
         ) from error
     if others:
         raise ConfigurationError(
-            "others may read the key", hint=f"chmod 600 {path}", where=str(path)
+            "other users can read the rendezvous key", hint=f"run chmod 600 {path}", where=str(path)
         )
     if len(key) < _KEY_BYTES:
-        hint = f"openssl rand -hex {_KEY_BYTES} makes one"
+        hint = f"create a key with openssl rand -hex {_KEY_BYTES}"
         raise ConfigurationError(
-            f"the key has {len(key)} {plural(len(key), 'byte')}, not {_KEY_BYTES} or more",
+            f"the rendezvous key has {len(key)} {plural(len(key), 'byte')}, expected "
+            f"{_KEY_BYTES} or more",
             hint=hint,
             where=str(path),
         )
@@ -345,7 +348,8 @@ class Launch:
         if data is None and (self.settings.epochs is not None or self.settings.shuffle):
             flag = "--shuffle" if self.settings.epochs is None else "--epochs"
             raise ConfigurationError(
-                f"{flag}: random data have neither order nor end", hint="name others with --data"
+                f"{flag} requires data with an order and an end, but the data are random",
+                hint="set the data with --data",
             )
         if data is None:
             note("the data is random; --data names other data")
@@ -362,11 +366,11 @@ class Launch:
         if source is None:
             if epochs and self.manifest.lr_scheduler.needs_steps:
                 message = (
-                    "the learning rate decays over steps whose number nothing says before the data "
-                    "ends"
+                    "the learning rate decays over the number of steps, which is unknown before "
+                    "the data end"
                 )
                 raise ConfigurationError(
-                    message, hint="give --steps, or plan with lr_scheduler.total_steps"
+                    message, hint="set --steps, or plan with lr_scheduler.total_steps"
                 )
             return steps or (_NO_END if epochs else 1), epochs
         steps = steps or source.end or 1
@@ -407,11 +411,13 @@ class Launch:
         world_size = self.manifest.world_size
         if not 0 <= rank < world_size:
             raise ConfigurationError(
-                f"there is no rank {rank}", hint=f"the program has ranks 0 to {world_size - 1}"
+                f"rank {rank} does not exist",
+                hint=f"use ranks 0 to {world_size - 1} of the program",
             )
         if not self._has(rank):
             raise ConfigurationError(
-                f"rank {rank} was not generated", hint=f"autopipe codegen PLAN --ranks {rank}"
+                f"the program lacks the file of rank {rank}",
+                hint=f"run autopipe codegen PLAN --ranks {rank}",
             )
         self._read_data(lambda line: None)
         with scratch_folder("launch") as name:
@@ -446,7 +452,7 @@ class Launch:
         train = self.manifest.train
         checkpoint = self.settings.checkpoint
         if self.settings.epochs is not None and (self.settings.steps is not None or not train):
-            why = "inference takes its data once" if not train else "--steps says when to end"
+            why = "inference reads its data once" if not train else "--steps already sets the end"
             raise SettingError(f"--epochs: {why}")
         missing = [rank for rank in range(self.manifest.world_size) if not self._has(rank)]
         if missing:
@@ -454,7 +460,7 @@ class Launch:
                 f"{len(missing)} of {self.manifest.world_size} "
                 f"{plural(self.manifest.world_size, 'rank')}"
             )
-            hint = "autopipe codegen PLAN, without --ranks, writes all"
+            hint = "write all ranks with autopipe codegen PLAN, without --ranks"
             raise ConfigurationError(
                 f"{of_all} were not generated, the first is {missing[0]}", hint
             )
@@ -462,10 +468,12 @@ class Launch:
         given = [name for name in needing if getattr(self.settings, name) not in (None, False)]
         if checkpoint is None and given:
             flag = f"--{given[0].replace('_', '-')}"
-            raise ConfigurationError(f"{flag} needs a folder", hint="give it with --checkpoint DIR")
+            raise ConfigurationError(
+                f"{flag} requires a checkpoint folder", hint="set the folder with --checkpoint DIR"
+            )
         if checkpoint is not None and not train:
             raise ConfigurationError(
-                "a program for inference has nothing to save", hint="leave out --checkpoint"
+                "a program for inference has no state to save", hint="omit --checkpoint"
             )
         if checkpoint is not None:
             check_savable(checkpoint)
@@ -474,27 +482,28 @@ class Launch:
             check_unused(checkpoint)
         if (self.settings.eval_data or self.settings.eval_interval) and not train:
             raise ConfigurationError(
-                "a program for inference has no loss", hint="leave out --eval-data"
+                "a program for inference has no loss", hint="omit --eval-data and --eval-interval"
             )
         if (
             self.settings.eval_interval
             and (self.settings.eval_data or self.manifest.evaluation.data) is None
         ):
             raise ConfigurationError(
-                "--eval-interval needs data to validate on", hint="give it with --eval-data FILE"
+                "--eval-interval requires validation data",
+                hint="set the data with --eval-data FILE",
             )
         if self.log is not None:
             self.log.check(self.settings.resume)
         if self.settings.outputs is not None and train:
-            hint = "plan with --mode infer, or leave out --outputs"
-            raise ConfigurationError("a program for training collects no outputs", hint=hint)
+            hint = "plan with --mode infer, or omit --outputs"
+            raise ConfigurationError("a program for training cannot write outputs", hint=hint)
         if self.settings.outputs is not None and self.settings.outputs.suffix not in (
             ".npz",
             ".npy",
         ):
             raise ConfigurationError(
-                f"outputs do not go to {self.settings.outputs}",
-                hint="name a .npz file, or a .npy file",
+                f"the outputs file is {self.settings.outputs}, expected .npz or .npy",
+                hint="choose a .npz file, or a .npy file",
             )
         if (
             self.settings.outputs is not None
@@ -503,7 +512,7 @@ class Launch:
         ):
             names = ", ".join(output.value.name for output in self.manifest.outputs)
             raise ConfigurationError(
-                f"the program has several outputs: {names}", hint="name a .npz file"
+                f"the program has several outputs: {names}", hint="choose a .npz file"
             )
         for each in self._output_files():
             each.check()
@@ -587,7 +596,7 @@ def placement_note(device: str, ranks: int) -> str:
     gpus = visible_gpus(device)
     if not gpus and device == "cuda":
         raise ConfigurationError(
-            "no CUDA device is at hand", hint="use --device cpu", where="--device cuda"
+            "this machine lacks a CUDA device", hint="set --device cpu", where="--device cuda"
         )
     placed = count_text(ranks, "rank")
     if not gpus:

@@ -180,8 +180,10 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     file = Path(plan.model)
     stored = _stored_graph(folder, plan, own)
     if not file.is_file() and (stored is None or model is not None):
-        hint = "name the file with --model FILE, put it back, or plan again"
-        raise ConfigurationError(f"the model of the plan is not at {plan.model}", hint, str(folder))
+        hint = "set the path of the model with --model FILE, restore the file, or plan again"
+        raise ConfigurationError(
+            f"the model of the plan does not exist: {plan.model}", hint, str(folder)
+        )
     if not Path(configuration.costs).is_file():
         # The plan contains the predictions, so it can be run without the measured costs.
         configuration = replace(configuration, costs="roofline")
@@ -239,14 +241,14 @@ def check_plan_folder(folder: Path) -> None:
     """Raise ConfigurationError unless `folder` is a folder with a plan."""
     if not (folder / PLAN_FILE).is_file():
         what = (
-            "holds no plan"
+            "contains no plan"
             if folder.is_dir()
-            else "is no folder"
+            else "is not a folder"
             if folder.exists()
             else "does not exist"
         )
         raise ConfigurationError(
-            f"{folder} {what}", hint="autopipe plan MODEL -o DIR makes a plan folder"
+            f"{folder} {what}", hint="create a plan folder with autopipe plan MODEL -o DIR"
         )
 
 
@@ -259,7 +261,7 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
     missing = next((path for path in paths if not path.is_file()), None)
     if missing is not None:
         raise ConfigurationError(
-            f"{missing} does not exist", hint=f"plan again: every plan folder has {missing.name}"
+            f"the file {missing} does not exist", hint=f"plan again to write {missing.name}"
         )
     _check_ending(folder, read_digests(folder / PLAN_FILE))
     return paths
@@ -279,11 +281,11 @@ def _check_ending(folder: Path, own: FolderDigests | None) -> None:
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             raise ConfigurationError(
-                f"{path} was cut short: it does not end with a line break", _RESTORE
+                f"the file {path} is truncated: it does not end with a line break", _RESTORE
             )
         if _LAST_LINES[path.name].search(content) is None:
             message = (
-                f"{path} was cut short: `{_LAST_KEYS[path.name]}`, the last key that `plan` "
+                f"{path} is truncated: `{_LAST_KEYS[path.name]}`, the last key that `plan` "
                 "writes, is missing"
             )
             raise ConfigurationError(message, _RESTORE)
@@ -337,15 +339,17 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
     folder, the edited configuration and placement are what is planned, and stay.
     """
     parent = folder.absolute().parent
-    hint = "choose another one with -o"
+    hint = "choose another folder with -o"
     is_target = folder.is_dir() and (force or _takes_a_plan(folder))
     if folder.is_symlink() or (folder.exists() and not is_target):
-        raise ConfigurationError(f"{folder} exists and is no plan folder", hint)
+        raise ConfigurationError(f"{folder} exists and is not a plan folder", hint)
     if not parent.is_dir():
-        raise ConfigurationError(f"{parent} is no folder", f"make it, or {hint}")
+        raise ConfigurationError(
+            f"the folder {parent} does not exist", f"create the folder, or {hint}"
+        )
     place = folder if folder.is_dir() else parent
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"{place} cannot be written to", hint)
+        raise ConfigurationError(f"the folder {place} is not writable", hint)
     if force:
         return
     kept = (CONFIGURATION_FILE, PLACEMENT_FILE) if _is_same(base, folder) else ()
@@ -356,7 +360,10 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
             if read_digests(folder / PLAN_FILE)
             else "was edited, or an earlier version of autopipe wrote it"
         )
-        ways = "plan --from plans what it says, -o names another folder, --force replaces it"
+        ways = (
+            "plan the edited folder with --from, choose another folder with -o, or replace the "
+            "folder with --force"
+        )
         raise ConfigurationError(f"{edited[0]} {what}", hint=ways)
 
 
@@ -435,7 +442,7 @@ def write_plan_folder(
     except OSError as error:
         place = error.filename or folder
         raise ConfigurationError(
-            f"cannot write the plan: {error.strerror}", where=str(place)
+            f"the plan cannot be written: {error.strerror}", where=str(place)
         ) from error
     return copy
 

@@ -76,7 +76,7 @@ def plan(
         before = read_plan(base)
     if model is None:
         if before is None:
-            raise ConfigurationError("no model is given", "name an ONNX file")
+            raise ConfigurationError("the model is missing", "name an ONNX file")
         model = Path(before.model)
     target = folder or base or Path(f"{model}.plan")
     check_target(target, base, force)
@@ -153,13 +153,13 @@ def _keeping_placement(
         why = f"the placement is for micro-batches of {summary.micro_batch_size}, not of {wanted}"
     if why:
         raise ConfigurationError(
-            f"--from keeps the placement: {why}", "plan without --from", str(folder)
+            f"--from cannot keep the placement: {why}", "plan without --from", str(folder)
         )
     own = load_configuration(check_editable(folder)[0])
     for key, instead in _DECIDED.items():
         if getattr(configuration, key) != getattr(own, key):
             raise ConfigurationError(
-                f"--from keeps the placement: {key} would change nothing", instead, key
+                f"{key} has no effect with --from, which keeps the placement", instead, key
             )
     return request
 

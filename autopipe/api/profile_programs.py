@@ -165,7 +165,7 @@ def parsed_sizes(text: str, flag: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if any(not word.isascii() or not word.isdigit() or not 0 < int(word) < 2**31 for word in words):
         raise ConfigurationError(
-            f"{text!r} are no numbers of at least 1", hint="write them as 1,2,4", where=flag
+            f"{text!r} is not a list of positive integers", hint="use the format 1,2,4", where=flag
         )
     return tuple(int(word) for word in words)
 

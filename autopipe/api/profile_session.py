@@ -63,9 +63,9 @@ class Profiling:
         if ranks is not None and self.settings.device != "cuda" and ranks > most:
             message = (
                 f"{ranks} {plural(ranks, 'rank')} on {cores} {plural(cores, 'processor')} "
-                "would share them, and time one another"
+                "would slow down each other"
             )
-            raise ConfigurationError(message, f"--ranks {most}", "--ranks")
+            raise ConfigurationError(message, f"set --ranks {most}", "--ranks")
 
     def run(self, bar: Progress) -> tuple[DeviceCosts, tuple[str, ...]]:
         """Measure. Return the costs, and the reasons why some operators could not be measured.
@@ -151,11 +151,13 @@ class Profiling:
             )
         if wanted == "cuda" and self.settings.source != "torch":
             raise ConfigurationError(
-                "ONNX Runtime is measured on the CPU alone", hint="--device cpu", where="--device"
+                "kernels of ONNX Runtime are measured on the CPU only",
+                hint="set --device cpu",
+                where="--device",
             )
         if wanted == "cuda" and not torch.cuda.is_available():
             raise ConfigurationError(
-                "no CUDA device is at hand", hint="use --device cpu", where="--device"
+                "this machine lacks a CUDA device", hint="set --device cpu", where="--device"
             )
         return torch.device(wanted)
 

@@ -34,8 +34,8 @@ def other_plan(program: Path, folder: Path) -> ConfigurationError:
     """Return the error for a folder `program` that holds the program of another plan than
     `folder`.
     """
-    hint = f"autopipe codegen {shlex.quote(str(folder))} writes it again"
-    return ConfigurationError(f"{program} is not the program of the plan in {folder}", hint)
+    hint = f"generate the program again with autopipe codegen {shlex.quote(str(folder))}"
+    return ConfigurationError(f"{program} is not a program of the plan in {folder}", hint)
 
 
 def open_program(folder: Path, model: Path | None, with_values: bool = True) -> Manifest:
@@ -63,16 +63,19 @@ def check_model(manifest: Manifest) -> None:
 
     if not manifest.model.is_file():
         raise ConfigurationError(
-            "the model is not there", "name another file with --model FILE", str(manifest.model)
+            "the model file does not exist",
+            "set the path of the model with --model FILE",
+            str(manifest.model),
         )
     found = file_digest(manifest.model)
     if found != manifest.model_digest:
         digests = (
-            f"its digest is {found[:_DIGITS]}, the program's {manifest.model_digest[:_DIGITS]}"
+            f"the digest of the file is {found[:_DIGITS]}, the digest of the planned model is "
+            f"{manifest.model_digest[:_DIGITS]}"
         )
         raise ConfigurationError(
-            f"this is not the model that was planned: {digests}",
-            "name the planned file with --model FILE, or plan again",
+            f"the file is not the planned model: {digests}",
+            "set the path of the planned model with --model FILE, or plan again",
             str(manifest.model),
         )
 

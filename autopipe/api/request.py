@@ -44,8 +44,10 @@ def chosen_strategy(configuration: Configuration) -> Strategy | None:
     place = next((str(entry.place) for name, entry in choice.options if name == "stages"), "")
     if place.startswith("--stages") and not _takes_stages(schema):
         takes = [name for name in strategy_names() if _takes_stages(strategy_class(name))]
-        hint = f"strategies that make as many as they are told: {', '.join(takes)}"
-        raise ConfigurationError(f"strategy {choice.name} chooses its stages itself", hint, place)
+        hint = f"use a strategy with a given number of stages: {', '.join(takes)}"
+        raise ConfigurationError(
+            f"strategy {choice.name} chooses the number of stages itself", hint, place
+        )
     return cast(Strategy, build(choice, schema, "strategy"))
 
 
@@ -96,8 +98,10 @@ def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
 def _check_no_options(choice: Choice, path: str) -> None:
     """Raise ConfigurationError for an option of `auto`, which has none."""
     for name, entry in choice.options:
-        hint = f"name the {path} that has it, by {path}.name"
-        raise ConfigurationError(f"{path} {AUTO} has no option {name!r}", hint, str(entry.place))
+        hint = f"set {path}.name to the {path} that supports this option"
+        raise ConfigurationError(
+            f"{path} {AUTO} does not support the option {name!r}", hint, str(entry.place)
+        )
 
 
 def request_of(configuration: Configuration, model: Path) -> Request:
@@ -110,7 +114,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
 
     if configuration.costs == "pase-paper":
         raise ConfigurationError(
-            f"plans are not made with {configuration.costs!r} costs", where="costs"
+            f"costs {configuration.costs!r} are not supported for plans", where="costs"
         )
     check_installed(configuration.solver)
     costs = None if configuration.costs == "roofline" else read_costs(Path(configuration.costs))

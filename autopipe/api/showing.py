@@ -76,7 +76,7 @@ class PlanView:
         try:
             planned = open_plan(self.folder, self.model)
         except AutopipeError as error:
-            events.warn(f"no other schedules on the page: {error.message}", error.hint)
+            events.warn(f"the page lacks other schedules: {error.message}", error.hint)
             return []
         problem = planned.problem
         placement = self.plan.placement
@@ -171,12 +171,10 @@ def open_view(path: Path, model: Path | None = None) -> PlanView | BlockView:
         with path.open("rb") as file:
             start = file.read(64).lstrip()[:1]
     except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"the file {path} cannot be read: {error.strerror}") from error
     if start != b"{":  # For example, a model.
-        hint = "autopipe plan makes the one, autopipe schedule -o FILE the other"
-        raise ConfigurationError(
-            f"{path} is neither the folder of a plan nor a schedule of blocks", hint
-        )
+        hint = "create a plan with autopipe plan, or a schedule with autopipe schedule -o FILE"
+        raise ConfigurationError(f"{path} is neither a plan folder nor a schedule of blocks", hint)
     schedule = read_block_schedule(path)
     return BlockView(path, schedule, blocks_title(schedule, path.name))
 
@@ -241,7 +239,7 @@ def open_tasks(folder: Path, rank: int | None, model: Path | None = None) -> Pla
     devices = plan.schedule.devices
     if rank is not None and rank >= devices:
         raise ConfigurationError(
-            f"there is no rank {rank}", hint=f"the plan has ranks 0 to {devices - 1}"
+            f"rank {rank} does not exist", hint=f"use ranks 0 to {devices - 1} of the plan"
         )
     loss = problem.loss if problem.train else None
     program = lower(

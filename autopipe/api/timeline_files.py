@@ -70,10 +70,12 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
     try:
         record = JsonRecord(json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigurationError(f"the file {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        hint = "launch --trace FILE writes one"
-        raise ConfigurationError("the file is no trace: it is not JSON", hint, str(path)) from error
+        hint = "write a trace with autopipe launch --trace FILE"
+        raise ConfigurationError(
+            "the file is not a trace: its content is not valid JSON", hint, str(path)
+        ) from error
     found = tuple(
         MeasuredTask(
             rank=event.get("tid", Index),
@@ -87,7 +89,9 @@ def read_measured(path: Path) -> tuple[MeasuredTask, ...]:
     )
     if not found:
         raise ConfigurationError(
-            "the trace holds no tasks", hint="launch --trace FILE writes them", where=str(path)
+            "the trace contains no tasks",
+            hint="write a trace with autopipe launch --trace FILE",
+            where=str(path),
         )
     return found
 

@@ -22,5 +22,5 @@ def bench(output: Output, name: str) -> None:
     """
     del output
     raise ConfigurationError(
-        f"benchmarks stand beside the package: run `python -m benchmarks {name}` in a checkout"
+        f"benchmarks are not part of the package: run `python -m benchmarks {name}` in a checkout"
     )

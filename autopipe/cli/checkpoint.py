@@ -34,7 +34,10 @@ from autopipe.ir.words import bytes_text, plural
 
 _FOLDER = click.argument("folder", metavar="DIR", type=PATH)
 _STEP = click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Of these steps [the newest]."
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Number of completed steps of the checkpoint [the newest].",
 )
 _MOST = 60
 """Maximum number of parameters listed. Further ones are only counted."""
@@ -99,7 +102,12 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
 
 @checkpoint.command()
 @_FOLDER
-@click.option("--step", type=click.IntRange(min=0), metavar="N", help="Of these steps alone [all].")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Check only the checkpoint after N steps [all].",
+)
 @standard_options
 def verify(output: Output, folder: Path, step: int | None) -> None:
     """Read every byte of the checkpoints in DIR: sizes and SHA-256, and each element of each tensor
@@ -135,15 +143,15 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
     "-o", "--output", "target", type=PATH, required=True, help="ONNX or safetensors file to write."
 )
 @_STEP
-@click.option("--model", type=PATH, metavar="FILE", help="The model [where it was trained].")
+@click.option("--model", type=PATH, metavar="FILE", help="Path of the model [as during training].")
 @click.option(
-    "--ema", is_flag=True, help="The averages of the weights (training.ema_decay) in their place."
+    "--ema", is_flag=True, help="Write the moving averages of the weights (training.ema_decay)."
 )
 @click.option(
     "--max-shard-size",
     type=SizeType(),
     metavar="SIZE",
-    help="Bytes of a .safetensors file, such as 5GB.",
+    help="Maximum size of a .safetensors file, such as 5GB.",
 )
 @FORCE
 @standard_options
@@ -202,11 +210,11 @@ def _report_tensors(found: ExportedTensors, output: Output) -> None:
     type=PATH,
     required=True,
     metavar="MODEL",
-    help="The ONNX file whose weights they become.",
+    help="ONNX file that receives the weights.",
 )
 @click.option("-o", "--output", "target", type=PATH, required=True, help="ONNX file to write.")
 @click.option(
-    "--partial", is_flag=True, help="Leave out tensors that only one of FILE and MODEL has."
+    "--partial", is_flag=True, help="Ignore tensors that exist only in FILE or only in MODEL."
 )
 @FORCE
 @standard_options

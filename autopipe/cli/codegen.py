@@ -25,13 +25,13 @@ def _ranks(context: click.Context, parameter: click.Parameter, text: str | None)
 
 @click.command()
 @click.argument("plan", type=PATH)
-@click.option("-o", "--output", "folder", type=PATH, help="Where to write [PLAN/program].")
+@click.option("-o", "--output", "folder", type=PATH, help="Folder to write [PLAN/program].")
 @MODEL
 @click.option(
     "--ranks",
     metavar="R,R,...",
     callback=_ranks,
-    help="Write these ranks alone, for looking at and for dry runs.",
+    help="Write only these ranks, for inspection and dry runs.",
 )
 @FORCE
 @standard_options

@@ -32,7 +32,7 @@ from autopipe.ir.words import bytes_text, plural, seconds_text
     "--html",
     metavar="FILE",
     type=PATH,
-    help="Write it as one page: timelines and memory on one axis.",
+    help="Write the comparison as one page, with timelines and memory on one axis.",
 )
 @FORCE
 @standard_options

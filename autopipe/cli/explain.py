@@ -36,28 +36,28 @@ from autopipe.passes.pipeline import PlanResult
 @click.option(
     "--node",
     metavar="NAME",
-    help="Why this node is where and split as it is: its name, or its number.",
+    help="Explain the placement and splits of a node, by name or number.",
 )
 @click.option(
-    "--stage", metavar="K", type=click.IntRange(min=0), help="Why this stage is as it is."
+    "--stage", metavar="K", type=click.IntRange(min=0), help="Explain the choice of a stage."
 )
 @click.option(
     "--device",
     metavar="D",
     type=click.IntRange(min=0),
-    help="What this device does, and whom it waits for.",
+    help="Show the tasks of a device, and the devices for which it waits.",
 )
 @click.option(
     "--degrees",
     is_flag=True,
-    help="Step, memory and MFU of all degrees, and why they are not the plan's.",
+    help="Show step time, memory and MFU of all degrees, and why the plan uses others.",
 )
 @click.option(
     "--why-not",
     metavar="DEGREES",
     help=(
-        "The same of some: tensor=8, or pipeline=4,tensor=2,data=8, or schedule=NAME for schedules "
-        "that begin so."
+        "Show step time, memory and MFU of these degrees: tensor=8, pipeline=4,tensor=2,data=8, "
+        "or schedule=NAME for all schedules whose names start with NAME."
     ),
 )
 @MODEL
@@ -89,7 +89,7 @@ def explain(
     """
     if sum(each is not None for each in (node, stage, device, degrees or None, why_not)) > 1:
         raise click.UsageError(
-            "--node, --stage, --device, --degrees and --why-not are one at a time"
+            "--node, --stage, --device, --degrees and --why-not are mutually exclusive"
         )
     found = explanation.explain(
         folder,

@@ -25,7 +25,7 @@ from autopipe.ir.words import plural
     help="File to write [model.onnx].",
 )
 @click.option(
-    "--check/--no-check", default=True, help="Compare loss and gradients with the module's [yes]."
+    "--check/--no-check", default=True, help="Compare loss and gradients of file and module [yes]."
 )
 @FORCE
 @standard_options

@@ -21,20 +21,20 @@ _TOKENS = click.IntRange(min=0)
 @click.option(
     "--prompts", "prompts", multiple=True, required=True, metavar="FILE|IDS",
     help=(
-        "Token ids: FILE.json, a list of lists; FILE.npy, a row a prompt; or ids like 17,4,92 "
-        "(repeatable)."
+        "Token ids: FILE.json, a list of lists; FILE.npy, one prompt per row; or ids such as "
+        "17,4,92 (repeatable)."
     ),
 )  # fmt: skip
 @click.option(
     "--prefill-chunk", type=click.IntRange(min=1), default=64, show_default=True,
-    help="Tokens of a prompt that a step feeds, at most; of a PROGRAM they are as planned.",
+    help="Maximum tokens of a prompt per step; a PROGRAM uses the planned number.",
 )  # fmt: skip
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Of each sequence.",
+    help="Maximum number of new tokens per sequence.",
 )
 @click.option(
     "--eos",
@@ -47,27 +47,30 @@ _TOKENS = click.IntRange(min=0)
 @click.option(
     "--greedy",
     is_flag=True,
-    help="Take the likeliest token each time, as without the options that sample.",
+    help="Choose the likeliest token, which is the default without sampling options.",
 )
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), help="Sample, from logits divided by this."
+    "--temperature", type=click.FloatRange(min=0), help="Sample from logits divided by this number."
 )
-@click.option("--top-k", type=click.IntRange(min=1), help="Sample of the K likeliest tokens.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample from the K likeliest tokens.")
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Sample of the likeliest tokens that make up P together.",
+    help="Sample from the likeliest tokens whose probabilities add up to P.",
 )
-@click.option("--seed", type=_TOKENS, default=0, show_default=True, help="Of what is sampled.")
+@click.option("--seed", type=_TOKENS, default=0, show_default=True, help="Seed of the sampling.")
 @click.option(
     "-o", "--output", type=PATH, metavar="FILE",
     help=(
-        "Where to write the new tokens: .json, a list for each prompt; .npy, a row for each, "
-        "filled up with -1."
+        "File for the new tokens: .json, one list per prompt; .npy, one row per prompt, padded "
+        "with -1."
     ),
 )  # fmt: skip
 @click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run."
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    help="Device of the ranks.",
 )
 @FORCE
 @MODEL
@@ -88,7 +91,7 @@ def generate(output: Output, /, program: Path, greedy: bool, **values: Any) -> N
     given = [name for name in ("temperature", "top_k", "top_p") if values[name] is not None]
     if greedy and given:
         flag = f"--{given[0].replace('_', '-')}"
-        raise click.UsageError(f"--greedy takes the likeliest token: leave out {flag}")
+        raise click.UsageError(f"--greedy excludes sampling: omit {flag}")
     settings = GenerationSettings(**values)
     debug = bool(click.get_current_context().params["debug"])
     found = generate_tokens(program, settings, debug=debug, events=output)

@@ -97,11 +97,9 @@ class CommandTable(click.Group):
         if args[0] not in COMMANDS:
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             hint = (
-                f"did you mean '{near[0]}'?"
-                if near
-                else "see 'autopipe --help' for the commands there are"
+                f"did you mean '{near[0]}'?" if near else "list the commands with autopipe --help"
             )
-            raise ConfigurationError(f"no such command '{args[0]}'", hint=hint)
+            raise ConfigurationError(f"the command '{args[0]}' does not exist", hint=hint)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -219,20 +217,22 @@ def _described(error: Exception) -> AutopipeError:
         case click.UsageError():
             command = error.ctx.command_path if error.ctx else "autopipe"
             return ConfigurationError(
-                error.format_message().rstrip("."), hint=f"see '{command} --help'"
+                error.format_message().rstrip("."), hint=f"run '{command} --help'"
             )
         case click.ClickException():
             return ConfigurationError(error.format_message())
         case ModuleNotFoundError() if error.name in RUN_EXTRA:
             return ConfigurationError(
-                f"this command needs {error.name}", hint="pip install 'autopipe[run]'"
+                f"this command requires {error.name}", hint="pip install 'autopipe[run]'"
             )
         case OSError() if error.filename is not None and error.strerror:
             # The operating system's message about a path that the user gave: the name is too long,
             # or the folder may not be read.
             return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
         case OSError() if error.errno in _FULL:
-            hint = f"make room, also in the folder of temporary files, {tempfile.gettempdir()}"
+            hint = (
+                f"free disk space, also in the folder of temporary files, {tempfile.gettempdir()}"
+            )
             return ConfigurationError(
                 f"a file cannot be written: {os.strerror(error.errno or 0)}", hint
             )

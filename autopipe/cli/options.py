@@ -31,7 +31,7 @@ FORCE: Final = click.option(
     help="Replace files that were edited, are inputs, or are of another kind.",
 )
 MODEL: Final = click.option(
-    "--model", type=PATH, metavar="FILE", help="The ONNX file [where it was planned]."
+    "--model", type=PATH, metavar="FILE", help="Path of the ONNX file [as planned]."
 )
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,9 +74,9 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
             is_flag=True,
             help="Print the traceback of an error and the versions that a bug report needs.",
         ),
-        click.option("-v", "--verbose", is_flag=True, help="Say more about what is done."),
+        click.option("-v", "--verbose", is_flag=True, help="Print more details."),
         click.option(
-            "-q", "--quiet", is_flag=True, help="Only what is asked for, warnings and errors."
+            "-q", "--quiet", is_flag=True, help="Print only results, warnings and errors."
         ),
         click.option("--json", "as_json", is_flag=True, help=json_help),
     ):
@@ -100,14 +100,14 @@ def _model_flags() -> tuple[Callable[[Command], Command], ...]:
             "--batch-axis",
             multiple=True,
             metavar="INPUT=AXIS",
-            help="Axis that counts samples, or null.",
+            help="Batch axis of an input, or null.",
         ),
         click.option(
             "--set",
             "assignment",
             multiple=True,
             metavar="KEY=VALUE",
-            help="Set any key (repeatable).",
+            help="Set a key of the configuration (repeatable).",
         ),
     )
 
@@ -191,9 +191,11 @@ def configuration_options(command: Command) -> Command:
             from autopipe.api.plan_folder import check_editable  # heavy, and for few commands
 
             if file is not None:
-                hint = "leave out --config"
+                hint = "omit --config"
                 raise ConfigurationError(
-                    "--from DIR plans with DIR/config.yaml", hint=hint, where="--config"
+                    "--from DIR reads the configuration DIR/config.yaml",
+                    hint=hint,
+                    where="--config",
                 )
             file, over = check_editable(kwargs["base"])
         configuration = load_configuration(file, given, words[0], words[1], over, words[2])
@@ -202,7 +204,9 @@ def configuration_options(command: Command) -> Command:
     for option in reversed(
         (
             click.option(
-                "--config", metavar="FILE", help="A YAML file; the other flags override it."
+                "--config",
+                metavar="FILE",
+                help="YAML file with the configuration; flags override its keys.",
             ),
             *(
                 click.option(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--output",
     "folder",
     type=PATH,
-    help="Folder to write; default MODEL.plan, or the DIR of --from.",
+    help="Folder to write [MODEL.plan, or DIR of --from].",
 )
 @click.option(
     "--from",
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     metavar="DIR",
     type=PATH,
     help=(
-        "Plan again what DIR holds: its placement.yaml and config.yaml, edited or not, under the "
-        "other flags."
+        "Plan again the placement.yaml and config.yaml of DIR, edited or not, with the other flags."
     ),
 )
 @click.option(
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
     help="Also write MODEL with the plan as ONNX multi-device annotations.",
 )
 @FORCE
-@click.option("--no-cache", is_flag=True, help="Search anew what an earlier run has found.")
+@click.option("--no-cache", is_flag=True, help="Ignore cached results of earlier searches.")
 @click.option(
-    "--dump-after", metavar="PASS", multiple=True, help="Print what PASS gave (repeatable)."
+    "--dump-after", metavar="PASS", multiple=True, help="Print the result of PASS (repeatable)."
 )
 @configuration_options
 @standard_options
@@ -149,8 +148,8 @@ def _report_kept_files(
     stale = stale_program(folder, planned.digest)
     if stale is not None:
         output.warn(
-            f"{stale} is the program of an earlier plan",
-            f"autopipe codegen {shlex.quote(str(folder))}",
+            f"the program {stale} belongs to an earlier plan",
+            f"run autopipe codegen {shlex.quote(str(folder))}",
         )
 
 
@@ -170,16 +169,14 @@ def _warn_of_devices(
     idle = sorted(set(range(size)) - used)
     if idle:
         message = (
-            f"{count_text(len(idle), 'device')} of {size} idle, without a stage: "
-            f"{devices_text(idle)}"
+            f"{count_text(len(idle), 'device')} of {size} are idle, because no stage "
+            f"uses them: {devices_text(idle)}"
         )
-        output.warn(message, "--gpus plans for fewer")
+        output.warn(message, "plan for fewer devices with --gpus")
     if (
         configuration.cluster.internode_bandwidth_factor != 1
         and planned.problem.cluster.node_count == 1
     ):
-        output.warn(
-            "cluster.internode_bandwidth_factor changes nothing: all devices are in one node"
-        )
+        output.warn("cluster.internode_bandwidth_factor has no effect: all devices are in one node")
     if about_this_machine:
-        output.warn(about_this_machine, "--cluster names a preset or a file")
+        output.warn(about_this_machine, "set a preset or a file with --cluster")

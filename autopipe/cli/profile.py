@@ -29,49 +29,53 @@ from autopipe.ir.words import bytes_text, plural, seconds_text
 @click.option(
     "--merge",
     is_flag=True,
-    help="Join the cost files given in place of MODEL; later ones override.",
+    help="Merge the cost files that are listed instead of MODEL; later files override earlier "
+    "files.",
 )
-@click.option("--name", help="What to call the device; its product and threads without it.")
+@click.option("--name", help="Name of the device in the file [product name and threads].")
 @click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="What to measure."
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    help="Device to measure.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
     default=1,
     show_default=True,
-    help="Of each rank on a CPU.",
+    help="Number of CPU threads per rank.",
 )
 @click.option(
     "--micro-batch-sizes",
     metavar="B,…",
-    help="Samples in a micro-batch; 1, 2 and 4 where the model takes them.",
+    help="Samples per micro-batch [1, 2 and 4 if the model supports them].",
 )
 @click.option(
     "--degrees",
     metavar="D,…",
     default="2",
     show_default=True,
-    help="Ways to split operators; none: ''.",
+    help="Degrees by which operators are split; '' for none.",
 )
 @click.option(
     "--ranks",
     type=click.IntRange(2, 64),
-    help="Also measure messages and collectives between ranks.",
+    help="Also measure P2P and collective communication between this number of ranks.",
 )
 @click.option(
     "--source",
     type=click.Choice(["torch", "onnxruntime"]),
     default="torch",
     show_default=True,
-    help="The generated code, or the kernels of ONNX Runtime, forward only.",
+    help="Measure the generated code, or the forward kernels of ONNX Runtime.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(0.1),
     default=30.0,
     show_default=True,
-    help="About how long it takes.",
+    help="Approximate duration of the measurement in seconds.",
 )
 @FORCE
 @configuration_options
@@ -102,13 +106,13 @@ def profile(
     """
     if merge:
         if target is None:
-            raise click.UsageError("--merge needs -o FILE")
+            raise click.UsageError("--merge requires -o FILE")
         found = merge_cost_files(files, target, force=force)
     else:
         from autopipe.api.profile_programs import parsed_sizes
 
         if len(files) > 1:
-            raise click.UsageError("give one MODEL, or --merge and the cost files")
+            raise click.UsageError("name one MODEL, or use --merge with several cost files")
         settings = ProfileSettings(
             sizes=None
             if micro_batch_sizes is None

@@ -76,8 +76,8 @@ class Watcher(Observer):
         self._names = names_of(request)
         for name in dump_after:
             if name not in self._names:
-                hint = f"they are {', '.join(self._names)}"
-                raise ConfigurationError(f"there is no pass called {name!r}", hint, "--dump-after")
+                hint = f"use one of {', '.join(self._names)}"
+                raise ConfigurationError(f"the pass {name!r} is unknown", hint, "--dump-after")
         self._output = output
         self._bar = bar
         self._dump_after = frozenset(dump_after)
@@ -110,4 +110,4 @@ class Watcher(Observer):
         """
         if self._debug:
             raise error
-        self._output.warn(f"left out: {error.where}: {error.message}", error.hint)
+        self._output.warn(f"skipped: {error.where}: {error.message}", error.hint)

@@ -26,27 +26,25 @@ _MOST_BLOCKS = 2_000_000
 @click.command()
 @click.argument("placement", required=False, type=PATH)
 @click.option(
-    "--shape", metavar="v|x|m|nn|k", help="One of the published placements in place of a file."
+    "--shape", metavar="v|x|m|nn|k", help="Use a published placement shape instead of a file."
 )
-@click.option(
-    "--devices", type=click.IntRange(2, 4096), help="Devices of the shape; 4 where not given."
-)
+@click.option("--devices", type=click.IntRange(2, 4096), help="Number of devices of the shape [4].")
 @click.option(
     "--mode",
     type=click.Choice(["train", "infer"]),
-    help="Whether the shape trains; train where not given.",
+    help="Blocks of the shape: forward and backward, or forward only [train].",
 )
 @click.option(
     "--memory",
     type=click.IntRange(0),
-    help="Room on each device of the shape; no limit where not given.",
+    help="Memory limit of each device of the shape [no limit].",
 )
 @click.option(
     "--micro-batches",
     type=click.IntRange(1),
     default=32,
     show_default=True,
-    help="Number of micro-batches, which run the same blocks.",
+    help="Number of micro-batches, which all run the same blocks.",
 )
 @click.option(
     "--units", type=click.IntRange(1), hidden=True, help="Former name of --micro-batches."
@@ -56,18 +54,16 @@ _MOST_BLOCKS = 2_000_000
     "name",
     metavar="NAME",
     default="tessel",
-    help="tessel searches; or a published schedule.",
+    help="Schedule: tessel searches; other names are published schedules.",
 )
 @click.option(
     "--time-limit",
     metavar="SECONDS",
     type=float,
     default=10.0,
-    help="Most seconds that the search takes.",
+    help="Maximum duration of the search.",
 )
-@click.option(
-    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Where the search begins."
-)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of the search.")
 @click.option("-o", "--output", "target", metavar="FILE", type=PATH, help="schedule.json to write.")
 @FORCE
 @standard_options
@@ -103,7 +99,8 @@ def schedule(
 
     if not (math.isfinite(time_limit) and time_limit > 0):
         raise ConfigurationError(
-            f"--time-limit is {time_limit:g}", hint="give a number of seconds above 0"
+            f"--time-limit is {time_limit:g}, expected a number above 0",
+            hint="set --time-limit to a number of seconds",
         )
     if units is not None:
         micro_batches = _from_former_flag(units)
@@ -148,7 +145,7 @@ def _from_former_flag(units: int) -> int:
     source = click.get_current_context().get_parameter_source("micro_batches")
     if source is not ParameterSource.DEFAULT:
         raise ConfigurationError(
-            "--units is the former name of --micro-batches, which is given too",
+            "--units is the former name of --micro-batches, and both flags are set",
             hint="remove --units",
         )
     message = f"--units is deprecated, write --micro-batches {units}"
@@ -168,16 +165,17 @@ def _graph(
 
     if (placement is None) == (shape is None):
         what = (
-            "both a file and --shape are given"
+            "a placement file and --shape are both set, expected one"
             if shape is not None
-            else "nothing to schedule is given"
+            else "a placement file or --shape is required"
         )
-        raise ConfigurationError(what, hint="name a file with a placement, or --shape NAME")
+        raise ConfigurationError(what, hint="name a placement file, or set --shape NAME")
     if shape is not None:
         return blocks.shape_blocks(shape, devices or 4, train=mode != "infer", memory=memory)
     for flag, value in (("--devices", devices), ("--mode", mode), ("--memory", memory)):
         if value is not None:
             raise ConfigurationError(
-                f"{flag} is for --shape; {placement} says its own", hint=f"leave out {flag}"
+                f"{flag} requires --shape, because the file {placement} contains this setting",
+                hint=f"omit {flag}",
             )
     return read_placement(cast(Path, placement))

@@ -49,28 +49,31 @@ from autopipe.passes.lower.task_graph import LoopedTasks, TaskGraph, TaskNode
     "--html",
     metavar="FILE",
     type=PATH,
-    help="Write a report as one page, compared with other schedules.",
+    help="Write a report as one page, with a comparison to other schedules.",
 )
 @click.option("--trace", metavar="FILE", type=PATH, help="Write a Chrome trace (Perfetto).")
 @click.option(
-    "--measured", metavar="FILE", type=PATH, help="Put what launch --trace wrote into --trace, too."
+    "--measured",
+    metavar="FILE",
+    type=PATH,
+    help="Add the tasks measured by launch --trace to --trace.",
 )
 @click.option(
     "--csv",
     metavar="FILE",
     type=PATH,
-    help="Write the order in PyTorch's schedule CSV: a row a rank.",
+    help="Write the order in PyTorch's schedule CSV, one row per rank.",
 )
-@click.option("--svg", metavar="FILE", type=PATH, help="Write the timeline as a picture.")
+@click.option("--svg", metavar="FILE", type=PATH, help="Write the timeline as an SVG figure.")
 @click.option(
     "--tasks",
     is_flag=True,
-    help="Show what each rank does in a step, task by task; --json has all of it.",
+    help="Show the tasks of each rank in a step; --json prints all of them.",
 )
 @click.option(
     "--rank",
     type=click.IntRange(min=0),
-    help="The rank whose --tasks are shown [0, with a table of all].",
+    help="Rank whose tasks --tasks shows [0, with a table of all ranks].",
 )
 @FORCE
 @MODEL
@@ -100,7 +103,7 @@ def show(
       autopipe show schedule.json --csv order.csv
     """
     if rank is not None and not tasks:
-        raise click.UsageError("--rank goes with --tasks")
+        raise click.UsageError("--rank requires --tasks")
     files = {
         kind: path
         for kind in ("html", "trace", "csv", "svg")
@@ -108,11 +111,11 @@ def show(
     }
     if measured is not None and "trace" not in files:
         raise ConfigurationError(
-            "--measured goes with --trace", hint="name the file to write with --trace FILE"
+            "--measured requires --trace", hint="set the file to write with --trace FILE"
         )
     if tasks:
         if files:
-            raise click.UsageError(f"--tasks is shown here: leave out --{next(iter(files))}")
+            raise click.UsageError(f"--tasks writes no files: omit --{next(iter(files))}")
         show_tasks(output, plan, rank, model)
         return
     read = (*plan_inputs(plan), *(path for path in (measured, model) if path is not None))

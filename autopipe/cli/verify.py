@@ -18,7 +18,10 @@ from autopipe.ir.words import plural
 @click.command()
 @click.argument("program", type=PATH)
 @click.option(
-    "--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run."
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    help="Device of the ranks.",
 )
 @MODEL
 @launch_option("data")
@@ -27,12 +30,13 @@ from autopipe.ir.words import plural
     "--tolerance",
     type=click.FloatRange(min=0),
     help=(
-        "Largest relative difference taken for equal [what roundings and conditioning of the model "
-        "come to]."
+        "Maximum relative difference [computed from rounding errors and conditioning of the model]."
     ),
 )
 @click.option(
-    "--static", is_flag=True, help="Prove schedule and messages without a run, and without torch."
+    "--static",
+    is_flag=True,
+    help="Prove schedule and communication without a run and without torch.",
 )
 @launch_option("compile")
 @standard_options
@@ -90,7 +94,8 @@ def _verify_statically(output: Output, program: Path, model: Path | None) -> Non
     found = verification.verify_statically(program, model=model, events=output)
     for name in found.edited:
         output.warn(
-            f"{found.program / name} was edited: what is proven is the file as codegen writes it"
+            f"the file {found.program / name} was edited: the proof is about the file that "
+            "codegen wrote"
         )
     output.result(
         found.data,

@@ -68,7 +68,11 @@ def list_models(output: Output) -> None:
 @click.argument("name")
 @click.option("-o", "--output", "path", type=PATH, help="File to write; default NAME.onnx.")
 @click.option(
-    "--set", "words", multiple=True, metavar="KEY=VALUE", help="A size or setting; may be repeated."
+    "--set",
+    "words",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Size or setting of the model (repeatable).",
 )
 @FORCE
 @standard_options

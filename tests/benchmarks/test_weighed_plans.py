@@ -146,7 +146,7 @@ def test_the_chosen_one_and_those_near_the_fastest_are_run_more_often(
 def test_what_is_asked_for_has_to_be_there(command_line: CommandLine):
     command_line.refuses(2, ("fidelity", "--only", "gtp"), "there is no case 'gtp'")
     command_line.refuses(2, ("fidelity", "--ranks", "1"), "at least 2 ranks")
-    command_line.refuses(2, ("fidelity", "--write", "no/page.md"), "there is no such folder")
+    command_line.refuses(2, ("fidelity", "--write", "no/page.md"), "the folder does not exist")
 
 
 @pytest.mark.sweep

@@ -89,7 +89,9 @@ def test_the_rest_of_the_way_takes_an_annotated_model(annotated: CommandLine) ->
 
 def test_what_does_not_fit_the_annotations_is_refused(annotated: CommandLine) -> None:
     fewer = ("plan", "out.onnx", "--strategy", "manual", "--gpus", 4)
-    annotated.refuses(2, fewer, "not for 4 devices: 'autopipe-8' for 8", "without its annotations")
+    annotated.refuses(
+        2, fewer, "other numbers of devices than 4: 'autopipe-8' for 8", "without annotations"
+    )
     other = ("--set", "constraints=[{match: '/layers.0/feed_forward/up/MatMul', stage: 0}]")
     annotated.refuses(
         2,
@@ -116,10 +118,10 @@ def test_what_does_not_fit_the_annotations_is_refused(annotated: CommandLine) ->
 
 def test_the_annotated_model_is_written_where_it_can_be(annotated: CommandLine) -> None:
     words = ("plan", "gpt.onnx", "--gpus", 2, "--annotate")
-    annotated.refuses(2, (*words, "gpt.onnx"), "gpt.onnx exists and is read by this command")
+    annotated.refuses(2, (*words, "gpt.onnx"), "gpt.onnx exists and is an input of this command")
     annotated.refuses(2, (*words, "gpt.onnx", "--force"), "gpt.onnx is the model itself")
     annotated.refuses(2, (*words, "a.plan"), "a.plan is a folder")
-    annotated.refuses(2, (*words, "gone/out.onnx"), "gone", "no such folder")
+    annotated.refuses(2, (*words, "gone/out.onnx"), "gone", "folder does not exist")
 
 
 def test_two_pipelines_have_no_annotations(annotated: CommandLine) -> None:
@@ -136,4 +138,4 @@ def test_two_pipelines_have_no_annotations(annotated: CommandLine) -> None:
         "tessel_shapes",
     )
     chimera = ("--set", "strategy.shape=x", "--annotate", "x.onnx")
-    annotated.refuses(2, (*words, *chimera), "each node is in 2 pipelines", "one pipeline")
+    annotated.refuses(2, (*words, *chimera), "the number of pipelines is 2", "one pipeline")

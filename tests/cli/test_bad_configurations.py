@@ -25,7 +25,7 @@ MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "several documents": ("seed: 1\n---\nseed: 2\n", 2, ("several documents",)),
     "no YAML": ("seed: 1\ngpus: [4\n", 3, ("not YAML",)),
     "tab": ("optimizer:\n\tlr: 1\n", 2, ("not YAML",)),
-    "not UTF-8": ("seed: 1\nloss: \udcff\n", 2, ("not UTF-8", "save the file as UTF-8")),
+    "not UTF-8": ("seed: 1\nloss: \udcff\n", 2, ("the file is not UTF-8", "save the file as UTF-8")),
     "control character": ("seed: 1\nloss: \x07\n", 2, ("control character",)),
     "anchor": ("optimizer: &o {lr: 1}\n", 1, ("anchors and aliases",)),
     "anchors that multiply": (BOMB, 1, ("anchors and aliases",)),
@@ -44,9 +44,9 @@ MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ),
     "key in a list": ("constraints:\n  - {match: a, stage: 0}\n  - {mach: b}\n", 3,
         ("'mach'", "did you mean 'match'?")),
-    "key that is a number": ("1: 2\n", 1, ("the key 1", "in quotes")),
-    "key that is true": ("on: 2\n", 1, ("the key on", "in quotes")),
-    "key that is a list": ("[a, b]: 2\n", 1, ("a key is text",)),
+    "key that is a number": ("1: 2\n", 1, ("the key 1", "quote the key")),
+    "key that is true": ("on: 2\n", 1, ("the key on", "quote the key")),
+    "key that is a list": ("[a, b]: 2\n", 1, ("a key is a list or a mapping",)),
     "option misspelt": ("strategy:\n  name: data_parallel\n  degre: 2\n", 3, ("'degre' in strategy",)),
     "option of another": ("schedule: {name: gpipe, time_limit: 3}\n", 1, ("'time_limit' in schedule",)),
     # Scalars.
@@ -80,15 +80,15 @@ MISTAKES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "unknown cluster": ("cluster: {preset: sumit}\n", 1, ("'sumit'", "did you mean 'summit'?")),
     "two clusters": ("cluster:\n  preset: summit\n  file: ./gone.yaml\n", 3, ("exclude each other",)),
     # Several keys together.
-    "batch not divisible": ("batch_size: 10\nmicro_batches: 4\n", 2, ("micro_batches 4", "batch_size 10", "5 does")),
+    "batch not divisible": ("batch_size: 10\nmicro_batches: 4\n", 2, ("micro_batches 4", "batch_size 10", "such as 5")),
     "micro-batch not divisible": ("batch_size: 10\nmicro_batch_size: 4\n", 2, ("micro_batch_size 4", "batch_size 10")),
     "count and size": ("micro_batches: 4\nmicro_batch_size: 4\n", 2, ("exclude each other",)),
-    "foreign to the optimizer": ("optimizer: {name: adamw,\n  momentum: 0.9}\n", 2, ("adamw has no momentum",)),
+    "foreign to the optimizer": ("optimizer: {name: adamw,\n  momentum: 0.9}\n", 2, ("adamw does not support the option momentum",)),
     "betas": ("optimizer: {name: adamw, betas: [0.9, 1.0]}\n", 1, ("optimizer.betas", "below 1")),
-    "constraint without a wish": ("constraints:\n  - {match: a}\n", 2, ("decides nothing",)),
+    "constraint without a wish": ("constraints:\n  - {match: a}\n", 2, ("requires nothing of its nodes",)),
     "constraint on a device twice": ("constraints: [{match: a, devices: [0, 0]}]\n", 1, ("[0, 0]", "once")),
     "constraint beyond the devices": (
-        "gpus: 2\nconstraints: [{match: a, devices: [2]}]\n", 2, ("names device 2, but there are 2",)
+        "gpus: 2\nconstraints: [{match: a, devices: [2]}]\n", 2, ("lists device 2, but the number of devices is 2",)
     ),
     "constraint below 0": ("constraints: [{match: a, stage: -1}]\n", 1, ("constraints[0].stage is -1",)),
     "no regular expression": ("constraints: [{match: 're:(', stage: 0}]\n", 1, ("no regular expression",)),
@@ -115,12 +115,12 @@ def test_a_mistake_in_a_file_is_told_with_its_line(
 )
 def test_files_that_cannot_be_read(command_line: CommandLine, words: tuple[str, ...]) -> None:
     path = Path(FILE)
-    command_line.refuses(2, words, f"{FILE}: cannot read the file: No such file")
+    command_line.refuses(2, words, f"{FILE}: the file cannot be read: No such file")
     path.symlink_to("nowhere")
-    command_line.refuses(2, words, f"{FILE}: cannot read the file: No such file")
+    command_line.refuses(2, words, f"{FILE}: the file cannot be read: No such file")
     path.unlink()
     path.mkdir()
-    command_line.refuses(2, words, f"{FILE}: cannot read the file: Is a directory")
+    command_line.refuses(2, words, f"{FILE}: the file cannot be read: Is a directory")
     path.rmdir()
     for content in (b"", b"# nothing\n", b"---\n"):
         path.write_bytes(content)
@@ -134,7 +134,7 @@ def test_a_file_without_permission(command_line: CommandLine) -> None:
     Path(FILE).write_text("seed: 1\n")
     Path(FILE).chmod(0)
     command_line.refuses(
-        2, ("config", "check", FILE), f"{FILE}: cannot read the file: Permission denied"
+        2, ("config", "check", FILE), f"{FILE}: the file cannot be read: Permission denied"
     )
 
 
@@ -164,9 +164,9 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--cluster", "sumit"): ("--cluster sumit", "did you mean 'summit'?"),
     ("--cluster", "./gone.yaml"): ("gone.yaml", "No such file"),
     ("--costs", "guess"): ("--costs guess",),
-    ("--set", "seed"): ("--set 'seed'", "KEY=VALUE"),
-    ("--set", "=1"): ("--set '=1'", "KEY=VALUE"),
-    ("--set", "a..b=1"): ("--set 'a..b=1'", "KEY=VALUE"),
+    ("--set", "seed"): ("--set is 'seed'", "KEY=VALUE"),
+    ("--set", "=1"): ("--set is '=1'", "KEY=VALUE"),
+    ("--set", "a..b=1"): ("--set is 'a..b=1'", "KEY=VALUE"),
     ("--set", "sed=1"): ("--set sed=1", "did you mean 'seed'?"),
     ("--set", "optimizer.epps=1"): ("--set optimizer.epps=1", "did you mean 'eps'?"),
     ("--set", "optimizer=[1"): ("--set optimizer=[1", "not YAML"),
@@ -176,9 +176,12 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
         "strategy.stage=2",
         "unknown key 'stage'",
     ),
-    ("--set", "strategy.stages=2"): ("strategy.stages=2", "strategy auto has no option 'stages'"),
+    ("--set", "strategy.stages=2"): (
+        "strategy.stages=2",
+        "strategy auto does not support the option 'stages'",
+    ),
     ("--set", "seed=1", "--set", "seed.x=1"): ("seed",),
-    ("--dim", "batch"): ("--dim 'batch'", "NAME=SIZE"),
+    ("--dim", "batch"): ("--dim is 'batch'", "NAME=SIZE"),
     ("--dim", "batch=-1"): ("--dim batch=-1", "at least 0"),
     ("--dim", "batch=x"): ("--dim batch=x", "whole number"),
     ("--confg", "x"): ("--confg", "--config"),

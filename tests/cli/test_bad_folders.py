@@ -126,7 +126,9 @@ def test_a_plan_that_was_edited(here: CommandLine, name: str) -> None:
 def test_a_plan_with_the_micro_batches_of_another_schedule(here: CommandLine) -> None:
     _edit(PLAN / "plan.json", _of_more_micro_batches)
     for words in READERS:
-        error = here.refuses(2, words, "the schedule has 2 micro-batches, its plan 1024")
+        error = here.refuses(
+            2, words, "the schedule is for 2 micro-batches, but its plan is for 1024"
+        )
         assert error.startswith(f"{PLAN / 'schedule.json'}: units: ")
 
 
@@ -140,16 +142,14 @@ def test_a_file_of_a_plan_that_is_damaged(here: CommandLine, file: str, content:
 def test_a_plan_that_was_cut_or_lost(here: CommandLine) -> None:
     whole = (PLAN / "schedule.json").read_bytes()
     (PLAN / "schedule.json").write_bytes(whole[: len(whole) // 2])
-    here.refuses(2, ("codegen", PLAN), "schedule.json: not JSON")
+    here.refuses(2, ("codegen", PLAN), "schedule.json: the file is not valid JSON")
     (PLAN / "schedule.json").unlink()
-    here.refuses(2, ("codegen", PLAN), "schedule.json: cannot read the file: No such file")
+    here.refuses(2, ("codegen", PLAN), "schedule.json: the file cannot be read: No such file")
     (PLAN / "plan.json").unlink()
-    here.refuses(2, ("codegen", PLAN), f"{PLAN} holds no plan", "autopipe plan")
+    here.refuses(2, ("codegen", PLAN), f"{PLAN} contains no plan", "autopipe plan")
     for words in (("codegen", "gone"), ("show", "gone"), ("compare", "gone")):
         here.refuses(2, words, "gone does not exist")
-    here.refuses(
-        2, ("show", MODEL), f"{MODEL} is neither the folder of a plan nor a schedule of blocks"
-    )
+    here.refuses(2, ("show", MODEL), f"{MODEL} is neither a plan folder nor a schedule of blocks")
     here.refuses(2, ("compare",), "DIR")
 
 
@@ -157,11 +157,11 @@ def test_a_plan_that_was_cut_or_lost(here: CommandLine) -> None:
     ("change", "says"),
     [
         (_moved_node, ("in no stage",)),
-        (_beyond, ("places nodes that the graph", "has not")),
-        (lambda plan: plan.update(graph_digest="0" * 64), ("does not belong to this model", MODEL)),
+        (_beyond, ("nodes that do not exist in the graph",)),
+        (lambda plan: plan.update(graph_digest="0" * 64), ("was made for another model", MODEL)),
         (
             lambda plan: plan.update(model="../gone.onnx"),
-            ("the model of the plan is not at", "gone.onnx"),
+            ("the model of the plan does not exist", "gone.onnx"),
         ),
     ],
     ids=["node in no stage", "node that is not there", "digest", "model's path"],
@@ -175,28 +175,32 @@ def test_a_plan_that_does_not_fit_its_model(
 
 def test_a_model_that_changed_or_moved(here: CommandLine) -> None:
     saved(perceptron(width=9, trains=True), here.folder)
-    here.refuses(2, ("codegen", PLAN), "does not belong to this model", MODEL, "plan again")
+    here.refuses(2, ("codegen", PLAN), "was made for another model", MODEL, "plan again")
     Path(MODEL).write_bytes(b"no model")
     here.refuses(3, ("codegen", PLAN), MODEL, "not an ONNX")
     Path(MODEL).rename("elsewhere.onnx")
     (PLAN / "graph.json").unlink()
-    here.refuses(2, ("codegen", PLAN), "the model of the plan is not at", "put it back")
+    here.refuses(2, ("codegen", PLAN), "the model of the plan does not exist", "restore the file")
 
 
 def test_a_configuration_of_a_plan_that_was_edited(here: CommandLine) -> None:
     path = PLAN / "config.yaml"
     whole = path.read_text()
     for before, after, says in (
-        ("mode: train", "mode: infer", "the plan is to train, its configuration to infer"),
-        ("gpus: 2", "gpus: 4", "the plan is for 2 devices, its configuration for 4"),
-        ("name: manual", "name: manula", "there is no strategy called 'manula'"),
+        (
+            "mode: train",
+            "mode: infer",
+            "the plan is for mode train, but its configuration is for mode infer",
+        ),
+        ("gpus: 2", "gpus: 4", "the plan is for 2 devices, but its configuration is for 4"),
+        ("name: manual", "name: manula", "strategy 'manula' is unknown"),
         ("seed: 0", "sed: 0", "unknown key 'sed'"),
     ):
         assert before in whole
         path.write_text(whole.replace(before, after))
         here.refuses(2, ("codegen", PLAN), says)
     path.unlink()
-    here.refuses(2, ("codegen", PLAN), f"{path}: cannot read the file: No such file")
+    here.refuses(2, ("codegen", PLAN), f"{path}: the file cannot be read: No such file")
 
 
 def test_targets_that_cannot_be_written(here: CommandLine) -> None:
@@ -250,7 +254,7 @@ BROKEN_PROGRAMS: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     "world": (lambda manifest: manifest.pop("world_size"), ("damaged", "world_size")),
     "more ranks": (
         lambda manifest: manifest.update(world_size=3),
-        ("world_size is 3", "number of ranks, 2"),
+        ("world_size is 3", "number of ranks, which is 2"),
     ),
     "ranks": (lambda manifest: manifest.update(ranks=3), ("damaged",)),
     "shapes": (lambda manifest: manifest["inputs"][0].update(shape=None), ("damaged",)),
@@ -308,31 +312,37 @@ def test_programs_that_are_none(here: CommandLine) -> None:
         (("--nnodes", "3"), ("2 ranks", "3 nodes")),
         (("--nproc-per-node", "3"), ("2 ranks", "3 ranks each")),
         (("--max-restarts", "-1"), ("--max-restarts",)),
-        (("--resume",), ("--resume needs a folder", "--checkpoint DIR")),
-        (("--checkpoint-every", "2"), ("--checkpoint-every needs a folder",)),
-        (("--checkpoint", MODEL), ("checkpoints cannot be saved", f"{MODEL} is a file")),
-        (("--checkpoint", f"{MODEL}/here"), ("checkpoints cannot be saved", f"{MODEL} is a file")),
+        (("--resume",), ("--resume requires a checkpoint folder", "--checkpoint DIR")),
+        (("--checkpoint-every", "2"), ("--checkpoint-every requires a checkpoint folder",)),
+        (("--checkpoint", MODEL), ("checkpoints cannot be written", f"{MODEL} is a file")),
+        (
+            ("--checkpoint", f"{MODEL}/here"),
+            ("checkpoints cannot be written", f"{MODEL} is a file"),
+        ),
         (
             ("--checkpoint", "/dev/null", "--resume"),
-            ("checkpoints cannot be saved", "/dev/null is a device"),
+            ("checkpoints cannot be written", "/dev/null is a device"),
         ),
         (
             ("--checkpoint", "/dev/null/here"),
-            ("checkpoints cannot be saved", "/dev/null is a device"),
+            ("checkpoints cannot be written", "/dev/null is a device"),
         ),
         (
             ("--checkpoint", "/proc/here"),
-            ("checkpoints cannot be saved", "/proc cannot be written to"),
+            ("checkpoints cannot be written", "/proc cannot be written to"),
         ),
         (
             ("--checkpoint", f"gone/{'x' * 300}"),
-            ("checkpoints cannot be saved", "File name too long"),
+            ("checkpoints cannot be written", "File name too long"),
         ),
-        (("--outputs", "y.npz"), ("collects no outputs", "--mode infer")),
-        (("--trace", "gone/trace.json"), ("cannot write gone/trace.json", "no such folder")),
-        (("--trace", PLAN), (f"{PLAN} is a folder", "name a file")),
+        (("--outputs", "y.npz"), ("cannot write outputs", "--mode infer")),
+        (
+            ("--trace", "gone/trace.json"),
+            ("gone/trace.json cannot be written", "folder does not exist"),
+        ),
+        (("--trace", PLAN), (f"{PLAN} is a folder", "choose the path of a file")),
         (("--rank", "1"), ("--rank", "--dry-run")),
-        (("--dry-run", "--rank", "2"), ("no rank 2", "ranks 0 to 1")),
+        (("--dry-run", "--rank", "2"), ("rank 2 does not exist", "ranks 0 to 1")),
         (("--seed", "x"), ("--seed",)),
         (("--step", "3"), ("--step", "--steps")),
     ],
@@ -363,7 +373,7 @@ def test_a_predicted_time_that_is_no_time(
         document[last] = number
 
     _edit(PLAN / "plan.json", change)
-    here.refuses(2, ("show", PLAN), name if number == -1.0 else "is no number")
+    here.refuses(2, ("show", PLAN), name if number == -1.0 else "is not a valid number")
 
 
 def test_a_configuration_that_was_cut_short(here: CommandLine) -> None:
@@ -382,6 +392,6 @@ def test_an_edited_configuration_that_was_cut_short_is_not_planned(here: Command
     path = PLAN / "config.yaml"
     before, _, _ = path.read_text().partition("  lr: ")
     path.write_text(f"{before}  lr: 0.")
-    here.refuses(2, ("plan", "--from", PLAN, "-q"), f"{path} was cut short", "restore the file")
+    here.refuses(2, ("plan", "--from", PLAN, "-q"), f"{path} is truncated", "restore the file")
     path.write_text(f"{before}  lr: 0.1\n")
-    here.refuses(2, ("plan", "--from", PLAN, "-q"), f"{path} was cut short", "`seed`")
+    here.refuses(2, ("plan", "--from", PLAN, "-q"), f"{path} is truncated", "`seed`")

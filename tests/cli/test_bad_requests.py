@@ -61,12 +61,12 @@ HUGE = 10**30
 REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]]] = {
     "dimension without extent": (sequences(), 2, (), ("dimension 'seq'", "input 'x'", "--dim seq=SIZE")),
     "unknown dimension": (sequences(), 2, ("--dim", "seq=4", "--dim", "sec=4"), ("--dim sec", "'seq'")),
-    "dimension of a static model": (perceptron(4), 2, ("--dim", "batch=3"), ("--dim batch", "all its dimensions are static")),
+    "dimension of a static model": (perceptron(4), 2, ("--dim", "batch=3"), ("--dim batch", "all dimensions of the model's inputs are static")),
     "batch of the file": (
-        perceptron(4), 2, ("--micro-batch-size", "3"), ("micro-batches of 3", "the 4 that the model's file fixes")
+        perceptron(4), 2, ("--micro-batch-size", "3"), ("micro-batches of 3", "4 samples that the model fixes")
     ),
     "batch not divisible": (
-        perceptron(), 2, ("--batch-size", "10", "--micro-batches", "4"), ("micro_batches 4", "batch_size 10", "5 does")
+        perceptron(), 2, ("--batch-size", "10", "--micro-batches", "4"), ("micro_batches 4", "batch_size 10", "such as 5")
     ),
     "batch that is too large": (perceptron(), 2, ("--batch-size", str(HUGE)), ("--batch-size", "at most")),
     "count that is too large": (perceptron(), 2, ("--micro-batches", str(HUGE)), ("--micro-batches", "at most")),
@@ -74,23 +74,23 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
         perceptron(), 2, ("--batch-size", str(2**40), "--micro-batch-size", "1"), (f"{2**40} micro-batches", "65536")
     ),
     "extent that is too large": (perceptron(), 2, ("--dim", f"batch={HUGE}"), (f"--dim batch={HUGE}", "at most")),
-    "train without a loss": (perceptron(), 2, ("--mode", "train"), ("no output called 'loss'", "--mode infer")),
+    "train without a loss": (perceptron(), 2, ("--mode", "train"), ("lacks an output 'loss'", "--mode infer")),
     "several losses": (
-        several_losses(), 2, (), ("2 outputs can be the loss: 'a', 'b'", "--set loss=a", "--mode infer")
+        several_losses(), 2, (), ("several outputs can be the loss: 'a', 'b'", "--set loss=a", "--mode infer")
     ),
-    "several losses to train": (several_losses(), 2, ("--mode", "train"), ("2 outputs can be the loss", "loss=a")),
-    "unknown loss": (perceptron(trains=True), 2, ("--set", "loss=lost"), ("no output 'lost'", "'loss'")),
+    "several losses to train": (several_losses(), 2, ("--mode", "train"), ("several outputs can be the loss", "loss=a")),
+    "unknown loss": (perceptron(trains=True), 2, ("--set", "loss=lost"), ("loss names 'lost'", "'loss'")),
     "loss that is no number": (
         perceptron(), 2, ("--set", "loss=y"), ("output 'y'", "float32[1, 4]", "cross_entropy")
     ),
     "unknown logits": (
-        perceptron(), 2, ("--set", "loss={cross_entropy: {logits: yy, labels: t}}"), ("no value 'yy'", "'y'")
+        perceptron(), 2, ("--set", "loss={cross_entropy: {logits: yy, labels: t}}"), ("logits 'yy'", "'y'")
     ),
     "labels of another shape": (
         perceptron(), 2, ("--set", "loss={cross_entropy: {logits: y, labels: x}}"), ("labels 'x'", "float32[1, 8]")
     ),
     "unknown batch axis": (perceptron(), 2, ("--set", "model.batch_axes={z: 0}"), ("'z', which is not an input", "'x'")),
-    "batch axis out of range": (perceptron(), 2, ("--set", "model.batch_axes={x: 2}"), ("'x' has 2", "no axis 2")),
+    "batch axis out of range": (perceptron(), 2, ("--set", "model.batch_axes={x: 2}"), ("sets axis 2 for input 'x'", "has 2 dimensions")),
     "constraint on no node": (
         perceptron(), 2, ("--set", "constraints=[{match: matmul_aa, stage: 0}]"), ("'matmul_aa'", "'matmul_a'")
     ),
@@ -103,7 +103,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     ),
     "device that is not there": (
         perceptron(), 2, ("--cluster", "cpu-local", "--gpus", "2", "--set", "constraints=[{match: '*', devices: [2]}]"),
-        ("device 2", "there are 2"),
+        ("device 2", "number of devices is 2"),
     ),
     "splits that contradict": (
         perceptron(), 2, (*MANUAL, "constraints=[{match: '*', split: {b: 2}}, {match: matmul_a, split: {n: 2}}]"),
@@ -111,7 +111,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     ),
     "a split along no axis": (
         perceptron(), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {b: 2, s: 2}}]"),
-        ("'matmul_a'", "axis 's', which none of its nodes has", "m, k, n"),
+        ("'matmul_a'", "axis 's', but none of the matching nodes has", "m, k, n"),
     ),
     "a split that no degree divides": (
         perceptron(width=6), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {k: 4}}]"),
@@ -119,11 +119,11 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     ),
     "a split into more parts than devices": (
         perceptron(), 2, (*MANUAL, "constraints=[{match: matmul_a, split: {b: 4, n: 2}}]"),
-        ("'matmul_a'", "8 parts of this node (m:4, n:2)", "stage 0 has 4 devices"),
+        ("'matmul_a'", "8 parts (m:4, n:2)", "4 devices of stage 0"),
     ),
     "a group that is larger than the cluster": (
         perceptron(), 2, (*MANUAL, "constraints=[{match: '*', devices: [0, 1, 2, 3, 4, 5, 6, 7]}]"),
-        ("device 7", "there are 4", "0 to 3"),
+        ("device 7", "number of devices is 4", "0 to 3"),
     ),
     "an axis that must stay whole": (
         model([node("CumSum", "x axis", "y")], {"x": ["batch", 4]}, "y", {"axis": np.array(1)}), 2,
@@ -132,7 +132,7 @@ REQUESTS: dict[str, tuple[onnx.ModelProto, int, tuple[str, ...], tuple[str, ...]
     "manual without constraints": (perceptron(), 2, ("--strategy", "manual"), ("constraint",)),
     "more devices than the cluster has": (
         perceptron(), 4, ("--gpus", "3", "--set", "cluster={preset: summit, nodes: 1, devices_per_node: 2}"),
-        ("summit has 2 devices", "1 fewer than the 3 wanted"),
+        ("summit consists of 2 devices", "1 fewer than the requested 3"),
     ),
     "memory": (
         perceptron(trains=True), 4, ("--gpus", "2", "--strategy", "pipedream", "--memory-limit", "1KiB"),
@@ -168,8 +168,8 @@ def test_a_plan_that_cannot_be(command_line: CommandLine, name: str) -> None:
     [
         ((), ("dimension 'seq'", "--dim seq=SIZE")),
         (("--dim", "sec=4"), ("--dim", "'seq'")),
-        (("--dim", "seq"), ("--dim 'seq'", "NAME=SIZE")),
-        (("--batch-axis", "x=7"), ("model.batch_axes", "no axis 7")),
+        (("--dim", "seq"), ("--dim is 'seq'", "NAME=SIZE")),
+        (("--batch-axis", "x=7"), ("model.batch_axes", "axis 7")),
         (("--dim", "seq=-1"), ("--dim seq=-1", "at least 0")),
         (("--dim", "seq=1e3"), ("--dim seq=1e3", "whole number")),
         (("--dim", f"seq={HUGE}"), (f"--dim seq={HUGE}",)),
@@ -198,7 +198,7 @@ def test_dimensions_that_make_a_value_too_large(command_line: CommandLine) -> No
     [
         (("gtp",), ("'gtp'", "did you mean 'gpt'?")),
         (("gpt", "--set", "layer=2"), ("--set layer=2", "did you mean 'layers'?")),
-        (("gpt", "--set", "layers"), ("--set 'layers'", "KEY=VALUE")),
+        (("gpt", "--set", "layers"), ("--set is 'layers'", "KEY=VALUE")),
         (("gpt", "--set", "layers=0"), ("--set layers=0", "at least 1")),
         (("gpt", "--set", "layers=two"), ("--set layers=two", "whole number")),
         (("gpt", "--set", "size=12b"), ("'12b'", "did you mean '24b'?")),
@@ -213,10 +213,10 @@ def test_dimensions_that_make_a_value_too_large(command_line: CommandLine) -> No
             ("gpt", "--set", "hidden=4611686018427387904"),
             ("hidden is 4611686018427387904", "at most"),
         ),
-        (("gpt", "-o", "gone/gpt.onnx"), ("gone", "no such folder")),
+        (("gpt", "-o", "gone/gpt.onnx"), ("gone", "folder does not exist")),
         (("gpt", "-o", "."), ("folder",)),
         (("gpt", "-o", "here"), ("here", "folder")),
-        (("gpt", "-o", "/proc/gpt.onnx"), ("/proc/gpt.onnx", "cannot write")),
+        (("gpt", "-o", "/proc/gpt.onnx"), ("/proc/gpt.onnx", "cannot be written")),
         (("gpt", "--set", "size=11b"), ("GiB are free", "weights=none")),
         ((), ("NAME",)),
     ],

@@ -239,9 +239,9 @@ def test_weights_go_into_an_export_for_evaluation(
 def test_there_is_no_such_checkpoint(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = given / "empty"
     empty.mkdir()
-    assert "no committed checkpoint" in refused(capsys, 2, "inspect", empty)
-    assert "no such folder" in refused(capsys, 2, "verify", given / "nowhere")
-    assert "there are 3, 5" in refused(
+    assert "no complete checkpoint" in refused(capsys, 2, "inspect", empty)
+    assert "checkpoint folder does not exist" in refused(capsys, 2, "verify", given / "nowhere")
+    assert "use one of 3, 5" in refused(
         capsys, 2, "export", given / "saved", "-o", given / "o.onnx", "--step", "4"
     )
     assert "folder" in refused(capsys, 2, "export", given / "saved", "-o", given)
@@ -279,18 +279,18 @@ def test_weights_go_to_safetensors_and_back_into_a_model(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "a header of"),
-        ((8).to_bytes(8, "little") + b"{[[[[[[[", "no safetensors file"),
-        ((2**40).to_bytes(8, "little") + b"{}", "a header of"),
+        (b"", "the header length is"),
+        ((8).to_bytes(8, "little") + b"{[[[[[[[", "not a safetensors file"),
+        ((2**40).to_bytes(8, "little") + b"{}", "the header length is"),
         (
             (56).to_bytes(8, "little")
             + b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}} ',
-            "does not fit",
+            "do not match its shape",
         ),
         (
             (57).to_bytes(8, "little")
             + b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,36]}} ',
-            "no number of",
+            "expected an integer",
         ),
     ],
 )
@@ -418,13 +418,13 @@ def test_a_sharded_set_is_read_by_its_index(perceptron: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a": "../a.safetensors"}, "does not lie in the folder"),
-        ({"a": ""}, "does not lie in the folder"),
+        ({"a": "../a.safetensors"}, "expected a file in the folder"),
+        ({"a": ""}, "expected a file in the folder"),
         ({"a": "nowhere.safetensors"}, "No such file"),
-        ({"b": "a.safetensors"}, "'b' is not in its file"),
-        ({"a": 3}, "does not name the file"),
-        ([], "does not name the file"),
-        (None, "no index of safetensors files"),
+        ({"b": "a.safetensors"}, "assigns tensor 'b' to the file"),
+        ({"a": 3}, "does not map each tensor to a file"),
+        ([], "does not map each tensor to a file"),
+        (None, "not an index of safetensors files"),
     ],
 )
 def test_an_index_that_does_not_fit_is_an_error(

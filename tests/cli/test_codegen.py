@@ -43,12 +43,12 @@ def test_some_ranks_are_written_alone(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert json.loads((program / "manifest.json").read_text())["world_size"] == 64
     capfd.readouterr()
     for words, message in (
-        (["launch", str(program), "--dry-run", "--rank", "5"], "rank 5 was not generated"),
+        (["launch", str(program), "--dry-run", "--rank", "5"], "lacks the file of rank 5"),
         (
             ["launch", str(program), "--device", "cpu"],
             "62 of 64 ranks were not generated, the first is 1",
         ),
-        (["codegen", plan, "--ranks", "64"], "there is no rank 64"),
+        (["codegen", plan, "--ranks", "64"], "rank 64 does not exist"),
         (["codegen", plan, "--ranks", "a"], "no list of numbers"),
     ):
         assert main(words) == 2

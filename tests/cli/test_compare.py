@@ -158,4 +158,4 @@ def test_a_page_holds_all_plans(
 
 def test_what_is_no_plan_is_refused(plans: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(plans / "one"), str(plans)]) == 2
-    assert "holds no plan" in capsys.readouterr().err
+    assert "contains no plan" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_show_shows_long_values_whole() -> None:
 def test_show_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--gpus 0: gpus is 0"):
         run("show", "--gpus", "0")
-    with pytest.raises(ConfigurationError, match="cannot read the file"):
+    with pytest.raises(ConfigurationError, match="the file cannot be read"):
         run("show", "--config", str(tmp_path / "absent.yaml"))
 
 
@@ -105,7 +105,7 @@ def test_check_refuses_what_a_strategy_does_not_have(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path}:1: unknown key 'step' in strategy (did you mean 'steps'?)"
     path.write_text(CHOSEN.replace("{name: search}", "{name: serch}"))
     with pytest.raises(
-        ConfigurationError, match=r"no schedule called 'serch' \(did you mean search\?\)"
+        ConfigurationError, match=r"schedule 'serch' is unknown \(did you mean search\?\)"
     ):
         run("check", str(path))
 
@@ -140,7 +140,7 @@ def test_a_preset_is_printed_as_a_file_that_is_read(command_line: CommandLine, n
 
 def test_a_preset_that_is_none(command_line: CommandLine) -> None:
     command_line.refuses(
-        2, ("config", "clusters", "h100"), "no cluster preset is named 'h100'", "h100-80gb"
+        2, ("config", "clusters", "h100"), "cluster preset 'h100' is unknown", "h100-80gb"
     )
 
 

@@ -158,15 +158,22 @@ def test_what_there_is_not_is_refused(command_line: CommandLine) -> None:
     refuses(
         2,
         ("explain", "p", "--node", "quary"),
-        "no node's name matches 'quary'",
-        "the nearest name is",
+        "'quary' matches the name of no node",
+        "the most similar name",
     )
-    refuses(2, ("explain", "p", "--node", "*"), "nodes", "give one's number")
-    refuses(2, ("explain", "p", "--node", "99999"), "there is no node 99999")
-    refuses(2, ("explain", "p", "--stage", "7"), "the plan has no stage 7", "stages: 0 to 1")
-    refuses(2, ("explain", "p", "--device", "2"), "the plan has no device 2", "devices: 0 to 1")
+    refuses(2, ("explain", "p", "--node", "*"), "nodes", "use the number of one node")
+    refuses(2, ("explain", "p", "--node", "99999"), "no node has the index 99999")
+    refuses(
+        2, ("explain", "p", "--stage", "7"), "stage 7 does not exist in the plan", "stages: 0 to 1"
+    )
+    refuses(
+        2,
+        ("explain", "p", "--device", "2"),
+        "device 2 does not exist in the plan",
+        "devices: 0 to 1",
+    )
     refuses(2, ("explain", "absent"), "absent does not exist", "autopipe plan MODEL")
-    refuses(2, ("explain", "p", "--device", "0", "--stage", "0"), "one at a time")
+    refuses(2, ("explain", "p", "--device", "0", "--stage", "0"), "mutually exclusive")
 
 
 def test_the_best_of_each_strategy_comes_first() -> None:

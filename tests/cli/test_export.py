@@ -287,7 +287,7 @@ def test_a_forward_that_runs_again_must_change_nothing(tmp_path: Path) -> None:
     module = Recomputed()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with pytest.raises(
-        VerificationError, match=r"changes part\.1\.running_mean, .* twice in a step"
+        VerificationError, match=r"changes part\.1\.running_mean, .* twice per step"
     ):
         written_rows(module, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
@@ -316,7 +316,8 @@ def test_parameters_in_one_memory_are_rejected(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     module[2].weight = nn.Parameter(module[0].weight.data.t())
     with pytest.raises(
-        ConfigurationError, match=r"'0\.weight' and '2\.weight' are different tensors in one memory"
+        ConfigurationError,
+        match=r"'0\.weight' and '2\.weight' are different tensors that overlap in memory",
     ):
         written_rows(module, tmp_path)
     joined = torch.randn(WIDTH, 2 * WIDTH)
@@ -326,7 +327,7 @@ def test_parameters_in_one_memory_are_rejected(tmp_path: Path) -> None:
 
 def test_a_cumulative_average_is_rejected(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None))
-    with pytest.raises(ConfigurationError, match=r"BatchNorm1d '1' has momentum=None"):
+    with pytest.raises(ConfigurationError, match=r"BatchNorm1d '1' uses momentum=None"):
         written_rows(module, tmp_path)
     module[1].eval()
     written_rows(module, tmp_path)
@@ -335,7 +336,7 @@ def test_a_cumulative_average_is_rejected(tmp_path: Path) -> None:
 def test_hooks_after_the_backward_are_rejected(tmp_path: Path) -> None:
     module = nn.Linear(WIDTH, CLASSES)
     module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(VerificationError, match="hooks run after the backward of weight"):
+    with pytest.raises(VerificationError, match="hooks of weight run after the backward"):
         written_rows(module, tmp_path)
 
 
@@ -390,7 +391,7 @@ def test_parameters_named_as_inputs_and_as_the_loss_keep_their_names(tmp_path: P
     assert [each.name for each in graph.inputs] == ["input_", "labels_"]
     names = {each.value.name for each in graph.parameters if each.trainable}
     assert names == {"input", "labels", "loss.weight", "loss_.weight"}
-    with pytest.raises(ConfigurationError, match="the module has a tensor 'loss'"):
+    with pytest.raises(ConfigurationError, match="the module uses the tensor name 'loss'"):
         named = nn.Linear(WIDTH, CLASSES)
         named.loss = nn.Parameter(torch.ones(1))
         written_rows(named, tmp_path)
@@ -665,7 +666,9 @@ def test_the_command_exports_what_a_factory_returns(command_line: CommandLine) -
     command_line.refuses(
         2, ("export", "small.py:failing"), "small.py:failing raises ValueError: no data"
     )
-    command_line.refuses(2, ("export", "small.py:no_module"), "a str is no torch.nn.Module")
-    command_line.refuses(2, ("export", "small.py"), "names no function")
+    command_line.refuses(
+        2, ("export", "small.py:no_module"), "the module is of type str, expected torch.nn.Module"
+    )
+    command_line.refuses(2, ("export", "small.py"), "is not the name of a function")
     command_line.refuses(2, ("export", "none.py:factory"), "none.py does not exist")
     command_line.refuses(2, ("export", "no_such_module:factory"), "no_such_module")

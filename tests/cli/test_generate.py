@@ -26,7 +26,10 @@ def test_a_model_without_a_cache(command_line: CommandLine) -> None:
     command_line.done(*GPT.split())
     command_line.done(*f"plan gpt.onnx {ONE} gpt.plan".split())
     command_line.refuses(
-        2, ("generate", "gpt.plan", "--prompts", "1"), "no cache", "text-generation-with-past"
+        2,
+        ("generate", "gpt.plan", "--prompts", "1"),
+        "lacks a key-value cache",
+        "text-generation-with-past",
     )
 
 
@@ -34,12 +37,14 @@ def test_prompts_that_the_model_cannot_take(command_line: CommandLine) -> None:
     command_line.done(*f"plan {decoder_file('gpt2')} {DIMS} {ONE} decoder.plan".split())
     command = ("generate", "decoder.plan", "--prompts")
     command_line.refuses(
-        2, (*command, "256", "--max-new-tokens", 2), "prompt 0 has token 256, the model 256 tokens"
+        2,
+        (*command, "256", "--max-new-tokens", 2),
+        "prompt 0 contains token 256, but the vocabulary of the model has 256 tokens",
     )
     command_line.refuses(
         2,
         (*command, "1,2", "--max-new-tokens", 10),
-        "the program holds 10",
+        "the program has 10",
         "past_sequence_length=10",
     )
     command_line.refuses(2, (*command, "", "--max-new-tokens", 2), "prompt 0 is empty")
@@ -49,9 +54,9 @@ def test_prompts_that_the_model_cannot_take(command_line: CommandLine) -> None:
     command_line.refuses(
         2,
         (*command, "1", "--greedy", "--top-k", 5),
-        "--greedy takes the likeliest token: leave out --top-k",
+        "--greedy excludes sampling: omit --top-k",
     )
-    command_line.refuses(2, (*command, "1", "-o", "tokens.txt"), "neither .json nor .npy")
+    command_line.refuses(2, (*command, "1", "-o", "tokens.txt"), "expected .json or .npy")
 
 
 def test_a_model_whose_positions_are_places_in_the_cache(command_line: CommandLine) -> None:

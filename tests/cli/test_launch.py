@@ -28,33 +28,36 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--resume"], "--resume needs a folder"),
-        (["--checkpoint-every", "2"], "--checkpoint-every needs a folder"),
-        (["--outputs", "x.npz"], "for training collects no outputs"),
-        (["--trace", "/nonexistent/trace.json"], "cannot write /nonexistent/trace.json"),
-        (["--rank", "1"], "--rank goes with --dry-run"),
-        (["--device", "meta"], "--device meta computes nothing: it goes with --dry-run"),
-        (["--dry-run", "--blocking"], "--dry-run times nothing: leave out --blocking"),
-        (["--dry-run", "--compile"], "--dry-run times nothing: leave out --compile"),
-        (["--dry-run", "--rank", "4"], "there is no rank 4"),
+        (["--resume"], "--resume requires a checkpoint folder"),
+        (["--checkpoint-every", "2"], "--checkpoint-every requires a checkpoint folder"),
+        (["--outputs", "x.npz"], "for training cannot write outputs"),
+        (
+            ["--trace", "/nonexistent/trace.json"],
+            "the file /nonexistent/trace.json cannot be written",
+        ),
+        (["--rank", "1"], "--rank requires --dry-run"),
+        (["--device", "meta"], "--device meta computes no values and requires --dry-run"),
+        (["--dry-run", "--blocking"], "--dry-run measures no times: omit --blocking"),
+        (["--dry-run", "--compile"], "--dry-run measures no times: omit --compile"),
+        (["--dry-run", "--rank", "4"], "rank 4 does not exist"),
         (["--nnodes", "two"], "neither a number nor MIN:MAX"),
         (["--nnodes", "3:2"], "MIN at most MAX"),
         (["--nnodes", "0"], "at least 1"),
-        (["--nnodes", "2", "--node-rank", "2"], "there is no node 2 of 2"),
-        (["--nnodes", "3"], "4 ranks do not fit 3 nodes"),
-        (["--nproc-per-node", "3"], "4 ranks do not fit 1 node with 3 ranks each"),
-        (["--nnodes", "2"], "several nodes need a meeting point"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank is 2, but the number of nodes is 2"),
+        (["--nnodes", "3"], "4 ranks cannot be divided over 3 nodes"),
+        (["--nproc-per-node", "3"], "4 ranks cannot be divided over 1 node with 3 ranks each"),
+        (["--nnodes", "2"], "a run on several nodes requires a rendezvous endpoint"),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "here:1"],
-            "several nodes need a key that they share",
+            "a run on several nodes requires a rendezvous key",
         ),
-        (["--rdzv-key", "/nonexistent/key"], "the key cannot be read"),
+        (["--rdzv-key", "/nonexistent/key"], "the rendezvous key cannot be read"),
         (["--steps", "0"], "--steps"),
-        (["--log", "/dev/null/log"], "the log cannot be written"),
-        (["--profile", "3"], "--profile goes with --log DIR"),
+        (["--log", "/dev/null/log"], "the metrics log cannot be written"),
+        (["--profile", "3"], "--profile requires --log DIR"),
         (["--log", "log", "--profile", "5-3"], "'5-3' is neither a step nor steps such as 3-5"),
         (["--log", "log", "--profile", "x"], "'x' is neither a step nor steps such as 3-5"),
-        (["--log", "log", "--steps", "3", "--profile", "3-5"], "there is no step 3 to profile"),
+        (["--log", "log", "--steps", "3", "--profile", "3-5"], "the first profiled step is 3"),
     ],
 )
 def test_flags_that_make_no_sense(
@@ -84,7 +87,7 @@ def test_inference_has_nothing_to_save(tmp_path: Path, capfd: pytest.CaptureFixt
         main(["launch", str(program), "--device", "cpu", "--checkpoint", str(tmp_path / "saved")])
         == 2
     )
-    assert "nothing to save" in capfd.readouterr().err
+    assert "no state to save" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,10 @@ def test_ranks_are_shared_among_nodes(
 
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
-    [("0" * 64, 0o640, "others may read the key"), ("0" * 31, 0o600, "the key has 31 bytes")],
+    [
+        ("0" * 64, 0o640, "other users can read the rendezvous key"),
+        ("0" * 31, 0o600, "the rendezvous key has 31 bytes"),
+    ],
 )
 def test_a_key_that_keeps_nobody_out(
     program: Path,
@@ -125,11 +131,14 @@ def test_a_key_that_keeps_nobody_out(
 @pytest.mark.parametrize(
     ("endpoint", "words"),
     [
-        ("nowhere", "not HOST:PORT"),
-        ("host:port", "not HOST:PORT"),
-        ("host:65536", "not HOST:PORT"),
+        ("nowhere", "expected HOST:PORT"),
+        ("host:port", "expected HOST:PORT"),
+        ("host:65536", "expected HOST:PORT"),
         ("0.0.0.0:1", "which other machines cannot reach"),
-        ("no.such.host.invalid:1", "the rendezvous host 'no.such.host.invalid' has no address"),
+        (
+            "no.such.host.invalid:1",
+            "the address of rendezvous host 'no.such.host.invalid' is unknown",
+        ),
     ],
 )
 def test_a_meeting_point_that_is_none(endpoint: str, words: str) -> None:
@@ -146,7 +155,7 @@ def test_an_endpoint_of_this_machine_is_known_as_such() -> None:
 
 
 def test_nodes_outside_the_limits_are_refused(program: Path) -> None:
-    with pytest.raises(ConfigurationError, match="do not fit"):
+    with pytest.raises(ConfigurationError, match="cannot be divided"):
         local_ranks(read_manifest(program), LaunchConfig((3, 4), 2, "x:1"))
 
 
@@ -169,4 +178,6 @@ def test_data_is_looked_at_before_anything_heavy_is_loaded(tmp_path: Path, comma
     text += "print(code, 'torch' in sys.modules)\n"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "False"]
-    assert done.stderr.splitlines()[0].endswith("rows.npz: 3 samples are no batch of 12")
+    assert done.stderr.splitlines()[0].endswith(
+        "rows.npz: the data have 3 samples, fewer than a batch of 12"
+    )

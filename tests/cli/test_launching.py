@@ -37,5 +37,5 @@ def test_the_note_says_where_the_ranks_run(device: str, ranks: int, note: str) -
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("gpus", [0], indirect=True)
 def test_cuda_without_a_device_is_refused_before_any_rank_starts() -> None:
-    with pytest.raises(ConfigurationError, match="no CUDA device is at hand"):
+    with pytest.raises(ConfigurationError, match="this machine lacks a CUDA device"):
         placement_note("cuda", 4)

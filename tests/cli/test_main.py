@@ -108,7 +108,10 @@ def test_unknown_command_names_the_nearest_one(
     failing: Failing, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fial"]) == 2
-    assert capsys.readouterr().err == "error: no such command 'fial'\nhint: did you mean 'fail'?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: the command 'fial' does not exist\nhint: did you mean 'fail'?\n"
+    )
 
 
 def test_unknown_option_is_a_usage_error(
@@ -259,7 +262,7 @@ def test_the_module_runs_as_the_command_does() -> None:
         [sys.executable, "-m", "autopipe", "nothing"], capture_output=True, text=True, check=False
     )
     assert run.returncode == 2
-    assert run.stderr.startswith("error: no such command 'nothing'")
+    assert run.stderr.startswith("error: the command 'nothing' does not exist")
 
 
 def test_bench_says_in_one_line_where_the_benchmarks_are(command_line: CommandLine) -> None:

@@ -167,31 +167,34 @@ def test_weights_of_another_file_with_a_record_are_read(path: Path) -> None:
 
 MANY = {f"w{index}": "w" for index in range(MAX_TIED_NAMES + 1)}
 BAD: Mapping[str, tuple[object, str]] = {
-    "no JSON": ("{", "is no JSON"),
-    "nested too deeply": ("[" * 100_000, "is no JSON"),
-    "a list": ([], "is no object of 'names' and 'counts'"),
+    "no JSON": ("{", "is not valid JSON"),
+    "nested too deeply": ("[" * 100_000, "is not valid JSON"),
+    "a list": ([], "is not an object with the keys 'names' and 'counts'"),
     "another member": (
         {"names": {}, "counts": {}, "more": 1},
-        "is no object of 'names' and 'counts'",
+        "is not an object with the keys 'names' and 'counts'",
     ),
-    "names are a list": ({"names": [], "counts": {}}, "does not give the tensor of each name"),
+    "names are a list": ({"names": [], "counts": {}}, "does not map each name to a tensor"),
     "a number for a tensor": (
         {"names": {"w": 1}, "counts": {}},
-        "does not give the tensor of each name",
+        "does not map each name to a tensor",
     ),
     "no such tensor": (
         {"names": {"w": "v"}, "counts": {}},
-        "names the tensor 'v', which the file does not hold",
+        "names the tensor 'v', which the model does not contain",
     ),
-    "too many names": ({"names": MANY, "counts": {}}, f"has {MAX_TIED_NAMES + 1} names of 'w'"),
+    "too many names": (
+        {"names": MANY, "counts": {}},
+        f"has {MAX_TIED_NAMES + 1} names of tensor 'w'",
+    ),
     "a count of a weight": ({"names": {"w": "w"}, "counts": {"w": 1}}, "counts in 'w'"),
     "a count of nothing": (
         {"names": {}, "counts": {f"{INITIALIZER_PREFIX}x": 1}},
         f"counts in '{INITIALIZER_PREFIX}x'",
     ),
-    "a negative count": ({"names": {}, "counts": {COUNTER: -1}}, "no integers from 0"),
-    "a huge count": ({"names": {}, "counts": {COUNTER: 2**80}}, "no integers from 0"),
-    "a true count": ({"names": {}, "counts": {COUNTER: True}}, "no integers from 0"),
+    "a negative count": ({"names": {}, "counts": {COUNTER: -1}}, "are not integers from 0"),
+    "a huge count": ({"names": {}, "counts": {COUNTER: 2**80}}, "are not integers from 0"),
+    "a true count": ({"names": {}, "counts": {COUNTER: True}}, "are not integers from 0"),
 }
 
 
@@ -231,7 +234,7 @@ def test_a_tensor_that_is_only_saved_must_fill_its_shape(
     path = saved(proto, tmp_path)
     write_checkpoint(tmp_path / "saved", path, 3, WEIGHT, 12)
     error = refused(capsys, 3, "export", tmp_path / "saved", "-o", tmp_path / "out.safetensors")
-    assert "its shape needs" in error
+    assert "its shape requires" in error
 
 
 def test_names_of_torch_that_are_not_in_the_file_are_told(

@@ -106,15 +106,15 @@ def test_a_program_moved_without_its_model(made: CommandLine) -> None:
         made.done(*words)
         made.done(*words, *elsewhere)
     gone = ("codegen", "plans/p", "--model", "nowhere.onnx")
-    made.refuses(2, gone, "the model of the plan is not at", "--model FILE")
+    made.refuses(2, gone, "the model of the plan does not exist", "--model FILE")
     # The program was generated again, with the model where it is now.
     assert losses(made, "plans/p/program", *data) == before
 
 
 def test_a_program_without_its_model_names_the_flag(made: CommandLine) -> None:
     Path("made/model.onnx").unlink()
-    made.refuses(2, ("launch", f"{PLAN}/program", *ON_CPU), "is not there", "--model FILE")
-    made.refuses(2, ("verify", f"{PLAN}/program", *ON_CPU), "is not there", "--model FILE")
+    made.refuses(2, ("launch", f"{PLAN}/program", *ON_CPU), "does not exist", "--model FILE")
+    made.refuses(2, ("verify", f"{PLAN}/program", *ON_CPU), "does not exist", "--model FILE")
 
 
 @pytest.mark.parametrize("command", ["launch", "verify"])
@@ -125,7 +125,7 @@ def test_another_model_is_refused_by_its_digest(made: CommandLine, command: str)
     digest = json.loads(Path(program, "manifest.json").read_text(encoding="utf-8"))["model"][
         "sha256"
     ]
-    says = ("this is not the model that was planned", digest[:12], str(other))
+    says = ("the file is not the planned model", digest[:12], str(other))
     made.refuses(2, (command, program, *ON_CPU, "--model", other), *says)
     shutil.copy(other, "made/model.onnx")
     made.refuses(2, (command, program, *ON_CPU), *says[:2], "made/model.onnx")

@@ -271,7 +271,7 @@ def test_a_files_weights_do_not_replace_another_file(here: CommandLine) -> None:
 
     built = zoo.build(zoo.configure("dlrm", {"rows": "24"}))
     Path("m.onnx.data").write_text("mine")
-    with pytest.raises(Exception, match="exists and holds no weights of"):
+    with pytest.raises(Exception, match="exists and does not contain the weights of"):
         built.save(Path("m.onnx"), inline_limit=0)
     assert Path("m.onnx.data").read_text() == "mine" and not Path("m.onnx").exists()
     built.save(Path("m.onnx"), inline_limit=0, force=True)
@@ -313,6 +313,9 @@ def test_a_socket_and_a_folder_are_refused(tmp_path: Path) -> None:
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
-        for path, says in ((tmp_path / "socket", "is no regular file"), (tmp_path, "is a folder")):
+        for path, says in (
+            (tmp_path / "socket", "is not a regular file"),
+            (tmp_path, "is a folder"),
+        ):
             with pytest.raises(Exception, match=says):
                 OutputFile(path, TRACE).check()

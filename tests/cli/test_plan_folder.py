@@ -111,7 +111,7 @@ def test_a_plan_over_a_plan_touches_its_own_files_alone(
 def test_a_program_of_an_earlier_plan_is_told(here: CommandLine) -> None:
     assert "earlier plan" not in here.done("plan", MODEL, *FLAGS, STAGES).err
     assert (
-        f"{PLAN}/program is the program of an earlier plan"
+        f"{PLAN}/program belongs to an earlier plan"
         in here.done("plan", "--from", PLAN, "--schedule", "gpipe").err
     )
     here.done("codegen", PLAN)
@@ -178,7 +178,7 @@ def test_a_folder_that_is_no_plan_needs_force(here: CommandLine) -> None:
     Path("mine").mkdir()
     Path("mine/config.yaml").write_text("seed: 3\n")
     Path("mine/notes.txt").write_text("keep me")
-    here.refuses(2, ("plan", MODEL, "-o", "mine"), "mine exists and is no plan folder")
+    here.refuses(2, ("plan", MODEL, "-o", "mine"), "mine exists and is not a plan folder")
     here.done("plan", MODEL, "-o", "mine", "--force")
     assert Path("mine/notes.txt").read_text() == "keep me"
     open_plan(Path("mine"))
@@ -204,12 +204,12 @@ def test_codegen_keeps_what_lies_in_the_program_folder(here: CommandLine) -> Non
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
         here.refuses(
-            2, ("codegen", PLAN), f"{PLAN}/program holds something that is not part of a program"
+            2, ("codegen", PLAN), f"{PLAN}/program contains a file that is not part of a program"
         )
         here.refuses(
             2,
             ("codegen", PLAN, "--force"),
-            f"{PLAN}/program holds something that is not part of a program",
+            f"{PLAN}/program contains a file that is not part of a program",
         )
         shutil.rmtree(path.parent) if path.parent != PLAN / "program" else path.unlink()
         shutil.rmtree(PLAN / "program" / name.partition("/")[0], ignore_errors=True)
@@ -334,4 +334,6 @@ def test_a_graph_that_was_edited_is_rejected(here: CommandLine) -> None:
 def test_an_edited_configuration_is_not_ignored(here: CommandLine) -> None:
     path = PLAN / "config.yaml"
     path.write_text(path.read_text().replace("mode: train", "mode: infer"))
-    here.refuses(2, ("codegen", PLAN), "the plan is to train, its configuration to infer")
+    here.refuses(
+        2, ("codegen", PLAN), "the plan is for mode train, but its configuration is for mode infer"
+    )

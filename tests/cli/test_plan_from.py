@@ -240,11 +240,14 @@ def test_flags_and_the_configuration_change_what_they_say(planned: CommandLine) 
         (("--gpus", 2), "for 4 devices, not for 2"),
         (("--batch-size", 32), "micro-batches of 2, not of 4 samples"),
         (("--micro-batches", "auto"), "not of a number of samples to be chosen"),
-        (("--stages", 2), "strategy explicit chooses its stages itself"),
+        (("--stages", 2), "strategy explicit chooses the number of stages itself"),
         (("--mode", "infer"), "the placement is to train, not to infer"),
-        (("--set", "recompute=full"), "recompute would change nothing"),
-        (("--set", "constraints=[{match: '*', stage: 0}]"), "constraints would change nothing"),
-        (("--config", "two/config.yaml"), "leave out --config"),
+        (("--set", "recompute=full"), "recompute has no effect with --from"),
+        (
+            ("--set", "constraints=[{match: '*', stage: 0}]"),
+            "constraints has no effect with --from",
+        ),
+        (("--config", "two/config.yaml"), "omit --config"),
     ],
 )
 def test_what_the_placement_cannot_bear_is_refused(
@@ -264,11 +267,11 @@ def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
     [
         ([("    - /layers.1/*\n", "")], ["is in no stage, and ", "/layers.1/"]),
         ([("    - /layers.2/*\n", "    - /layers.1/*\n    - /layers.2/*\n")], ["is in stages 0 and 1", "'/layers.1/"]),
-        ([("/layers.1/*", "/layer.1/*")], ["stage 0: no node's name matches '/layer.1/*'", "/layers.1/"]),
-        ([("devices: [2, 3]", "devices: [2, 7]")], ["stage 1 names device 7, but there are 4", "0 to 3"]),
+        ([("/layers.1/*", "/layer.1/*")], ["stage 0: '/layer.1/*' matches the name of no node", "/layers.1/"]),
+        ([("devices: [2, 3]", "devices: [2, 7]")], ["stage 1 lists device 7, but the cluster has 4", "0 to 3"]),
         ([("devices: [2, 3]", "devices: [2-x]")], ["stage 1: '2-x' is not a device"]),
-        ([("devices: [2, 3]", "devices: [2, 2]")], ["stage 1 names device 2 twice"]),
-        ([("devices: [2, 3]", "devices: [2]")], ["stage 1 splits this node into 2 parts", "on 1 device"]),
+        ([("devices: [2, 3]", "devices: [2, 2]")], ["stage 1 lists device 2 twice"]),
+        ([("devices: [2, 3]", "devices: [2]")], ["stage 1 splits the node into 2 parts", "its 1 device"]),
         ([("{samples: 2}", "{samples: 3}")], ["stage 0 splits", "into 3 parts"]),
         ([("{samples: 2}", "{sample: 2}")], ["stage 0 splits axis 'sample', but none of the selected nodes has"]),
         ([("micro_batch_size: 2", "micro_batch_size: 3")], ["stage 0 has micro-batches of 3 samples"]),
@@ -277,7 +280,7 @@ def test_memory_that_does_not_hold_it_is_told(planned: CommandLine) -> None:
         ([("devices: [0, 1]", "devices: [2-3]"), ("devices: [2, 3]", "devices: [0-1]"),
           ("    - /layers.2/*\n", ""), ("    - /layers.1/*\n", "    - /layers.2/*\n"),
           ("    - [/norm", "    - /layers.1/*\n    - [/norm")],
-         ["is in stage 0, but it reads from '/layers.1/", "in stage 1"]),
+         ["is in stage 0, but it reads a value of '/layers.1/", "in the later stage 1"]),
     ],
 )  # fmt: skip
 def test_edits_that_cannot_be_run(

@@ -89,12 +89,12 @@ def test_what_cannot_be_profiled(model: Path, command_line: CommandLine) -> None
         2,
         ("profile", model, "--micro-batch-sizes", "1,x"),
         "--micro-batch-sizes",
-        "'1,x' are no numbers",
+        "'1,x' is not a list",
     )
     refuses(2, ("profile", model, "--degrees", "0"), "--degrees")
-    refuses(2, ("profile", model, model), "give one MODEL")
-    refuses(2, ("profile", "--merge", model), "--merge needs -o FILE")
-    refuses(2, ("profile", "--merge", model, "-o", "a.costs"), str(model), "not JSON")
+    refuses(2, ("profile", model, model), "name one MODEL")
+    refuses(2, ("profile", "--merge", model), "--merge requires -o FILE")
+    refuses(2, ("profile", "--merge", model, "-o", "a.costs"), str(model), "not valid JSON")
     refuses(2, ("profile", model, "-o", "nowhere/a.costs"), "nowhere")
     refuses(3, ("profile", "none.onnx"), "none.onnx")
     refuses(2, ("profile", model, "--source", "onnxruntime", "--device", "cuda"), "--device")

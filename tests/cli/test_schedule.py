@@ -121,7 +121,7 @@ PLACEMENTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     ),
     "no YAML": (2, "blocks: [", ("placement.yaml",)),
     "an empty file": (2, "", ("placement.yaml",)),
-    "no blocks": (2, GOOD.partition("blocks:")[0] + "blocks: []\n", ("there are 0 blocks",)),
+    "no blocks": (2, GOOD.partition("blocks:")[0] + "blocks: []\n", ("the file describes 0 blocks",)),
 }  # fmt: skip
 """Exit code, the file, and what is said."""
 
@@ -135,11 +135,11 @@ def test_placements_that_cannot_be_scheduled(command_line: CommandLine, name: st
 
 
 REQUESTS: dict[str, tuple[int, tuple[object, ...], tuple[str, ...]]] = {
-    "nothing": (2, (), ("nothing to schedule", "--shape")),
-    "a file and a shape": (2, ("placement.yaml", "--shape", "v"), ("both a file and --shape",)),
-    "devices of a file": (2, ("placement.yaml", "--devices", 4), ("--devices is for --shape",)),
-    "mode of a file": (2, ("placement.yaml", "--mode", "infer"), ("--mode is for --shape",)),
-    "memory of a file": (2, ("placement.yaml", "--memory", 4), ("--memory is for --shape",)),
+    "nothing": (2, (), ("a placement file or --shape is required", "--shape")),
+    "a file and a shape": (2, ("placement.yaml", "--shape", "v"), ("a placement file and --shape are both set",)),
+    "devices of a file": (2, ("placement.yaml", "--devices", 4), ("--devices requires --shape",)),
+    "mode of a file": (2, ("placement.yaml", "--mode", "infer"), ("--mode requires --shape",)),
+    "memory of a file": (2, ("placement.yaml", "--memory", 4), ("--memory requires --shape",)),
     "a file that is not there": (2, ("other.yaml",), ("other.yaml",)),
     "a shape that is not there": (2, ("--shape", "w"), ("'w'", "v, x, m, nn, k")),
     "an odd number of devices": (2, ("--shape", "v", "--devices", 3), ("even number of devices",)),
@@ -155,7 +155,7 @@ REQUESTS: dict[str, tuple[int, tuple[object, ...], tuple[str, ...]]] = {
     ),
     "a schedule that is not there": (2, ("--shape", "v", "--schedule", "tesel"), ("'tesel'", "tessel")),
     "a schedule for other blocks": (4, ("--shape", "m", "--schedule", "1f1b"), ("1f1b",)),
-    "a folder that is not there": (2, ("--shape", "v", "-o", "gone/s.json"), ("gone", "no such folder")),
+    "a folder that is not there": (2, ("--shape", "v", "-o", "gone/s.json"), ("gone", "folder does not exist")),
     "a folder as file": (2, ("--shape", "v", "-o", "."), ("is a folder",)),
 }  # fmt: skip
 """Exit code, the words, and what is said."""
@@ -174,19 +174,19 @@ def form() -> dict[str, object]:
 
 
 WRONG: dict[str, tuple[tuple[object, ...], object, tuple[str, ...]]] = {
-    "a dependency broken": (("tasks", 1, 0, "start"), 0, ("'F1' of unit 0 starts at 0", "'F0'")),
+    "a dependency broken": (("tasks", 1, 0, "start"), 0, ("'F1' of micro-batch 0 starts at 0", "'F0'")),
     "two blocks at a time": (("blocks", 2, "time"), 30, ("B1", "s.json")),
     "a block that is not there": (("tasks", 0, 0, "block"), 9, ("tasks[0][0].block", "a block on device 0")),
     "a block of another device": (("tasks", 0, 0, "block"), 1, ("the index of a block on device 0",)),
-    "a unit that is not there": (("tasks", 0, 0, "unit"), 7, ("tasks[0][0].unit", "one of 3 units")),
+    "a unit that is not there": (("tasks", 0, 0, "unit"), 7, ("tasks[0][0].unit", "a micro-batch below 3")),
     "a task left out": (("tasks", 0, 0), None, ("tasks[0][0]",)),
-    "a block renamed away": (("blocks", 3, "after"), [8], ("'B0'", "not there")),
-    "less memory": (("memory",), [0, 0], ("device 0", "room for 0")),
+    "a block renamed away": (("blocks", 3, "after"), [8], ("'B0'", "does not exist")),
+    "less memory": (("memory",), [0, 0], ("device 0", "above the limit of 0")),
     "another makespan": (("makespan",), 99, ("makespan",)),
     "another count of devices": (("devices",), 3, ("s.json",)),
     "another format": (("format",), "autopipe.plan/1", ("format",)),
     "a circle": (("blocks", 0, "after"), [3], ("wait in a circle",)),
-    "no time": (("blocks", 0, "time"), 0, ("time is 0",)),
+    "no time": (("blocks", 0, "time"), 0, ("time of the block is 0",)),
     "no device": (("blocks", 0, "devices"), [], ("no device",)),
 }  # fmt: skip
 """Where in the file, what stands there, and what is said."""

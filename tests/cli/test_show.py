@@ -105,7 +105,7 @@ def test_a_page_without_graph_and_model_says_that_nothing_is_compared(
     (lone_folder / "graph.json").unlink()
     assert main(["show", str(lone_folder), "--html", str(page)]) == 0
     assert capsys.readouterr().err.startswith(
-        "warning: no other schedules on the page: the model of the plan is not"
+        "warning: the page lacks other schedules: the model of the plan does not exist"
     )
     assert "under every schedule" not in page.read_text()
 
@@ -161,9 +161,9 @@ def test_measured_rows_stand_below_the_predicted_ones(folder, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "it is not JSON"),
+        ("{", "not valid JSON"),
         ("[]", "an object"),
-        ('{"traceEvents": []}', "the trace holds no tasks"),
+        ('{"traceEvents": []}', "the trace contains no tasks"),
         ('{"traceEvents": [{"ph": "X", "tid": -1}]}', "traceEvents[0]"),
     ],
 )
@@ -177,7 +177,7 @@ def test_what_is_no_measured_trace_is_refused(folder, capsys, tmp_path, text, sa
 
 def test_measured_without_trace_is_refused(folder, capsys, tmp_path):
     assert main(["show", str(folder), "--measured", str(tmp_path / "measured.json")]) == 2
-    assert "--measured goes with --trace" in capsys.readouterr().err
+    assert "--measured requires --trace" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--html", "--svg", "--trace", "--csv"])

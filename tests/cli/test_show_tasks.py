@@ -106,8 +106,8 @@ def test_a_table_of_the_ranks_and_the_tasks_of_one(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--tasks", "--rank", "2"), "there is no rank 2"),
-        (("--rank", "1"), "--rank goes with --tasks"),
+        (("--tasks", "--rank", "2"), "rank 2 does not exist"),
+        (("--rank", "1"), "--rank requires --tasks"),
         (("--tasks", "--csv", "order.csv"), "leave out --csv"),
     ],
 )

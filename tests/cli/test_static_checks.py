@@ -80,8 +80,8 @@ def test_a_plan_folder_with_the_program_of_an_earlier_plan(
     for words in (("--static",), ("--device", "cpu")):
         assert main(["verify", str(plan), *words]) == 2
         error, hint = capsys.readouterr().err.splitlines()
-        assert f"{plan / 'program'} is not the program of the plan in {plan}" in error
-        assert f"autopipe codegen {plan} writes it again" in hint
+        assert f"{plan / 'program'} is not a program of the plan in {plan}" in error
+        assert f"again with autopipe codegen {plan}" in hint
     path.write_text(text, encoding="utf-8")
 
 
@@ -118,4 +118,4 @@ def test_the_program_of_another_plan_is_refused(
     manifest.write_text(json.dumps(data), encoding="utf-8")
     code, found, _ = checked(plan, capsys)
     manifest.write_text(text, encoding="utf-8")
-    assert code == 2 and "is not the program of the plan" in str(found["error"])
+    assert code == 2 and "is not a program of the plan" in str(found["error"])

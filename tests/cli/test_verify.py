@@ -120,7 +120,8 @@ def test_a_plan_is_told_from_its_program(
     (tmp_path / "plan.json").write_text("{}")
     assert main(["verify", str(tmp_path)]) == 2
     hint = capsys.readouterr().err.splitlines()[1]
-    assert hint == f"hint: it is a plan: autopipe codegen {tmp_path} makes {tmp_path / 'program'}"
+    program = f"the program {tmp_path / 'program'} of this plan"
+    assert hint == f"hint: generate {program} with autopipe codegen {tmp_path}"
 
 
 def test_conditioning_is_measured_where_the_least_limit_does_not_do(

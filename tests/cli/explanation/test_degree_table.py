@@ -112,8 +112,8 @@ def test_memory_is_a_reason(planned: CommandLine) -> None:
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [("tensor", "'tensor' is no degree"), ("tensor=0", "'tensor=0' is no degree"),
-     ("width=2", "'width=2' is no degree"), ("schedule=dualpip3", "did you mean dualpipe")],
+    [("tensor", "'tensor' is not a degree"), ("tensor=0", "'tensor=0' is not a degree"),
+     ("width=2", "'width=2' is not a degree"), ("schedule=dualpip3", "did you mean dualpipe")],
 )  # fmt: skip
 def test_words_that_are_no_degrees_are_refused(planned: CommandLine, words: str, says: str) -> None:
     planned.refuses(2, ("explain", "p", "--why-not", words), says)
