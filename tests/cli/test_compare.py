@@ -105,7 +105,7 @@ def test_plans_for_different_batches_are_told_and_compared_by_their_samples(
     capsys.readouterr()
     assert main(["compare", str(plans / "one"), str(tmp_path / "small"), "--json"]) == 0
     shown = capsys.readouterr()
-    assert "different batches: 16, 4" in shown.err
+    assert "differ in their batches: 16, 4" in shown.err
     one, small = json.loads(shown.out)["plans"]
     rates = [each["summary"]["samples_per_s"] for each in (one, small)]
     assert small["speedup"] == pytest.approx(rates[1] / rates[0])

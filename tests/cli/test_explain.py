@@ -164,13 +164,16 @@ def test_what_there_is_not_is_refused(command_line: CommandLine) -> None:
     refuses(2, ("explain", "p", "--node", "*"), "nodes", "use the number of one node")
     refuses(2, ("explain", "p", "--node", "99999"), "no node has the index 99999")
     refuses(
-        2, ("explain", "p", "--stage", "7"), "stage 7 does not exist in the plan", "stages: 0 to 1"
+        2,
+        ("explain", "p", "--stage", "7"),
+        "stage 7 does not exist in the plan",
+        "use stage 0 to 1",
     )
     refuses(
         2,
         ("explain", "p", "--device", "2"),
         "device 2 does not exist in the plan",
-        "devices: 0 to 1",
+        "use device 0 to 1",
     )
     refuses(2, ("explain", "absent"), "absent does not exist", "autopipe plan MODEL")
     refuses(2, ("explain", "p", "--device", "0", "--stage", "0"), "mutually exclusive")

@@ -661,7 +661,9 @@ def test_the_command_exports_what_a_factory_returns(command_line: CommandLine) -
     assert "3 gradients" in data["compared"]
     command_line.done("export", "small.py:by_name", "--no-check")
     assert (command_line.folder / "model.onnx").exists()
-    command_line.refuses(2, ("export", "small.py:wrong"), "small.py:wrong returns a Linear")
+    command_line.refuses(
+        2, ("export", "small.py:wrong"), "small.py:wrong returns a value of type Linear"
+    )
     command_line.refuses(2, ("export", "small.py:absent"), "absent")
     command_line.refuses(
         2, ("export", "small.py:failing"), "small.py:failing raises ValueError: no data"

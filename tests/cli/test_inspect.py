@@ -243,7 +243,6 @@ def test_outputs_that_can_each_be_the_loss_are_listed(tmp_path: Path) -> None:
     ]
     path = saved(model(nodes, {"x": [2, 8]}, "a b", {"w": floats(8, 4)}), tmp_path)
     assert json.loads(run(str(path), "--json"))["loss_choices"] == ["a", "b"]
-    assert (
-        "several outputs can be the loss ('a', 'b'): name one by --set loss=NAME to train"
-        in " ".join(run(str(path)).split())
+    assert "2 outputs can be the loss ('a', 'b'): name one by --set loss=NAME to train" in " ".join(
+        run(str(path)).split()
     )

@@ -156,10 +156,10 @@ def test_a_file_that_was_cut_short_at_a_line_is_no_other_placement(
         split_plan.write_text("".join(lines[:end]))
         shown = command_line.run("plan", "--from", "p", "-q", "-o", "q")
         message = (
-            f"{split_plan} was cut short: `strategy.name`, the last key that `plan` writes, is "
+            f"{split_plan} is truncated: `strategy.name`, the last key that `plan` writes, is "
             "missing"
         )
-        ending = f"{split_plan} was cut short: it does not end with a line break"
+        ending = f"{split_plan} is truncated: it does not end with a line break"
         assert shown.code == 2
         assert (message if end else ending) in shown.err
         assert not Path("q").exists()

@@ -293,7 +293,7 @@ def test_edits_that_cannot_be_run(
 def test_a_folder_without_its_placement(planned: CommandLine) -> None:
     Path("two/placement.yaml").unlink()
     planned.refuses(2, ("plan", "--from", "two"), "two/placement.yaml does not exist")
-    planned.refuses(2, ("plan", "--from", "gpt.onnx"), "is no folder")
+    planned.refuses(2, ("plan", "--from", "gpt.onnx"), "is not a folder")
     planned.refuses(2, ("plan",), "Missing argument 'MODEL'")
 
 

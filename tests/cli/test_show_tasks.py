@@ -108,7 +108,7 @@ def test_a_table_of_the_ranks_and_the_tasks_of_one(
     [
         (("--tasks", "--rank", "2"), "rank 2 does not exist"),
         (("--rank", "1"), "--rank requires --tasks"),
-        (("--tasks", "--csv", "order.csv"), "leave out --csv"),
+        (("--tasks", "--csv", "order.csv"), "omit --csv"),
     ],
 )
 def test_what_cannot_be_shown(

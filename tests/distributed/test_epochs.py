@@ -181,9 +181,9 @@ def test_errors_of_data_come_before_any_rank(
     tokens[30] = VOCABULARY
     tokens.tofile(folder / "wrong.bin")
     cases = {
-        ("--data", str(folder / "wrong.bin")): "'tokens' row 7 holds 32: it must be from 0 to 31",
+        ("--data", str(folder / "wrong.bin")): "'tokens' row 7 contains 32, expected from 0 to 31",
         ("--data", str(folder / "nothing.bin")): "cannot be read: No such file or directory",
-        ("--data", str(folder / "gpt.onnx")): "have an unknown format",
+        ("--data", str(folder / "gpt.onnx")): "has an unknown format",
     }
     program_text = "import sys; from autopipe.cli.main import main; code = main(sys.argv[1:]); "
     program_text += "assert 'torch' not in sys.modules; sys.exit(code)"

@@ -125,7 +125,7 @@ def test_what_the_user_fixes_leaves_no_choice(model, given):
 def test_schedules_of_equal_micro_batches_say_so(model, scheduler):
     with pytest.raises(
         InfeasibleError,
-        match=r"one micro-batch size for all stages, but stage 0 has micro-batches of 1 sample",
+        match=r"one micro-batch size for all stages, but stage 0 uses 1 sample",
     ):
         make_plan(request(model, (1, 4), scheduler))
 

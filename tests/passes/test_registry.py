@@ -26,10 +26,10 @@ def test_every_scheduler_is_a_frozen_dataclass_of_its_name(name: str) -> None:
 
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no strategy called 'pipedram' \(did you mean pipedream\?\)"
+        ConfigurationError, match=r"strategy 'pipedram' is unknown \(did you mean pipedream\?\)"
     ):
         registry.strategy_class("pipedram")
-    with pytest.raises(ConfigurationError, match="no schedule called 'zzz'"):
+    with pytest.raises(ConfigurationError, match="schedule 'zzz' is unknown"):
         registry.scheduler_class("zzz")
 
 

@@ -165,7 +165,7 @@ def test_the_log_of_another_run_is_kept(tmp_path: Path) -> None:
         settings.check(resume=False)
     settings.check(resume=True)
     (settings.folder / "metrics.jsonl").write_text("no JSON\n")
-    with pytest.raises(ConfigurationError, match="line 1 is no step's"):
+    with pytest.raises(ConfigurationError, match="line 1 is not an entry of a step"):
         settings.check(resume=True)
 
 
@@ -174,9 +174,9 @@ def test_the_log_of_another_run_is_kept(tmp_path: Path) -> None:
 def test_a_file_that_is_no_log_is_kept(tmp_path: Path, text: str, resume: bool) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"is no step's|log of another run"):
+    with pytest.raises(ConfigurationError, match=r"is not an entry of a step|log of another run"):
         LogSettings(tmp_path).check(resume=resume)
-    with pytest.raises(ConfigurationError, match="is no step's"):
+    with pytest.raises(ConfigurationError, match="is not an entry of a step"):
         JsonLines(path)
     assert path.read_text() == text
 

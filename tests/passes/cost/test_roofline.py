@@ -82,5 +82,5 @@ def test_update_moves_parameters_gradients_and_states() -> None:
 
 
 def test_a_precision_the_device_does_not_state_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="declares no peak FLOP/s for fp64"):
+    with pytest.raises(ConfigurationError, match="does not declare the peak FLOP/s for fp64"):
         node_seconds([NodeCost("matmul", 1, 0, 1, 0, 0)], device(), "fp64")

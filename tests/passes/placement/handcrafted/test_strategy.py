@@ -42,7 +42,7 @@ def test_a_group_is_as_large_as_asked() -> None:
     given = problem(perceptron([16, 32, 16]), cluster(8, per_node=4))
     assert feed_forward(given, tensor=8)[0] == (Split("n", 8),)
     assert feed_forward(given, tensor=1)[0] == (Split("m", 8),)
-    with pytest.raises(InfeasibleError, match="8 devices cannot be divided into groups of 3"):
+    with pytest.raises(InfeasibleError, match="8 devices cannot be divided into groups of size 3"):
         placed(given, tensor=3)
 
 

@@ -93,9 +93,9 @@ def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> Stored
         "module:function"
     )
     missing = (
-        f"the data {data!r} do not exist"
+        f"the data path {data!r} does not exist"
         if not path.exists()
-        else f"the data {data!r} have an unknown format"
+        else f"the data path {data!r} has an unknown format"
     )
     raise ConfigurationError(missing, hint=f"set data to {kinds}")
 

@@ -135,24 +135,24 @@ def changed(column: str, value: object) -> pa.Table:
         (table().drop_columns(["label"]), "lack an array for input 'label'"),
         (
             changed("tokens", [[1] * 8] * 6 + [[1] * 7] + [[1] * 9] * 3),
-            "'tokens' row 6 has 7 elements, a sample of the",
+            "row 6 of column 'tokens' has 7 elements, but a sample of the",
         ),
         (
             changed("tokens", [[1] * 8] * 9 + [[]]),
-            "'tokens' row 9 has 0 elements, a sample of the input 8",
+            "row 9 of column 'tokens' has 0 elements, but a sample of the input has 8",
         ),
         (changed("tokens", [[1] * 8] * 9 + [None]), "'tokens' contains nulls"),
         (changed("tokens", [[1] * 8] * 9 + [[None] * 8]), "'tokens' contains nulls"),
-        (changed("tokens", ["some"] * 10), "'tokens' holds string, no numbers"),
+        (changed("tokens", ["some"] * 10), "'tokens' is of type string, expected numbers"),
         (
             changed("tokens", [[1] * 8] * 9 + [[1] * 7 + [50]]),
-            "'tokens' row 9 holds 50: it must be from 0 to 49",
+            "'tokens' row 9 contains 50, expected from 0 to 49",
         ),
         (
             changed("flat", [[1] * 8] * 9 + [[1] * 7 + [50]]),
-            "'flat' row 79 holds 50: it must be from 0 to 49",
+            "'flat' row 79 contains 50, expected from 0 to 49",
         ),
-        (changed("label", [1.5] * 10), "'label' holds float64, not int64"),
+        (changed("label", [1.5] * 10), "'label' is of type float64, expected int64"),
     ],
 )
 def test_tables_that_do_not_fit(tmp_path: Path, found: pa.Table, message: str) -> None:

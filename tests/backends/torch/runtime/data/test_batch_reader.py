@@ -205,5 +205,5 @@ def test_an_error_is_raised_where_the_block_is_taken_and_names_array_and_row(
     assert closing[0].begin_step(2) == 6
     good = [closing[0].read(2, each) for each in REQUESTS[:5]]
     assert len(good) == 5
-    with pytest.raises(ConfigurationError, match=r"'ids' row 14 holds 5000"):
+    with pytest.raises(ConfigurationError, match=r"'ids' row 14 contains 5000"):
         closing[0].read(2, REQUESTS[5])

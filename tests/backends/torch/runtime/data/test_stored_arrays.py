@@ -118,7 +118,7 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(
         (
             GPT,
             {"sequence_length": 16},
-            "data.sequence_length is 16, a sample of 'tokens' has 8 tokens",
+            "data.sequence_length is 16, but a sample of 'tokens' has 8 tokens",
         ),
         (
             Batches((TOKENS, index_input("others", (2, 8)))),
@@ -144,7 +144,7 @@ def test_the_type_follows_from_the_vocabulary_the_numbers_or_megatrons_index(
         (
             Batches((index_input("tokens", (2, 8), 49),)),
             {},
-            r"'tokens' row \d+ holds 49: it must be from 0 to 48",
+            r"'tokens' row \d+ contains 49, expected from 0 to 48",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_folder_holds_a_file_for_each_input(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", tokens)
     with pytest.raises(ConfigurationError, match="lack an array for input 'labels'") as caught:
         opened(GPT, tmp_path)
-    assert caught.value.hint == "it has tokens"
+    assert caught.value.hint == "the data contain tokens"
     np.save(tmp_path / "labels.npy", np.asfortranarray(tokens[::-1]))
     source = opened(GPT, tmp_path)
     assert np.array_equal(source.rows(LABELS, 1, 3), tokens[::-1][1:3])
@@ -197,7 +197,7 @@ def test_paths_that_hold_no_data(tmp_path: Path) -> None:
         opened(GPT, tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("unknown format")
     for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(ConfigurationError, match="have an unknown format"):
+        with pytest.raises(ConfigurationError, match="has an unknown format"):
             opened(GPT, path)
 
 
@@ -216,7 +216,7 @@ def test_shuffled_samples_keep_their_labels_and_name_their_row(tmp_path: Path) -
     assert {tuple(row) for row in first[0]} <= {tuple(row) for row in tokens}
     tokens[7, 3] = 50
     np.save(tmp_path / "tokens.npy", tokens)
-    with pytest.raises(ConfigurationError, match="'tokens' row 7 holds 50"):
+    with pytest.raises(ConfigurationError, match="'tokens' row 7 contains 50"):
         opened(GPT, tmp_path, shuffle=True).rows(TOKENS, 0, 10)
 
 
@@ -234,7 +234,7 @@ def test_of_a_large_file_pieces_are_checked_and_the_rest_is_said(
         wrong = tokens.copy()
         wrong[row, 5] = 50
         np.save(tmp_path / "tokens.npy", wrong)
-        with pytest.raises(ConfigurationError, match=f"row {row} holds 50"):
+        with pytest.raises(ConfigurationError, match=f"row {row} contains 50"):
             check_data(manifest, str(tmp_path / "tokens.npy"), None)  # type: ignore[arg-type]
 
 
