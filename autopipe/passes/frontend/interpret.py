@@ -250,7 +250,7 @@ def interpret(
         sweep.hold(name, array, DType(array.dtype.name))
     for held in weights.initializers().values():
         if isinstance(held, Folded):
-            _folded(sweep, held)
+            _add_folded_tensor(sweep, held)
         else:
             sweep.keep(held)
     if weights.roles.signature:
@@ -258,13 +258,13 @@ def interpret(
     else:
         detached = straight_through(source.nodes, lambda name: sweep.aliases.get(name, name))
     weights.unknown_detached = detached.unknown
-    for node in _ranges_early(source.nodes, bounds):
-        read = _with_detached(sweep, node, detached)
+    for node in _move_ranges_early(source.nodes, bounds):
+        read = _detach_operands(sweep, node, detached)
         row = padding_row(read) if weights.roles.frozen is None else None
         if row is None:
             _visit(sweep, read)
         else:
-            _padded_lookup(sweep, read, row)
+            _read_padded_lookup(sweep, read, row)
     for name in sweep.results:
         if name in dynamic_shapes:
             identity = onnx.helper.make_node("Identity", [name], [f"{name}/given"], name=name)
@@ -275,10 +275,10 @@ def interpret(
                 f"--dim {name}:0={most} is unnecessary: the size is {sweep.types[name].shape[0]} "
                 "and does not depend on data"
             )
-    return _graph(sweep, inputs), sweep.aliases
+    return _build_graph(sweep, inputs), sweep.aliases
 
 
-def _ranges_early(
+def _move_ranges_early(
     nodes: Sequence[onnx.NodeProto], bounds: Mapping[str, int]
 ) -> list[onnx.NodeProto]:
     """Return the nodes with each Range in `bounds` moved right behind the nodes that write its
@@ -294,7 +294,7 @@ def _ranges_early(
     return [node for _, node in sorted(enumerate(nodes), key=place_of)]
 
 
-def _folded(sweep: _Sweep, folded: Folded) -> None:
+def _add_folded_tensor(sweep: _Sweep, folded: Folded) -> None:
     """Add the nodes that compute a folded tensor from a parameter, or from another tensor that has
     been read already.
     """
@@ -306,20 +306,22 @@ def _folded(sweep: _Sweep, folded: Folded) -> None:
     else:
         operand = sweep.aliases.get(folded.source, folded.source)
     if not folded.steps:
-        _alias(sweep, name, operand)
+        _add_alias(sweep, name, operand)
     for number, step in enumerate(folded.steps, 1):
         result = name if number == len(folded.steps) else f"{name}/{number}"
         operands: tuple[str, ...] = (operand,)
         if step.other:
             other = sweep.aliases.get(step.other, step.other)
             for place, move in enumerate(step.moves, 1):
-                other = _step(sweep, move, (other,), f"{result}/other{place}", dtype)
+                other = _add_step(sweep, move, (other,), f"{result}/other{place}", dtype)
             operands = (other, operand) if step.operator == "Sub" else (operand, other)
-        _step(sweep, step, operands, result, dtype)
+        _add_step(sweep, step, operands, result, dtype)
         operand = result
 
 
-def _step(sweep: _Sweep, step: Step, operands: tuple[str, ...], result: str, dtype: DType) -> str:
+def _add_step(
+    sweep: _Sweep, step: Step, operands: tuple[str, ...], result: str, dtype: DType
+) -> str:
     """Add the node of one step, and the constant that the step holds as an operand. Return the name
     of the result.
     """
@@ -356,7 +358,7 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
                 sweep.weights.roles.uses, sweep.type_of, tuple(sweep.results)
             )
             sweep.keep(sweep.weights.missing(sweep.declared(name) or missing.deduced(name)))
-    others = _in_other_words(sweep, node, operands)
+    others = _find_replacement_nodes(sweep, node, operands)
     if others is not None:
         try:
             for each in others:
@@ -366,29 +368,29 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
             raise
         return
     decomposition = decomposition_of(node)
-    if decomposition is not None and _decomposed(sweep, node, operands, decomposition):
+    if decomposition is not None and _read_decomposition(sweep, node, operands, decomposition):
         return
     standard = node.domain in ("", "ai.onnx")
     if standard and node.op_type == "CastLike" and len(operands) == 2:
-        node = _cast(node, sweep.types[operands[1]].dtype)
+        node = _convert_cast_like(node, sweep.types[operands[1]].dtype)
         operands = operands[:1]
     if standard and node.op_type == "Constant":
-        _constant(sweep, node)
+        _read_constant(sweep, node)
     elif (
         standard
         and node.op_type == "ConstantOfShape"
         and operands[0] in sweep.arrays
         and sweep.weights.is_filled(node)
     ):
-        _filled(sweep, node, sweep.arrays[operands[0]])
+        _read_filled_constant(sweep, node, sweep.arrays[operands[0]])
     elif standard and node.op_type in ("Shape", "Size"):
-        _measured(sweep, node, sweep.types[operands[0]].shape)
+        _read_shape_result(sweep, node, sweep.types[operands[0]].shape)
     elif standard and _stops_gradient(sweep, node, operands):
-        _operator(sweep, stop_gradient_node(node), operands)
+        _add_operator(sweep, stop_gradient_node(node), operands)
     elif standard and _passes_through(sweep, node, operands):
-        _alias(sweep, node.output[0], operands[0])
+        _add_alias(sweep, node.output[0], operands[0])
     else:
-        _operator(sweep, node, operands)
+        _add_operator(sweep, node, operands)
 
 
 def _with_inputs_to_give(
@@ -433,7 +435,9 @@ def _with_own_statistics(
     return kept
 
 
-def _with_detached(sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads) -> onnx.NodeProto:
+def _detach_operands(
+    sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads
+) -> onnx.NodeProto:
     """Return the node with detached copies of the operands that `detached` lists for it."""
     operands = list(node.input)
     for slot, name in enumerate(node.input):
@@ -459,7 +463,7 @@ def _detach(sweep: _Sweep, operand: str, result: str) -> None:
     sweep.nodes.append(Node(title, STOP_GRADIENT, (operand,), (result,), domain="autopipe"))
 
 
-def _padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
+def _read_padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
     """Read an embedding with a padding row: row `row` of the table gets no gradient. The nodes are
     those that `autopipe export` writes.
     """
@@ -479,7 +483,7 @@ def _padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
     _visit(sweep, made_node(node, "Where", [per_row, stopped, rows], [result]))
 
 
-def _in_other_words(
+def _find_replacement_nodes(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> Iterable[onnx.NodeProto] | None:
     """Return the nodes that replace a node of control flow, sequences or dynamic shapes; None if it
@@ -569,7 +573,7 @@ def _file_rewriter(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...
     return FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
 
 
-def _decomposed(
+def _read_decomposition(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], decomposition: Decomposition
 ) -> bool:
     """Read the nodes that replace a node; return False if the node is kept."""
@@ -577,16 +581,16 @@ def _decomposed(
     rewriter = FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
     is_replaced = decompose(decomposition, rewriter)
     for name, value in rewriter.aliases.items():
-        _alias(sweep, name, value)
+        _add_alias(sweep, name, value)
     return is_replaced
 
 
-def _alias(sweep: _Sweep, name: str, operand: str) -> None:
+def _add_alias(sweep: _Sweep, name: str, operand: str) -> None:
     sweep.aliases[name] = operand
     sweep.types[name] = sweep.types[operand]
 
 
-def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
+def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
     attributes = attributes_of(node)
     if trains_statistics(node):
         operands = _with_own_statistics(sweep, node, operands)
@@ -606,7 +610,7 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
         (sweep.types[name] if name else None, array)
         for name, array in zip(operands, known, strict=True)
     )
-    types = _as_stated(
+    types = _apply_declared_types(
         sweep, node, pairs[0][0] if pairs else None, sweep.inference.types(node, pairs)
     )
     is_small = all(value is None or value.elements <= FOLD_LIMIT for value in types)
@@ -622,14 +626,14 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
     if (
         not domain
         and is_small
-        and (decided := _settled(node.op_type, known)) is not None
+        and (decided := _known_logical_result(node.op_type, known)) is not None
         and types[0] is not None
     ):
         sweep.hold(node.output[0], np.full(types[0].shape, decided), DType.BOOL)
         return
-    operands = _without_empty(sweep, node, operands)
-    if _changes_nothing(sweep, node, operands, types):
-        _alias(sweep, node.output[0], operands[0])
+    operands = _drop_empty_operands(sweep, node, operands)
+    if _leaves_operand_unchanged(sweep, node, operands, types):
+        _add_alias(sweep, node.output[0], operands[0])
         return
     if node.op_type not in RANDOM and all(
         not name or name in sweep.arrays or name in sweep.settled for name in operands
@@ -637,20 +641,20 @@ def _operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) ->
         sweep.settled.update(filter(None, node.output))
     for name, inferred in zip(node.output, types, strict=True):
         if name:
-            sweep.types[name] = _typed(sweep, name, inferred, f"{node.op_type} {node.name!r}")
+            sweep.types[name] = _merge_types(sweep, name, inferred, f"{node.op_type} {node.name!r}")
     sweep.nodes.append(
         Node(
             _unique(sweep, node.name or node.op_type),
             node.op_type,
-            _trimmed(operands),
-            _trimmed(node.output),
+            _trim_empty_names(operands),
+            _trim_empty_names(node.output),
             attributes,
             domain,
         )
     )
 
 
-def _as_stated(
+def _apply_declared_types(
     sweep: _Sweep, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
 ) -> tuple[Value | None, ...]:
     """Return the result types, with one exception: RMSNormalization gets the element type of its
@@ -662,7 +666,7 @@ def _as_stated(
     return (replace(types[0], dtype=first.dtype),) if NUMBERS[first.dtype] in stated else types
 
 
-def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
+def _convert_cast_like(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
     """Return the Cast to `dtype` that a CastLike is."""
     import onnx.helper
 
@@ -675,7 +679,7 @@ def _cast(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
     return cast
 
 
-def _settled(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
+def _known_logical_result(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
     """Return the value of all elements of an And or Or that one known operand determines; None if
     none does.
     """
@@ -686,7 +690,7 @@ def _settled(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
     return deciding if told else None
 
 
-def _changes_nothing(
+def _leaves_operand_unchanged(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], types: tuple[Value | None, ...]
 ) -> bool:
     """True if a node that moves or repeats elements returns its operand unchanged for the inferred
@@ -716,7 +720,7 @@ def _changes_nothing(
     return False
 
 
-def _without_empty(
+def _drop_empty_operands(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the operands of a node; for Concat only those that are not empty, as a cache may be
@@ -728,7 +732,7 @@ def _without_empty(
     return tuple(name for name in operands if sweep.types[name].shape[axis]) or operands[:1]
 
 
-def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:
+def _merge_types(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:
     if inferred is not None:
         return Value(name, inferred.dtype, inferred.shape)
     declared = sweep.declared(name)
@@ -742,7 +746,7 @@ def _typed(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Valu
     )
 
 
-def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
+def _read_constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
     where = f"Constant {node.name!r}"
     if len(node.attribute) != 1 or len(node.output) != 1:
         raise ModelError(
@@ -770,7 +774,7 @@ def _constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
     sweep.hold(name, array, DType(array.dtype.name))
 
 
-def _filled(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
+def _read_filled_constant(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
     name = node.output[0]
     where = f"ConstantOfShape {node.name!r}"
     number = 0.0
@@ -783,7 +787,7 @@ def _filled(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
     sweep.keep(sweep.weights.filled(Value(name, dtype, extents), number))
 
 
-def _measured(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
+def _read_shape_result(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
     if node.op_type == "Size":
         sweep.hold(node.output[0], np.asarray(np.prod(shape, dtype=np.int64)), DType.INT64)
         return
@@ -838,14 +842,14 @@ def _unique(sweep: _Sweep, base: str) -> str:
     return name
 
 
-def _trimmed(names: Sequence[str]) -> tuple[str, ...]:
+def _trim_empty_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names[: max((place for place, name in enumerate(names, 1) if name), default=0)])
 
 
-def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
+def _build_graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     nodes = list(sweep.nodes)
     values = [sweep.types[name] for node in nodes for name in node.outputs if name]
-    outputs = dict(_outputs(sweep))
+    outputs = dict(_find_outputs(sweep))
     for name, source in outputs.items():
         if name != source:
             # The output keeps its name. `cleaned` later removes the Identity if possible.
@@ -869,7 +873,7 @@ def _graph(sweep: _Sweep, inputs: Inputs) -> Graph:
     )
 
 
-def _outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
+def _find_outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of each output. An output that is a sequence yields its tensors."""
     for info in sweep.source.graph.output:
         held = [(info.name, info.name)]

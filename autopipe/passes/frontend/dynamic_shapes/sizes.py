@@ -129,16 +129,16 @@ def evaluate_with_sizes(
     present = [each for each in operands if each is not None]
     if operator in ORDER_OPERATORS:
         slots = 1 if operator.startswith("Reduce") else len(operands)
-        return _by_rank(operator, operands, slots, evaluate)
+        return _apply_by_rank(operator, operands, slots, evaluate)
     if operator in ("Mul", "Div") and len(present) == 2:
-        multiply = _product if operator == "Mul" else _quotient
-        return _elementwise(present[0], present[1], multiply)
+        multiply = _multiply_polynomials if operator == "Mul" else _divide_polynomials
+        return _combine_elementwise(present[0], present[1], multiply)
     if operator == "ReduceProd":
-        return _reduced_product(node, operands)
+        return _reduce_product(node, operands)
     if operator in LINEAR_OPERANDS and not _scatters_nonlinearly(node):
         slots_of = LINEAR_OPERANDS[operator]
         linear = range(len(operands)) if slots_of is None else slots_of
-        return _by_coefficient(operator, operands, linear, evaluate)
+        return _apply_by_coefficient(operator, operands, linear, evaluate)
     return None
 
 
@@ -150,7 +150,7 @@ def _scatters_nonlinearly(node: onnx.NodeProto) -> bool:
     return not reductions <= {b"none", b"add"}
 
 
-def _by_coefficient(
+def _apply_by_coefficient(
     operator: str, operands: Sequence[Number], linear: Sequence[int], evaluate: Evaluate
 ) -> list[SizeArray] | None:
     """Apply a linear operator to each coefficient: f(sum a_k n^k) = sum f(a_k) n^k."""
@@ -179,21 +179,23 @@ def _by_coefficient(
     return [SizeArray.of(each) for each in zip(*results, strict=True)]
 
 
-def _by_rank(
+def _apply_by_rank(
     operator: str, operands: Sequence[Number], slots: int, evaluate: Evaluate
 ) -> list[SizeArray] | None:
     """Apply an operator that depends on order only to the ranks of the elements of its first
     `slots` operands, ordered as for large n.
     """
-    arrays = [_as_sizes(each) for each in operands[:slots] if each is not None]
+    arrays = [_convert_to_sizes(each) for each in operands[:slots] if each is not None]
     if len(arrays) < slots or any(isinstance(each, SizeArray) for each in operands[slots:]):
         return None
-    elements = {_trimmed(each) for array in arrays for each in array.elements()}
-    ordered = sorted(elements, key=_order)
+    elements = {_trim_zeros(each) for array in arrays for each in array.elements()}
+    ordered = sorted(elements, key=_order_key)
     rank_of = {each: rank for rank, each in enumerate(ordered)}
     dtype = arrays[0].dtype
     ranks: list[np.ndarray | None] = [
-        np.array([rank_of[_trimmed(each)] for each in array.elements()], dtype).reshape(array.shape)
+        np.array([rank_of[_trim_zeros(each)] for each in array.elements()], dtype).reshape(
+            array.shape
+        )
         for array in arrays
     ]
     rest = [each for each in operands[slots:] if not isinstance(each, SizeArray)]
@@ -203,10 +205,10 @@ def _by_rank(
     if operator in COMPARISONS:
         return [SizeArray.of([found[0]])]
     chosen = [ordered[int(rank)] for rank in found[0].reshape(-1)]
-    return [_assembled(chosen, found[0].shape, dtype)]
+    return [_assemble_array(chosen, found[0].shape, dtype)]
 
 
-def _order(element: Polynomial) -> tuple[int, Polynomial]:
+def _order_key(element: Polynomial) -> tuple[int, Polynomial]:
     """Return a key that orders polynomials as their values for large n are ordered.
 
     Polynomials of one sign of the leading coefficient are ordered by degree and then by their
@@ -218,18 +220,18 @@ def _order(element: Polynomial) -> tuple[int, Polynomial]:
     return signed_degree, tuple(reversed(element))
 
 
-def _trimmed(element: Polynomial) -> Polynomial:
+def _trim_zeros(element: Polynomial) -> Polynomial:
     count = len(element)
     while count > 1 and not element[count - 1]:
         count -= 1
     return element[:count]
 
 
-def _as_sizes(number: np.ndarray | SizeArray) -> SizeArray:
+def _convert_to_sizes(number: np.ndarray | SizeArray) -> SizeArray:
     return number if isinstance(number, SizeArray) else SizeArray((number,))
 
 
-def _assembled(
+def _assemble_array(
     elements: Sequence[Polynomial], shape: tuple[int, ...], dtype: np.dtype
 ) -> SizeArray:
     """Return the array of these elements."""
@@ -237,14 +239,14 @@ def _assembled(
     return SizeArray.of([np.array(each, dtype).reshape(shape) for each in columns])
 
 
-def _elementwise(
+def _combine_elementwise(
     left: np.ndarray | SizeArray,
     right: np.ndarray | SizeArray,
     combine: Callable[[Polynomial, Polynomial, bool], Polynomial | None],
 ) -> list[SizeArray] | None:
     """Combine two arrays element by element, with broadcasting."""
-    first = _as_sizes(left)
-    second = _as_sizes(right)
+    first = _convert_to_sizes(left)
+    second = _convert_to_sizes(right)
     shape = np.broadcast_shapes(first.shape, second.shape)
     operands = []
     for each in (first, second):
@@ -253,22 +255,22 @@ def _elementwise(
     is_integer = first.dtype.kind == "i"
     found = []
     for pair in zip(*operands, strict=True):
-        element = combine(_trimmed(pair[0]), _trimmed(pair[1]), is_integer)
+        element = combine(_trim_zeros(pair[0]), _trim_zeros(pair[1]), is_integer)
         if element is None:
             return None
         found.append(element)
-    return [_assembled(found, shape, first.dtype)]
+    return [_assemble_array(found, shape, first.dtype)]
 
 
-def _product(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial:
+def _multiply_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial:
     total: list[int | float] = [0] * (len(left) + len(right) - 1)
     for power, first in enumerate(left):
         for other, second in enumerate(right):
             total[power + other] += first * second
-    return _trimmed(tuple(total))
+    return _trim_zeros(tuple(total))
 
 
-def _quotient(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial | None:
+def _divide_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial | None:
     """Return left / right, of integers rounded down; None if it is not a polynomial.
 
     A constant integer divisor d > 0 must divide every coefficient except the constant term b, since
@@ -292,18 +294,18 @@ def _quotient(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomi
         quotient[power] = int(factor) if is_integer else factor
         for other, each in enumerate(right):
             rest[power + other] -= quotient[power] * each
-    return None if any(rest) else _trimmed(tuple(quotient))
+    return None if any(rest) else _trim_zeros(tuple(quotient))
 
 
 def product_of_elements(sizes: SizeArray) -> SizeArray:
     """Return the product of all elements, without dimensions."""
     total: Polynomial = (1,)
     for element in sizes.elements():
-        total = _product(total, element, True)
-    return _assembled([total], (), sizes.dtype)
+        total = _multiply_polynomials(total, element, True)
+    return _assemble_array([total], (), sizes.dtype)
 
 
-def _reduced_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[SizeArray] | None:
+def _reduce_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[SizeArray] | None:
     """Return the products of elements along the axes of a ReduceProd."""
     data = operands[0]
     named = {each.name: each for each in node.attribute}
@@ -328,4 +330,4 @@ def _reduced_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[S
     if not keeps_axes:
         shape = [data.shape[axis] for axis in kept]
     elements = [each.elements()[0] for each in products]
-    return [_assembled(elements, tuple(shape), data.dtype)]
+    return [_assemble_array(elements, tuple(shape), data.dtype)]

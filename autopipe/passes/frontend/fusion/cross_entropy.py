@@ -26,13 +26,13 @@ MIN_CLASSES = 16_384
 """Minimum number of classes for which `loss.scores: auto` considers recomputing the logits. With
 fewer classes, this saves little memory.
 """
-_LOSSES = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
+_LOSS_OPERATORS = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 _NARROW = frozenset({DType.FLOAT16, DType.BFLOAT16})
 _ATTRIBUTES = frozenset({"ignore_index", "reduction"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Product:
+class _CappedProduct:
     """softcap · tanh((x @ weight + bias) / softcap), or without the softcap if `softcap` is 0."""
 
     x: str
@@ -55,7 +55,7 @@ def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
 
     Outputs of the graph that are not in `wanted`, such as the logits, are still computed.
     """
-    if all(node.op not in _LOSSES for node in graph.nodes):
+    if all(node.op not in _LOSS_OPERATORS for node in graph.nodes):
         return graph
     view = View(graph)
     nodes = list[Node]()
@@ -63,7 +63,7 @@ def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
     changed = False
     for node in graph.nodes:
         view.writers.update({name: node for name in node.outputs if name})
-        own = _loss(view, node) if view.readers[node.outputs[0]] else ()
+        own = _fuse_loss(view, node) if view.readers[node.outputs[0]] else ()
         changed |= bool(own)
         nodes.extend(own or (node,))
     return without_unread(view.build(nodes)) if changed else graph
@@ -78,23 +78,23 @@ def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
     return found
 
 
-def _loss(view: View, node: Node) -> tuple[Node, ...]:
+def _fuse_loss(view: View, node: Node) -> tuple[Node, ...]:
     """Return the nodes in place of a loss; () if the pattern does not match."""
-    logits = _logits(view, node) if node.op in _LOSSES else ""
+    logits = _find_logits(view, node) if node.op in _LOSS_OPERATORS else ""
     if not logits or len(view.shape(logits)) < 2:
         return ()
-    name, labels = _classes_last(view, node, logits)
+    name, labels = _move_classes_last(view, node, logits)
     moves: list[Node] = []
-    while (move := _row_move(view, name)) is not None:
+    while (move := _find_row_move(view, name)) is not None:
         name = move.inputs[0]
         if move.op != "Cast":
             moves.append(move)
-    product = _product(view, name) if name else None
+    product = _match_product(view, name) if name else None
     # The bounds of a slice that keeps all classes keep all features of x only if x has no more
     # features than there are classes.
     if product is None or view.shape(product.x)[-1] > view.shape(logits)[1]:
         return ()
-    nodes = _moved(view, product.x, moves[::-1])
+    nodes = _copy_row_moves(view, product.x, moves[::-1])
     x = nodes[-1].outputs[0] if nodes else product.x
     attributes: list[tuple[str, Attribute]] = [
         each for each in node.attributes if each[0] in _ATTRIBUTES
@@ -113,7 +113,7 @@ def _loss(view: View, node: Node) -> tuple[Node, ...]:
     )
 
 
-def _classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
+def _move_classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
     """Return (logits, labels) of a loss, where the last dimension of the logits counts classes and
     the other dimensions are those of the labels. logits is "" if there is no such tensor.
 
@@ -123,12 +123,12 @@ def _classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
     labels = node.inputs[1]
     rank = len(view.shape(logits))
     if rank > 2:
-        transpose = _alone(view, logits, "Transpose")
+        transpose = _find_sole_producer(view, logits, "Transpose")
         classes_second = (0, rank - 1, *range(1, rank - 1))
         if transpose is None or transpose.integers("perm") != classes_second:
             return "", labels
         return transpose.inputs[0], labels
-    rows = _alone(view, logits, "Reshape")
+    rows = _find_sole_producer(view, logits, "Reshape")
     before = view.made_by(labels, "Reshape")
     if rows is not None and before is not None and node.text("reduction", "mean") != "none":
         (given, *_) = rows.inputs
@@ -138,7 +138,7 @@ def _classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
     return logits, labels
 
 
-def _moved(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
+def _copy_row_moves(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
     """Return copies of the nodes `moves`, which move rows of logits, that move rows of x."""
     nodes = list[Node]()
     value = view.type_of(x)
@@ -157,7 +157,7 @@ def _moved(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
     return nodes
 
 
-def _logits(view: View, node: Node) -> str:
+def _find_logits(view: View, node: Node) -> str:
     """Return the logits of a cross-entropy node; "" if the node is none, or if its other results
     are read.
     """
@@ -166,7 +166,7 @@ def _logits(view: View, node: Node) -> str:
     if node.op == "SoftmaxCrossEntropyLoss":
         return node.inputs[0]
     softmax = (
-        _alone(view, node.inputs[0], "LogSoftmax")
+        _find_sole_producer(view, node.inputs[0], "LogSoftmax")
         if node.op == "NegativeLogLikelihoodLoss"
         else None
     )
@@ -176,18 +176,18 @@ def _logits(view: View, node: Node) -> str:
     return softmax.inputs[0] if positive(softmax.integer("axis", -1), rank) == 1 else ""
 
 
-def _alone(view: View, name: str, *operators: str) -> Node | None:
+def _find_sole_producer(view: View, name: str, *operators: str) -> Node | None:
     """Return the node that writes a value, if its operator is one of `operators` and the value is
     read once; else None.
     """
     return view.made_by(name, *operators) if view.readers[name] == 1 else None
 
 
-def _row_move(view: View, name: str) -> Node | None:
+def _find_row_move(view: View, name: str) -> Node | None:
     """Return the node that writes the logits `name` if it casts them to float32, or reshapes or
     slices them and keeps the dimension of classes; else None.
     """
-    node = _alone(view, name, "Cast", "Reshape", "Slice")
+    node = _find_sole_producer(view, name, "Cast", "Reshape", "Slice")
     if node is None:
         return None
     before = view.type_of(node.inputs[0])
@@ -203,27 +203,27 @@ def _row_move(view: View, name: str) -> Node | None:
     return None
 
 
-def _product(view: View, name: str) -> _Product | None:
+def _match_product(view: View, name: str) -> _CappedProduct | None:
     """Return the product that computes the logits `name`, with its bias and softcap; None if there
     is none of a supported form.
     """
-    softcap, inner = _capped(view, name)
-    node = _alone(view, inner, "MatMul", "Gemm", "Add")
+    softcap, inner = _match_softcap(view, name)
+    node = _find_sole_producer(view, inner, "MatMul", "Gemm", "Add")
     found = None
     if node is not None and node.op == "Add":
         for product, bias in (node.inputs, node.inputs[::-1]):
-            made = _alone(view, product, "MatMul")
+            made = _find_sole_producer(view, product, "MatMul")
             if made is not None and view.shape(bias) == view.shape(product)[-1:]:
-                found = _Product(made.inputs[0], made.inputs[1], bias, softcap=softcap)
+                found = _CappedProduct(made.inputs[0], made.inputs[1], bias, softcap=softcap)
     elif node is not None and node.op == "MatMul":
-        found = _Product(node.inputs[0], node.inputs[1], softcap=softcap)
+        found = _CappedProduct(node.inputs[0], node.inputs[1], softcap=softcap)
     elif node is not None:
         bias = node.inputs[2] if len(node.inputs) > 2 else ""
         plain = not node.integer("transA") and all(
             node.number(name, 1.0) == 1.0 for name in ("alpha", "beta")
         )
         if plain and (not bias or view.shape(bias) == view.shape(inner)[-1:]):
-            found = _Product(
+            found = _CappedProduct(
                 node.inputs[0], node.inputs[1], bias, bool(node.integer("transB")), softcap
             )
     if found is None or len(view.shape(found.weight)) != 2 or len(view.shape(found.x)) < 2:
@@ -232,13 +232,13 @@ def _product(view: View, name: str) -> _Product | None:
     return found if len(types) == 1 and types <= {*_NARROW, DType.FLOAT32, DType.FLOAT64} else None
 
 
-def _capped(view: View, name: str) -> tuple[float, str]:
+def _match_softcap(view: View, name: str) -> tuple[float, str]:
     """Return (c, s) of a value c · tanh(s / c); (0, the value itself) for other values."""
     softcap, inner = view.without_scale(name)
-    tanh = _alone(view, inner, "Tanh") if view.readers[name] == 1 else None
+    tanh = _find_sole_producer(view, inner, "Tanh") if view.readers[name] == 1 else None
     if tanh is None:
         return 0.0, name
     scale, inner = view.without_scale(tanh.inputs[0])
-    while (cast := _row_move(view, inner)) is not None and cast.op == "Cast":
+    while (cast := _find_row_move(view, inner)) is not None and cast.op == "Cast":
         inner = cast.inputs[0]
     return (softcap, inner) if is_near(scale * softcap, 1.0) else (0.0, name)

@@ -86,7 +86,7 @@ def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     """
     rank = len(view.shape(node.inputs[0]))
     axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
-    product = view.made_by(_before_reshapes(view, node.inputs[0]), "Mul")
+    product = view.made_by(_skip_reshapes(view, node.inputs[0]), "Mul")
     if (
         rank != 3
         or axes is None
@@ -96,17 +96,17 @@ def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     ):
         return None
     for result, share in (product.inputs, product.inputs[::-1]):
-        unit = _unit(view, result, _gathered_layer)
+        unit = _match_unit(view, result, _gathered_layer)
         if unit is None or unit.first.index != unit.second.index:
             continue
-        source = _repeated(view, unit.first.source)
+        source = _find_repeated_rows(view, unit.first.source)
         shares = _reshaped_source(view, share, view.shape(unit.first.index))
         if (
             source
             and shares
-            and _fits(view, unit, source, unit.first.index, shares, node.outputs[0])
+            and _has_fitting_shapes(view, unit, source, unit.first.index, shares, node.outputs[0])
         ):
-            return _mixture(view, node, unit, (source, unit.first.index, shares))
+            return _make_mixture(view, node, unit, (source, unit.first.index, shares))
     return None
 
 
@@ -115,7 +115,7 @@ def masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     expert. Each Add of the sum adds one expert; the Add of the last expert is replaced.
     """
     for before, name in (node.inputs, node.inputs[::-1]):
-        term = _term(view, name)
+        term = _match_expert_term(view, name)
         if term is None:
             continue
         unit, chosen, shares, (vector, expert) = term
@@ -134,9 +134,11 @@ def masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
         if len(total.experts) < count or not total.experts.keys() <= set(range(count)):
             return None
         if unit.up:
-            return _listed(view, node, total.experts, read)
+            return _make_listed_mixture(view, node, total.experts, read)
         return (
-            _mixture(view, node, unit, read) if _fits(view, unit, *read, node.outputs[0]) else None
+            _make_mixture(view, node, unit, read)
+            if _has_fitting_shapes(view, unit, *read, node.outputs[0])
+            else None
         )
     return None
 
@@ -156,7 +158,7 @@ def _expert_count(view: View, chosen: str) -> int:
     return view.shape(writer.inputs[0])[-1]
 
 
-def _listed(
+def _make_listed_mixture(
     view: View, node: Node, experts: dict[int, tuple[str, ...]], read: tuple[str, str, str]
 ) -> tuple[Node, ...] | None:
     """Return the node of a mixture whose experts have separate matrices; None if shapes or types
@@ -187,7 +189,9 @@ def _listed(
     return (Node(node.name, "ListedExperts", (*read, *names), node.outputs, (), "autopipe"),)
 
 
-def _mixture(view: View, node: Node, unit: Unit, read: tuple[str, str, str]) -> tuple[Node, ...]:
+def _make_mixture(
+    view: View, node: Node, unit: Unit, read: tuple[str, str, str]
+) -> tuple[Node, ...]:
     """Return the nodes of a mixture with stacked weights, which are transposed if they are stored
     as [experts, inputs, outputs]. `read` has the tokens, the chosen experts and the shares.
     """
@@ -212,7 +216,9 @@ def _mixture(view: View, node: Node, unit: Unit, read: tuple[str, str, str]) -> 
     return (*rewriter.nodes, mixture)
 
 
-def _fits(view: View, unit: Unit, source: str, chosen: str, shares: str, result: str) -> bool:
+def _has_fitting_shapes(
+    view: View, unit: Unit, source: str, chosen: str, shares: str, result: str
+) -> bool:
     """True if the shapes of tokens, chosen experts, shares, layers and result fit together, and
     their types are equal.
     """
@@ -244,7 +250,7 @@ def _fits(view: View, unit: Unit, source: str, chosen: str, shares: str, result:
     )
 
 
-def _before_reshapes(view: View, name: str) -> str:
+def _skip_reshapes(view: View, name: str) -> str:
     """Return the value before Reshape, Squeeze, Unsqueeze and Flatten."""
     for _ in range(MAX_STEPS):
         if (node := view.made_by(name, *_RESHAPING)) is None:
@@ -266,11 +272,11 @@ def _reshaped_source(view: View, name: str, shape: tuple[int, ...]) -> str:
     return ""
 
 
-def _repeated(view: View, name: str) -> str:
+def _find_repeated_rows(view: View, name: str) -> str:
     """Return the value [tokens, features] whose rows `name` repeats for each of the token's
     experts; "" if there is none.
     """
-    path = view.path(_before_reshapes(view, name), "Expand|Tile", "|".join(_RESHAPING))
+    path = view.path(_skip_reshapes(view, name), "Expand|Tile", "|".join(_RESHAPING))
     if not path:
         return ""
     source = path[1].inputs[0]
@@ -284,19 +290,17 @@ def _repeated(view: View, name: str) -> str:
     return source if is_repeated else ""
 
 
-def _unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> Unit | None:
+def _match_unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> Unit | None:
     """Return the unit with result `name`: a SwiGLU between two layers that `layer` matches; None
     if it does not match.
     """
     second = layer(view, name)
     node = (
-        view.made_by(_before_reshapes(view, second.source), "SwiGLU")
-        if second is not None
-        else None
+        view.made_by(_skip_reshapes(view, second.source), "SwiGLU") if second is not None else None
     )
     if second is None or node is None:
         return None
-    gates, beta, limit = _settings(view, node)
+    gates, beta, limit = _match_swiglu_settings(view, node)
     source, is_interleaved = view.halves(*gates)
     first = layer(view, source) if source else None
     if first is None:
@@ -312,7 +316,7 @@ def _unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> 
     return Unit(first, second, tuple(sorted(attributes.items())))
 
 
-def _settings(view: View, node: Node) -> tuple[tuple[str, str], float, float]:
+def _match_swiglu_settings(view: View, node: Node) -> tuple[tuple[str, str], float, float]:
     """Return ((gates, gated), beta, limit) of a SwiGLU: beta is added to the gated features; gates
     are clamped to at most `limit`, the gated features to ±limit (infinite if not clamped).
     """
@@ -337,13 +341,13 @@ def _gathered_layer(view: View, name: str) -> Layer | None:
     indices.
     """
     bias = index = ""
-    added = view.made_by(_before_reshapes(view, name), "Add")
+    added = view.made_by(_skip_reshapes(view, name), "Add")
     for left, right in (added.inputs, added.inputs[::-1]) if added is not None else ():
         bias, index = _gathered_rows(view, right, 2)
         if bias:
             name = left
             break
-    product = view.made_by(_before_reshapes(view, name), "MatMul")
+    product = view.made_by(_skip_reshapes(view, name), "MatMul")
     for matrix, vector in (product.inputs, product.inputs[::-1]) if product is not None else ():
         weight, own = _gathered_rows(view, matrix, 3)
         if not weight or index not in ("", own) or product is None:
@@ -351,7 +355,7 @@ def _gathered_layer(view: View, name: str) -> Layer | None:
         is_transposed = matrix == product.inputs[1]
         (rows, *sides) = view.shape(matrix)
         if view.shape(vector) == ((rows, 1, sides[0]) if is_transposed else (rows, sides[1], 1)):
-            return Layer(_before_reshapes(view, vector), weight, is_transposed, own, bias)
+            return Layer(_skip_reshapes(view, vector), weight, is_transposed, own, bias)
     return None
 
 
@@ -369,7 +373,7 @@ def _gathered_rows(view: View, name: str, rank: int) -> tuple[str, str]:
         or len(view.shape(name)) != rank
     ):
         return "", ""
-    return weight, _before_reshapes(view, index)
+    return weight, _skip_reshapes(view, index)
 
 
 def _indexed_layer(view: View, name: str) -> Layer | None:
@@ -388,9 +392,11 @@ def _indexed_layer(view: View, name: str) -> Layer | None:
 
 def _separate_unit(view: View, name: str) -> Unit | None:
     """Match a unit whose three matrices are separate parameters; None if it does not match."""
-    down = _product(view, name)
+    down = _match_product(view, name)
     node = view.made_by(down.source, "SwiGLU") if down is not None else None
-    gate, up = (_product(view, each) for each in node.inputs) if node is not None else (None, None)
+    gate, up = (
+        (_match_product(view, each) for each in node.inputs) if node is not None else (None, None)
+    )
     if (
         down is None
         or gate is None
@@ -421,7 +427,7 @@ def _earliest_of_shape(view: View, name: str) -> str:
     return found
 
 
-def _product(view: View, name: str) -> Layer | None:
+def _match_product(view: View, name: str) -> Layer | None:
     """Match a product with a parameter that is a matrix."""
     node = view.made_by(name, "MatMul")
     if (
@@ -433,7 +439,7 @@ def _product(view: View, name: str) -> Layer | None:
     return Layer(node.inputs[0], node.inputs[1], False, "")
 
 
-def _term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | None:
+def _match_expert_term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | None:
     """Match one expert's term of the sum: Where(token chose the expert, result · share, 0). Return
     (unit, chosen, shares, expert number in the form of `_expert_number`); None for other values.
     """
@@ -441,8 +447,10 @@ def _term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | Non
     product = view.made_by(node.inputs[1], "Mul") if node is not None else None
     if node is None or product is None or not view.is_zero(node.inputs[2]):
         return None
-    unit = _unit(view, product.inputs[0], _indexed_layer) or _separate_unit(view, product.inputs[0])
-    total = view.made_by(_before_reshapes(view, product.inputs[1]), "ReduceSum")
+    unit = _match_unit(view, product.inputs[0], _indexed_layer) or _separate_unit(
+        view, product.inputs[0]
+    )
+    total = view.made_by(_skip_reshapes(view, product.inputs[1]), "ReduceSum")
     if unit is None or total is None or view.shape(product.inputs[1])[1:] != (1,):
         return None
     share = view.made_by(total.inputs[0], "Where")
@@ -456,7 +464,7 @@ def _term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | Non
         return None
     if any(_expert_number(view, each.index) != expert for each in layers):
         return None
-    if not _any_slot(view, node.inputs[0], share.inputs[0]):
+    if not _selects_any_slot(view, node.inputs[0], share.inputs[0]):
         return None
     return unit, chosen, shares, expert
 
@@ -496,7 +504,7 @@ def _expert_number(view: View, index: str) -> tuple[str, int] | None:
     number = view.scalar(index)
     if number is not None:
         return "", int(number)
-    name = _before_reshapes(view, index)
+    name = _skip_reshapes(view, index)
     split = view.writers.get(name)
     if split is None or split.op != "Split" or split.domain or math.prod(view.shape(name)) != 1:
         return None
@@ -510,11 +518,11 @@ def _listed_experts(view: View, vector: str, chosen: str) -> int:
     A traced loop has as many iterations as experts had tokens in the example input. For inputs that
     choose another number of experts, the file's result is undefined.
     """
-    name = _before_reshapes(view, vector)
+    name = _skip_reshapes(view, vector)
     unknown = 1 << 62
     transpose = view.made_by(name, "Transpose")
     if transpose is not None and 1 in view.shape(name) and len(view.shape(name)) == 2:
-        name = _before_reshapes(view, transpose.inputs[0])
+        name = _skip_reshapes(view, transpose.inputs[0])
     first = view.made_by(name, "Gather")
     indices = view.array(first.inputs[1]) if first is not None else None
     order = view.writers.get(first.inputs[0]) if first is not None else None
@@ -548,7 +556,7 @@ def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
     """Return the value [tokens, k] of which `name`, of `shape` [k, tokens], is the transpose; "" if
     there is none.
     """
-    transpose = view.made_by(_before_reshapes(view, name), "Transpose")
+    transpose = view.made_by(_skip_reshapes(view, name), "Transpose")
     if transpose is None or view.shape(name) != shape:
         return ""
     perm = transpose.integers("perm")
@@ -559,9 +567,9 @@ def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
     return _reshaped_source(view, transpose.inputs[0], shape[::-1]) if is_transposed else ""
 
 
-def _any_slot(view: View, name: str, mask: str) -> bool:
+def _selects_any_slot(view: View, name: str, mask: str) -> bool:
     """True if `name` is true for the tokens for which any of the k rows of `mask` [k, tokens]
     is.
     """
-    path = view.path(_before_reshapes(view, name), "Cast", "ReduceSum", "Cast")
+    path = view.path(_skip_reshapes(view, name), "Cast", "ReduceSum", "Cast")
     return bool(path) and path[2].inputs[0] == mask and _sums_slots(view, path[1])
