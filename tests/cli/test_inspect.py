@@ -96,7 +96,7 @@ def test_operators_without_a_row_are_listed(
             "operator": "HardSwish",
             "count": 2,
             "node": "hardswish_a",
-            "reason": "an operator of ONNX without a row here",
+            "reason": "an operator of ONNX that autopipe does not define",
         }
     ]
     assert shown["forward_flops"] is None

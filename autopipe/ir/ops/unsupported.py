@@ -41,8 +41,8 @@ REASONS_BY_DOMAIN = {
     "ai.onnx.contrib": _TEXT,
     "com.microsoft.extensions": _TEXT,
     "com.microsoft": (
-        "an operator of ONNX Runtime without a row here: give the model as it was before its "
-        "optimizer"
+        "an operator of ONNX Runtime that autopipe does not define: give the model as it was "
+        "before its optimizer"
     ),
     "org.pytorch.aten": "a function of torch that its exporter left as it is",
 }

@@ -52,7 +52,7 @@ def reason_for(operator: str) -> str:
             domain, f"a custom operator of domain {domain!r}, which only its makers can compute"
         )
     if onnx.defs.has(name):
-        return "an operator of ONNX without a row here"
+        return "an operator of ONNX that autopipe does not define"
     near = difflib.get_close_matches(name, [each for each in OPERATORS if "." not in each], n=1)
     return f"ONNX has no such operator{f', did you mean {near[0]!r}?' if near else ''}"
 
