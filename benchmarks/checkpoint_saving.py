@@ -21,7 +21,7 @@ import torch
 from command_line import parse_arguments
 
 from autopipe.backends.torch.runtime.communication.transport import ControlGroup
-from autopipe.backends.torch.runtime.data.sample_order import Position
+from autopipe.backends.torch.runtime.data.sample_order import RunProgress
 from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.step.optimizers import TensorGroup, make_optimizer
@@ -71,7 +71,7 @@ def main() -> None:
         for round_ in range(1 + arguments.rounds):  # The first one allocates the copies.
             before = time.process_time()
             thread = time.thread_time()
-            saved.save(Position(round_ + 1, round_ + 1), 0)
+            saved.save(RunProgress(round_ + 1, round_ + 1), 0)
             held.append(time.thread_time() - thread)
             saved.wait()
             beside.append(time.process_time() - before - held[-1])

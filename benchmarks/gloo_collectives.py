@@ -25,9 +25,9 @@ from command_line import parse_arguments
 
 from autopipe.backends.torch.runtime.communication.transport import (
     all_gather,
+    rows_for_all_ranks,
     start_direct_exchange,
     start_reduce_scatter,
-    to_all,
 )
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 
@@ -95,7 +95,9 @@ def _ways(rows: torch.Tensor) -> dict[str, tuple[Callable[[], object], Callable[
     return {
         "all-reduce": (
             lambda: dist.all_reduce(rows.clone()),
-            lambda: start_direct_exchange(to_all(rows, None), None, dist.ReduceOp.SUM).wait(),
+            lambda: start_direct_exchange(
+                rows_for_all_ranks(rows, None), None, dist.ReduceOp.SUM
+            ).wait(),
         ),
         "all-gather": (lambda: dist.all_gather(parts, rows[0]), lambda: all_gather(rows[0], None)),
         "reduce-scatter": (

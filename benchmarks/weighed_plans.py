@@ -22,10 +22,10 @@ from autopipe.api.events import Progress
 from autopipe.api.profile_programs import exchanges_of, parsed_sizes
 from autopipe.api.profile_session import Profiling, processor
 from autopipe.api.profile_settings import ProfileSettings
-from autopipe.api.request import request_of
+from autopipe.api.request import make_request
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.data.sources import save_samples
-from autopipe.backends.torch.runtime.host import processor_count
+from autopipe.backends.torch.runtime.host import usable_core_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.output import Output, Verbosity
 from autopipe.configs import zoo
@@ -99,7 +99,7 @@ def operation_costs(subject: Subject, ranks: int) -> Costs:
         sizes=_SIZES, degrees=(), device="cpu", name=_DEVICE, seconds=_OPERATIONS_S
     )
     configuration = load_configuration(words={"--cluster": "cpu-local"})
-    profiling = Profiling(request_of(configuration, subject.path), settings)
+    profiling = Profiling(make_request(configuration, subject.path), settings)
     with Output(verbosity=Verbosity.QUIET).progress("operators") as bar:
         costs, _ = profiling.run(bar)
     return Costs((costs,))
@@ -112,7 +112,7 @@ def request(subject: Subject, ranks: int, costs: Sequence[Costs], folder: Path) 
     path = folder / f"{subject.name}.costs"
     path.write_text(costs_text(merge_costs(costs)), encoding="utf-8")
     words = {"--gpus": ranks, "--cluster": "cpu-local", "--costs": path, "--batch-size": BATCH}
-    return request_of(
+    return make_request(
         load_configuration(words={flag: str(word) for flag, word in words.items()}), subject.path
     )
 
@@ -615,7 +615,7 @@ def write_page(target: Path, command: str, comparisons: Sequence[Comparison]) ->
     text = _TEXT.format(
         command=command,
         day=datetime.datetime.now(datetime.UTC).date(),
-        cores=processor_count(),
+        cores=usable_core_count(),
         processor=processor(),
         batch=BATCH,
         summary="\n".join(_summary(comparisons)),

@@ -30,7 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autopipe.backends.torch.child import end_with, python_command
+from autopipe.backends.torch.child import end_with_parent, python_command
 from autopipe.backends.torch.fork_server import rank_environment
 from autopipe.backends.torch.launcher import read_reports
 from autopipe.backends.torch.runtime.job import LOOPBACK, interface_of
@@ -107,7 +107,7 @@ def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    from autopipe.backends.torch.runtime.host import patient_threads, pin_to_cores
+    from autopipe.backends.torch.runtime.host import non_preempting_threads, pin_to_cores
 
     torch.set_num_threads(1)
     world = {
@@ -124,7 +124,7 @@ def serve(rank: int, size: int, store: str, line: JsonSocket) -> NoReturn:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     patience = timedelta(seconds=PATIENCE_S)
     pin_to_cores(rank, size)
-    with patient_threads():
+    with non_preempting_threads():
         dist.init_process_group(
             "gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=patience
         )
@@ -349,7 +349,7 @@ def main() -> None:
     parent = os.getpid()
     for rank, end in enumerate(ends):
         if os.fork() == 0:
-            end_with(parent)
+            end_with_parent(parent)
             for other in ends:
                 if other != end:  # Held open here, it would hide the other rank's death.
                     os.close(other)

@@ -36,7 +36,7 @@ def folder_of(module: str) -> str | None:
     )
 
 
-def counted() -> tuple[Counter[str], Counter[tuple[str, str]]]:
+def count_lines_and_imports() -> tuple[Counter[str], Counter[tuple[str, str]]]:
     """Return (lines, imports): lines of code by folder, imports by pair of folders."""
     lines: Counter[str] = Counter()
     arrows: Counter[tuple[str, str]] = Counter()
@@ -58,9 +58,9 @@ def counted() -> tuple[Counter[str], Counter[tuple[str, str]]]:
     return lines, arrows
 
 
-def drawing() -> str:
+def draw_svg() -> str:
     """The SVG."""
-    lines, arrows = counted()
+    lines, arrows = count_lines_and_imports()
     places: dict[str, tuple[float, float]] = {}
     most = max(len(row) for row in ROWS)
     width = most * (WIDTH + GAP) + GAP
@@ -106,5 +106,5 @@ def drawing() -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(drawing(), encoding="utf-8")
+    TARGET.write_text(draw_svg(), encoding="utf-8")
     print(TARGET)

@@ -2,9 +2,9 @@
 docs/reference/exported-models.md.
 
     python scripts/exported_models.py                 all models: about an hour on two cores
-    python scripts/exported_models.py --only gpt2     models whose name contains `gpt2`; other rows stay
-    python scripts/exported_models.py --resume        models without a row that passes
-    python scripts/exported_models.py --jobs 3        three models at a time
+    python scripts/exported_models.py --only gpt2     models whose name contains `gpt2`; other rows
+    stay python scripts/exported_models.py --resume        models without a row that passes python
+    scripts/exported_models.py --jobs 3        three models at a time
 
 Each row is four commands of autopipe: plan, codegen, launch, verify. A model that fails has a row
 with the reason.
@@ -103,18 +103,18 @@ def main() -> int:
     failures = 0
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, context) as pool:
-        for done in as_completed([pool.submit(_travelled, journey) for journey in chosen]):
+        for done in as_completed([pool.submit(_run_journey, journey) for journey in chosen]):
             outcome, seconds = done.result()
             name = outcome.journey.name
             failures += bool(outcome.failure)
-            rows[name] = _row(outcome)
+            rows[name] = _row_of_outcome(outcome)
             print(f"{seconds:5.0f} s  {name}  {outcome.failure or PASSES}", flush=True)
             _write(rows, table)
     _write(rows, table)
     return 1 if failures else 0
 
 
-def _travelled(journey: Journey) -> tuple[Outcome, float]:
+def _run_journey(journey: Journey) -> tuple[Outcome, float]:
     """Return the outcome of a journey and its duration in seconds."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="autopipe-export-") as folder, ranks_in(_POOLS):
@@ -122,7 +122,7 @@ def _travelled(journey: Journey) -> tuple[Outcome, float]:
     return outcome, time.perf_counter() - started
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row_of_outcome(outcome: Outcome) -> list[str]:
     journey = outcome.journey
     export = journey.export
     size = journey.micro_batch_size or export.batch
@@ -148,7 +148,7 @@ def _write(rows: dict[str, list[str]], table: Path) -> None:
     ordered = [rows[journey.name] for journey in journeys if journey.name in rows]
     text = TEXT.format(
         day=time.strftime("%Y-%m-%d"),
-        commit=_commit(),
+        commit=_current_commit(),
         versions=", ".join(f"{name} {import_module(name).__version__}" for name in PACKAGES),
         passed=sum(row[-1] == PASSES for row in ordered),
         count=len(ordered),
@@ -170,11 +170,13 @@ def _former_rows(table: Path) -> dict[str, list[str]]:
     ][2:]
     rows = [line.removeprefix("|").removesuffix("|").split("|") for line in lines]
     by_key = {tuple(row[:7]): row for row in rows}
-    keys = {journey.name: tuple(_row(Outcome(journey))[:7]) for journey in all_journeys()}
+    keys = {
+        journey.name: tuple(_row_of_outcome(Outcome(journey))[:7]) for journey in all_journeys()
+    }
     return {name: by_key[key] for name, key in keys.items() if key in by_key}
 
 
-def _commit() -> str:
+def _current_commit() -> str:
     done = subprocess.run(
         ["git", "rev-parse", "--short=10", "HEAD"],
         cwd=ROOT,

@@ -130,10 +130,10 @@ class Total:
 
     def add(self, text: str) -> None:
         """Add the hits and words of one text."""
-        found = hits(text)
+        found = count_rule_hits(text)
         self.texts += 1
         self.words += word_count(text)
-        self.weight += weight_of(found)
+        self.weight += total_weight(found)
         self.hits.update(found)
 
 
@@ -142,14 +142,14 @@ def _without_code(text: str) -> str:
     return re.sub(r"`[^`]*`", " X ", text)
 
 
-def hits(text: str) -> Counter[str]:
+def count_rule_hits(text: str) -> Counter[str]:
     """Return the number of matches of each rule that matches `text`."""
     without_code = _without_code(text)
     counts = {name: len(rule.findall(without_code)) for name, (_, rule) in _COMPILED.items()}
     return +Counter(counts)
 
 
-def weight_of(found: Counter[str]) -> float:
+def total_weight(found: Counter[str]) -> float:
     """Return the sum of the weights of the rules that matched."""
     return sum(RULES[name][0] * count for name, count in found.items())
 
@@ -203,7 +203,7 @@ def _markdown_texts(path: Path, source: str) -> Iterator[Text]:
         line += part.count("\n")
 
 
-def texts(paths: Iterable[Path]) -> Iterator[Text]:
+def collect_texts(paths: Iterable[Path]) -> Iterator[Text]:
     """Yield the texts of Python and Markdown files, and of such files below folders."""
     for path in paths:
         files = [path]
@@ -217,7 +217,7 @@ def texts(paths: Iterable[Path]) -> Iterator[Text]:
                 yield from _python_texts(file, source)
 
 
-def totals(found: Iterable[Text]) -> dict[str, Total]:
+def totals_by_kind(found: Iterable[Text]) -> dict[str, Total]:
     """Return the counts of the texts by kind."""
     by_kind: dict[str, Total] = {}
     for text in found:
@@ -232,8 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--worst", type=int, default=0, help="print the N hardest texts")
     parser.add_argument("--limit", type=float, help="exit with 1 if a rate exceeds this")
     options = parser.parse_args(arguments)
-    found = list(texts(options.paths))
-    by_kind = totals(found)
+    found = list(collect_texts(options.paths))
+    by_kind = totals_by_kind(found)
     for kind, total in by_kind.items():
         print(f"{kind:10} {total.texts:6} texts {total.words:8} words {total.rate:6.1f}")
     rules = sum((total.hits for total in by_kind.values()), Counter[str]())
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hardest = heapq.nlargest(
         options.worst,
         found,
-        key=lambda text: weight_of(hits(text.words)) / max(word_count(text.words), 1),
+        key=lambda text: total_weight(count_rule_hits(text.words)) / max(word_count(text.words), 1),
     )
     for text in hardest:
         line = " ".join(text.words.split())[:150]

@@ -30,12 +30,12 @@ from autopipe.ir.codec import (
     Dataclass,
     ExtraKeys,
     Key,
-    describe,
+    describe_type,
     encode_as,
     is_union,
-    keys,
     marked_field,
-    unwrap,
+    schema_keys,
+    split_annotated,
 )
 from autopipe.ir.ops import Operator
 from autopipe.ir.output_kinds import write_texts
@@ -57,7 +57,7 @@ Every command also accepts `--json`, `-q`/`--quiet`, `-v`/`--verbose`, `--debug`
 |---|---|
 """
 
-_STREAMS = """
+_STREAMS_TEXT = """
 Results are printed on stdout; progress, notes and warnings on stderr. An error is one line with its location and message,
 followed by a hint; with `--json` it is also an object on stdout.
 
@@ -120,13 +120,13 @@ operators of ONNX Runtime in `autopipe/passes/frontend/decompositions`.
 GENERATED = "<!-- Generated: python scripts/reference_pages.py docs -->"
 """First line of each page that this script writes."""
 
-_ENDLESS = re.compile(r" up to \d{9,}")
+_UPPER_LIMIT_PATTERN = re.compile(r" up to \d{9,}")
 """Upper limits in types that only prevent overflows; the pages omit them."""
 
 _NO_OPTIONS = "It has no options.\n"
 
 
-def pages() -> dict[str, str]:
+def generated_pages() -> dict[str, str]:
     """Return the text of each generated page by its path below docs/."""
     texts = {
         "reference/commands.md": commands_page(),
@@ -145,9 +145,9 @@ def commands_page() -> str:
     shared = _shared_options(found)
     parts = [
         _COMMANDS_INTRODUCTION
-        + "".join(f"| {_flags(each)} | {_cell(each.help)} |\n" for each in shared)
+        + "".join(f"| {_flags_text(each)} | {_cell_text(each.help)} |\n" for each in shared)
     ]
-    parts[0] += _STREAMS
+    parts[0] += _STREAMS_TEXT
     said = {(option.name, option.help) for option in shared}
     parts += [_command_section(command, context, said) for command, context in found]
     return "\n".join(parts)
@@ -158,70 +158,72 @@ def configuration_page() -> str:
     parts = [
         _CONFIGURATION_INTRODUCTION,
         "## A configuration file\n",
-        table(Configuration),
+        keys_table(Configuration),
         (
             "## A cluster file\n\nRead by `--cluster FILE` or `cluster.file`, or inlined under "
             "`cluster.inline`.\n"
         ),
-        table(ClusterDescription),
+        keys_table(ClusterDescription),
         "## A placement file\n\nBlocks of one micro-batch, for `autopipe schedule FILE`.\n",
-        table(PlacementDescription),
+        keys_table(PlacementDescription),
     ]
     return "\n".join(parts)
 
 
-def table(schema: type[Dataclass]) -> str:
-    """Return the Markdown table of the keys of a schema, or of the options of a strategy or scheduler
-    class.
+def keys_table(schema: type[Dataclass]) -> str:
+    """Return the Markdown table of the keys of a schema, or of the options of a strategy or
+    scheduler class.
     """
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(path, key, doc) for path, key, doc in _walk(schema, "", None)]
+    lines += [_key_row(path, key, doc) for path, key, doc in _walk_keys(schema, "", None)]
     return "\n".join(lines) + "\n"
 
 
-def _walk(schema: type[Dataclass], prefix: str, instance: object) -> Iterator[tuple[str, Key, str]]:
+def _walk_keys(
+    schema: type[Dataclass], prefix: str, instance: object
+) -> Iterator[tuple[str, Key, str]]:
     """Yield (path, key, docstring) of every key below `schema`.
 
     `instance` is the default value of the section, None if the section has no default.
     """
     docs = field_docs(schema)
-    for key in keys(schema):
+    for key in schema_keys(schema):
         default = key.default if instance is None else getattr(instance, key.name)
         yield prefix + key.name, dataclasses.replace(key, default=default), docs.get(key.name, "")
-        for inner, suffix in _inner(key.hint):
+        for inner, suffix in _inner_schemas(key.hint):
             if inner is not ClusterDescription:
                 above = default if isinstance(default, inner) else None
-                yield from _walk(inner, f"{prefix}{key.name}{suffix}.", above)
+                yield from _walk_keys(inner, f"{prefix}{key.name}{suffix}.", above)
     if rest := marked_field(schema, ExtraKeys):
         yield f"{prefix}…", Key("…", str, dataclasses.MISSING), docs.get(rest[0], "")
 
 
-def _inner(hint: Any) -> Iterator[tuple[type[Dataclass], str]]:
+def _inner_schemas(hint: Any) -> Iterator[tuple[type[Dataclass], str]]:
     """Yield (dataclass, path suffix) of the dataclasses inside the type of a key.
 
     The suffix is `[]` per level of lists.
     """
-    base, _ = unwrap(hint)
+    base, _ = split_annotated(hint)
     origin = typing.get_origin(base)
     if dataclasses.is_dataclass(base):
         yield typing.cast("type[Dataclass]", base), ""
     elif is_union(base):
         for member in typing.get_args(base):
-            yield from _inner(member)
+            yield from _inner_schemas(member)
     elif origin is tuple:
-        for inner, suffix in _inner(typing.get_args(base)[0]):
+        for inner, suffix in _inner_schemas(typing.get_args(base)[0]):
             yield inner, f"[]{suffix}"
 
 
-def _row(path: str, key: Key, doc: str) -> str:
+def _key_row(path: str, key: Key, doc: str) -> str:
     flag = f" Flag: `{key.flag.split()[0]}`." if key.flag else ""
     kind = default = ""
     if key.name != "…":
-        kind = _ENDLESS.sub("", describe(key.hint)).removeprefix("a ")
+        kind = _UPPER_LIMIT_PATTERN.sub("", describe_type(key.hint)).removeprefix("a ")
         default = (
             "required" if key.required else f"`{json.dumps(encode_as(key.default, key.hint))}`"
         )
-        if any(isinstance(key.default, inner) for inner, _ in _inner(key.hint)):
+        if any(isinstance(key.default, inner) for inner, _ in _inner_schemas(key.hint)):
             default = ""
     cells = (f"`{path}`", kind, default, f"{doc}{flag}")
     return "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
@@ -243,7 +245,9 @@ def operators_page() -> str:
     """Return the page of all operators, one section per module of `autopipe.ir.ops`."""
     parts = [_OPERATORS_INTRODUCTION]
     for _, name, _ in pkgutil.iter_modules(ops.__path__):
-        rows = getattr(importlib.import_module(f"{ops.__name__}.{name}"), "ROWS", ())
+        rows = getattr(
+            importlib.import_module(f"{ops.__name__}.{name}"), "OPERATOR_DEFINITIONS", ()
+        )
         if rows:
             parts.append(f"## {name}\n")
             parts.append(
@@ -261,7 +265,7 @@ def _operator_row(row: Operator) -> str:
 
 def models_page() -> str:
     """Return the page of all models of the zoo with their sizes."""
-    shared = table(cast("type[Dataclass]", ZooModel))
+    shared = keys_table(cast("type[Dataclass]", ZooModel))
     parts = [_MODELS_INTRODUCTION, shared]
     known = set(shared.splitlines()[2:])
     for name, (_, summary) in zoo.MODELS.items():
@@ -271,7 +275,9 @@ def models_page() -> str:
             f"## {name}\n\n{summary[0].upper()}{summary[1:]}."
             f"{f' Sizes: {sizes}.' if sizes else ''}\n"
         )
-        parts.append("".join(f"{row}\n" for row in table(kind).splitlines() if row not in known))
+        parts.append(
+            "".join(f"{row}\n" for row in keys_table(kind).splitlines() if row not in known)
+        )
     return "\n".join(parts)
 
 
@@ -327,13 +333,11 @@ def _arguments(command: click.Command) -> list[click.Argument]:
 def _option_row(option: click.Option, context: click.Context) -> str:
     default = option.to_info_dict()["default"]
     known = bool(default) and not option.is_flag and not option.multiple
-    default_cell = f"`{_cell(str(default))}`" if known else ""
-    return (
-        f"| {_flags(option)} | {_value(option, context)} | {default_cell} | {_cell(option.help)} |"
-    )
+    default_cell = f"`{_cell_text(str(default))}`" if known else ""
+    return f"| {_flags_text(option)} | {_value_text(option, context)} | {default_cell} | {_cell_text(option.help)} |"
 
 
-def _value(option: click.Option, context: click.Context) -> str:
+def _value_text(option: click.Option, context: click.Context) -> str:
     """Return the text of the column `value` for an option."""
     kind = option.type
     if option.is_flag:
@@ -342,26 +346,26 @@ def _value(option: click.Option, context: click.Context) -> str:
         return f"{'an integer' if isinstance(kind, click.IntRange) else 'a number'} from {kind.min}"
     if isinstance(kind, click.Choice):
         return " or ".join(f"`{choice}`" for choice in kind.choices)
-    return f"`{_cell(option.make_metavar(context))}`"
+    return f"`{_cell_text(option.make_metavar(context))}`"
 
 
-def _flags(option: click.Option) -> str:
+def _flags_text(option: click.Option) -> str:
     return ", ".join(f"`{flag}`" for flag in option.opts)
 
 
-def _cell(text: str | None) -> str:
+def _cell_text(text: str | None) -> str:
     return " ".join((text or "").replace("|", "\\|").split())
 
 
 def _class_section(name: str, kind: type) -> str:
-    options = table(kind)
+    options = keys_table(kind)
     has_options = len(options.splitlines()) > 2
     return f"### {name}\n\n{inspect.getdoc(kind)}\n\n{options if has_options else _NO_OPTIONS}"
 
 
 def main(folder: str) -> None:
     """Write all pages into `folder`, the folder docs of a checkout."""
-    texts = {Path(folder) / name: text for name, text in pages().items()}
+    texts = {Path(folder) / name: text for name, text in generated_pages().items()}
     for path in texts:
         path.parent.mkdir(parents=True, exist_ok=True)
     write_texts(texts)

@@ -45,7 +45,7 @@ WRITERS = {
     "node",
 }
 """Functions and classes that construct a node of the operator that an argument names."""
-_ALSO_WORDS = {"If", "Max", "Min", "Size", "Shape", "Not", "And", "Or"}
+_OPERATORS_THAT_ARE_WORDS = {"If", "Max", "Min", "Size", "Shape", "Not", "And", "Or"}
 """Operator names that also occur as ordinary strings."""
 
 Trees = Mapping[str, ast.Module]
@@ -90,7 +90,9 @@ def widest_module(trees: Trees) -> tuple[str, int]:
 
 @functools.cache
 def _operators() -> frozenset[str]:
-    return frozenset(schema.name for schema in onnx.defs.get_all_schemas()) - _ALSO_WORDS
+    return (
+        frozenset(schema.name for schema in onnx.defs.get_all_schemas()) - _OPERATORS_THAT_ARE_WORDS
+    )
 
 
 def operator_names(trees: Trees) -> Counter[str]:

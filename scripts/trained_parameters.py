@@ -1,10 +1,11 @@
 """Compare the trained parameters of exported files with the parameters of the torch modules, and
 write tests/exports/trained-parameters.md.
 
-    python scripts/trained_parameters.py               every model and exporter, trained and fresh: half an hour
-    python scripts/trained_parameters.py --only mamba  models whose name contains `mamba`; other rows stay
-    python scripts/trained_parameters.py --jobs 2      two models at a time
-    python scripts/trained_parameters.py --before      fill the column `before`, with an older autopipe
+    python scripts/trained_parameters.py               every model and exporter, trained and fresh:
+    half an hour python scripts/trained_parameters.py --only mamba  models whose name contains
+    `mamba`; other rows stay python scripts/trained_parameters.py --jobs 2      two models at a time
+    python scripts/trained_parameters.py --before      fill the column `before`, with an older
+    autopipe
 
 A model is exported and read; it is not planned, and no ranks start.
 """
@@ -76,7 +77,7 @@ def main() -> int:
     failures = 0
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.jobs, context) as pool:
-        running = {pool.submit(_found, traced): traced for traced in chosen}
+        running = {pool.submit(_table_cells, traced): traced for traced in chosen}
         for done in as_completed(running):
             traced = running[done]
             torch, here, result = done.result()
@@ -91,7 +92,7 @@ def main() -> int:
     return 1 if failures and not arguments.before else 0
 
 
-def _found(traced: Traced) -> tuple[str, str, str]:
+def _table_cells(traced: Traced) -> tuple[str, str, str]:
     """Return (elements in torch, elements here, result), each as text for the table."""
     logging.disable(logging.WARNING)
     reason = NOT_EXPORTED.get((traced.model, traced.exporter))
@@ -115,13 +116,13 @@ def _write(every: list[Traced], rows: dict[str, list[str]], table: Path) -> None
         explained=len(ordered) - equal - wrong,
         wrong=wrong,
     )
-    lines = [HEADER, ["---"] * len(HEADER), *([*_key(each), *row] for each, row in ordered)]
+    lines = [HEADER, ["---"] * len(HEADER), *([*_row_key(each), *row] for each, row in ordered)]
     table.write_text(
         text + "".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8"
     )
 
 
-def _key(traced: Traced) -> list[str]:
+def _row_key(traced: Traced) -> list[str]:
     exporter = {"torchscript": "dynamo=False", "dynamo": "dynamo=True"}[traced.exporter]
     return [traced.model, exporter, "fresh" if traced.fresh else "trained"]
 
@@ -135,7 +136,11 @@ def _former_rows(every: list[Traced], table: Path) -> dict[str, list[str]]:
     ][2:]
     cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]
     by_key = {tuple(row[:3]): row[3:] for row in cells}
-    return {each.name: by_key[tuple(_key(each))] for each in every if tuple(_key(each)) in by_key}
+    return {
+        each.name: by_key[tuple(_row_key(each))]
+        for each in every
+        if tuple(_row_key(each)) in by_key
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Runs tests with other versions of the dependencies, and writes the results to docs/reference/versions.md.
+"""Runs tests with other versions of the dependencies, and writes the results to
+docs/reference/versions.md.
 
-    python scripts/versions.py                          every environment and every set of tests: hours
-    python scripts/versions.py --only torch-2.11        the environment `torch-2.11.0`
-    python scripts/versions.py --sets launcher,planning these sets of tests
-    python scripts/versions.py --folder /tmp/venvs      keep the environments there, and use those that are there
-    python scripts/versions.py --list                   only print the requirements and the commands
+    python scripts/versions.py                          every environment and every set of tests:
+    hours python scripts/versions.py --only torch-2.11        the environment `torch-2.11.0` python
+    scripts/versions.py --sets launcher,planning these sets of tests python scripts/versions.py
+    --folder /tmp/venvs      keep the environments there, and use those that are there python
+    scripts/versions.py --list                   only print the requirements and the commands
 
 Each environment is a virtual environment, about 5 GB with a torch for CUDA, which runs on a CPU. It
 is deleted after its tests unless `--folder` is given. The last column of the table is written by
@@ -48,7 +49,7 @@ TORCH = ("2.9.1", "2.11.0")
 and the lower bound, which is that of the GPU that measured docs/results.md. The environment
 `newest` has the newest torch.
 """
-SETS = {
+TEST_SETS = {
     "launcher": (
         "tests/backends/torch/test_torch_interfaces.py",
         "tests/backends/torch/test_elastic_agent.py",
@@ -84,7 +85,7 @@ SETS = {
 }
 """Files and folders of tests by the name of their set."""
 SMALLEST = "tests/backends/torch/test_elastic_agent.py"
-HERE = "this one"
+CURRENT_ENVIRONMENT = "this one"
 """Name of the environment that runs this script."""
 HEADER = ("environment", "versions", "tests", "run", "failures", "notes")
 TEXT = """# Versions
@@ -135,7 +136,7 @@ def main() -> int:
     )
     parser.add_argument(
         "--sets",
-        default=",".join(SETS),
+        default=",".join(TEST_SETS),
         metavar="NAME,...",
         help="sets of tests (default: %(default)s)",
     )
@@ -159,16 +160,20 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.tiny:
         outcome = run_tests(Path(sys.executable), (SMALLEST,), arguments.jobs)
-        print(HERE, *outcome.cells())
+        print(CURRENT_ENVIRONMENT, *outcome.cells())
         write_table(
-            {(HERE, "launcher"): row_of(HERE, "launcher", Path(sys.executable), outcome)},
+            {
+                (CURRENT_ENVIRONMENT, "launcher"): row_of(
+                    CURRENT_ENVIRONMENT, "launcher", Path(sys.executable), outcome
+                )
+            },
             arguments.table,
         )
         return 1 if outcome.failed or outcome.broken else 0
     chosen = {name: wanted for name, wanted in environments().items() if arguments.only in name}
-    sets = {name: SETS[name] for name in arguments.sets.split(",")}
+    sets = {name: TEST_SETS[name] for name in arguments.sets.split(",")}
     if arguments.list:
-        print(*listed(chosen, sets), sep="\n")
+        print(*list_commands(chosen, sets), sep="\n")
         return 0
     failures = 0
     for name, requirements in chosen.items():
@@ -191,16 +196,17 @@ def environments() -> dict[str, tuple[str, ...]]:
     needed = [*project["dependencies"], *extras["run"], *extras["data"]]
     tools = [each for each in extras["test"] if not each.startswith("autopipe")]
     found = {
-        f"torch-{version}": (*_pinned([*needed, *tools], {"torch": version}),) for version in TORCH
+        f"torch-{version}": (*_pinned_requirements([*needed, *tools], {"torch": version}),)
+        for version in TORCH
     }
     # transformers needs a newer click: tests that export its models are skipped.
     others = [each for each in tools if not each.startswith("transformers")]
     found["lowest"] = (*(each.replace(">=", "==") for each in needed), *others)
-    found["newest"] = (*(each.split(">=")[0] + _marker(each) for each in needed), *tools)
+    found["newest"] = (*(each.split(">=")[0] + _marker_of(each) for each in needed), *tools)
     return found
 
 
-def _pinned(requirements: list[str], changed: dict[str, str]) -> Iterator[str]:
+def _pinned_requirements(requirements: list[str], changed: dict[str, str]) -> Iterator[str]:
     """Yield requirements at the versions of constraints.txt, except `changed`, versions by
     package.
     """
@@ -211,10 +217,10 @@ def _pinned(requirements: list[str], changed: dict[str, str]) -> Iterator[str]:
     }
     for each in requirements:
         name = re.match(r"[\w.-]+", each)[0]  # type: ignore[index]
-        yield f"{name}=={changed.get(name.lower()) or pins[name.lower()]}{_marker(each)}"
+        yield f"{name}=={changed.get(name.lower()) or pins[name.lower()]}{_marker_of(each)}"
 
 
-def _marker(requirement: str) -> str:
+def _marker_of(requirement: str) -> str:
     """Return the condition of a requirement, such as `; sys_platform == 'linux'`; "" if it has
     none.
     """
@@ -297,9 +303,9 @@ def former_rows(table: Path) -> dict[tuple[str, str], list[str]]:
 
 def write_table(rows: dict[tuple[str, str], list[str]], table: Path) -> None:
     """Write the page, with rows in the order of environments and sets."""
-    order = [*environments(), HERE]
-    known = [key for key in rows if key[0] in order and key[1] in SETS]
-    ordered = sorted(known, key=lambda key: (order.index(key[0]), list(SETS).index(key[1])))
+    order = [*environments(), CURRENT_ENVIRONMENT]
+    known = [key for key in rows if key[0] in order and key[1] in TEST_SETS]
+    ordered = sorted(known, key=lambda key: (order.index(key[0]), list(TEST_SETS).index(key[1])))
     lines = [HEADER, ["---"] * len(HEADER), *(rows[key] for key in ordered)]
     text = TEXT.format(python=f"Python {sys.version_info.major}.{sys.version_info.minor}")
     table.write_text(
@@ -307,7 +313,9 @@ def write_table(rows: dict[tuple[str, str], list[str]], table: Path) -> None:
     )
 
 
-def listed(chosen: dict[str, tuple[str, ...]], sets: dict[str, tuple[str, ...]]) -> Iterator[str]:
+def list_commands(
+    chosen: dict[str, tuple[str, ...]], sets: dict[str, tuple[str, ...]]
+) -> Iterator[str]:
     """Yield the requirements of environments, then the command of each set of tests, as lines."""
     for name, requirements in chosen.items():
         yield f"{name}: {', '.join(requirements)}"

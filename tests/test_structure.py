@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.prose import Total, texts, totals, word_count
+from scripts.prose import Total, collect_texts, totals_by_kind, word_count
 from scripts.structure import (
     ROOT,
     imports,
@@ -28,7 +28,7 @@ from scripts.structure import (
 @cache
 def prose() -> dict[str, Total]:
     """Return the counts of the package's texts by kind."""
-    return totals(texts([ROOT / "autopipe"]))
+    return totals_by_kind(collect_texts([ROOT / "autopipe"]))
 
 
 LIMITS = {
@@ -70,7 +70,9 @@ def test_texts_of_the_package_do_not_become_harder_to_read(kind: str) -> None:
 
 
 def test_documentation_stays_readable() -> None:
-    pages = totals(texts([ROOT / "docs", ROOT / "README.md", ROOT / "CHANGELOG.md"]))
+    pages = totals_by_kind(
+        collect_texts([ROOT / "docs", ROOT / "README.md", ROOT / "CHANGELOG.md"])
+    )
     assert pages["paragraph"].rate <= 30
 
 
@@ -85,7 +87,7 @@ def test_a_rank_imports_at_most_eighteen_modules() -> None:
 def test_hits_have_weights_and_code_is_ignored(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("What the plan holds stands in the file `what stands here`, in one place.\n")
-    total = totals(texts([page]))["paragraph"]
+    total = totals_by_kind(collect_texts([page]))["paragraph"]
     assert total.hits["what-clause"] == 1
     assert total.hits["stand-lie-come"] == 1
     assert total.words == word_count("What the plan holds stands in the file X in one place")

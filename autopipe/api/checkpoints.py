@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopipe.api.events import Events, Silent
+from autopipe.api.events import Events, SilentEvents
 from autopipe.backends.torch.checkpoint import (
-    AVERAGE,
-    MANIFEST,
+    AVERAGE_STATE,
+    MANIFEST_FILE,
     Checkpoint,
-    Reader,
+    CheckpointReader,
     StoredTensor,
     check_checkpoint,
     checkpoint_path,
@@ -65,7 +65,7 @@ def found_paths(folder: Path, step: int | None) -> list[Path]:
     """Return the folders of the committed checkpoints in `folder`, the oldest first, or only that
     of `step`. `folder` may also be a checkpoint itself. Raise ConfigurationError if there is none.
     """
-    if (folder / MANIFEST).is_file() and step is None:
+    if (folder / MANIFEST_FILE).is_file() and step is None:
         return [folder]
     if not folder.is_dir():
         raise ConfigurationError("the checkpoint folder does not exist", where=str(folder))
@@ -90,7 +90,7 @@ def verify_checkpoint(path: Path, events: Events | None = None) -> FoundCheckpoi
     LaunchError if a file is damaged.
     """
     found = FoundCheckpoint(path, read_checkpoint(path))
-    with (events or Silent()).progress(f"reading {path.name}", total=found.bytes) as bar:
+    with (events or SilentEvents()).progress(f"reading {path.name}", total=found.bytes) as bar:
         check_checkpoint(path, found.checkpoint, bar.advance)
     return found
 
@@ -155,10 +155,10 @@ def export_weights(
     from autopipe.passes.module_state import counters_of, module_state
     from autopipe.passes.safetensors_files import is_safetensors
 
-    events = events or Silent()
+    events = events or SilentEvents()
     chosen = found_paths(folder, settings.step)[-1]
     held = read_checkpoint(chosen)
-    if settings.ema and not any(AVERAGE in dict(each.state) for each in held.parameters):
+    if settings.ema and not any(AVERAGE_STATE in dict(each.state) for each in held.parameters):
         hint = "plan with training.ema_decay, or omit --ema"
         raise ConfigurationError(
             "the checkpoint contains no averages of weights", hint=hint, where=str(chosen)
@@ -175,11 +175,11 @@ def export_weights(
         OutputFile(target, ONNX, inputs, settings.force).check()
     with events.progress("reading", total=sum(file.size for file in held.files)) as bar:
         check_checkpoint(chosen, held, bar.advance)
-    reader = Reader(chosen, held)
+    reader = CheckpointReader(chosen, held)
     numbers: dict[str, Numbers] = {}
     for each in held.parameters:
         value = Value(each.name, DType(each.value.dtype), each.value.shape)
-        tensor = dict(each.state).get(AVERAGE, each.value) if settings.ema else each.value
+        tensor = dict(each.state).get(AVERAGE_STATE, each.value) if settings.ema else each.value
         numbers[each.name] = Numbers(value, partial(reader.read, tensor))
     if weights_alone:
         trainable = {each.name for each in held.parameters if each.trainable}
@@ -261,7 +261,7 @@ def import_weights(
     from autopipe.passes.export import write_trained
     from autopipe.passes.weight_files import matched_weights
 
-    events = events or Silent()
+    events = events or SilentEvents()
     OutputFile(target, ONNX, (weights, model), force).check()
     matched = matched_weights(weights, model)
     if not matched.numbers or ((matched.missing or matched.unused) and not is_partial):

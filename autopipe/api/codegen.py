@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopipe.api.events import Events, Silent
+from autopipe.api.events import Events, SilentEvents
 from autopipe.api.plan_folder import open_plan
 from autopipe.backends.torch.codegen.program import (
     ProgramFiles,
@@ -29,7 +29,7 @@ from autopipe.passes.lower.lower import lower, one_device_program
 from autopipe.passes.lower.traffic import held_together
 from autopipe.passes.pipeline import PlanResult
 
-_ROW_TASKS = 24
+_MAX_TITLE_TASKS = 24
 """Maximum number of tasks in the docstring of a rank's file, at the start and again at the end of
 the rank's order.
 """
@@ -60,7 +60,7 @@ def codegen(
     ranks are written. `force` replaces files that were edited. Raises ConfigurationError,
     ModelError or CodegenError.
     """
-    events = events or Silent()
+    events = events or SilentEvents()
     target = folder or plan / "program"
     only = tuple(dict.fromkeys(ranks))
     check_program_folder(target, force)
@@ -129,8 +129,8 @@ def write_programs(
     ]
     if not ranks:
         if problem.loss is not None:
-            files.append(_one_device(planned, REFERENCE_FOLDER, problem.loss))
-        files.append(_one_device(planned, FORWARD_FOLDER, None))
+            files.append(_one_device_program(planned, REFERENCE_FOLDER, problem.loss))
+        files.append(_one_device_program(planned, FORWARD_FOLDER, None))
     provenance = Provenance(
         model=plan.model,
         model_digest=planned.model.digest,
@@ -140,7 +140,7 @@ def write_programs(
         seed=problem.seed,
         predicted_step_s=plan.summary.step_time_s * problem.training.gradient_accumulation_steps,
         predicted_bubble=plan.summary.bubble_rate,
-        rounding=_rounding(planned, program),
+        rounding=_max_rounding(planned, program),
         data=planned.request.data,
         training_graph=planned.request.training_graph,
         fixed_inputs=planned.request.fixed_inputs,
@@ -156,7 +156,7 @@ def write_programs(
     return program
 
 
-def _rounding(planned: PlanResult, program: Program) -> Rounding:
+def _max_rounding(planned: PlanResult, program: Program) -> Rounding:
     """Return how many roundings follow one another in a step: in the operators of the graph, in
     messages on a path through the stages, and in sums over micro-batches and ranks.
     """
@@ -166,7 +166,7 @@ def _rounding(planned: PlanResult, program: Program) -> Rounding:
     return rounding_of(problem.graph, problem.precision, problem.train, added, program.roundings)
 
 
-def _one_device(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:
+def _one_device_program(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:
     """Return the program `name` of the unsharded model on one device: training steps if `loss` is
     a value of the graph, forward passes without Dropout if it is None.
     """
@@ -211,8 +211,8 @@ def _rank_title(planned: PlanResult, program: Program, rank: RankCode) -> str:
     ]
     memory = summary.peak_memory_bytes[rank.rank] / 2**20
     row = [str(task) for task in planned.plan.schedule.tasks[rank.rank]]
-    if len(row) > 2 * _ROW_TASKS:
-        row = [*row[:_ROW_TASKS], "...", *row[-_ROW_TASKS:]]
+    if len(row) > 2 * _MAX_TITLE_TASKS:
+        row = [*row[:_MAX_TITLE_TASKS], "...", *row[-_MAX_TITLE_TASKS:]]
     lines = [
         f"Rank {rank.rank} of {program.world_size}: stages {', '.join(stages) or 'none'}; "
         f"{summary.schedule}, "

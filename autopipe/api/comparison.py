@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.api.events import Events, Silent
+from autopipe.api.events import Events, SilentEvents
 from autopipe.api.plan_folder import graph_of_plan, open_prediction
 from autopipe.api.summary_text import degrees_text
-from autopipe.api.timeline_figure import Picture, one_of_each, plan_picture
+from autopipe.api.timeline_figure import Picture, one_device_per_group, plan_picture
 from autopipe.ir.codec import encode
 from autopipe.ir.errors import AutopipeError
 from autopipe.ir.graph import Graph
@@ -46,7 +46,7 @@ class ComparisonPlan:
         """The folder, and the figure of the step. Of equal devices the figure shows one if there
         are too many.
         """
-        return str(self.folder), one_of_each(plan_picture(self.plan, self.timeline))
+        return str(self.folder), one_device_per_group(plan_picture(self.plan, self.timeline))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def compare(folders: Sequence[Path], events: Events | None = None) -> Comparison
     """Compare the plans in the folders `folders` with the first of them. Warn if their models,
     batches or modes differ. Raises ConfigurationError if a folder has no plan.
     """
-    events = events or Silent()
+    events = events or SilentEvents()
     plans = tuple(ComparisonPlan(folder, *open_prediction(folder)) for folder in folders)
     for what, name in (("models", "model"), ("batches", "batch_size"), ("modes", "mode")):
         values = {str(getattr(each.plan, name)) for each in plans}

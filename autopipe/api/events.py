@@ -1,6 +1,6 @@
 """Reports of a function of the application while it runs: progress, notes and warnings.
 
-`autopipe.cli.output.Output` shows these in a terminal. `Silent` ignores them.
+`autopipe.cli.output.Output` shows these in a terminal. `SilentEvents` ignores them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _SilentProgress:
         pass
 
 
-class Silent:
+class SilentEvents:
     """Ignores progress and notes, and passes warnings to the module `warnings`."""
 
     @contextmanager

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from autopipe.api.events import Events, Progress, Silent
+from autopipe.api.events import Events, Progress, SilentEvents
 from autopipe.api.plan_folder import CONFIGURATION_FILE, open_plan
-from autopipe.api.request import request_of
+from autopipe.api.request import make_request
 from autopipe.api.summary_text import degrees_text
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.codec import encode
@@ -77,8 +77,8 @@ def explain(
     it is not where it was planned. Raises ConfigurationError if the folder holds no plan or the
     plan has no such part.
     """
-    events = events or Silent()
-    wanted, family = ({}, None) if why_not is None else wanted_degrees(why_not)
+    events = events or SilentEvents()
+    wanted, family = ({}, None) if why_not is None else parse_degrees(why_not)
     planned = open_plan(folder, model)
     if planned.plan.summary.costs is not None and planned.request.costs is None:
         hint = (
@@ -99,11 +99,11 @@ def explain(
     return _explain_plan(planned, folder, events)
 
 
-_ALIASES = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
+_DEGREE_ALIASES = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
 """Short names of the degrees of pipeline, data and tensor parallelism."""
 
 
-def wanted_degrees(words: str) -> tuple[dict[str, int], str | None]:
+def parse_degrees(words: str) -> tuple[dict[str, int], str | None]:
     """Return (degrees, schedule) for a text such as `tensor=8` or `schedule=NAME`: the wanted
     degrees by name, and the beginning of the names of the wanted schedules, None for all. Raises
     ConfigurationError for other words.
@@ -112,7 +112,7 @@ def wanted_degrees(words: str) -> tuple[dict[str, int], str | None]:
     family = None
     for word in words.split(","):
         name, _, value = word.strip().partition("=")
-        name = _ALIASES.get(name.lower(), name.lower())
+        name = _DEGREE_ALIASES.get(name.lower(), name.lower())
         if name == "schedule" and value:
             family = value
         elif name in DEGREES and value.isdecimal() and 0 < int(value) < 2**20:
@@ -191,13 +191,13 @@ class DeviceExplanation:
 
 def _explain_device(planned: PlanResult, device: int) -> DeviceExplanation:
     plan = planned.plan
-    _check(device, planned.problem.cluster.size, "device")
+    _check_number(device, planned.problem.cluster.size, "device")
     report = device_report(plan.placement, plan.prediction, planned.timeline, device)
     kind = planned.problem.cluster.devices[device].name
     return DeviceExplanation(planned, device, report, kind)
 
 
-def change_forms(changes: Sequence[Change], chosen_s: float) -> list[dict[str, object]]:
+def changes_json(changes: Sequence[Change], chosen_s: float) -> list[dict[str, object]]:
     """Return each change of a plan as names and values. `chosen_s` is the step time of the plan in
     seconds.
     """
@@ -231,21 +231,21 @@ class NodeExplanation:
             "node": self.report,
             "split": {split.axis: split.degree for split in self.report.splits},
             "step_time_s": step_s,
-            "others": change_forms(self.changes, step_s),
+            "others": changes_json(self.changes, step_s),
         }
 
 
 def _explain_node(planned: PlanResult, name: str) -> NodeExplanation:
     problem = planned.problem
     placement = planned.plan.placement
-    node = _node_called(planned, name)
+    node = _find_node(planned, name)
     splits = cheapest(planned, split_changes(problem, placement, node), wanted=3)
     moves = cheapest(planned, move_changes(problem, placement, node), wanted=2)
     changes = tuple(sorted((*splits, *moves), key=lambda each: each.rank))
     return NodeExplanation(planned, node, node_report(problem, placement, node), changes)
 
 
-def _node_called(planned: PlanResult, name: str) -> int:
+def _find_node(planned: PlanResult, name: str) -> int:
     names = NodeNames(planned.problem.graph)
     entry = int(name) if name.isdecimal() and not names.has(name) else name
     try:
@@ -296,14 +296,14 @@ class StageExplanation:
             "parts": self.parts,
             "busy_s": self.busy_s,
             "step_time_s": step_s,
-            "others": change_forms(self.changes, step_s),
+            "others": changes_json(self.changes, step_s),
         }
 
 
 def _explain_stage(planned: PlanResult, number: int) -> StageExplanation:
     problem = planned.problem
     plan = planned.plan
-    _check(number, len(plan.placement.stages), "stage")
+    _check_number(number, len(plan.placement.stages), "stage")
     device = plan.placement.stages[number].devices[0]
     report = device_report(plan.placement, plan.prediction, planned.timeline, device)
     return StageExplanation(
@@ -315,7 +315,7 @@ def _explain_stage(planned: PlanResult, number: int) -> StageExplanation:
     )
 
 
-def _check(number: int, count: int, what: str) -> None:
+def _check_number(number: int, count: int, what: str) -> None:
     if number >= count:
         there = f"0 to {count - 1}" if count > 1 else "0 only"
         raise ConfigurationError(
@@ -343,7 +343,7 @@ class PlanExplanation:
         forms: list[dict[str, object]] = [
             {**encode(each), "command": command} for each, command in pairs
         ]
-        following = next_best(plan.alternatives)
+        following = next_best_alternative(plan.alternatives)
         return {
             "summary": encode(plan.summary),
             "degrees": degrees_text(plan.summary),
@@ -356,13 +356,13 @@ class PlanExplanation:
 
 
 def _explain_plan(planned: PlanResult, folder: Path, events: Events) -> PlanExplanation:
-    helps = tuple(_what_would_help(planned, folder, events))
+    helps = tuple(_helpful_changes(planned, folder, events))
     alternatives = planned.plan.alternatives
     commands = tuple(choice_command(folder, planned, each.choice) for each in alternatives)
     return PlanExplanation(planned, folder, commands, helps)
 
 
-def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
+def next_best_alternative(alternatives: Sequence[Alternative]) -> Alternative | None:
     """Return the alternative with the shortest step after the chosen one, None if no other has a
     step. The chosen alternative is the first of those with the shortest step.
     """
@@ -372,7 +372,7 @@ def next_best(alternatives: Sequence[Alternative]) -> Alternative | None:
     return stepped[1] if len(stepped) > 1 and stepped[1].step_time_s is not None else None
 
 
-def _what_would_help(planned: PlanResult, folder: Path, events: Events) -> list[WhatIf]:
+def _helpful_changes(planned: PlanResult, folder: Path, events: Events) -> list[WhatIf]:
     """Return the throughput under each change of the cluster or of the micro-batches, one change at
     a time.
     """
@@ -398,7 +398,7 @@ def _what_would_help(planned: PlanResult, folder: Path, events: Events) -> list[
             bar.advance()
         bar.advance(0, note=twice)
         try:
-            request = request_of(doubled, planned.request.model)
+            request = make_request(doubled, planned.request.model)
         except AutopipeError as error:
             return [*helps, WhatIf(twice, again, refused=" ".join(error.message.split()))]
         request = replace(request, strategy=opened_request(planned).strategy)

@@ -13,19 +13,19 @@ import numpy as np
 import yaml
 
 from autopipe.api.codegen import write_programs
-from autopipe.api.program_folder import flag_words
-from autopipe.api.request import request_of
+from autopipe.api.program_folder import rank_arguments
+from autopipe.api.request import make_request
 from autopipe.backends.torch.launcher import run_alone
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import (
     Difference,
     difference,
-    limit_of,
     read_losses,
     read_outputs,
+    tensor_limit,
 )
-from autopipe.configs.configuration import effective
+from autopipe.configs.configuration import merged_configuration
 from autopipe.configs.yaml_source import Dumper, read_text
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.program import FORWARD_FOLDER, REFERENCE_FOLDER
@@ -35,8 +35,8 @@ from autopipe.passes.pipeline import make_plan
 if TYPE_CHECKING:
     import torch
 
-    from autopipe.backends.torch.exporter import Subject
-    from autopipe.backends.torch.module_gradients import Evaluation
+    from autopipe.backends.torch.exporter import ExportSubject
+    from autopipe.backends.torch.module_gradients import ModuleResults
 
 _NAMED: Final = 5
 """Maximum number of parameters that an error names. Further ones are only counted."""
@@ -45,7 +45,7 @@ _ULPS: Final = 1.0
 _WITHOUT: Final = "export with check=False (--no-check) to write the file all the same"
 
 
-def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[str]) -> str:
+def compare(subject: ExportSubject, file: Path, moved: Collection[str], notes: list[str]) -> str:
     """Compare the results of an exported file with those of the module on two examples.
 
     `moved` are the buffers that training with the file changes. Return a description of the
@@ -53,9 +53,9 @@ def compare(subject: Subject, file: Path, moved: Collection[str], notes: list[st
     Dropout is removed from `file`. Raise VerificationError, with the parameters and the likely
     cause, if results differ.
     """
-    from autopipe.backends.torch.module_gradients import evaluate, late_hooks
+    from autopipe.backends.torch.module_gradients import evaluate, parameters_with_late_hooks
 
-    hooked = [subject.name_of(name) for name in late_hooks(subject.module)]
+    hooked = [subject.name_of(name) for name in parameters_with_late_hooks(subject.module)]
     if hooked:
         raise VerificationError(
             (
@@ -105,12 +105,12 @@ def reject_changes(names: Sequence[str]) -> None:
         )
 
 
-def _examples(subject: Subject) -> list[tuple[torch.Tensor, ...]]:
+def _examples(subject: ExportSubject) -> list[tuple[torch.Tensor, ...]]:
     """Return the user's example, and a second example if the module has finite results on one."""
-    from autopipe.backends.torch.module_gradients import evaluate, perturbed
+    from autopipe.backends.torch.module_gradients import evaluate, perturb_inputs
 
     turned = tuple(each.flip(0) if each.dim() else each for each in subject.tensors)
-    for tried in (perturbed(subject.tensors), turned):
+    for tried in (perturb_inputs(subject.tensors), turned):
         try:
             found = evaluate(subject, tried)
         except Exception:  # noqa: BLE001  (The user's module may refuse other inputs, in any way.)
@@ -164,10 +164,10 @@ def _take_dropouts_out(file: Path, asked: Sequence[float]) -> None:
 class _Comparison:
     """An exported file, and the results that it is compared with."""
 
-    subject: Subject
+    subject: ExportSubject
     file: Path
     examples: Sequence[tuple[torch.Tensor, ...]]
-    expected: Sequence[Evaluation]
+    expected: Sequence[ModuleResults]
     """Results of the module for each example."""
 
     def of_gradients(self) -> str:
@@ -235,7 +235,7 @@ class _Comparison:
         if mode == "train":
             settings |= {"loss": "loss", "optimizer": {"name": "sgd", "lr": 0.0}}
         given = read_text(yaml.dump(settings, Dumper=Dumper), "the check of an export")
-        planned = make_plan(request_of(effective([given]), self.file))
+        planned = make_plan(make_request(merged_configuration([given]), self.file))
         folder = self.file.with_name("program")
         write_programs(planned, folder)
         return read_manifest(folder)
@@ -261,11 +261,13 @@ class _Comparison:
             "outputs": folder / "outputs.npz",
             "record": folder,
         }
-        run_alone(manifest.folder / name, flag_words(steps=steps, device="cpu", data=data, **files))
+        run_alone(
+            manifest.folder / name, rank_arguments(steps=steps, device="cpu", data=data, **files)
+        )
         return folder
 
     def _require_same_trained(
-        self, trained: set[str], found: Mapping[str, np.ndarray], expected: Evaluation
+        self, trained: set[str], found: Mapping[str, np.ndarray], expected: ModuleResults
     ) -> None:
         """Raise VerificationError if the file and the module have gradients for different
         parameters.
@@ -300,7 +302,7 @@ class _Comparison:
         wrong = [
             each
             for each in pairs
-            if not each.relative <= limit_of(bound, each, responses.get(each.tensor, 0.0))
+            if not each.relative <= tensor_limit(bound, each, responses.get(each.tensor, 0.0))
         ]
         if not wrong:
             return
@@ -335,14 +337,14 @@ class _Comparison:
         found["the loss"] = max((difference("", *each).relative for each in results), default=0.0)
         return found
 
-    def _cause(self, expected: Evaluation) -> str:
+    def _cause(self, expected: ModuleResults) -> str:
         """Return the likely cause of a difference."""
-        from autopipe.backends.torch.module_gradients import parameter_hooks
+        from autopipe.backends.torch.module_gradients import parts_with_backward_hooks
 
         if expected.functions:
             names = ", ".join(expected.functions)
             return f"the backward of the autograd function {names} is not in an ONNX file"
-        hooks = parameter_hooks(self.subject.module)
+        hooks = parts_with_backward_hooks(self.subject.module)
         if hooks:
             return f"hooks on backward are not in an ONNX file: {list_first(hooks, _NAMED)}"
         return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from autopipe.api.events import Events, Silent
+from autopipe.api.events import Events, SilentEvents
 from autopipe.api.export_check import compare, reject_changes
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.files import INLINE_LIMIT
@@ -129,13 +129,13 @@ def export_module(
     `force` replaces a file at `path` that is not an ONNX model. `autopipe.export` describes the
     other arguments and the errors.
     """
-    from autopipe.backends.torch.exporter import exported, subject_of
+    from autopipe.backends.torch.exporter import export_to_onnx, make_subject
 
-    events = events or Silent()
+    events = events or SilentEvents()
     with events.progress("exporting", total=2) as bar:
         OutputFile(path, ONNX, force=force).check()
-        subject = subject_of(module, example, loss, labels)
-        made = exported(subject)
+        subject = make_subject(module, example, loss, labels)
+        made = export_to_onnx(subject)
         program = made.program
         bar.advance()
         compared = ""

@@ -25,14 +25,14 @@ from autopipe.passes.analysis.resharding import node_layouts
 from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
 
-_BEYOND = 16
+_DIFFERENCE_FACTOR = 16
 """Factor of the bound for well-conditioned steps beyond which a value counts as different. A single
 value may differ more than the loss that is computed from it.
 """
 Arrays = Mapping[str, np.ndarray]
 
 
-class _Written(NamedTuple):
+class _WrittenValue(NamedTuple):
     """A value that a node of a stage writes: its name in the graph, its variable in the program,
     and its layout over the devices of the stage.
     """
@@ -66,12 +66,12 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
         False,
         problem.precision,
     )
-    expected = _values_of_one(problem, loss, one)
-    limit = _BEYOND * manifest.rounding.bound
+    expected = _one_device_values(problem, loss, one)
+    limit = _DIFFERENCE_FACTOR * manifest.rounding.bound
     found = []
     for stage, own in zip(program.stages, stage_graphs(problem.graph, placement), strict=True):
-        blocks = {rank: _read(ranks, stage.stage, rank) for rank in stage.devices}
-        for each in _written(stage, own):
+        blocks = {rank: _read_values(ranks, stage.stage, rank) for rank in stage.devices}
+        for each in _written_values(stage, own):
             if each.value in expected:
                 # The first micro-batch of the stage holds the first samples of the largest
                 # micro-batch of the program.
@@ -81,7 +81,7 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
                     for position, rank in enumerate(stage.devices)
                     if each.variable in blocks[rank]
                     and not (
-                        relative := _relative(
+                        relative := _relative_difference(
                             blocks[rank][each.variable], whole, each.layout, position
                         )
                     )
@@ -98,7 +98,7 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
     )
 
 
-def first_beside_reference(
+def first_difference_from_reference(
     manifest: Manifest, one: Path, reference: Callable[[Collection[str]], Mapping[str, np.ndarray]]
 ) -> str:
     """Return a sentence about the first value, in the order of the ONNX file, that differs between
@@ -110,11 +110,11 @@ def first_beside_reference(
     if planned.digest != manifest.plan:
         return ""
     graph = planned.problem.graph
-    values = _values_of_one(planned.problem, None, one)
+    values = _one_device_values(planned.problem, None, one)
     for name, array in reference(values.keys()).items():
         if values[name].shape == array.shape:
             relative = difference("", values[name], array).relative
-            if not relative <= _BEYOND * manifest.rounding.bound:
+            if not relative <= _DIFFERENCE_FACTOR * manifest.rounding.bound:
                 made = graph.nodes[graph.producer(name) or 0]
                 return (
                     f"the first value that differs is {name!r}, by {relative:.1e}: {made.op} "
@@ -123,25 +123,27 @@ def first_beside_reference(
     return ""
 
 
-def _values_of_one(problem: Problem, loss: str | None, folder: Path) -> Arrays:
+def _one_device_values(problem: Problem, loss: str | None, folder: Path) -> Arrays:
     """Return the values that one device recorded, by their names in the graph."""
     graph = problem.graph if loss is not None else without_dropout(problem.graph)
     alone = one_device_program(graph, problem.micro_batches, problem.micro_batch_size, loss)
-    recorded = _read(folder, 0, 0)
+    recorded = _read_values(folder, 0, 0)
     codes = emit_forward(alone.stages[0]).codes
     return {name: recorded[code] for name, code in codes.items() if code in recorded}
 
 
-def _relative(block: np.ndarray, whole: np.ndarray, layout: Layout, position: int) -> float:
+def _relative_difference(
+    block: np.ndarray, whole: np.ndarray, layout: Layout, position: int
+) -> float:
     return difference("", block, whole[layout.shard(position).slices]).relative
 
 
-def _read(folder: Path, stage: int, rank: int) -> Arrays:
+def _read_values(folder: Path, stage: int, rank: int) -> Arrays:
     with np.load(record_file(folder, "values", stage, rank), allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}
 
 
-def _written(stage: StageCode, graph: Graph) -> Iterator[_Written]:
+def _written_values(stage: StageCode, graph: Graph) -> Iterator[_WrittenValue]:
     """Yield the values that nodes of a stage write, without partial sums."""
     codes = emit_forward(stage).codes
     spaces = spaces_of(graph)
@@ -158,4 +160,4 @@ def _written(stage: StageCode, graph: Graph) -> Iterator[_Written]:
                     and not layout.is_partial
                     and local.name in codes
                 ):
-                    yield _Written(index, value, codes[local.name], layout)
+                    yield _WrittenValue(index, value, codes[local.name], layout)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autopipe.api.events import Events, Silent
-from autopipe.api.program_folder import flag_words, open_program
+from autopipe.api.events import Events, SilentEvents
+from autopipe.api.program_folder import open_program, rank_arguments
 from autopipe.ir.errors import CANDIDATE_ERRORS, CodegenError, ConfigurationError, InfeasibleError
 from autopipe.ir.output_files import scratch_folder
 from autopipe.ir.output_kinds import NPY, TOKENS, OutputFile, plan_inputs
@@ -81,7 +81,7 @@ def generate(
 
     from autopipe.backends.torch.runtime.modes.decoder import Decoder, GenerationRequest
 
-    events = events or Silent()
+    events = events or SilentEvents()
     written_to = None
     if settings.output is not None:
         read = (*plan_inputs(program), *map(Path, settings.prompts))
@@ -229,10 +229,10 @@ def write_prefill(
     """
     from autopipe.api.codegen import write_programs
     from autopipe.backends.torch.runtime.manifest import read_manifest
-    from autopipe.backends.torch.runtime.modes.decoder import PREFILL
+    from autopipe.backends.torch.runtime.modes.decoder import PREFILL_FOLDER
     from autopipe.passes.prefill import with_step_length
 
-    second = folder.with_name(PREFILL)
+    second = folder.with_name(PREFILL_FOLDER)
     # A multiple of the device counts can be split along the tokens.
     even = math.lcm(*(len(stage.devices) for stage in planned.plan.placement.stages))
     length = -(-chunk // even) * even
@@ -249,7 +249,7 @@ def write_prefill(
             f"a step: {error.message}"
         )
         return
-    second.rename(folder / PREFILL)
+    second.rename(folder / PREFILL_FOLDER)
 
 
 def _run(
@@ -264,7 +264,7 @@ def _run(
     events.note(placement_note(device, local_ranks(manifest, config)[1]))
     with scratch_folder("launch") as name:
         request.write(Path(name))
-        arguments = flag_words(device=device, generate=Path(name), model=manifest.model)
+        arguments = rank_arguments(device=device, generate=Path(name), model=manifest.model)
         launch_program(manifest, arguments, config, events.note)
         found: dict[str, Any] = json.loads(
             (Path(name) / GENERATED_FILE).read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from autopipe.api.events import Events, Silent
-from autopipe.api.request import wanted_loss, wanted_scores
+from autopipe.api.events import Events, SilentEvents
+from autopipe.api.request import logits_handling, wanted_loss
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, Value, VarintSlice
 from autopipe.ir.problem import Mode, NodeCost
@@ -48,14 +48,14 @@ def inspect(model: Path, configuration: Configuration, events: Events | None = N
         batch_axes=dict(asked.batch_axes),
         fixed_inputs=dict(asked.inputs),
         loss=wanted_loss(configuration),
-        scores=wanted_scores(configuration),
+        scores=logits_handling(configuration),
         mode=None if configuration.mode is None else Mode(configuration.mode),
         training=asked.training,
         frozen=asked.frozen,
         trainable=asked.trainable,
     )
     read = reader(model, with_unsupported=True)
-    events = events or Silent()
+    events = events or SilentEvents()
     for warning in read.warnings:
         events.warn(warning)
     file = read.source or model

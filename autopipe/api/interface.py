@@ -18,7 +18,7 @@ import yaml
 
 from autopipe.api import codegen, planning
 from autopipe.api.plan_folder import check_plan_folder, open_plan
-from autopipe.configs.configuration import effective
+from autopipe.configs.configuration import merged_configuration
 from autopipe.configs.yaml_source import Dumper, read_file, read_text
 from autopipe.ir.placement import Placement
 from autopipe.ir.plan import Alternative, Breakdown, Summary
@@ -94,7 +94,7 @@ def plan(
     elif cluster is not None:
         settings["cluster"] = dict(cluster)
     given = read_text(yaml.dump(settings, Dumper=Dumper), "the arguments of plan()")
-    configuration = effective([given] if config is None else [read_file(config), given])
+    configuration = merged_configuration([given] if config is None else [read_file(config), given])
     folder = None if output is None else Path(output)
     return Plan(planning.plan(configuration, Path(model), folder, force=force).folder)
 

@@ -2,7 +2,7 @@
 launch` that sets it.
 """
 
-# ruff: noqa: RUF009  (`_setting` returns `dataclasses.field`)
+# ruff: noqa: RUF009  (`_setting_field` returns `dataclasses.field`)
 from __future__ import annotations
 
 import dataclasses
@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from autopipe.ir.errors import ConfigurationError, similar_name_hint
 
-_RANK: Final = "rank"
-_FLAG: Final = "flag"
+_FOR_RANKS_KEY: Final = "rank"
+_FLAG_KEY: Final = "flag"
 
 
 class SettingError(ConfigurationError):
@@ -42,7 +42,7 @@ class Flag:
     """True if the help text shows the default."""
 
 
-def _setting(
+def _setting_field(
     default: Any,
     help_text: str,
     metavar: str | None = None,
@@ -57,10 +57,10 @@ def _setting(
     value.
     """
     flag = Flag(help_text, metavar, minimum, choices, environment, shows_default)
-    return dataclasses.field(default=default, metadata={_FLAG: flag, _RANK: for_ranks})
+    return dataclasses.field(default=default, metadata={_FLAG_KEY: flag, _FOR_RANKS_KEY: for_ranks})
 
 
-SOURCES: Final = (
+DATA_SOURCES_HELP: Final = (
     "FILE.npz, FILE.bin of tokens, a table or folder (docs/guides/data.md) or module:function; "
     "random data without it"
 )
@@ -73,113 +73,125 @@ class LaunchSettings:
     the plan or the data decide.
     """
 
-    device: str = _setting(
+    device: str = _setting_field(
         "auto",
         "Where to run; with --dry-run meta is on no device, shapes and types alone, and cuda need "
         "not be there.",
         choices=("auto", "cuda", "cpu", "meta"),
         for_ranks=True,
     )
-    steps: int | None = _setting(
+    steps: int | None = _setting_field(
         None, "Steps in all [1; in inference over a file all of it].", minimum=1
     )
-    epochs: int | None = _setting(None, "Passes through the data, in place of --steps.", minimum=1)
-    model: Path | None = _setting(None, "The ONNX file [where it was planned].", "FILE")
-    shuffle: bool | None = _setting(None, "Shuffle each epoch by the seed.", for_ranks=True)
-    data: str | None = _setting(None, f"{SOURCES} [data.path].", "SOURCE", for_ranks=True)
-    eval_data: str | None = _setting(
+    epochs: int | None = _setting_field(
+        None, "Passes through the data, in place of --steps.", minimum=1
+    )
+    model: Path | None = _setting_field(None, "The ONNX file [where it was planned].", "FILE")
+    shuffle: bool | None = _setting_field(None, "Shuffle each epoch by the seed.", for_ranks=True)
+    data: str | None = _setting_field(
+        None, f"{DATA_SOURCES_HELP} [data.path].", "SOURCE", for_ranks=True
+    )
+    eval_data: str | None = _setting_field(
         None, "Data to validate on, as --data takes it [eval.data of the plan].", for_ranks=True
     )
-    eval_interval: int | None = _setting(
+    eval_interval: int | None = _setting_field(
         None, "Steps between validations [only one, the last].", minimum=1, for_ranks=True
     )
-    seed: int | None = _setting(
+    seed: int | None = _setting_field(
         None,
         "Seed of random data, of Dropout, and of weights that the model does not store.",
         minimum=0,
         for_ranks=True,
     )
-    nnodes: str | None = _setting(
+    nnodes: str | None = _setting_field(
         None, "Number of machines [1; under srun and in a PyTorchJob theirs].", "N|MIN:MAX"
     )
-    node_rank: int | None = _setting(
+    node_rank: int | None = _setting_field(
         None, "Number of this machine, which orders ranks [by address].", minimum=0
     )
-    nproc_per_node: int | None = _setting(
+    nproc_per_node: int | None = _setting_field(
         None, "Ranks on each machine [an equal share].", minimum=1
     )
-    rdzv_endpoint: str = _setting("", "Where several machines meet, alike on all.", "HOST:PORT")
-    local_addr: str = _setting("", "Where ranks listen [the way to --rdzv-endpoint].", "ADDRESS")
-    rdzv_id: str = _setting("", "Name of the run, alike on all machines [from the plan].")
-    rdzv_key: str | None = _setting(
+    rdzv_endpoint: str = _setting_field(
+        "", "Where several machines meet, alike on all.", "HOST:PORT"
+    )
+    local_addr: str = _setting_field(
+        "", "Where ranks listen [the way to --rdzv-endpoint].", "ADDRESS"
+    )
+    rdzv_id: str = _setting_field("", "Name of the run, alike on all machines [from the plan].")
+    rdzv_key: str | None = _setting_field(
         None, "Key of the run, 32 bytes or more, on all machines and for none else.", "FILE"
     )
-    max_restarts: int | None = _setting(
+    max_restarts: int | None = _setting_field(
         None, "Times to start again [3 with --checkpoint, else 0].", minimum=0
     )
-    checkpoint: Path | None = _setting(None, "Where to save the training state.", "DIR")
-    checkpoint_every: tuple[int, float] | None = _setting(
+    checkpoint: Path | None = _setting_field(None, "Where to save the training state.", "DIR")
+    checkpoint_every: tuple[int, float] | None = _setting_field(
         None, "Steps between two, or minutes, as 30m [only the last].", "K|Km"
     )
     """(steps, minutes) between two checkpoints, one of which is 0."""
-    keep_latest_k: int | None = _setting(
+    keep_latest_k: int | None = _setting_field(
         None, "Checkpoints that stay [2; 0: all].", "K", minimum=0, for_ranks=True
     )
-    keep_every: int | None = _setting(
+    keep_every: int | None = _setting_field(
         None, "Keep those after each N steps, too.", "N", minimum=1, for_ranks=True
     )
-    resume: bool = _setting(False, "Go on from the newest checkpoint in --checkpoint DIR.")
-    start_timeout: float = _setting(
+    resume: bool = _setting_field(False, "Go on from the newest checkpoint in --checkpoint DIR.")
+    start_timeout: float = _setting_field(
         1800, "Seconds to join and load.", minimum=0, shows_default=True
     )
-    step_timeout: float = _setting(
+    step_timeout: float = _setting_field(
         600, "Seconds for a task of a step.", minimum=0, shows_default=True
     )
-    checkpoint_timeout: float = _setting(
+    checkpoint_timeout: float = _setting_field(
         7200, "Seconds to write or read.", minimum=0, shows_default=True
     )
-    log: Path | None = _setting(None, "Write each step's figures to DIR/metrics.jsonl.", "DIR")
-    log_every: int = _setting(1, "Steps from line to line.", minimum=1, shows_default=True)
-    wandb: str | None = _setting(
+    log: Path | None = _setting_field(
+        None, "Write each step's figures to DIR/metrics.jsonl.", "DIR"
+    )
+    log_every: int = _setting_field(1, "Steps from line to line.", minimum=1, shows_default=True)
+    wandb: str | None = _setting_field(
         None, "With --log: W&B, too [WANDB_PROJECT].", "PROJECT", environment="WANDB_PROJECT"
     )
-    profile: str | None = _setting(None, "With --log: profile steps K to L.", "K|K-L")
-    trace: Path | None = _setting(None, "Chrome trace of this node's ranks.", "FILE")
-    outputs: Path | None = _setting(
+    profile: str | None = _setting_field(None, "With --log: profile steps K to L.", "K|K-L")
+    trace: Path | None = _setting_field(None, "Chrome trace of this node's ranks.", "FILE")
+    outputs: Path | None = _setting_field(
         None, "Outputs of inference, under their own names.", "FILE.npz|.npy"
     )
-    force: bool = _setting(
+    force: bool = _setting_field(
         False, "Replace files that were edited, are inputs, or are of another kind."
     )
-    mode: str | None = _setting(
+    mode: str | None = _setting_field(
         None, "Refuse a program of another mode.", choices=("train", "infer")
     )
-    compile: bool = _setting(
+    compile: bool = _setting_field(
         False, "Compile stages with torch.compile, before the first step.", for_ranks=True
     )
-    cuda_graphs: bool | None = _setting(
+    cuda_graphs: bool | None = _setting_field(
         None,
         "Replay stages as CUDA graphs from the second step on [stages that the host bounds, on "
         "CUDA].",
         for_ranks=True,
     )
-    blocking: bool = _setting(
+    blocking: bool = _setting_field(
         False, "Overlap no message with a task, to see what that is worth.", for_ranks=True
     )
-    dry_run: bool = _setting(
+    dry_run: bool = _setting_field(
         False, "Run one step of one rank without the others, and say what it does."
     )
-    rank: int | None = _setting(None, "Which rank --dry-run runs [0].", minimum=0)
+    rank: int | None = _setting_field(None, "Which rank --dry-run runs [0].", minimum=0)
 
     def for_ranks(self) -> Mapping[str, object]:
         """Return the settings that each rank gets with the same name and value."""
-        own = (each.name for each in dataclasses.fields(self) if each.metadata[_RANK])
+        own = (each.name for each in dataclasses.fields(self) if each.metadata[_FOR_RANKS_KEY])
         return {name: getattr(self, name) for name in own}
 
 
 def launch_flags() -> Mapping[str, tuple[dataclasses.Field[Any], Flag]]:
     """Return the field and the flag of each setting by its name, in the order of the help text."""
-    return {each.name: (each, each.metadata[_FLAG]) for each in dataclasses.fields(LaunchSettings)}
+    return {
+        each.name: (each, each.metadata[_FLAG_KEY]) for each in dataclasses.fields(LaunchSettings)
+    }
 
 
 def interval(text: str) -> tuple[int, float]:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from autopipe.api.events import Events, Silent
+from autopipe.api.events import Events, SilentEvents
 from autopipe.api.launch_profile import ProfiledSteps, StepProfile
 from autopipe.api.launch_settings import LaunchSettings, SettingError
-from autopipe.api.program_folder import flag_words, open_program
+from autopipe.api.program_folder import open_program, rank_arguments
 from autopipe.api.summary_text import update_text
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.checkpoint import (
-    check_free,
-    check_savable,
-    check_unused,
+    check_can_save,
+    check_has_no_checkpoints,
+    check_not_in_use,
     checkpoint_path,
     committed_steps,
     read_checkpoint,
@@ -38,9 +38,9 @@ from autopipe.backends.torch.launcher import (
     run_alone,
 )
 from autopipe.backends.torch.metrics import LogSettings, MetricsLog
-from autopipe.backends.torch.runtime.data.sample_order import START, Position
+from autopipe.backends.torch.runtime.data.sample_order import START_OF_RUN, RunProgress
 from autopipe.backends.torch.runtime.data.sources import check_data
-from autopipe.backends.torch.runtime.job import Job, job_of
+from autopipe.backends.torch.runtime.job import ManagedJob, detect_job
 from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
 from autopipe.backends.torch.runtime.watch.heartbeat import Timeouts
 from autopipe.ir.errors import ConfigurationError
@@ -129,7 +129,7 @@ def open_launch(
     # when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    events = events or Silent()
+    events = events or SilentEvents()
     log = settings.log
     if settings.profile is not None and log is None:
         raise SettingError("--profile requires --log DIR, the folder of its files")
@@ -157,9 +157,9 @@ def _launch_config(
     """Return the configuration of the launcher. Settings that are open follow from the job of a job
     manager, if this process belongs to one.
     """
-    job = job_of(os.environ) if settings.nnodes is None else None
+    job = detect_job(os.environ) if settings.nnodes is None else None
     if job is None:
-        job = Job("", settings.nnodes or "1", None, "")
+        job = ManagedJob("", settings.nnodes or "1", None, "")
     elif job.nodes != "1":
         events.note(
             f"{job.manager} runs {job.nodes} nodes, which meet at "
@@ -378,7 +378,7 @@ class Launch:
             note(line)
         return steps, None
 
-    def _position(self) -> Position:
+    def _position(self) -> RunProgress:
         """Return the position in the data at which the run starts: after the newest checkpoint if
         it resumes, otherwise the start.
         """
@@ -387,9 +387,9 @@ class Launch:
             or self.settings.checkpoint is None
             or not (saved := committed_steps(self.settings.checkpoint))
         ):
-            return START
+            return START_OF_RUN
         newest = read_checkpoint(checkpoint_path(self.settings.checkpoint, saved[-1]))
-        return Position(newest.step, newest.samples)
+        return RunProgress(newest.step, newest.samples)
 
     def _check_held_out(self, note: Callable[[str], None]) -> None:
         """Check all of the validation data."""
@@ -423,7 +423,7 @@ class Launch:
         with scratch_folder("launch") as name:
             report = Path(name) / "report.json"
             own = {name: getattr(self.settings, name) for name in ("device", "data", "seed")}
-            arguments = flag_words(
+            arguments = rank_arguments(
                 dry_run=True, steps=1, report=report, model=_absolute(self.settings.model), **own
             )
             run_alone(self.manifest.folder, arguments, rank, world_size, self._fake_cuda())
@@ -476,10 +476,10 @@ class Launch:
                 "a program for inference has no state to save", hint="omit --checkpoint"
             )
         if checkpoint is not None:
-            check_savable(checkpoint)
+            check_can_save(checkpoint)
         if checkpoint is not None and not self.settings.resume:
-            check_free(checkpoint)
-            check_unused(checkpoint)
+            check_not_in_use(checkpoint)
+            check_has_no_checkpoints(checkpoint)
         if (self.settings.eval_data or self.settings.eval_interval) and not train:
             raise ConfigurationError(
                 "a program for inference has no loss", hint="omit --eval-data and --eval-interval"
@@ -542,7 +542,7 @@ class Launch:
     ) -> list[str]:
         timeouts = config.timeouts
         steps_between, minutes_between = self.settings.checkpoint_every or (0, 0.0)
-        return flag_words(
+        return rank_arguments(
             **self.settings.for_ranks(),
             no_shuffle=self.settings.shuffle is False,
             no_cuda_graphs=self.settings.cuda_graphs is False,

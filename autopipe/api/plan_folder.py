@@ -20,10 +20,10 @@ from typing import Any, Final, cast
 
 import yaml
 
-from autopipe.api.request import effective, request_of
+from autopipe.api.request import effective_configuration, make_request
 from autopipe.configs.configuration import Configuration, dump_configuration, load_configuration
 from autopipe.configs.yaml_source import Dumper
-from autopipe.ir.codec import encode, keys
+from autopipe.ir.codec import encode, schema_keys
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import FileSlice, Graph
 from autopipe.ir.graph_file import GRAPH_FILE, PlannedGraph, read_graph, write_graph
@@ -50,7 +50,7 @@ from autopipe.passes.pipeline import PlanResult, planned_graph, read_planned, re
 from autopipe.passes.placement.explicit import Explicit, NodeNames, written
 from autopipe.passes.schedule.simulate import simulate
 
-_HEAD = """\
+_PLACEMENT_FILE_HEAD = """\
 # What this plan computes where. Change it (move a line from stage to stage, say), and plan again \
 from this folder:
 #   autopipe plan --from DIR
@@ -67,14 +67,20 @@ def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = (
     """
     strategy = written(graph, placement, layers)
     forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
-    stages = [_stage(form, placement.pipelines) for form in forms]
+    stages = [_stage_yaml(form, placement.pipelines) for form in forms]
     # The name is the last key, so that a file without it is recognised as truncated.
     document = {"strategy": {"placement": stages, "name": Explicit.name}}
-    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=False)
-    return _HEAD + (_with_layers(text, NodeNames(graph), strategy, layers) if layers else text)
+    text: str = yaml.dump(
+        document, Dumper=_PlacementDumper, sort_keys=False, width=120, allow_unicode=False
+    )
+    return _PLACEMENT_FILE_HEAD + (
+        _add_layer_comments(text, NodeNames(graph), strategy, layers) if layers else text
+    )
 
 
-def _with_layers(text: str, names: NodeNames, strategy: Explicit, layers: Sequence[str]) -> str:
+def _add_layer_comments(
+    text: str, names: NodeNames, strategy: Explicit, layers: Sequence[str]
+) -> str:
     """Return the text with a comment above the first entry of each layer in a stage."""
     entries = [entry for stage in strategy.placement for entry in (None, *stage.nodes)]
     lines: list[str] = []
@@ -100,63 +106,66 @@ def _with_layers(text: str, names: NodeNames, strategy: Explicit, layers: Sequen
     return "".join(lines)
 
 
-def _stage(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
+def _stage_yaml(form: dict[str, Any], pipelines: int) -> dict[str, Any]:
     """Return a stage as YAML values, with the facts about all nodes before `nodes`."""
     pipeline = {"pipeline": form["pipeline"]} if pipelines > 1 else {}
     splits = [
-        {"split": _Pairs(each["split"]), "nodes": _nodes(each["nodes"])} for each in form["splits"]
+        {"split": _OneLineMapping(each["split"]), "nodes": _nodes_yaml(each["nodes"])}
+        for each in form["splits"]
     ]
     facts = {key: form[key] for key in ("micro_batch_size", "recompute")}
     return {
-        "devices": _Line(form["devices"]),
+        "devices": _OneLineList(form["devices"]),
         **facts,
         **pipeline,
-        "nodes": _nodes(form["nodes"]),
+        "nodes": _nodes_yaml(form["nodes"]),
         "splits": splits,
     }
 
 
-def _nodes(entries: list[Any]) -> list[Any]:
-    return [_Line(entry) if isinstance(entry, list) else entry for entry in entries]
+def _nodes_yaml(entries: list[Any]) -> list[Any]:
+    return [_OneLineList(entry) if isinstance(entry, list) else entry for entry in entries]
 
 
-class _Line(list[Any]):
+class _OneLineList(list[Any]):
     """A list on one line."""
 
 
-class _Pairs(dict[str, Any]):
+class _OneLineMapping(dict[str, Any]):
     """A mapping on one line."""
 
 
-class _Dumper(Dumper):
-    """Writes block style but for `_Line` and `_Pairs`."""
+class _PlacementDumper(Dumper):
+    """Writes block style but for `_OneLineList` and `_OneLineMapping`."""
 
 
-_Dumper.add_representer(
-    _Line, lambda to, value: to.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
+_PlacementDumper.add_representer(
+    _OneLineList,
+    lambda to, value: to.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True),
 )
-_Dumper.add_representer(
-    _Pairs, lambda to, value: to.represent_mapping("tag:yaml.org,2002:map", value, flow_style=True)
+_PlacementDumper.add_representer(
+    _OneLineMapping,
+    lambda to, value: to.represent_mapping("tag:yaml.org,2002:map", value, flow_style=True),
 )
 
 
 CONFIGURATION_FILE = "config.yaml"
 PLACEMENT_FILE = "placement.yaml"
-_OWNED = (CONFIGURATION_FILE, PLACEMENT_FILE, GRAPH_FILE, SCHEDULE_FILE, PLAN_FILE)
-_LAST_KEYS: Final = {
-    CONFIGURATION_FILE: keys(Configuration)[-1].path[0],
+_PLAN_FILES = (CONFIGURATION_FILE, PLACEMENT_FILE, GRAPH_FILE, SCHEDULE_FILE, PLAN_FILE)
+_LAST_KEY_BY_FILE: Final = {
+    CONFIGURATION_FILE: schema_keys(Configuration)[-1].path[0],
     PLACEMENT_FILE: "strategy.name",
 }
 """By file, the key that `plan` writes last."""
-_LAST_LINES: Final = {
+_LAST_KEY_PATTERN: Final = {
     CONFIGURATION_FILE: re.compile(
-        rb"^%b\b" % _LAST_KEYS[CONFIGURATION_FILE].encode(), re.MULTILINE
+        rb"^%b\b" % _LAST_KEY_BY_FILE[CONFIGURATION_FILE].encode(), re.MULTILINE
     ),
     PLACEMENT_FILE: re.compile(rb"""(?:^\s*|[{,]\s*)["']?name["']?\s*:""", re.MULTILINE),
 }
 """By file, what matches the key that `plan` writes last, wherever a person puts it."""
-_RESTORE: Final = "restore the file, or plan again"
-_SCRATCH = ".autopipe-plan-"
+_RESTORE_HINT: Final = "restore the file, or plan again"
+_SCRATCH_PREFIX = ".autopipe-plan-"
 """Beginning of the name of the folder, inside a plan folder, to which new files are written before
 they replace the old files.
 """
@@ -172,11 +181,11 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     plan, if the ONNX file is required and missing, or if it is not the one that was planned;
     ModelError if it cannot be read.
     """
-    plan, own = _read_whole(folder)
+    plan, own = _read_complete_plan(folder)
     if model is not None:
         plan = replace(plan, model=str(model.absolute()))
     configuration = load_configuration(folder / CONFIGURATION_FILE)
-    _check_ending(folder, own)
+    _check_last_keys(folder, own)
     file = Path(plan.model)
     stored = _stored_graph(folder, plan, own)
     if not file.is_file() and (stored is None or model is not None):
@@ -187,7 +196,7 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     if not Path(configuration.costs).is_file():
         # The plan contains the predictions, so it can be run without the measured costs.
         configuration = replace(configuration, costs="roofline")
-    return reopen(request_of(configuration, file), plan, stored)
+    return reopen(make_request(configuration, file), plan, stored)
 
 
 def _stored_graph(folder: Path, plan: Plan, own: FolderDigests | None) -> PlannedGraph | None:
@@ -202,7 +211,7 @@ def _stored_graph(folder: Path, plan: Plan, own: FolderDigests | None) -> Planne
     if not path.is_file() or own is None or GRAPH_FILE not in own.digests:
         return None
     if not own.holds(path):
-        raise _mixed(path, "was edited, or is of another plan than")
+        raise _mixed_files_error(path, "was edited, or is of another plan than")
     if not own.holds(folder / CONFIGURATION_FILE):
         return None
     stored = read_graph(path)
@@ -224,14 +233,14 @@ def graph_of_plan(folder: Path, plan: Plan) -> Graph:
     if stored is not None:
         return stored.graph
     configuration = replace(load_configuration(folder / CONFIGURATION_FILE), costs="roofline")
-    return read_planned(request_of(configuration, Path(plan.model)), plan).graph
+    return read_planned(make_request(configuration, Path(plan.model)), plan).graph
 
 
 def open_prediction(folder: Path) -> tuple[Plan, Timeline]:
     """Return (plan, timeline): the plan in `folder`, and a step simulated from its predictions.
     Raises ConfigurationError as `open_plan`. Neither the graph nor the ONNX file is read.
     """
-    plan, _ = _read_whole(folder)
+    plan, _ = _read_complete_plan(folder)
     return plan, simulate(
         plan.schedule, tuple(stage.devices for stage in plan.placement.stages), plan.prediction
     )
@@ -263,17 +272,17 @@ def check_editable(folder: Path) -> tuple[Path, Path]:
         raise ConfigurationError(
             f"the file {missing} does not exist", hint=f"plan again to write {missing.name}"
         )
-    _check_ending(folder, read_digests(folder / PLAN_FILE))
+    _check_last_keys(folder, read_digests(folder / PLAN_FILE))
     return paths
 
 
-def _check_ending(folder: Path, own: FolderDigests | None) -> None:
+def _check_last_keys(folder: Path, own: FolderDigests | None) -> None:
     """Raise ConfigurationError if the configuration or the placement in `folder`, whose seal is
     `own`, was cut short after it was written.
 
     A file that differs from the written one must end with a line break and have its key of
-    `_LAST_KEYS`. Otherwise a file that was cut short could be valid: keys of a configuration would
-    silently have their defaults, and nodes of a placement no splits.
+    `_LAST_KEY_BY_FILE`. Otherwise a file that was cut short could be valid: keys of a configuration
+    would silently have their defaults, and nodes of a placement no splits.
     """
     for path in (folder / CONFIGURATION_FILE, folder / PLACEMENT_FILE):
         if not path.is_file() or (own is not None and own.holds(path)):
@@ -281,24 +290,24 @@ def _check_ending(folder: Path, own: FolderDigests | None) -> None:
         content = path.read_bytes()
         if not content.endswith(b"\n"):
             raise ConfigurationError(
-                f"the file {path} is truncated: it does not end with a line break", _RESTORE
+                f"the file {path} is truncated: it does not end with a line break", _RESTORE_HINT
             )
-        if _LAST_LINES[path.name].search(content) is None:
+        if _LAST_KEY_PATTERN[path.name].search(content) is None:
             message = (
-                f"{path} is truncated: `{_LAST_KEYS[path.name]}`, the last key that `plan` "
+                f"{path} is truncated: `{_LAST_KEY_BY_FILE[path.name]}`, the last key that `plan` "
                 "writes, is missing"
             )
-            raise ConfigurationError(message, _RESTORE)
+            raise ConfigurationError(message, _RESTORE_HINT)
 
 
-def _read_whole(folder: Path) -> tuple[Plan, FolderDigests | None]:
+def _read_complete_plan(folder: Path) -> tuple[Plan, FolderDigests | None]:
     """Return (plan, seal): the plan in `folder`, and its seal as `check_unmixed`. Raises
     ConfigurationError if the folder has no plan, or files of different plans.
     """
     own = check_unmixed(folder)
     plan = read_plan(folder)
     if own is not None and not own.holds(folder / SCHEDULE_FILE):
-        raise _mixed(folder / SCHEDULE_FILE, "was edited, or is of another plan than")
+        raise _mixed_files_error(folder / SCHEDULE_FILE, "was edited, or is of another plan than")
     return plan, own
 
 
@@ -311,21 +320,21 @@ def check_unmixed(folder: Path) -> FolderDigests | None:
     own = read_digests(folder / PLAN_FILE)
     mixed = file_of_interrupted_write(folder, own, _leftover_heads(folder))
     if mixed is not None:
-        raise _mixed(mixed, "is of a later plan, whose writing was interrupted, than")
+        raise _mixed_files_error(mixed, "is of a later plan, whose writing was interrupted, than")
     return own
 
 
-def _mixed(path: Path, what: str) -> ConfigurationError:
+def _mixed_files_error(path: Path, what: str) -> ConfigurationError:
     hint = f"plan again: autopipe plan MODEL -o {shlex.quote(str(path.parent))}"
     return ConfigurationError(f"{path} {what} {PLAN_FILE}", hint=hint)
 
 
 def _leftover_heads(folder: Path) -> list[Path]:
     """Return the `plan.json` files of interrupted writings."""
-    return sorted(folder.glob(f"{_SCRATCH}*/{PLAN_FILE}"))
+    return sorted(folder.glob(f"{_SCRATCH_PREFIX}*/{PLAN_FILE}"))
 
 
-def _seals(folder: Path) -> list[FolderDigests]:
+def _digests_of_folder(folder: Path) -> list[FolderDigests]:
     """Return the digests of the files that `plan` has written to `folder`."""
     heads = (folder / PLAN_FILE, *_leftover_heads(folder))
     return [found for found in map(read_digests, heads) if found is not None]
@@ -340,7 +349,7 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
     """
     parent = folder.absolute().parent
     hint = "choose another folder with -o"
-    is_target = folder.is_dir() and (force or _takes_a_plan(folder))
+    is_target = folder.is_dir() and (force or _may_hold_plan(folder))
     if folder.is_symlink() or (folder.exists() and not is_target):
         raise ConfigurationError(f"{folder} exists and is not a plan folder", hint)
     if not parent.is_dir():
@@ -352,8 +361,10 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
         raise ConfigurationError(f"the folder {place} is not writable", hint)
     if force:
         return
-    kept = (CONFIGURATION_FILE, PLACEMENT_FILE) if _is_same(base, folder) else ()
-    edited = edited_files([folder / name for name in _OWNED if name not in kept], _seals(folder))
+    kept = (CONFIGURATION_FILE, PLACEMENT_FILE) if _is_same_path(base, folder) else ()
+    edited = edited_files(
+        [folder / name for name in _PLAN_FILES if name not in kept], _digests_of_folder(folder)
+    )
     if edited:
         what = (
             "was edited"
@@ -367,18 +378,20 @@ def check_target(folder: Path, base: Path | None = None, force: bool = False) ->
         raise ConfigurationError(f"{edited[0]} {what}", hint=ways)
 
 
-def _takes_a_plan(folder: Path) -> bool:
+def _may_hold_plan(folder: Path) -> bool:
     """Return True if a folder holds a plan, nothing, or what an interrupted `plan` left."""
     if (folder / PLAN_FILE).is_file():
         return True
-    return all(name in _OWNED or name.startswith(_SCRATCH) for name in os.listdir(folder))
+    return all(
+        name in _PLAN_FILES or name.startswith(_SCRATCH_PREFIX) for name in os.listdir(folder)
+    )
 
 
-def _is_same(one: Path | None, other: Path) -> bool:
+def _is_same_path(one: Path | None, other: Path) -> bool:
     return one is not None and one.exists() and other.exists() and one.samefile(other)
 
 
-def movable(configuration: Configuration, home: Path) -> Configuration:
+def with_movable_paths(configuration: Configuration, home: Path) -> Configuration:
     """Return the configuration, whose model is known, with paths that hold after the folder `home`
     of its file and the model are moved together.
     """
@@ -415,18 +428,20 @@ def write_plan_folder(
     layers = layers_of(planned.model.source, planned.problem.graph)
     texts = {
         CONFIGURATION_FILE: _configuration_text(
-            planned, movable(effective(configuration, planned), target)
+            planned, with_movable_paths(effective_configuration(configuration, planned), target)
         ),
         PLACEMENT_FILE: placement_text(planned.problem.graph, planned.plan.placement, layers),
     }
     copy = None
     try:
-        if not force and _is_same(base, folder):
+        if not force and _is_same_path(base, folder):
             edited = {
                 path.name
-                for path in edited_files([target / name for name in texts], _seals(target))
+                for path in edited_files(
+                    [target / name for name in texts], _digests_of_folder(target)
+                )
             }
-            if CONFIGURATION_FILE in edited and _loaded(target) != configuration:
+            if CONFIGURATION_FILE in edited and _load_configuration(target) != configuration:
                 copy = _copy_of_edited(target / CONFIGURATION_FILE)
                 edited.remove(CONFIGURATION_FILE)
             texts = {name: text for name, text in texts.items() if name not in edited}
@@ -460,7 +475,7 @@ def _configuration_text(planned: PlanResult, configuration: Configuration) -> st
 def _new_files(target: Path) -> Iterator[Path]:
     """Yield a folder for the new files of the plan folder `target`, which may exist."""
     writer = (
-        open_replacement_files(target, PLAN_FILE, _SCRATCH)
+        open_replacement_files(target, PLAN_FILE, _SCRATCH_PREFIX)
         if target.exists()
         else open_replacement_folder(target, PLAN_FILE)
     )
@@ -468,7 +483,7 @@ def _new_files(target: Path) -> Iterator[Path]:
         yield made
 
 
-def _loaded(folder: Path) -> Configuration:
+def _load_configuration(folder: Path) -> Configuration:
     """Return the configuration that `plan --from` reads in `folder`."""
     file, over = check_editable(folder)
     return load_configuration(file, over=over)

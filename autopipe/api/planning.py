@@ -13,7 +13,7 @@ from autopipe.api.plan_folder import (
     check_unmixed,
     write_plan_folder,
 )
-from autopipe.api.request import request_of
+from autopipe.api.request import make_request
 from autopipe.configs.configuration import Configuration, load_configuration
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_kinds import ONNX, OutputFile
@@ -43,7 +43,7 @@ class PlannedFolder:
 
 
 @contextmanager
-def unobserved(request: Request) -> Iterator[Observer]:
+def ignore_passes(request: Request) -> Iterator[Observer]:
     """Yield an observer that ignores the passes of `request`."""
     yield Observer()
 
@@ -57,7 +57,7 @@ def plan(
     annotate: Path | None = None,
     force: bool = False,
     cached: bool = True,
-    observe: Callable[[Request], AbstractContextManager[Observer]] = unobserved,
+    observe: Callable[[Request], AbstractContextManager[Observer]] = ignore_passes,
 ) -> PlannedFolder:
     """Plan the ONNX file `model` and write the plan folder, `MODEL.plan` unless `folder` is given.
 
@@ -82,7 +82,7 @@ def plan(
     check_target(target, base, force)
     if annotate is not None:
         OutputFile(annotate, ONNX, (model,), force).check()
-    request = request_of(configuration, model)
+    request = make_request(configuration, model)
     if base is not None and before is not None:
         request = _keeping_placement(base, before, configuration, request)
     with observe(request) as observer:
@@ -95,7 +95,7 @@ def plan(
     return PlannedFolder(target, result, request, before, copy, missing)
 
 
-_DECIDED = {
+_REASON_WITHOUT_EFFECT = {
     "recompute": "placement.yaml says of each stage whether it recomputes",
     "constraints": "the stages of placement.yaml are taken as they are",
 }
@@ -156,7 +156,7 @@ def _keeping_placement(
             f"--from cannot keep the placement: {why}", "plan without --from", str(folder)
         )
     own = load_configuration(check_editable(folder)[0])
-    for key, instead in _DECIDED.items():
+    for key, instead in _REASON_WITHOUT_EFFECT.items():
         if getattr(configuration, key) != getattr(own, key):
             raise ConfigurationError(
                 f"{key} has no effect with --from, which keeps the placement", instead, key

@@ -20,10 +20,10 @@ from autopipe.backends.torch.profiler.communication import (
     measure_exchanges,
     measure_period,
     measure_post_overhead,
-    period_of,
+    median_forward_interval,
 )
 from autopipe.backends.torch.profiler.operators import TaskStartOverhead
-from autopipe.backends.torch.profiler.timed_program import numbers_of
+from autopipe.backends.torch.profiler.timed_program import measure_in_process
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.graph import DType, Graph, Initializer, Node, Parameter, Value
@@ -393,7 +393,7 @@ def write_pipeline(
         for span in timeline.spans
         if span.task.stage == 1 and span.task.phase is Phase.FORWARD
     ]
-    return Pipeline(folder, period_of(starts), len(sizes), sum(sizes))
+    return Pipeline(folder, median_forward_interval(starts), len(sizes), sum(sizes))
 
 
 def _problem(model: Model, precision: str, costs: DeviceCosts) -> Problem:
@@ -536,7 +536,7 @@ def measure_whole(
     try:
         program = one_device_program(model.graph, _MICRO_BATCHES, model.batch or 1, loss)
         write_timed(model, precision, program, folder)
-        forward, backward, around_forward, around_backward = numbers_of(
+        forward, backward, around_forward, around_backward = measure_in_process(
             "whole", folder, device, seconds
         )
     except AutopipeError:

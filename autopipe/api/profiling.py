@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopipe.api.events import Events, Silent
+from autopipe.api.events import Events, SilentEvents
 from autopipe.api.profile_settings import ProfileSettings
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.measured_costs import Costs, costs_text, merge_costs, read_costs
@@ -41,14 +41,14 @@ def profile(
     is not available or the file cannot be written, and AutopipeError if the model cannot be read.
     """
     from autopipe.api.profile_session import Profiling
-    from autopipe.api.request import request_of
+    from autopipe.api.request import make_request
 
     target = path or Path(f"{model}.costs")
     file = OutputFile(target, COSTS, (model,), force)
     file.check()
-    profiling = Profiling(request_of(configuration, model), settings)
+    profiling = Profiling(make_request(configuration, model), settings)
     profiling.check_ranks()
-    with (events or Silent()).progress("measuring", total=settings.seconds) as bar:
+    with (events or SilentEvents()).progress("measuring", total=settings.seconds) as bar:
         measured, refused = profiling.run(bar)
     costs = Costs((measured,))
     write_texts({file: costs_text(costs)})

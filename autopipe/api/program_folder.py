@@ -13,7 +13,7 @@ from autopipe.ir.graph import FileSlice, VarintSlice
 from autopipe.ir.plan import PLAN_FILE, plan_digest, read_plan
 
 
-def program_in(folder: Path) -> Path:
+def find_program_folder(folder: Path) -> Path:
     """Return the program folder in `folder` if `folder` is a plan folder with a program, otherwise
     `folder`.
 
@@ -26,11 +26,11 @@ def program_in(folder: Path) -> Path:
     if not is_plan or not program.is_dir():
         return folder
     if stale_program(folder, plan_digest(read_plan(folder))) is not None:
-        raise other_plan(program, folder)
+        raise other_plan_error(program, folder)
     return program
 
 
-def other_plan(program: Path, folder: Path) -> ConfigurationError:
+def other_plan_error(program: Path, folder: Path) -> ConfigurationError:
     """Return the error for a folder `program` that holds the program of another plan than
     `folder`.
     """
@@ -70,8 +70,8 @@ def check_model(manifest: Manifest) -> None:
     found = file_digest(manifest.model)
     if found != manifest.model_digest:
         digests = (
-            f"the digest of the file is {found[:_DIGITS]}, the digest of the planned model is "
-            f"{manifest.model_digest[:_DIGITS]}"
+            f"the digest of the file is {found[:_DIGEST_DIGITS]}, "
+            f"the digest of the planned model is {manifest.model_digest[:_DIGEST_DIGITS]}"
         )
         raise ConfigurationError(
             f"the file is not the planned model: {digests}",
@@ -80,11 +80,11 @@ def check_model(manifest: Manifest) -> None:
         )
 
 
-_DIGITS = 12
+_DIGEST_DIGITS = 12
 """Number of hexadecimal digits of a digest in a message."""
 
 
-def flag_words(**flags: object) -> list[str]:
+def rank_arguments(**flags: object) -> list[str]:
     """Return the command line of a rank's program: `--name value` for each flag, `--name` alone if
     the value is True, and nothing if it is None or False.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """Name of the strategy, or of the schedule, with which autopipe searches all of them."""
 
-_SEARCHED = "tessel"
+_DEFAULT_SCHEDULER = "tessel"
 """The scheduler if the configuration names a strategy and no schedule."""
 
 
@@ -42,8 +42,8 @@ def chosen_strategy(configuration: Configuration) -> Strategy | None:
         return None
     schema = strategy_class(choice.name, str(choice.place))
     place = next((str(entry.place) for name, entry in choice.options if name == "stages"), "")
-    if place.startswith("--stages") and not _takes_stages(schema):
-        takes = [name for name in strategy_names() if _takes_stages(strategy_class(name))]
+    if place.startswith("--stages") and not _has_stages_option(schema):
+        takes = [name for name in strategy_names() if _has_stages_option(strategy_class(name))]
         hint = f"use a strategy with a given number of stages: {', '.join(takes)}"
         raise ConfigurationError(
             f"strategy {choice.name} chooses the number of stages itself", hint, place
@@ -51,7 +51,7 @@ def chosen_strategy(configuration: Configuration) -> Strategy | None:
     return cast(Strategy, build(choice, schema, "strategy"))
 
 
-def _takes_stages(schema: type[Any]) -> bool:
+def _has_stages_option(schema: type[Any]) -> bool:
     return any(field.name == "stages" for field in dataclasses.fields(schema))
 
 
@@ -66,13 +66,13 @@ def chosen_scheduler(configuration: Configuration) -> Scheduler | None:
         _check_no_options(choice, "schedule")
         if configuration.strategy.name == AUTO:
             return None
-        choice = dataclasses.replace(choice, name=_SEARCHED)
+        choice = dataclasses.replace(choice, name=_DEFAULT_SCHEDULER)
     return cast(
         Scheduler, build(choice, scheduler_class(choice.name, str(choice.place)), "schedule")
     )
 
 
-def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
+def choice_with_all_options(chosen: Strategy | Scheduler | None) -> Choice:
     """Return the name and all options of a strategy or a scheduler, as a configuration states them.
 
     The stages of strategy `explicit` are not among its options, because `placement.yaml` contains
@@ -84,14 +84,15 @@ def choice_of(chosen: Strategy | Scheduler | None) -> Choice:
         return Choice(AUTO if chosen is None else Explicit.name)
     place = Place("the plan")
 
-    def entry(value: Any) -> Entry:
+    def entry_of_value(value: Any) -> Entry:
         if isinstance(value, tuple):
-            return Entry(tuple(map(entry, value)), place)
+            return Entry(tuple(map(entry_of_value, value)), place)
         return Entry(str(value) if isinstance(value, Path) else value, place)
 
     fields = dataclasses.fields(cast(Any, chosen))
     return Choice(
-        chosen.name, tuple((field.name, entry(getattr(chosen, field.name))) for field in fields)
+        chosen.name,
+        tuple((field.name, entry_of_value(getattr(chosen, field.name))) for field in fields),
     )
 
 
@@ -104,7 +105,7 @@ def _check_no_options(choice: Choice, path: str) -> None:
         )
 
 
-def request_of(configuration: Configuration, model: Path) -> Request:
+def make_request(configuration: Configuration, model: Path) -> Request:
     """Return the request for a plan of the ONNX file `model`. Raises ConfigurationError or
     InfeasibleError for settings that contradict one another or cannot be satisfied.
     """
@@ -134,7 +135,7 @@ def request_of(configuration: Configuration, model: Path) -> Request:
         mode=None if configuration.mode is None else Mode(configuration.mode),
         loss=wanted_loss(configuration),
         normalize=loss.normalize if isinstance(loss, Loss) else "auto",
-        scores=wanted_scores(configuration),
+        scores=logits_handling(configuration),
         batch_size=configuration.batch_size,
         micro_batches=None
         if configuration.micro_batches == "auto"
@@ -161,11 +162,11 @@ def request_of(configuration: Configuration, model: Path) -> Request:
     )
 
 
-_IGNORED = -100
+_IGNORED_LABEL = -100
 """The label that torch and Hugging Face ignore in a cross-entropy."""
 
 
-def wanted_scores(configuration: Configuration) -> Scores | None:
+def logits_handling(configuration: Configuration) -> Scores | None:
     """Return "keep" or "recompute" for the logits of losses, None if the plan decides."""
     loss = configuration.loss
     return loss.scores if isinstance(loss, Loss) and loss.scores != "auto" else None
@@ -182,11 +183,11 @@ def wanted_loss(configuration: Configuration) -> str | CrossEntropy | None:
         return loss
     if loss.cross_entropy is None:
         return loss.output
-    ignored = _IGNORED if loss.normalize == "tokens" else None
+    ignored = _IGNORED_LABEL if loss.normalize == "tokens" else None
     return CrossEntropy(loss.cross_entropy.logits, loss.cross_entropy.labels, ignored)
 
 
-def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Loss | None:
+def _effective_loss(configuration: Configuration, planned: PlanResult) -> str | Loss | None:
     """Return the loss of the effective configuration: the output of the model, and the decision of
     the plan to keep or recompute logits.
     """
@@ -199,7 +200,7 @@ def _settled_loss(configuration: Configuration, planned: PlanResult) -> str | Lo
     return dataclasses.replace(loss, scores=scores.choice)
 
 
-def effective(configuration: Configuration, planned: PlanResult) -> Configuration:
+def effective_configuration(configuration: Configuration, planned: PlanResult) -> Configuration:
     """Return the configuration with the decision of the plan for each option that was open.
 
     The number of micro-batches stays open if it was open and stages have different micro-batch
@@ -214,7 +215,7 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         configuration,
         model=dataclasses.replace(configuration.model, path=planned.plan.model),
         mode=problem.mode.value,
-        loss=_settled_loss(configuration, planned),
+        loss=_effective_loss(configuration, planned),
         optimizer=configuration.optimizer.settled(problem.optimizer),
         cluster=configuration.cluster.settled(),
         gpus=problem.cluster.size,
@@ -222,8 +223,8 @@ def effective(configuration: Configuration, planned: PlanResult) -> Configuratio
         micro_batches="auto" if sizes_stay_open else problem.micro_batches,
         micro_batch_size=None,
         recompute=cast(Literal["none", "full", "auto"], problem.recompute),
-        strategy=choice_of(
+        strategy=choice_with_all_options(
             None if strategy is None else with_settled_options(strategy, planned.plan)
         ),
-        schedule=choice_of(planned.request.scheduler),
+        schedule=choice_with_all_options(planned.request.scheduler),
     )

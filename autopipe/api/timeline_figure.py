@@ -160,7 +160,7 @@ def step_picture(
     )
     return Picture(
         title=title,
-        bars=tuple(sorted(bars, key=_by_device)),
+        bars=tuple(sorted(bars, key=_sort_key_by_device)),
         memory=timeline.memory,
         limits=limits,
         end=timeline.end,
@@ -171,8 +171,8 @@ def step_picture(
     )
 
 
-_by_device = attrgetter("device", "start", "end")
-_TOLERANCE = 1e-2
+_sort_key_by_device = attrgetter("device", "start", "end")
+_REPETITION_TOLERANCE = 1e-2
 """Fraction of a period by which repetitions may differ and still count as equal."""
 
 
@@ -193,11 +193,13 @@ def steady_state(
     repeating = [pair for pair in zip(schedule.repetends or (), devices, strict=False) if pair[1]]
     if not repeating or any(repetend.count < 2 for repetend, _ in repeating):
         return None
-    starts, ends, periods, paces = zip(*(_regular(*each, turns) for each in repeating), strict=True)
-    if max(paces) > 0 and max(paces) - min(paces) <= _TOLERANCE * max(paces):
+    starts, ends, periods, paces = zip(
+        *(_regular_repetitions(*each, turns) for each in repeating), strict=True
+    )
+    if max(paces) > 0 and max(paces) - min(paces) <= _REPETITION_TOLERANCE * max(paces):
         start = max(starts)
         period = max(periods)
-        count = int((min(ends) - start) / period + _TOLERANCE)
+        count = int((min(ends) - start) / period + _REPETITION_TOLERANCE)
         if count >= 2:
             return SteadyState(start, start + count * period, count, period)
     start = max(spans[repetend.start].start for repetend, spans in repeating)
@@ -212,7 +214,7 @@ def steady_state(
     )
 
 
-def _regular(
+def _regular_repetitions(
     repetend: Repetend, spans: list[Span], turns: tuple[int, ...]
 ) -> tuple[float, float, float, float]:
     """Return (start, end, period, pace) of the longest time in which the repetitions of one device
@@ -229,7 +231,7 @@ def _regular(
     first = 0
     for row in range(len(steps)):
         around = steps[first : row + 1]
-        if np.ptp(around) > _TOLERANCE * max(float(around.max()), 0.0):
+        if np.ptp(around) > _REPETITION_TOLERANCE * max(float(around.max()), 0.0):
             first = row
         if row + 1 - first > best[1] - best[0]:
             best = (first, row + 1)
@@ -261,12 +263,12 @@ def block_picture(schedule: BlockSchedule, title: str) -> Picture:
     )
     return Picture(
         title=title,
-        bars=tuple(sorted(bars, key=_by_device)),
-        memory=_memory(schedule),
+        bars=tuple(sorted(bars, key=_sort_key_by_device)),
+        memory=_memory_curves(schedule),
         limits=schedule.graph.memory,
         end=schedule.makespan,
         physical=False,
-        steady=_steady(schedule),
+        steady=_steady_state_of_blocks(schedule),
     )
 
 
@@ -298,7 +300,7 @@ def block_kinds(blocks: tuple[Block, ...]) -> tuple[tuple[int, Phase, str], ...]
     return tuple(found)
 
 
-def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
+def _memory_curves(schedule: BlockSchedule) -> tuple[Curve, ...]:
     """Return the memory of each device over time. A block changes the memory at its start. Blocks
     of a device that start at one time are added up in their order.
     """
@@ -315,7 +317,7 @@ def _memory(schedule: BlockSchedule) -> tuple[Curve, ...]:
     return tuple(curves)
 
 
-def _steady(schedule: BlockSchedule) -> SteadyState | None:
+def _steady_state_of_blocks(schedule: BlockSchedule) -> SteadyState | None:
     """Return the longest sequence of repetitions that follow the repetend: repetition r starts
     block i for unit r + offset of i. The first and the last repetitions may differ, because their
     blocks start as early as possible. None if there is no such sequence.
@@ -345,7 +347,7 @@ MOST_DEVICES = 16
 """Maximum number of devices per step that are all drawn if several steps are drawn."""
 
 
-def one_of_each(picture: Picture) -> Picture:
+def one_device_per_group(picture: Picture) -> Picture:
     """Return a figure with one device of each group of devices that run the same tasks in the same
     order. A figure of at most `MOST_DEVICES` devices is returned unchanged. Only messages between
     the remaining devices are drawn.

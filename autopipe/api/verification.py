@@ -13,14 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from autopipe.api.codegen import write_programs
-from autopipe.api.events import Events, Silent
-from autopipe.api.first_difference import first_beside_reference, first_difference
+from autopipe.api.events import Events, SilentEvents
+from autopipe.api.first_difference import first_difference, first_difference_from_reference
 from autopipe.api.plan_folder import open_plan
-from autopipe.api.program_folder import flag_words, open_program, other_plan, program_in
-from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, node_of
+from autopipe.api.program_folder import (
+    find_program_folder,
+    open_program,
+    other_plan_error,
+    rank_arguments,
+)
+from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, find_node_of_tensors
 from autopipe.backends.torch.fork_server import ForkServer, fork_server
 from autopipe.backends.torch.launcher import LaunchConfig, launch_program, run_alone
-from autopipe.backends.torch.runtime.data.sources import check_data, filled_rows, open_source
+from autopipe.backends.torch.runtime.data.sources import check_data, open_source, rows_with_filler
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.records import RECORDED_STEPS
 from autopipe.backends.torch.verification import (
@@ -28,10 +33,10 @@ from autopipe.backends.torch.verification import (
     Spread,
     difference,
     has_buffers,
-    limit_of,
     read_losses,
     read_outputs,
     tensor_differences,
+    tensor_limit,
     write_whole_gradients,
 )
 from autopipe.ir.errors import AutopipeError, ModelError, VerificationError
@@ -112,8 +117,8 @@ def verify(
     compile their stages. Raises ConfigurationError or LaunchError, but no error for differences:
     see `VerificationResult.error`.
     """
-    events = events or Silent()
-    manifest = open_program(program_in(program), model)
+    events = events or SilentEvents()
+    manifest = open_program(find_program_folder(program), model)
     data = manifest.data.path if data is None else data
     check_data(manifest, data, 1, manifest.data)
     with (
@@ -128,10 +133,10 @@ def verify(
         if not result.failed:
             return result
         first = run.first_difference({check.reference for check in result.failed})
-    return replace(result, first=first or _first_node(manifest, result.failed))
+    return replace(result, first=first or _first_difference_text(manifest, result.failed))
 
 
-def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
+def _first_difference_text(manifest: Manifest, failed: Sequence[Check]) -> str:
     """Return a sentence about the first tensor that differs, in the order of computation, "" if it
     is unknown.
     """
@@ -144,7 +149,7 @@ def _first_node(manifest: Manifest, failed: Sequence[Check]) -> str:
             f"{plural(len(names) - 1, 'gradient')} with it"
         )
     backward = any(check.compared == "gradients of the ranks" for check in failed)
-    node, tensor = node_of(manifest.model, names, last=backward)
+    node, tensor = find_node_of_tensors(manifest.model, names, last=backward)
     if not node:
         return ""
     name = f"the gradient of {tensor!r}" if backward else repr(tensor)
@@ -169,12 +174,12 @@ class Check:
     weight; 0 if this was not measured.
     """
     note: str = ""
-    above: tuple[Measured, ...] = ()
+    above: tuple[ExceededTensor, ...] = ()
     """The tensors whose difference exceeds the bound for well-conditioned tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ExceededTensor:
     """A tensor whose difference exceeds the bound for well-conditioned tensors."""
 
     tensor: str
@@ -211,7 +216,7 @@ class Verification:
         """
         folder = self.manifest.folder
         steps = RECORDED_STEPS if self.manifest.train else 1
-        arguments = self._run_arguments("ranks", steps) + flag_words(compile=self.compile)
+        arguments = self._run_arguments("ranks", steps) + rank_arguments(compile=self.compile)
         launch_program(self.manifest, arguments, LaunchConfig(), server=self.server)
         advance()
         if self.manifest.train:
@@ -220,7 +225,7 @@ class Verification:
             # into an update of full size.
             replay = self.scratch / "replay"
             recorded = write_whole_gradients(self.manifest, self.scratch / "ranks", replay)
-            own = self._run_arguments("one", steps) + flag_words(replay=replay)
+            own = self._run_arguments("one", steps) + rank_arguments(replay=replay)
             run_alone(folder / REFERENCE_FOLDER, own, server=self.server)
             advance()
             ranks = self._losses("ranks")
@@ -252,16 +257,16 @@ class Verification:
             yield self._check("outputs of the ranks", "one device", pairs, self._forward_responses)
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         together = {
-            name: array if axes[name] is not None else self._of_step(name, array)
+            name: array if axes[name] is not None else self._value_of_step(name, array)
             for name, array in ours.items()
         }
         divided = self.manifest.loss_division.divided
-        if divided and self._is_checked_whole(forward):
-            together[divided] = self._divided(together, together[divided].dtype)
+        if divided and self._is_compared_by_batch(forward):
+            together[divided] = self._divide_loss(together, together[divided].dtype)
         yield self._reference_check(forward, together)
         advance()
 
-    def _of_step(self, name: str, parts: np.ndarray) -> np.ndarray:
+    def _value_of_step(self, name: str, parts: np.ndarray) -> np.ndarray:
         """Return an output without a batch axis for the batch of a step, given its values for equal
         parts of the batch.
 
@@ -273,7 +278,7 @@ class Verification:
             return average
         return np.asarray(average * (weight * len(parts)), average.dtype)
 
-    def _divided(self, totals: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
+    def _divide_loss(self, totals: Mapping[str, np.ndarray], dtype: np.dtype) -> np.ndarray:
         """Return the loss of a step, given the dividend and the divisor of the loss (`totals`)."""
         division = self.manifest.loss_division
         total = float(totals[str(self.manifest.loss)])
@@ -281,7 +286,7 @@ class Verification:
             total /= division.divisor(float(totals[COUNTED_LABELS]))
         return np.asarray(division.loss(total), dtype)
 
-    def _is_checked_whole(self, forward: Manifest) -> bool:
+    def _is_compared_by_batch(self, forward: Manifest) -> bool:
         """Return True if the program trains, the loss of a step equals the loss of its batch, and
         the loss is the only output without a batch axis.
 
@@ -318,7 +323,7 @@ class Verification:
                 alone, [*self._run_arguments("one"), "--values", str(one)], server=self.server
             )
             if not among_ranks:
-                return first_beside_reference(self.manifest, one, self._reference_values)
+                return first_difference_from_reference(self.manifest, one, self._reference_values)
             words = [*self._run_arguments("ranks"), "--values", str(ranks)]
             launch_program(self.manifest, words, LaunchConfig(), server=self.server)
             return first_difference(self.manifest, ranks, one)
@@ -336,7 +341,7 @@ class Verification:
             "record": folder,
         }
         model = None if self.model is None else self.model.absolute()
-        return flag_words(
+        return rank_arguments(
             steps=steps,
             device=self.device,
             model=model,
@@ -382,7 +387,7 @@ class Verification:
         judged = []
         for each in found:
             moved = measured.get(each.tensor, 0.0)
-            limit = limit_of(bound, each, moved if math.isfinite(moved) else 0.0)
+            limit = tensor_limit(bound, each, moved if math.isfinite(moved) else 0.0)
             judged.append((each, limit if self.tolerance is None else self.tolerance))
         beyond = {each.tensor for each, limit in judged if not each.relative <= limit}
         spread: dict[str, Spread] = {}
@@ -399,7 +404,7 @@ class Verification:
             default=(Difference("none", 0.0), bound),
         )
         above = tuple(
-            Measured(
+            ExceededTensor(
                 each.tensor,
                 each.relative,
                 measured.get(each.tensor, 0.0),
@@ -555,7 +560,7 @@ class Verification:
         size = _samples_per_pass(forward, model)
         return model.run(
             {
-                each.value.name: filled_rows(source, forward, each, 0, 0, size)
+                each.value.name: rows_with_filler(source, forward, each, 0, 0, size)
                 for each in forward.inputs
             }
         )
@@ -572,7 +577,7 @@ class Verification:
             for start in range(0, forward.batch_size, size):
                 stop = start + size
                 rows = {
-                    each.value.name: filled_rows(source, forward, each, 0, start, stop)
+                    each.value.name: rows_with_filler(source, forward, each, 0, start, stop)
                     for each in forward.inputs
                 }
                 found.append(model.run(rows))
@@ -580,7 +585,7 @@ class Verification:
 
         try:
             evaluations = evaluated(
-                _samples_per_pass(forward, model, whole=self._is_checked_whole(forward))
+                _samples_per_pass(forward, model, whole=self._is_compared_by_batch(forward))
             )
         except ModelError:
             # Inputs of the file may accept any batch size although a node inside fixes it.
@@ -590,9 +595,9 @@ class Verification:
         found = {}
         for name in (each for each in evaluations[0] if each in axes):
             axis = axes[name]
-            parts = [_filled_up(each[name], shapes[name], axis) for each in evaluations]
+            parts = [_pad_to_shape(each[name], shapes[name], axis) for each in evaluations]
             if axis is None:
-                found[name] = self._of_step(name, np.stack(parts))
+                found[name] = self._value_of_step(name, np.stack(parts))
             else:
                 # A last batch may be filled up with samples that are not data.
                 joined = np.concatenate(parts, axis=axis)
@@ -601,7 +606,7 @@ class Verification:
         return found
 
 
-def _filled_up(array: np.ndarray, shape: tuple[int, ...], batch_axis: int | None) -> np.ndarray:
+def _pad_to_shape(array: np.ndarray, shape: tuple[int, ...], batch_axis: int | None) -> np.ndarray:
     """Return an output with a data-dependent number of rows as ranks return it: padded with zeros
     to `shape`, except along the batch axis.
     """
@@ -647,7 +652,7 @@ def _samples_per_pass(manifest: Manifest, model: ReferenceModel, whole: bool = F
 
 
 @dataclass(frozen=True, slots=True)
-class StaticResult:
+class StaticVerificationResult:
     """Facts that were proven about a program without a run."""
 
     program: Path
@@ -673,7 +678,7 @@ class StaticResult:
 
 def verify_statically(
     program: Path, *, model: Path | None = None, events: Events | None = None
-) -> StaticResult:
+) -> StaticVerificationResult:
     """Prove that the schedule of a program keeps every dependency and that no rank deadlocks, and
     compare the files with those that `codegen` writes for the plan.
 
@@ -681,8 +686,8 @@ def verify_statically(
     file if it is not where it was planned. Raises ConfigurationError if the folder does not hold
     the program of the plan, and CodegenError if the proof fails.
     """
-    events = events or Silent()
-    program = program_in(program)
+    events = events or SilentEvents()
+    program = find_program_folder(program)
     manifest = read_manifest(program.absolute())
     folder = program.parent
     with events.progress("verifying", total=2) as bar, scratch_folder("verify") as scratch:
@@ -692,7 +697,7 @@ def verify_statically(
         planned = open_plan(folder, model)  # Checks the dependencies of the schedule.
         bar.advance(note="schedule")
         if planned.digest != manifest.plan:
-            raise other_plan(program, folder)
+            raise other_plan_error(program, folder)
         made = Path(scratch) / "program"
         # The path of the model is written into the program.
         planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))
@@ -700,7 +705,7 @@ def verify_statically(
         bar.advance(note="messages")
         names = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
         edited = tuple(name for name in names if not _are_equal(made / name, program / name))
-    return StaticResult(
+    return StaticVerificationResult(
         program=program,
         tasks=sum(map(len, planned.plan.schedule.tasks)),
         ranks=lowered.world_size,

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import onnx
 
-_NO_KERNEL = re.compile(r"Could not find an implementation for (\w+)\(")
-_WRONG_TYPE = re.compile(r"of operator \((\w+)\) in node")
+_NO_KERNEL_PATTERN = re.compile(r"Could not find an implementation for (\w+)\(")
+_WRONG_TYPE_PATTERN = re.compile(r"of operator \((\w+)\) in node")
 """ONNX Runtime's messages for an operator without a kernel for its operands, and for operands that
 ONNX forbids.
 """
 
 
-def refused_operators(reason: str, proto: onnx.ModelProto) -> set[str]:
+def operators_to_keep_in_float32(reason: str, proto: onnx.ModelProto) -> set[str]:
     """Return the operators to keep in float32, given ONNX Runtime's `reason` for refusing a graph
     in float64.
 
     ONNX Runtime expands some operators of `proto` to functions. If the reason names an operator
     that is only in such a function, the result is all operators that may be functions.
     """
-    found = _NO_KERNEL.search(reason) or _WRONG_TYPE.search(reason)
+    found = _NO_KERNEL_PATTERN.search(reason) or _WRONG_TYPE_PATTERN.search(reason)
     if found is None:
         return set()
     used = {node.op_type for node in proto.graph.node}
     if found[1] in used:
         return {found[1]}
-    return {node.op_type for node in proto.graph.node if _may_be_function(node)}
+    return {node.op_type for node in proto.graph.node if _has_function_definition(node)}
 
 
-def _may_be_function(node: onnx.NodeProto) -> bool:
+def _has_function_definition(node: onnx.NodeProto) -> bool:
     """Return True if a node's operator has a definition by other operators, or is not one of ONNX's
     own.
     """
@@ -46,7 +46,7 @@ def _may_be_function(node: onnx.NodeProto) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def is_flat(proto: onnx.ModelProto) -> bool:
+def has_only_plain_nodes(proto: onnx.ModelProto) -> bool:
     """Return True if a model has neither functions nor nodes with graphs of their own, as If and
     Loop have.
     """
@@ -88,11 +88,11 @@ def widen_nodes(
     """
     made: list[onnx.NodeProto] = []
     for place, node in enumerate(proto.graph.node):
-        made.extend(_widened(node, f"float64/{place}", floating, kept))
+        made.extend(_widen_node(node, f"float64/{place}", floating, kept))
     return made
 
 
-def _widened(
+def _widen_node(
     node: onnx.NodeProto, prefix: str, floating: Collection[str], kept: Collection[str]
 ) -> Iterator[onnx.NodeProto]:
     """Return the nodes that replace `node`. The names of new values begin with `prefix`."""

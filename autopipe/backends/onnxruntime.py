@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import onnx
 
 
-_LEAST = 5
-_MOST = 200
-_WARM_UP = 2
+_MIN_RUNS = 5
+_MAX_RUNS = 200
+_WARM_UP_RUNS = 2
 
 
 def measure_operations(
@@ -46,7 +46,7 @@ def measure_operations(
     refused: list[str] = []
     for number, sample in enumerate(samples):
         try:
-            timing = _measured(
+            timing = _measure_operation(
                 sample, folder / f"operator_{number}", threads, seconds / len(samples)
             )
         # ONNX Runtime raises exceptions of any class for models that it does not support.
@@ -64,9 +64,11 @@ def version() -> str:
     return str(onnxruntime.__version__)
 
 
-def _measured(sample: OperationSample, prefix: Path, threads: int, seconds: float) -> Timing:
-    session = _session(
-        _model(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix)
+def _measure_operation(
+    sample: OperationSample, prefix: Path, threads: int, seconds: float
+) -> Timing:
+    session = _make_session(
+        _serialize_operation(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix)
     )
     generator = np.random.default_rng(0)
     fed = sample.operands()[1].values()
@@ -75,13 +77,15 @@ def _measured(sample: OperationSample, prefix: Path, threads: int, seconds: floa
     }
     started = time.perf_counter()
     runs = 0
-    while runs < _LEAST + _WARM_UP or (runs < _MOST and time.perf_counter() - started < seconds):
+    while runs < _MIN_RUNS + _WARM_UP_RUNS or (
+        runs < _MAX_RUNS and time.perf_counter() - started < seconds
+    ):
         session.run(None, feeds)
         runs += 1
     return _kernel_times(Path(session.end_profiling()), runs)
 
 
-def _session(
+def _make_session(
     model: bytes | str, optimized: bool = False, folder: Path | None = None, **settings: object
 ) -> Any:
     """Return an inference session of a model.
@@ -119,16 +123,16 @@ def _kernel_times(path: Path, runs: int) -> Timing:
         raise ValueError(
             f"the profile lists {len(kernels)} kernel runs, expected a multiple of {runs}"
         )
-    return Timing.of(np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP:].tolist())
+    return Timing.of(np.array(kernels).reshape(runs, -1).sum(axis=1)[_WARM_UP_RUNS:].tolist())
 
 
-def _model(sample: OperationSample) -> bytes:
+def _serialize_operation(sample: OperationSample) -> bytes:
     """Return the operation as a serialized ONNX model. Its known operands are stored in the
     model.
     """
     from onnx import TensorProto, helper, numpy_helper
 
-    def info(value: Value) -> Any:
+    def value_info(value: Value) -> Any:
         name = {DType.FLOAT32: "FLOAT", DType.FLOAT64: "DOUBLE"}.get(value.dtype, value.dtype.name)
         return helper.make_tensor_value_info(
             value.name, TensorProto.DataType.Value(name), value.shape
@@ -152,9 +156,13 @@ def _model(sample: OperationSample) -> bytes:
         for name, each in known.items()
     ]
     graph = helper.make_graph(
-        protos, "operator", [*map(info, inputs.values())], [*map(info, outputs)], numbers
+        protos,
+        "operator",
+        [*map(value_info, inputs.values())],
+        [*map(value_info, outputs)],
+        numbers,
     )
-    opsets = {"": max(map(_opset, sample.signatures))}
+    opsets = {"": max(map(_opset_of_operation, sample.signatures))}
     opsets |= {
         each.node.domain: 1 for each in sample.signatures if each.node.domain not in ("", "ai.onnx")
     }
@@ -165,7 +173,7 @@ def _model(sample: OperationSample) -> bytes:
     return model
 
 
-def _opset(signature: Signature) -> int:
+def _opset_of_operation(signature: Signature) -> int:
     """Return the opset version of the sample's model, or the first version that has the operator if
     that is later.
     """
@@ -183,16 +191,16 @@ def _opset(signature: Signature) -> int:
     return max(opset, min(each.since_version for each in schemas))
 
 
-_RANDOM = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
-_MADE_OF_ZEROS = frozenset(
+_RANDOM_OPERATORS = {name for name, row in OPERATORS.items() if row.random} - {"Dropout"}
+_ZERO_PRESERVING_OPERATORS = frozenset(
     {"Cast", "Identity", "Mul", "Reshape", "Slice", "Transpose", "Unsqueeze"}
 )
 """Operators whose results are zeros if their operands are zeros."""
-_DEPTH = 8
+_MAX_SEARCH_DEPTH = 8
 """Maximum number of consecutive operators searched for a multiplication by zero."""
 
 
-def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
+def _random_operators_of(proto: onnx.ModelProto) -> Iterator[str]:
     """Yield the types of the operators that generate random numbers, except for operators whose
     random numbers are all multiplied by zero (noise of scale 0).
     """
@@ -200,7 +208,7 @@ def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
 
     tensors = {each.name: each for each in proto.graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in _nodes(proto):
+    for node in _all_nodes(proto):
         if node.op_type == "Constant" and node.attribute[0].name == "value":
             tensors[node.output[0]] = node.attribute[0].t
         for name in node.input:
@@ -215,15 +223,15 @@ def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
             and not numpy_helper.to_array(tensor).any()
         )
 
-    def vanishes(name: str, depth: int = _DEPTH) -> bool:
+    def is_multiplied_by_zero(name: str, depth: int = _MAX_SEARCH_DEPTH) -> bool:
         return (
             bool(depth)
             and name not in outputs
             and all(
-                node.op_type in _MADE_OF_ZEROS
+                node.op_type in _ZERO_PRESERVING_OPERATORS
                 and (
                     (node.op_type == "Mul" and any(map(is_zero, node.input)))
-                    or vanishes(node.output[0], depth - 1)
+                    or is_multiplied_by_zero(node.output[0], depth - 1)
                 )
                 for node in readers.get(name, ())
             )
@@ -231,18 +239,18 @@ def _drawing(proto: onnx.ModelProto) -> Iterator[str]:
 
     return (
         node.op_type
-        for node in _nodes(proto)
-        if node.op_type in _RANDOM and not vanishes(node.output[0])
+        for node in _all_nodes(proto)
+        if node.op_type in _RANDOM_OPERATORS and not is_multiplied_by_zero(node.output[0])
     )
 
 
-_INLINE_LIMIT = 2**30
+_INLINE_LIMIT_BYTES = 2**30
 """Size of the weights in bytes above which they are written to a file next to the model. Protobuf
 messages are limited to 2 GiB.
 """
 
 
-_NO_KERNEL = "NOT_IMPLEMENTED : "
+_NO_KERNEL_PREFIX = "NOT_IMPLEMENTED : "
 
 
 class NoKernelError(ModelError):
@@ -268,37 +276,41 @@ class ReferenceModel:
         """
         self._scratch = scratch = ExitStack()
         weakref.finalize(self, scratch.close)
-        proto = _loaded(model)
+        proto = _load_model(model)
         self._fixed = {
-            each.name: _full(each, fixed[each.name])
+            each.name: _filled_input(each, fixed[each.name])
             for each in proto.graph.input
             if each.name in fixed
         }
-        self.random = tuple(sorted(set(_drawing(proto))))
+        self.random = tuple(sorted(set(_random_operators_of(proto))))
         """Types of the operators that generate random numbers, which differ from those of autopipe.
         Operators whose random numbers are multiplied by zero are not included.
         """
-        self.dropouts = sum(map(_switch_off_dropout, _nodes(proto)))
+        self.dropouts = sum(map(_switch_off_dropout, _all_nodes(proto)))
         """Number of Dropout operators that were switched off."""
-        kept = sum(map(_switch_to_single, _nodes(proto)))
+        kept = sum(map(_keep_activations_in_float32, _all_nodes(proto)))
         used = {each.name for each in proto.graph.output}.union(
-            *(node.input for node in _nodes(proto))
+            *(node.input for node in _all_nodes(proto))
         )
         batches = (
-            0 if train else sum(_switch_to_running_statistics(node, used) for node in _nodes(proto))
+            0
+            if train
+            else sum(_switch_to_running_statistics(node, used) for node in _all_nodes(proto))
         )
-        kept += _switch_recurrences_to_single(proto)
-        kept += _keep_tokens_of_experts(proto)
+        kept += _replace_quantized_lstms(proto)
+        kept += _add_expert_tokens_to_outputs(proto)
         changed = (
             bool(weights) or self.dropouts + batches + kept > 0 or _BFLOAT16 in _types_used(proto)
         )
         changed = _cast_to_one_type(proto) or changed
         self._path = (
-            _completed(model, proto, weights, scratch.enter_context(scratch_folder("model")))
+            _write_completed_model(
+                model, proto, weights, scratch.enter_context(scratch_folder("model"))
+            )
             if changed
             else model
         )
-        self._session = _open(self._path)
+        self._session = _open_session(self._path)
         self.inputs: dict[str, list[Any]] = {
             each.name: each.shape for each in self._session.get_inputs()
         }
@@ -318,7 +330,7 @@ class ReferenceModel:
             if name in self.inputs
         }
         if self._is_float64:
-            known = {name: _widened(array) for name, array in known.items()}
+            known = {name: _as_float64(array) for name, array in known.items()}
         try:
             results = self._session.run(None, known)
         except (states.Fail, states.InvalidArgument, states.RuntimeException) as error:
@@ -342,17 +354,17 @@ class ReferenceModel:
         """
         import onnx
 
-        proto = _loaded(self._path)
+        proto = _load_model(self._path)
         written = [name for node in proto.graph.node for name in node.output if name in names]
         del proto.graph.output[:]
         proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in written)
-        with _readable(self._path):
-            self._session = _session(proto.SerializeToString(), folder=self._path.parent)
+        with _convert_session_errors(self._path):
+            self._session = _make_session(proto.SerializeToString(), folder=self._path.parent)
         self._outputs = written
 
     def optimize(self) -> None:
         """Make `run` use ONNX Runtime's default optimizations, which include fusions."""
-        self._session = _open(self._path, optimized=True)
+        self._session = _open_session(self._path, optimized=True)
 
     def widen(self) -> None:
         """Make `run` compute in float64. Operators for which ONNX Runtime has no float64 kernel
@@ -364,14 +376,14 @@ class ReferenceModel:
         import onnx
         from onnx import external_data_helper
 
-        proto = _loaded(self._path)
-        if not onnx_float64.is_flat(proto):
+        proto = _load_model(self._path)
+        if not onnx_float64.has_only_plain_nodes(proto):
             raise ModelError("a model with functions or branches cannot run in float64")
         floating = self._floating_values(proto)
         external_data_helper.load_external_data_for_model(proto, str(self._path.parent))
         onnx_float64.widen_tensors(proto)
-        path = _saved(proto, self._scratch.enter_context(scratch_folder("float64")))
-        proto = _loaded(path)
+        path = _save_model(proto, self._scratch.enter_context(scratch_folder("float64")))
+        proto = _load_model(path)
         nodes = onnx.ModelProto()
         nodes.graph.node.extend(proto.graph.node)
         kept: set[str] = set()
@@ -379,10 +391,10 @@ class ReferenceModel:
             del proto.graph.node[:]
             proto.graph.node.extend(onnx_float64.widen_nodes(nodes, floating, kept))
             try:
-                with _readable(path):
-                    self._session = _session(proto.SerializeToString(), folder=path.parent)
+                with _convert_session_errors(path):
+                    self._session = _make_session(proto.SerializeToString(), folder=path.parent)
             except ModelError as error:
-                refused = onnx_float64.refused_operators(error.message, nodes) - kept
+                refused = onnx_float64.operators_to_keep_in_float32(error.message, nodes) - kept
                 if not refused:
                     raise
                 kept |= refused
@@ -399,19 +411,21 @@ class ReferenceModel:
         names = dict.fromkeys(name for node in proto.graph.node for name in node.output if name)
         del every.graph.output[:]
         every.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-        with _readable(self._path):
-            session = _session(every.SerializeToString(), folder=self._path.parent)
+        with _convert_session_errors(self._path):
+            session = _make_session(every.SerializeToString(), folder=self._path.parent)
         types = {each.name: each.type for each in (*session.get_inputs(), *session.get_outputs())}
-        found = {name for name, kind in types.items() if kind in _FLOATING}
-        return found | {each.name for each in proto.graph.initializer if each.data_type in _NARROW}
+        found = {name for name, kind in types.items() if kind in _FLOATING_TYPE_NAMES}
+        return found | {
+            each.name for each in proto.graph.initializer if each.data_type in _NARROW_TYPES
+        }
 
 
-def _widened(array: np.ndarray) -> np.ndarray:
+def _as_float64(array: np.ndarray) -> np.ndarray:
     """Return a floating-point array in float64, and any other unchanged."""
     return array.astype(np.float64) if np.issubdtype(array.dtype, np.floating) else array
 
 
-def _full(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
+def _filled_input(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
     """Return a tensor for an input with `number` in every element. Symbolic dimensions have
     size 1.
     """
@@ -422,12 +436,14 @@ def _full(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
     return np.full(shape, number, helper.tensor_dtype_to_np_dtype(kind.elem_type))
 
 
-def node_of(model: Path, tensors: Collection[str], last: bool = False) -> tuple[str, str]:
+def find_node_of_tensors(
+    model: Path, tensors: Collection[str], last: bool = False
+) -> tuple[str, str]:
     """Return (node, tensor) for the first node of a model that reads or writes one of `tensors`, or
     for the last such node with `last`. Return two empty strings if there is none, for example
     because a function of the model contains it.
     """
-    nodes = _loaded(model).graph.node
+    nodes = _load_model(model).graph.node
     for node in reversed(nodes) if last else nodes:
         for name in (*node.input, *node.output):
             if name in tensors:
@@ -435,11 +451,11 @@ def node_of(model: Path, tensors: Collection[str], last: bool = False) -> tuple[
     return "", ""
 
 
-def _loaded(model: Path) -> onnx.ModelProto:
+def _load_model(model: Path) -> onnx.ModelProto:
     """Without external data."""
     import onnx
 
-    with _readable(model):
+    with _convert_session_errors(model):
         return onnx.load(str(model), load_external_data=False)
 
 
@@ -448,10 +464,10 @@ _FLOAT16 = 10
 _DOUBLE = 11
 _BFLOAT16 = 16
 """By TensorProto's numbers."""
-_NARROW = {_FLOAT, _FLOAT16, _BFLOAT16}
-_FLOATING = {"tensor(float)", "tensor(float16)", "tensor(bfloat16)"}
+_NARROW_TYPES = {_FLOAT, _FLOAT16, _BFLOAT16}
+_FLOATING_TYPE_NAMES = {"tensor(float)", "tensor(float16)", "tensor(bfloat16)"}
 """The types that become float64, by ONNX Runtime's names."""
-_TYPES = ("to", "dtype", "output_dtype")
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 """Attributes that are the type of a result."""
 
 
@@ -460,15 +476,15 @@ def _types_used(proto: onnx.ModelProto) -> set[int]:
     an attribute of a node states.
     """
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
-    attributes = [each for node in _nodes(proto) for each in node.attribute]
+    attributes = [each for node in _all_nodes(proto) for each in node.attribute]
     tensors = (*proto.graph.initializer, *(each.t for each in attributes if each.HasField("t")))
     used = {tensor.data_type for tensor in tensors} | {
         value.type.tensor_type.elem_type for value in values
     }
-    return used | {each.i for each in attributes if each.name in _TYPES}
+    return used | {each.i for each in attributes if each.name in _TYPE_ATTRIBUTES}
 
 
-_MIXED = {
+_MIXED_TYPE_OPERATORS = {
     "BatchNormalization": _FLOAT16,
     "GridSample": _DOUBLE,
     "GroupNormalization": _FLOAT16,
@@ -481,40 +497,44 @@ second type.
 """
 
 
-_CAST_LIKE = 15
-_SEVERAL_TYPES = 14
+_CAST_LIKE_OPSET = 15
+_MIXED_BATCH_NORM_OPSET = 14
 """First opset with CastLike, and first opset in which BatchNormalization may have operands of
 several types.
 """
 
 
 def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
-    """Cast the operands of the operators in `_MIXED` to the type of the first operand. Return True
-    if any operator was changed.
+    """Cast the operands of the operators in `_MIXED_TYPE_OPERATORS` to the type of the first
+    operand. Return True if any operator was changed.
     """
     used = _types_used(proto)
     found = False
     opset = max(
         (each.version for each in proto.opset_import if each.domain in ("", "ai.onnx")), default=1
     )
-    told = _told_types(proto) if opset < _CAST_LIKE and not used.isdisjoint(_MIXED.values()) else {}
+    told = (
+        _types_of_values(proto)
+        if opset < _CAST_LIKE_OPSET and not used.isdisjoint(_MIXED_TYPE_OPERATORS.values())
+        else {}
+    )
     for graph in (proto.graph, *proto.functions):
         nodes = list(graph.node)
         del graph.node[:]
         for node in nodes:
-            is_several = node.op_type == "BatchNormalization" and opset >= _SEVERAL_TYPES
+            is_several = node.op_type == "BatchNormalization" and opset >= _MIXED_BATCH_NORM_OPSET
             if (
-                _MIXED.get(node.op_type) in used
+                _MIXED_TYPE_OPERATORS.get(node.op_type) in used
                 and node.domain in ("", "ai.onnx")
                 and not is_several
             ):
-                graph.node.extend(_casts(node, told.get(node.input[0])))
+                graph.node.extend(_cast_operands(node, told.get(node.input[0])))
                 found = True
             graph.node.append(node)
     return found
 
 
-def _casts(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
+def _cast_operands(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
     """Yield casts of the operands of a node to the type of its first operand, and let the node read
     the results. `kind` is that type, or None if it is not known; then CastLike is used.
     """
@@ -528,7 +548,7 @@ def _casts(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
             yield make_node("CastLike", [name, node.input[0]], [cast])
 
 
-def _told_types(proto: onnx.ModelProto) -> dict[str, int]:
+def _types_of_values(proto: onnx.ModelProto) -> dict[str, int]:
     """Return the types of a graph's values by name."""
     from onnx import shape_inference
 
@@ -538,7 +558,7 @@ def _told_types(proto: onnx.ModelProto) -> dict[str, int]:
     }
 
 
-def _widen(proto: onnx.ModelProto) -> None:
+def _replace_bfloat16(proto: onnx.ModelProto) -> None:
     """Replace bfloat16 with float32 in a model, because ONNX Runtime has hardly any CPU kernels for
     bfloat16. The stored values are not changed.
     """
@@ -547,7 +567,7 @@ def _widen(proto: onnx.ModelProto) -> None:
 
     narrow = onnx.TensorProto.BFLOAT16
     wide = onnx.TensorProto.FLOAT
-    attributes = [each for node in _nodes(proto) for each in node.attribute]
+    attributes = [each for node in _all_nodes(proto) for each in node.attribute]
     for tensor in (
         *proto.graph.initializer,
         *(each.t for each in attributes if each.HasField("t")),
@@ -561,31 +581,32 @@ def _widen(proto: onnx.ModelProto) -> None:
     for described in (proto.graph, *proto.functions):
         del described.value_info[:]
     for attribute in attributes:
-        if attribute.name in _TYPES and attribute.i == narrow:
+        if attribute.name in _TYPE_ATTRIBUTES and attribute.i == narrow:
             attribute.i = wide
 
 
-def _open(path: Path, optimized: bool = False) -> Any:
-    with _readable(path):
-        return _session(str(path), optimized)
+def _open_session(path: Path, optimized: bool = False) -> Any:
+    with _convert_session_errors(path):
+        return _make_session(str(path), optimized)
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _convert_session_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         reason = str(error).splitlines()[0]
-        if _NO_KERNEL in reason:
+        if _NO_KERNEL_PREFIX in reason:
+            operator = reason.partition(_NO_KERNEL_PREFIX)[2]
             raise NoKernelError(
-                f"ONNX Runtime lacks a kernel for an operator: {reason.partition(_NO_KERNEL)[2]}"
+                f"ONNX Runtime lacks a kernel for an operator: {operator}"
             ) from error
         raise ModelError(
             f"ONNX Runtime cannot open the model: {reason}", where=str(path)
         ) from error
 
 
-def _nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+def _all_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Yield all nodes, including those of functions and branches."""
     waiting = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     while waiting:
@@ -603,7 +624,7 @@ def _switch_off_dropout(node: onnx.NodeProto) -> bool:
     return True
 
 
-def _switch_to_single(node: onnx.NodeProto) -> bool:
+def _keep_activations_in_float32(node: onnx.NodeProto) -> bool:
     """Make a matmul with packed weights keep its activations in float32 (`accuracy_level` 1), if
     the file allows kernels to round them. Return True if the node was changed.
     """
@@ -613,13 +634,13 @@ def _switch_to_single(node: onnx.NodeProto) -> bool:
     return bool(levels)
 
 
-_QUANTIZED_LSTM = 12
+_QUANTIZED_LSTM_OPERANDS = 12
 """Number of operands of DynamicQuantizeLSTM: those of LSTM, then scale and zero point of its weight
 and of its recurrence weight.
 """
 
 
-def _switch_recurrences_to_single(proto: onnx.ModelProto) -> int:
+def _replace_quantized_lstms(proto: onnx.ModelProto) -> int:
     """Replace 8-bit LSTMs with float32 LSTMs and return their number.
 
     ONNX Runtime's kernel quantizes the states of a step by the range of the values that one thread
@@ -630,15 +651,18 @@ def _switch_recurrences_to_single(proto: onnx.ModelProto) -> int:
         nodes = list(graph.node)
         del graph.node[:]
         for node in nodes:
-            if node.op_type == "DynamicQuantizeLSTM" and len(node.input) == _QUANTIZED_LSTM:
-                graph.node.extend(_in_single(node))
+            if (
+                node.op_type == "DynamicQuantizeLSTM"
+                and len(node.input) == _QUANTIZED_LSTM_OPERANDS
+            ):
+                graph.node.extend(_float32_lstm_nodes(node))
                 found += 1
             else:
                 graph.node.append(node)
     return found
 
 
-def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+def _float32_lstm_nodes(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     """Yield the nodes of a float32 LSTM that replaces an 8-bit LSTM. The weights of the 8-bit LSTM,
     [directions, width, 4 * hidden], are the transposes of the weights that LSTM reads.
     """
@@ -665,7 +689,7 @@ def _in_single(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     yield node
 
 
-def _keep_tokens_of_experts(proto: onnx.ModelProto) -> int:
+def _add_expert_tokens_to_outputs(proto: onnx.ModelProto) -> int:
     """Add the tokens that MoE operators read to the outputs of the model, and return their number.
 
     As outputs, their memory is not reused. ONNX Runtime may otherwise give it to the result of the
@@ -695,7 +719,7 @@ def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
     return True
 
 
-def _completed(
+def _write_completed_model(
     model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path
 ) -> Path:
     """Return a file with the model `proto`, which was read from `model`, in which the missing
@@ -704,7 +728,7 @@ def _completed(
     from onnx import external_data_helper, numpy_helper
 
     external_data_helper.load_external_data_for_model(proto, str(model.parent))
-    _widen(proto)
+    _replace_bfloat16(proto)
     have = {each.name for each in proto.graph.initializer}
     proto.graph.initializer.extend(
         numpy_helper.from_array(np.ascontiguousarray(array), name)
@@ -713,14 +737,14 @@ def _completed(
     )
     for each in [each for each in proto.graph.input if each.name in weights]:
         proto.graph.input.remove(each)
-    return _saved(proto, scratch)
+    return _save_model(proto, scratch)
 
 
-def _saved(proto: onnx.ModelProto, scratch: Path) -> Path:
+def _save_model(proto: onnx.ModelProto, scratch: Path) -> Path:
     """Write `proto` to a file in `scratch` and return its path."""
     import onnx
 
     path = scratch / "model.onnx"
-    large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _INLINE_LIMIT
+    large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _INLINE_LIMIT_BYTES
     onnx.save(proto, str(path), save_as_external_data=large)
     return path

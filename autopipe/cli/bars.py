@@ -13,7 +13,7 @@ from rich.progress import Progress, TaskID
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnBar:
+class RichBar:
     """A progress bar of rich. Rich redraws it."""
 
     _progress: Progress
@@ -31,7 +31,7 @@ class DrawnBar:
         self._progress.update(self._task, **change)
 
 
-class LineBar:
+class PrintedBar:
     """Prints a line of progress every `interval_s` seconds. The lines are printed by a separate
     thread, because solvers call no other code for minutes. For work that is shorter than the
     interval, nothing is printed.
@@ -56,7 +56,7 @@ class LineBar:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 
-    def __enter__(self) -> LineBar:
+    def __enter__(self) -> PrintedBar:
         self._thread.start()
         return self
 

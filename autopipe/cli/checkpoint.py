@@ -32,16 +32,16 @@ from autopipe.ir.errors import LaunchError
 from autopipe.ir.layout import full_slice
 from autopipe.ir.words import bytes_text, plural
 
-_FOLDER = click.argument("folder", metavar="DIR", type=PATH)
-_STEP = click.option(
+_FOLDER_ARGUMENT = click.argument("folder", metavar="DIR", type=PATH)
+_STEP_OPTION = click.option(
     "--step",
     type=click.IntRange(min=0),
     metavar="N",
     help="Number of completed steps of the checkpoint [the newest].",
 )
-_MOST = 60
+_MAX_LISTED_PARAMETERS = 60
 """Maximum number of parameters listed. Further ones are only counted."""
-_DIGITS = 12
+_DIGEST_CHARACTERS = 12
 """Number of characters of a digest that are shown to distinguish plans."""
 
 
@@ -82,8 +82,8 @@ def checkpoint() -> None:
 
 
 @checkpoint.command()
-@_FOLDER
-@_STEP
+@_FOLDER_ARGUMENT
+@_STEP_OPTION
 @standard_options
 def inspect(output: Output, folder: Path, step: int | None) -> None:
     """Say which checkpoints are in DIR, and what one of them holds: parameters, their shapes and
@@ -97,11 +97,11 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
     chosen = found_paths(folder, step)[-1]
     found = [FoundCheckpoint(path, read_checkpoint(path)) for path in paths]
     one = next(each for each in found if each.path == chosen)
-    output.result(checkpoint_form(found, one), *screen(found, one.checkpoint))
+    output.result(checkpoint_form(found, one), *checkpoints_screen(found, one.checkpoint))
 
 
 @checkpoint.command()
-@_FOLDER
+@_FOLDER_ARGUMENT
 @click.option(
     "--step",
     type=click.IntRange(min=0),
@@ -138,11 +138,11 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
 
 
 @checkpoint.command()
-@_FOLDER
+@_FOLDER_ARGUMENT
 @click.option(
     "-o", "--output", "target", type=PATH, required=True, help="ONNX or safetensors file to write."
 )
-@_STEP
+@_STEP_OPTION
 @click.option("--model", type=PATH, metavar="FILE", help="Path of the model [as during training].")
 @click.option(
     "--ema", is_flag=True, help="Write the moving averages of the weights (training.ema_decay)."
@@ -251,7 +251,9 @@ def _checkpoint_text(found: FoundCheckpoint) -> str:
     )
 
 
-def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[RenderableType]:
+def checkpoints_screen(
+    found: Sequence[FoundCheckpoint], held: Checkpoint
+) -> Iterator[RenderableType]:
     yield from (Text(_checkpoint_text(each)) for each in found)
     values = sum(tensor_bytes(each.value) for each in held.parameters)
     state = sum(tensor_bytes(tensor) for each in held.parameters for _, tensor in each.state)
@@ -264,7 +266,7 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     facts = {
         "of step": held.step,
         "model": held.model,
-        "plan": held.plan[:_DIGITS],
+        "plan": held.plan[:_DIGEST_CHARACTERS],
         "seed": held.seed,
         "optimizer": " ".join(f"{key}={value}" for key, value in held.optimizer.items()),
         "parameters": total + (f"; the optimizer's state, {bytes_text(state)}" if state else ""),
@@ -272,7 +274,7 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
     for name, fact in facts.items():
         about.add_row(name, Text(str(fact)))
     table = plain_table("parameter", "type and shape", "shards", "optimizer's state")
-    for each in held.parameters[:_MOST]:
+    for each in held.parameters[:_MAX_LISTED_PARAMETERS]:
         kept = ", ".join(name for name, _ in each.state)
         size = bytes_text(sum(tensor_bytes(tensor) for _, tensor in each.state))
         table.add_row(
@@ -282,6 +284,6 @@ def screen(found: Sequence[FoundCheckpoint], held: Checkpoint) -> Iterator[Rende
             f"{kept} ({size})" if kept else "" if each.trainable else "not trained",
         )
     yield from (Text(""), about, Text(""), table)
-    left = len(held.parameters) - _MOST
+    left = len(held.parameters) - _MAX_LISTED_PARAMETERS
     if left > 0:
         yield Text(f"and {left} more; --json lists all")

@@ -13,7 +13,9 @@ from autopipe.cli.output import Output
 from autopipe.ir.words import plural
 
 
-def _ranks(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
+def _parse_ranks(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[int, ...]:
     """Return the ranks in a text such as `0,17`, () for None."""
     try:
         return () if text is None else tuple(map(int, text.split(",")))
@@ -30,7 +32,7 @@ def _ranks(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option(
     "--ranks",
     metavar="R,R,...",
-    callback=_ranks,
+    callback=_parse_ranks,
     help="Write only these ranks, for inspection and dry runs.",
 )
 @FORCE

@@ -75,7 +75,7 @@ class ComparisonRow:
     best: frozenset[int] = frozenset()
 
 
-def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
+def metric_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
     """Yield one row per decision or prediction of the plans."""
     summaries = [plan.summary for plan in plans]
 
@@ -147,10 +147,10 @@ def figure_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
     )
 
 
-_LEAST_S = 5e-10
+_MIN_DIFFERENCE_S = 5e-10
 """Seconds below which a difference is a rounding error."""
 
-PARTS = tuple(Breakdown(0.0).parts)
+STEP_PARTS = tuple(Breakdown(0.0).parts)
 """Names of the parts of a step's time, the ideal time first. Their sum is the step time."""
 
 
@@ -162,19 +162,19 @@ def breakdown_rows(plans: Sequence[Plan]) -> Iterator[ComparisonRow]:
     def text(seconds: float | None) -> str:
         if seconds is None:
             return "-"
-        return seconds_text(seconds) if abs(seconds) >= _LEAST_S else "0"
+        return seconds_text(seconds) if abs(seconds) >= _MIN_DIFFERENCE_S else "0"
 
-    for name in PARTS:
+    for name in STEP_PARTS:
         values = [None if each.breakdown is None else each.breakdown.parts[name] for each in plans]
-        if any(abs(value or 0.0) >= _LEAST_S for value in values):
+        if any(abs(value or 0.0) >= _MIN_DIFFERENCE_S for value in values):
             yield ComparisonRow(name, tuple(map(text, values)))
 
 
-_MOST_LINES = 6
+_MAX_CHANGES_PER_DECISION = 6
 """Maximum number of changes listed per kind of decision. Changes that affect the most nodes come
 first.
 """
-_MOST_ENTRIES = 3
+_MAX_NODE_ENTRIES = 3
 
 
 def _change_text(change: Change) -> str:
@@ -182,7 +182,9 @@ def _change_text(change: Change) -> str:
         f"{each[0]} to {each[1]}" if isinstance(each, tuple) else str(each)
         for each in change.entries
     ]
-    told = ", ".join(named[:_MOST_ENTRIES]) + (", ..." if len(named) > _MOST_ENTRIES else "")
+    told = ", ".join(named[:_MAX_NODE_ENTRIES]) + (
+        ", ..." if len(named) > _MAX_NODE_ENTRIES else ""
+    )
     return f"{change.before} → {change.after}: {_nodes_text([change])} ({told})"
 
 
@@ -203,8 +205,8 @@ def diff_lines(diff: PlanDiff) -> Iterator[str]:
         yield "the same placement" + (", tasks in another order" if diff.orders else "")
     for what, changes in diff.changes:
         yield f"{what} of {_nodes_text(changes)}"
-        yield from (f"  {_change_text(change)}" for change in changes[:_MOST_LINES])
-        rest = changes[_MOST_LINES:]
+        yield from (f"  {_change_text(change)}" for change in changes[:_MAX_CHANGES_PER_DECISION])
+        rest = changes[_MAX_CHANGES_PER_DECISION:]
         if rest:
             ways = f"{len(rest)} other ways" if len(rest) > 1 else "another way"
             yield f"  {_nodes_text(rest)} in {ways}"
@@ -214,11 +216,11 @@ def compare_screen(
     plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff], width: int, colour: bool
 ) -> Iterator[RenderableType]:
     bare = [each.plan for each in plans]
-    yield _table("", plans, figure_rows(bare))
+    yield _comparison_table("", plans, metric_rows(bare))
     parts = list(breakdown_rows(bare))
     if parts:
         yield ""
-        yield _table("step, by what it goes to", plans, parts)
+        yield _comparison_table("step, by what it goes to", plans, parts)
     for each, diff in zip(plans[1:], diffs[1:], strict=True):
         yield ""
         yield f"{each} against {plans[0]}:"
@@ -230,7 +232,9 @@ def compare_screen(
     yield from draw_memories(steps, width, colour)
 
 
-def _table(head: str, plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow]) -> Table:
+def _comparison_table(
+    head: str, plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow]
+) -> Table:
     table = plain_table(head, *map(str, plans))
     for row in rows:
         cells = (
@@ -241,16 +245,16 @@ def _table(head: str, plans: Sequence[ComparisonPlan], rows: Iterable[Comparison
     return table
 
 
-_HUES = (213, 4, 30, 138, 174, 96, 330, 53, 246, 290, 15, 195)
+_PART_HUES = (213, 4, 30, 138, 174, 96, 330, 53, 246, 290, 15, 195)
 """Hues of the parts of a step, in their order."""
 
 
 def compare_report(plans: Sequence[ComparisonPlan], diffs: Sequence[PlanDiff]) -> Report:
     bare = [each.plan for each in plans]
-    sections = [("Figures", _markup_rows(plans, figure_rows(bare)))]
+    sections = [("Figures", _markup_rows(plans, metric_rows(bare)))]
     parts = list(breakdown_rows(bare))
     if parts:
-        markup = _bars(plans) + _markup_rows(plans, parts)
+        markup = _step_bars(plans) + _markup_rows(plans, parts)
         sections.append(("What a step's time goes to, on average over the devices", markup))
     if len(plans) > 1:
         pairs = zip(plans[1:], ("\n".join(diff_lines(diff)) for diff in diffs[1:]), strict=True)
@@ -283,13 +287,14 @@ def _markup_rows(plans: Sequence[ComparisonPlan], rows: Iterable[ComparisonRow])
     return f'<div class="compared">{markup_table(("", *map(str, plans)), marked)}</div>'
 
 
-def _bars(plans: Sequence[ComparisonPlan]) -> str:
+def _step_bars(plans: Sequence[ComparisonPlan]) -> str:
     """Return the markup of one bar per step, which shows its parts. All bars have one scale. A
     legend explains the colours.
     """
     longest = max(each.plan.summary.step_time_s for each in plans)
     colours = {
-        name: f"hsl({_HUES[index % len(_HUES)]} 60% 55%)" for index, name in enumerate(PARTS)
+        name: f"hsl({_PART_HUES[index % len(_PART_HUES)]} 60% 55%)"
+        for index, name in enumerate(STEP_PARTS)
     }
     lines = []
     drawn = set()

@@ -32,7 +32,7 @@ from autopipe.configs.configuration import (
 from autopipe.configs.schema import field_docs
 from autopipe.configs.yaml_source import BYTES
 from autopipe.ir.cluster import Cluster
-from autopipe.ir.codec import describe, encode, encode_as, keys
+from autopipe.ir.codec import describe_type, encode, encode_as, schema_keys
 from autopipe.ir.words import plural
 from autopipe.passes.registry import (
     scheduler_class,
@@ -208,15 +208,15 @@ def _show_choices(
         declared = [
             {
                 "key": f"{key}.{option.name}",
-                "type": describe(option.hint),
+                "type": describe_type(option.hint),
                 "default": None if option.required else encode_as(option.default, option.hint),
                 "meaning": " ".join(docs.get(option.name, "").split()),
             }
-            for option in keys(kind)
+            for option in schema_keys(kind)
         ]
         entries.append({"name": name, "summary": summary, "options": declared})
         summaries.add_row(name, summary)
-        for option, each in zip(keys(kind), declared, strict=True):
+        for option, each in zip(schema_keys(kind), declared, strict=True):
             default = "required" if option.required else json.dumps(each["default"])
             options += [
                 f"{each['key']}: {each['type']}, default {default}",

@@ -23,7 +23,7 @@ from autopipe.api.explanation import (
 from autopipe.api.summary_text import degrees_text
 from autopipe.cli.options import MODEL, PATH, standard_options
 from autopipe.cli.output import Output, group_text, plain_table
-from autopipe.cli.plan_report import over_text, reason_lines, strategy_text
+from autopipe.cli.plan_report import reason_lines, strategy_text, text_over_chosen
 from autopipe.ir.timeline import StagePrediction
 from autopipe.ir.words import bytes_text, count_text, plural, printable, seconds_text
 from autopipe.passes.degree_table import DegreeRow
@@ -101,10 +101,10 @@ def explain(
         model=model,
         events=output,
     )
-    output.result({"plan": folder, **found.data}, *_screen(found))
+    output.result({"plan": folder, **found.data}, *_explanation_screen(found))
 
 
-def _screen(found: explanation.Explanation) -> Sequence[RenderableType]:
+def _explanation_screen(found: explanation.Explanation) -> Sequence[RenderableType]:
     """Return the texts and tables that a terminal shows of an explanation."""
     match found:
         case NodeExplanation():
@@ -169,13 +169,13 @@ def _step_cells(row: DegreeRow, plan_s: float) -> Iterator[str]:
     yield row.schedule
     yield f"{row.micro_batches} of {row.micro_batch_size}"
     yield seconds_text(row.step_time_s)
-    yield over_text(row.step_time_s, plan_s)
+    yield text_over_chosen(row.step_time_s, plan_s)
     yield bytes_text(row.peak_memory_bytes or 0)
     yield "-" if row.mfu is None else f"{row.mfu:.1%}"
 
 
-_MOST_WAITS = 8
-_LEAST_S = 1e-12
+_MAX_LISTED_WAITS = 8
+_MIN_SHOWN_S = 1e-12
 """Shorter times, in seconds, are rounding errors and not shown."""
 
 
@@ -189,7 +189,7 @@ def _device_screen(found: DeviceExplanation) -> Sequence[RenderableType]:
     stages = f"{plural(len(report.stages), 'stage')} {', '.join(map(str, report.stages))}"
     table = plain_table("does", "tasks", "seconds", "of the step", right=1)
     for name, count, seconds in _device_rows(report):
-        if seconds > _LEAST_S:
+        if seconds > _MIN_SHOWN_S:
             table.add_row(
                 name, count, seconds_text(seconds), f"{seconds / step_s:.1%}" if step_s else "-"
             )
@@ -214,9 +214,13 @@ def _device_rows(report: DeviceReport) -> Iterator[tuple[str, str, float]]:
         yield f"{words[task[-1]]} of stage {task[:-1]}", str(count), seconds
     yield "sums gradients", "", report.gradients_s
     yield "updates parameters", "", report.update_s
-    for device, seconds in report.waits[:_MOST_WAITS]:
+    for device, seconds in report.waits[:_MAX_LISTED_WAITS]:
         yield f"waits for device {device}", "", seconds
-    yield "waits for other devices", "", sum(seconds for _, seconds in report.waits[_MOST_WAITS:])
+    yield (
+        "waits for other devices",
+        "",
+        sum(seconds for _, seconds in report.waits[_MAX_LISTED_WAITS:]),
+    )
     yield "waits for messages on their way", "", report.messages_s
     yield "waits at the end", "", report.end_s
 
@@ -232,14 +236,14 @@ def _change_table(changes: Sequence[Change], chosen_s: float) -> Table:
         else:
             told = (
                 seconds_text(each.step_s),
-                over_text(each.step_s, chosen_s),
+                text_over_chosen(each.step_s, chosen_s),
                 bytes_text(each.peak_memory_bytes or 0),
             )
             table.add_row(each.what, *told)
     return table
 
 
-_MOST_EDGES = 12
+_MAX_LISTED_EDGES = 12
 
 
 def _node_screen(found: NodeExplanation) -> list[RenderableType]:
@@ -287,7 +291,7 @@ def _node_screen(found: NodeExplanation) -> list[RenderableType]:
 def _edge_table(report: NodeReport) -> Table:
     table = plain_table("value", "bytes", "other end", "what moves")
     table.columns[1].justify = "right"
-    for edge in report.edges[:_MOST_EDGES]:
+    for edge in report.edges[:_MAX_LISTED_EDGES]:
         node = printable(edge.node)
         moved = []
         if edge.exchanges:
@@ -301,8 +305,8 @@ def _edge_table(report: NodeReport) -> Table:
             moved.append("a message between the stages")
         value = f"{'reads' if edge.reads else 'gives'} {printable(edge.value)}"
         table.add_row(value, bytes_text(edge.bytes), node, "; ".join(moved) or "nothing")
-    if len(report.edges) > _MOST_EDGES:
-        table.add_row(f"... and {len(report.edges) - _MOST_EDGES} more")
+    if len(report.edges) > _MAX_LISTED_EDGES:
+        table.add_row(f"... and {len(report.edges) - _MAX_LISTED_EDGES} more")
     return table
 
 
@@ -382,7 +386,7 @@ def _message_lines(planned: PlanResult, stage: int) -> Iterator[str]:
 def _plan_screen(found: PlanExplanation) -> list[RenderableType]:
     plan = found.planned.plan
     summary = plan.summary
-    following = explanation.next_best(plan.alternatives)
+    following = explanation.next_best_alternative(plan.alternatives)
     degrees = degrees_text(summary)
     screen: list[RenderableType] = [
         f"{plan.model}: {summary.strategy} with {summary.schedule}, {plan.mode},"
@@ -395,7 +399,7 @@ def _plan_screen(found: PlanExplanation) -> list[RenderableType]:
         )
     else:
         assert following.step_time_s is not None
-        over = over_text(following.step_time_s, summary.step_time_s)
+        over = text_over_chosen(following.step_time_s, summary.step_time_s)
         what = f"{strategy_text(following)} with {following.choice.schedule}"
         screen.append(f"next best: {what}, {seconds_text(following.step_time_s)} ({over}):")
         screen.append(Text(f"  {found.commands[plan.alternatives.index(following)]}"))

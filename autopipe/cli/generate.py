@@ -13,7 +13,7 @@ from autopipe.cli.options import FORCE, MODEL, PATH, standard_options
 from autopipe.cli.output import Output
 from autopipe.ir.words import plural
 
-_TOKENS = click.IntRange(min=0)
+_TOKEN_COUNT_TYPE = click.IntRange(min=0)
 
 
 @click.command()
@@ -39,7 +39,7 @@ _TOKENS = click.IntRange(min=0)
 @click.option(
     "--eos",
     "eos",
-    type=_TOKENS,
+    type=_TOKEN_COUNT_TYPE,
     multiple=True,
     metavar="ID",
     help="Token that ends a sequence (repeatable).",
@@ -58,7 +58,9 @@ _TOKENS = click.IntRange(min=0)
     type=click.FloatRange(0, 1, min_open=True),
     help="Sample from the likeliest tokens whose probabilities add up to P.",
 )
-@click.option("--seed", type=_TOKENS, default=0, show_default=True, help="Seed of the sampling.")
+@click.option(
+    "--seed", type=_TOKEN_COUNT_TYPE, default=0, show_default=True, help="Seed of the sampling."
+)
 @click.option(
     "-o", "--output", type=PATH, metavar="FILE",
     help=(

@@ -19,7 +19,7 @@ from autopipe.ir.words import plural
 if TYPE_CHECKING:
     from autopipe.api.inspection import Inspection
 
-_MOST = 8
+_MAX_LISTED_ITEMS = 8
 """Maximum number of inputs, outputs, operators and branches listed. Further ones are only
 counted.
 """
@@ -42,12 +42,12 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
 
     found = inspect_model(model, configuration, output)
     table = facts_table()
-    for name, text in _rows(found, output.verbosity is Verbosity.DETAILED):
+    for name, text in _inspection_rows(found, output.verbosity is Verbosity.DETAILED):
         table.add_row(name, Text(text))  # Names from the model are not interpreted as rich markup.
     output.result(inspection_form(found), table)
 
 
-def _rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]]:
+def _inspection_rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, description) pairs. The name is empty if the description continues the one
     above.
     """
@@ -71,10 +71,12 @@ def _rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]]:
         )
     if found.form is not None:
         yield "loss", str(found.form)
-    yield from _several(
+    yield from _limited_rows(
         "inputs", [_value_text(value, axes.get(value.name)) for value in graph.inputs]
     )
-    yield from _several("outputs", [_value_text(graph.type_of(name)) for name in graph.outputs])
+    yield from _limited_rows(
+        "outputs", [_value_text(graph.type_of(name)) for name in graph.outputs]
+    )
     trained, kept = (
         [each.value for each in graph.parameters if each.trainable is flag]
         for flag in (True, False)
@@ -84,20 +86,25 @@ def _rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]]:
     rest = (
         (
             f"; {len(kept):,} {plural(len(kept), 'tensor')} not trained, "
-            f"{_bytes(sum(each.bytes for each in kept))}"
+            f"{_bytes_or_zero(sum(each.bytes for each in kept))}"
         )
         if kept
         else ""
     )
     yield (
         "parameters",
-        f"{elements:,} in {len(trained):,} {plural(len(trained), 'tensor')}, {_bytes(size)}{rest}",
+        f"{elements:,} in {len(trained):,} {plural(len(trained), 'tensor')}, "
+        f"{_bytes_or_zero(size)}{rest}",
     )
     yield from trained_lines(model.tensors, every)
     yield from gradient_lines(model)
     begins = [f"{count:,} {how}" for how, count in initial_values(graph).items()]
-    rest = f", and {len(begins) - _MOST} more ways" if len(begins) > _MOST else ""
-    yield "initial values", (", ".join(begins[:_MOST]) or "none") + rest
+    rest = (
+        f", and {len(begins) - _MAX_LISTED_ITEMS} more ways"
+        if len(begins) > _MAX_LISTED_ITEMS
+        else ""
+    )
+    yield "initial values", (", ".join(begins[:_MAX_LISTED_ITEMS]) or "none") + rest
     yield "nodes", f"{len(graph.nodes):,} of {model.nodes_before:,} after cleaning"
     yield (
         "operators",
@@ -108,29 +115,32 @@ def _rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]]:
     if work:
         forward = sum(each.forward_flops for each in work)
         backward = sum(each.backward_flops for each in work)
-        yield "operations", f"{_scaled(forward)}FLOP forward, {_scaled(backward)}FLOP backward"
-        yield "memory", f"{_bytes(sum(each.kept_bytes for each in work))} kept for backward"
+        yield (
+            "operations",
+            f"{_with_si_prefix(forward)}FLOP forward, {_with_si_prefix(backward)}FLOP backward",
+        )
+        yield "memory", f"{_bytes_or_zero(sum(each.kept_bytes for each in work))} kept for backward"
         told = [
             f"{each.flops / forward:.0%} of the operations in {each.nodes:,} "
             f"{plural(each.nodes, 'node')} from {each.first!r}"
             for each in found.branches
         ]
-        yield from _several("branches", told or ["none: one chain of work"])
+        yield from _limited_rows("branches", told or ["none: one chain of work"])
     told = [
         f"{each.operator} ({each.count}), first at {each.node!r}; {each.reason}"
         for each in model.unsupported
     ]
-    yield from _several("not supported", told)
+    yield from _limited_rows("not supported", told)
     if not told:
         yield "supported", "every operator"
 
 
-def _several(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _limited_rows(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield several lines under one name. If there are too many, the last line has the number of
     omitted lines.
     """
-    if len(lines) > _MOST:
-        lines = [*lines[: _MOST - 1], f"and {len(lines) - _MOST + 1} more"]
+    if len(lines) > _MAX_LISTED_ITEMS:
+        lines = [*lines[: _MAX_LISTED_ITEMS - 1], f"and {len(lines) - _MAX_LISTED_ITEMS + 1} more"]
     for number, line in enumerate(lines):
         yield "" if number else name, line
 
@@ -140,7 +150,7 @@ def _value_text(value: Value, axis: int | None = None) -> str:
     return f"{value.name!r} {value.dtype.value}{list(value.shape)}{samples}"
 
 
-def _scaled(number: float) -> str:
+def _with_si_prefix(number: float) -> str:
     for prefix in ("", "k", "M", "G", "T", "P"):
         if number < 1000:
             return f"{number:.3g} {prefix}"
@@ -148,7 +158,7 @@ def _scaled(number: float) -> str:
     return f"{number:.3g} E"
 
 
-def _bytes(count: float) -> str:
+def _bytes_or_zero(count: float) -> str:
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return (

@@ -21,10 +21,10 @@ from autopipe.cli.options import FORCE, MODEL, PATH, Command, stepwise_options
 from autopipe.cli.output import Output
 from autopipe.ir.words import plural
 
-_SECONDS = click.FloatRange(min=0, min_open=True)
+_POSITIVE_SECONDS = click.FloatRange(min=0, min_open=True)
 
 
-def _interval(
+def _parse_interval(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> tuple[int, float] | None:
     """Return (steps, minutes) for a text such as `50` or `30m`, None for None."""
@@ -37,8 +37,8 @@ def _interval(
 def launch_option(name: str) -> Callable[[Command], Command]:
     """Return click's option for the setting `name` of `LaunchSettings`."""
     field, flag = launch_flags()[name]
-    if name in _SHARED:
-        return _SHARED[name]
+    if name in _SHARED_OPTIONS:
+        return _SHARED_OPTIONS[name]
     kind = str(field.type)
     words = f"--{name.replace('_', '-')}"
     details: dict[str, Any] = {"help": flag.help}
@@ -50,7 +50,7 @@ def launch_option(name: str) -> Callable[[Command], Command]:
         details["default"] = field.default
         details["show_default"] = flag.shows_default
     if name == "checkpoint_every":
-        details["callback"] = _interval
+        details["callback"] = _parse_interval
     elif flag.choices:
         details["type"] = click.Choice(flag.choices)
     elif kind == "bool":
@@ -63,11 +63,11 @@ def launch_option(name: str) -> Callable[[Command], Command]:
     elif kind.startswith("int"):
         details["type"] = click.IntRange(min=None if flag.minimum is None else int(flag.minimum))
     elif kind == "float":
-        details["type"] = _SECONDS
+        details["type"] = _POSITIVE_SECONDS
     return click.option(words, **details)
 
 
-_SHARED = {"model": MODEL, "force": FORCE}
+_SHARED_OPTIONS = {"model": MODEL, "force": FORCE}
 """Options that several commands have, by setting."""
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autopipe.api.launching import Record, Run
 from autopipe.backends.torch.metrics import mean_of_steps
-from autopipe.cli.bars import LineBar
+from autopipe.cli.bars import PrintedBar
 from autopipe.cli.output import Output, Verbosity, plain_table
 from autopipe.ir.cluster import usable_cpu_cores
 from autopipe.ir.words import bytes_text, plural, seconds_text
@@ -47,7 +47,7 @@ class StepDisplay:
     no terminal.
     """
 
-    def __init__(self, run: Run, output: Output, every: int, lines: LineBar) -> None:
+    def __init__(self, run: Run, output: Output, every: int, lines: PrintedBar) -> None:
         from rich.live import Live
 
         self._run = run
@@ -136,7 +136,7 @@ def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str
     unit = "tok/s" if record["tokens_per_s"] is not None else "samples/s"
     rate = record["tokens_per_s"] or record["samples_per_s"]
     milliseconds, predicted = (
-        _digits(each * 1e3) for each in (record["step_time_s"], run.manifest.predicted_step_s)
+        _three_digits(each * 1e3) for each in (record["step_time_s"], run.manifest.predicted_step_s)
     )
     memory = bytes_text(max(record["peak_memory_bytes"])).removesuffix("iB").replace(" ", "")
     parts = {
@@ -144,9 +144,9 @@ def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str
         "loss": "" if record["loss"] is None else f"loss {record['loss']:.4g}",
         "learning rate": ""
         if record["learning_rate"] is None
-        else f"lr {_exponent(record['learning_rate'])}",
+        else f"lr {_short_exponent(record['learning_rate'])}",
         "time": f"{milliseconds} ms (pred. {predicted})",
-        "rate": f"{_thousands(rate)} {unit}",
+        "rate": f"{_with_thousands(rate)} {unit}",
         "memory": f"{'GPU' if run.gpus else 'RSS'} {memory}",
         "left": left,
     }
@@ -163,12 +163,12 @@ def live_line(run: Run, record: Record, each_s: float | None, width: int) -> str
     return line[:width]
 
 
-def _digits(value: float) -> str:
+def _three_digits(value: float) -> str:
     """Format a value with about three digits: `61.2`, `9000`."""
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def _exponent(value: float) -> str:
+def _short_exponent(value: float) -> str:
     """Format a value below 0.01 as `3e-4`, other values with two significant digits."""
     if not 0 < value < 1e-2:
         return f"{value:.2g}"
@@ -176,12 +176,12 @@ def _exponent(value: float) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
-def _thousands(value: float) -> str:
+def _with_thousands(value: float) -> str:
     """Format a value with the suffix k or M: `8.4k`."""
     for unit, scale in (("M", 1e6), ("k", 1e3)):
         if value >= scale:
-            return f"{_digits(value / scale)}{unit}"
-    return _digits(value)
+            return f"{_three_digits(value / scale)}{unit}"
+    return _three_digits(value)
 
 
 def clock_text(seconds: float) -> str:

@@ -46,22 +46,22 @@ COMMANDS: Final = {
 of command NAME is in the module `autopipe.cli.NAME`.
 """
 
-INTERRUPTED: Final = 130
-BROKEN_PIPE: Final = 141
-YOUNG_OBJECTS: Final = 100_000
+INTERRUPTED_EXIT_CODE: Final = 130
+BROKEN_PIPE_EXIT_CODE: Final = 141
+ALLOCATIONS_PER_COLLECTION: Final = 100_000
 """Number of allocations between two runs of the garbage collector. Graphs and tables consist of
 many small objects without reference cycles. With Python's default of 700, garbage collection takes
 an eighth of the time of a search.
 """
-_MOST_LETTERS: Final = 4000
+_MAX_ERROR_CHARACTERS: Final = 4000
 """Maximum number of characters in the line of an error."""
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk or an exceeded quota."""
-_STARTING_RANKS: Final = ("launch", "generate", "verify")
+_COMMANDS_WITH_RANKS: Final = ("launch", "generate", "verify")
 """Commands that start ranks through a fork server."""
-_STARTING_NONE: Final = frozenset({"-h", "--help", "--dry-run", "--static"})
+_FLAGS_WITHOUT_RANKS: Final = frozenset({"-h", "--help", "--dry-run", "--static"})
 """Flags with which these commands start no ranks."""
-RUN_EXTRA: Final = frozenset({"torch"})
+RUN_EXTRA_MODULES: Final = frozenset({"torch"})
 """Modules that only the extra `run` installs. All other modules that autopipe imports are always
 installed.
 """
@@ -136,14 +136,14 @@ def main(
     error 70. With --json the error is also printed to stdout as one JSON object, with --debug the
     traceback is printed to stderr.
     """
-    gc.set_threshold(YOUNG_OBJECTS)
+    gc.set_threshold(ALLOCATIONS_PER_COLLECTION)
     own = sys.__stdout__
     # A stream that other code has assigned is closed by that code.
     if own is not None and sys.stdout is own:
         if isinstance(own, io.TextIOWrapper):
             # A terminal of ASCII, latin-1 or cp1252 lacks characters of tables.
             own.reconfigure(errors="replace")
-        sys.stdout = whole_writes(own)
+        sys.stdout = stream_with_complete_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = words[: words.index("--")] if "--" in words else words
     if arguments is None and command is None and starts_ranks(options):
@@ -160,10 +160,10 @@ def main(
         # The reader has closed the pipe (`autopipe show … | head`). Keep the interpreter from
         # flushing into the closed pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return BROKEN_PIPE_EXIT_CODE
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
@@ -172,8 +172,8 @@ def main(
         if "--debug" in options:
             traceback.print_exception(error)
             click.echo(version_report(), err=True)
-        failure = _described(error)
-        _report(failure, as_json="--json" in options)
+        failure = _as_autopipe_error(error)
+        _print_error(failure, as_json="--json" in options)
         return failure.exit_code
     return code if isinstance(code, int) else 0
 
@@ -206,10 +206,12 @@ class _WarningPrinter:
 
 def starts_ranks(words: Sequence[str]) -> bool:
     """Return True if a valid command line with these words starts ranks."""
-    return bool(words) and words[0] in _STARTING_RANKS and _STARTING_NONE.isdisjoint(words)
+    return (
+        bool(words) and words[0] in _COMMANDS_WITH_RANKS and _FLAGS_WITHOUT_RANKS.isdisjoint(words)
+    )
 
 
-def _described(error: Exception) -> AutopipeError:
+def _as_autopipe_error(error: Exception) -> AutopipeError:
     """Return the error in the form in which the user sees it."""
     match error:
         case AutopipeError():
@@ -221,7 +223,7 @@ def _described(error: Exception) -> AutopipeError:
             )
         case click.ClickException():
             return ConfigurationError(error.format_message())
-        case ModuleNotFoundError() if error.name in RUN_EXTRA:
+        case ModuleNotFoundError() if error.name in RUN_EXTRA_MODULES:
             return ConfigurationError(
                 f"this command requires {error.name}", hint="pip install 'autopipe[run]'"
             )
@@ -229,7 +231,7 @@ def _described(error: Exception) -> AutopipeError:
             # The operating system's message about a path that the user gave: the name is too long,
             # or the folder may not be read.
             return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
-        case OSError() if error.errno in _FULL:
+        case OSError() if error.errno in _DISK_FULL_ERRNOS:
             hint = (
                 f"free disk space, also in the folder of temporary files, {tempfile.gettempdir()}"
             )
@@ -263,18 +265,20 @@ def version_report() -> str:
     return "\n".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _report(error: AutopipeError, as_json: bool) -> None:
+def _print_error(error: AutopipeError, as_json: bool) -> None:
     """Print the error's lines on stderr and, with `as_json`, its JSON object on stdout. Of a very
     long line, which a file with megabytes of names can cause, only the beginning and the end are
     printed.
     """
     from autopipe.ir.words import printable
 
-    half = _MOST_LETTERS // 2
+    half = _MAX_ERROR_CHARACTERS // 2
     place = f"{error.where}: " if error.where else ""
     for kind, text in (("error", place + " ".join(error.message.split())), ("hint", error.hint)):
         if text:
-            line = text if len(text) <= _MOST_LETTERS else f"{text[:half]} ... {text[-half:]}"
+            line = (
+                text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+            )
             told = f"{kind}: {printable(line)}"
             if sys.stderr.isatty():  # Without a terminal, an error is one line.
                 columns = max(20, os.get_terminal_size(sys.stderr.fileno()).columns)
@@ -290,7 +294,7 @@ def _report(error: AutopipeError, as_json: bool) -> None:
         click.echo(json.dumps({"error": {"kind": type(error).__name__, **parts}}))
 
 
-def whole_writes(stream: TextIO) -> TextIO:
+def stream_with_complete_writes(stream: TextIO) -> TextIO:
     """Return a stream that writes each text completely.
 
     If stdout is unbuffered, as PYTHONUNBUFFERED requests in most containers, and a signal arrives

@@ -84,7 +84,7 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
     return with_output
 
 
-_MODEL_FLAGS = ("dim", "assignment", "batch_axis")
+_MODEL_FLAG_ARGUMENTS = ("dim", "assignment", "batch_axis")
 """Names of the arguments in which click passes the values of `_model_flags`."""
 
 
@@ -120,7 +120,7 @@ def model_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_configuration(*args: Any, **kwargs: Any) -> Any:
-        dims, assignments, axes = (kwargs.pop(name) for name in _MODEL_FLAGS)
+        dims, assignments, axes = (kwargs.pop(name) for name in _MODEL_FLAG_ARGUMENTS)
         configuration = load_configuration(dims=dims, assignments=assignments, batch_axes=axes)
         return command(*args, configuration=configuration, **kwargs)
 
@@ -129,7 +129,7 @@ def model_options(command: Command) -> Command:
     return with_configuration  # type: ignore[return-value]
 
 
-def _completion(
+def _completion_function(
     flag: str,
 ) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]] | None:
     """Return the function that completes values of `flag` in a shell, None if its values are not
@@ -166,14 +166,15 @@ def configuration_options(command: Command) -> Command:
     from autopipe.configs.configuration import (
         OPTION_FLAGS,
         Configuration,
-        flags,
         load_configuration,
+        top_level_flags,
     )
     from autopipe.configs.schema import field_docs
 
     docs = field_docs(Configuration)
     texts = {
-        flag: (metavar, docs[key].replace("`", "")) for flag, (key, metavar) in flags().items()
+        flag: (metavar, docs[key].replace("`", ""))
+        for flag, (key, metavar) in top_level_flags().items()
     }
     texts |= {flag: (metavar, text) for flag, (_, metavar, text) in OPTION_FLAGS.items()}
     # Names of the arguments in which click passes the values. The prefix avoids the names of a
@@ -182,7 +183,7 @@ def configuration_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def with_configuration(*args: Any, **kwargs: Any) -> Any:
-        file, *words = (kwargs.pop(name) for name in ("config", *_MODEL_FLAGS))
+        file, *words = (kwargs.pop(name) for name in ("config", *_MODEL_FLAG_ARGUMENTS))
         given = {
             flag: word for flag, name in names.items() if (word := kwargs.pop(name)) is not None
         }
@@ -210,7 +211,11 @@ def configuration_options(command: Command) -> Command:
             ),
             *(
                 click.option(
-                    flag, names[flag], metavar=word, help=text, shell_complete=_completion(flag)
+                    flag,
+                    names[flag],
+                    metavar=word,
+                    help=text,
+                    shell_complete=_completion_function(flag),
                 )
                 for flag, (word, text) in texts.items()
             ),

@@ -23,11 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autopipe.api.events import Progress as Work
-from autopipe.cli.bars import DrawnBar, LineBar
+from autopipe.cli.bars import PrintedBar, RichBar
 from autopipe.ir.placement import devices_text
 from autopipe.ir.words import printable_lines
 
-_PIPED_WIDTH = 160
+_WIDTH_WITHOUT_TERMINAL = 160
 """Line width in characters if stdout is no terminal and COLUMNS is not set."""
 
 
@@ -40,7 +40,7 @@ class Verbosity(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Printable:
+class _EscapedRenderable:
     """A renderable whose text is escaped by `printable`; its styles are unchanged."""
 
     part: RenderableType
@@ -54,10 +54,10 @@ class _Printable:
             )
 
 
-def _console(stderr: bool = False) -> Console:
+def _make_console(stderr: bool = False) -> Console:
     console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdecimal():
-        console.width = _PIPED_WIDTH
+        console.width = _WIDTH_WITHOUT_TERMINAL
     return console
 
 
@@ -70,8 +70,8 @@ class Output:
 
     as_json: bool = False
     verbosity: Verbosity = Verbosity.NORMAL
-    stdout: Console = field(default_factory=_console)
-    stderr: Console = field(default_factory=lambda: _console(stderr=True))
+    stdout: Console = field(default_factory=_make_console)
+    stderr: Console = field(default_factory=lambda: _make_console(stderr=True))
     interval_s: float = 10.0
     """Seconds between two lines of progress if stderr is no terminal."""
 
@@ -89,7 +89,7 @@ class Output:
         tables).
         """
         if self.as_json:
-            self.stdout.file.write(json.dumps(_plain(data), allow_nan=False) + "\n")
+            self.stdout.file.write(json.dumps(_as_json_value(data), allow_nan=False) + "\n")
             return
         for part in shown:
             self._print(self.stdout, part)
@@ -116,7 +116,7 @@ class Output:
     def record(self, data: Mapping[str, object]) -> None:
         """With `as_json`, print a part of a growing result as one JSON line."""
         if self.as_json:
-            self.stdout.file.write(json.dumps(_plain(data), allow_nan=False) + "\n")
+            self.stdout.file.write(json.dumps(_as_json_value(data), allow_nan=False) + "\n")
             self.stdout.file.flush()
 
     def note(self, text: str) -> None:
@@ -133,7 +133,7 @@ class Output:
         """Print a warning on stderr, also with -q."""
         advice = f" ({hint})" if hint else ""
         text = Text.assemble(("warning: ", "yellow"), f"{message}{advice}")
-        self.stderr.print(_Printable(text), soft_wrap=not self.stderr.is_terminal)
+        self.stderr.print(_EscapedRenderable(text), soft_wrap=not self.stderr.is_terminal)
 
     @contextmanager
     def progress(self, description: str, total: float | None = None) -> Iterator[Work]:
@@ -155,14 +155,14 @@ class Output:
         )
         hidden = self.verbosity is Verbosity.QUIET
         with Progress(*columns, console=self.stderr, transient=True, disable=hidden) as progress:
-            yield DrawnBar(progress, progress.add_task(description, total=total, note=""))
+            yield RichBar(progress, progress.add_task(description, total=total, note=""))
 
     @contextmanager
-    def progress_lines(self, description: str, total: float | None = None) -> Iterator[LineBar]:
+    def progress_lines(self, description: str, total: float | None = None) -> Iterator[PrintedBar]:
         """Context manager that prints a line of progress every `interval_s` seconds if stderr is no
         terminal and -q was not given. It is for work that shows its progress on terminals itself.
         """
-        bar = LineBar(self.note, description, total, self.interval_s)
+        bar = PrintedBar(self.note, description, total, self.interval_s)
         if self.stderr.is_terminal or self.verbosity is Verbosity.QUIET:
             yield bar
             return
@@ -174,36 +174,37 @@ class Output:
         line. A `Text` (a row of a timeline, a command to copy) keeps its own line breaks, however
         narrow the terminal is.
         """
-        plain = printable_lines(part) if isinstance(part, str) else _Printable(part)
+        plain = printable_lines(part) if isinstance(part, str) else _EscapedRenderable(part)
         kept = isinstance(part, Text) or (isinstance(part, str) and not console.is_terminal)
         console.print(plain, soft_wrap=kept)
 
 
-def _plain(value: object) -> object:
+def _as_json_value(value: object) -> object:
     """Convert `value` to the types of JSON. An infinite number or NaN becomes "inf", "-inf" or
     "nan", because JSON has no such numbers.
     """
     match value:
         case enum.Enum():
-            return _plain(value.value)
+            return _as_json_value(value.value)
         case None | int() | str():
             return value
         case float():
             return float(value) if math.isfinite(value) else str(float(value))
         case Mapping():
-            return {str(key): _plain(entry) for key, entry in value.items()}
+            return {str(key): _as_json_value(entry) for key, entry in value.items()}
         case list() | tuple():
-            return [_plain(entry) for entry in value]
+            return [_as_json_value(entry) for entry in value]
         case set() | frozenset():
-            return [_plain(entry) for entry in sorted(value)]
+            return [_as_json_value(entry) for entry in sorted(value)]
         case PurePath():
             return str(value)
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {
-                part.name: _plain(getattr(value, part.name)) for part in dataclasses.fields(value)
+                part.name: _as_json_value(getattr(value, part.name))
+                for part in dataclasses.fields(value)
             }
         case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays
-            return _plain(value.tolist())
+            return _as_json_value(value.tolist())
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 

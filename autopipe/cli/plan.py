@@ -74,7 +74,7 @@ def plan(
       autopipe plan --from gpt.onnx.plan --schedule gpipe -o gpipe.plan
     """
     from autopipe.api.planning import plan as plan_model
-    from autopipe.cli.progress import Watcher, names_of
+    from autopipe.cli.progress import ProgressObserver, pass_names_of_request
     from autopipe.passes.pipeline import Observer, Request, untried_options
 
     if model is None and base is None:
@@ -83,8 +83,8 @@ def plan(
 
     @contextmanager
     def observe(request: Request) -> Iterator[Observer]:
-        with output.progress("planning", total=len(names_of(request))) as bar:
-            yield Watcher(output, bar, request, dump_after, debug)
+        with output.progress("planning", total=len(pass_names_of_request(request))) as bar:
+            yield ProgressObserver(output, bar, request, dump_after, debug)
 
     made = plan_model(
         configuration,

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.model import Model, Tensor
     from autopipe.passes.pipeline import PlanResult, Request
 
-_LEAST = 5e-4
+_MIN_LISTED_FRACTION = 5e-4
 """Fraction of a step below which a part is not listed."""
-_EXCHANGES = ("exposed P2P", "collectives", "gradients")
+_COMMUNICATION_PARTS = ("exposed P2P", "collectives", "gradients")
 
 
 def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterator[str]:
@@ -55,16 +55,16 @@ def distance_lines(breakdown: Breakdown, devices: int, kinds: int = 1) -> Iterat
         )
     yield f"ideal {seconds_text(ideal_s)} ({work}), {times}"
 
-    def told(parts: Iterable[tuple[str, float, str]]) -> str:
-        large = (each for each in parts if step_s and abs(each[1]) >= _LEAST * step_s)
+    def parts_text(parts: Iterable[tuple[str, float, str]]) -> str:
+        large = (each for each in parts if step_s and abs(each[1]) >= _MIN_LISTED_FRACTION * step_s)
         return ", ".join(f"{name} {seconds / step_s:.1%}{note}" for name, seconds, note in large)
 
     losses = [(*each, "") for each in breakdown.losses]
-    inside = told(each for each in losses if each[0] in _EXCHANGES)
-    outside = [each for each in losses if each[0] not in _EXCHANGES]
+    inside = parts_text(each for each in losses if each[0] in _COMMUNICATION_PARTS)
+    outside = [each for each in losses if each[0] not in _COMMUNICATION_PARTS]
     exchanged_s = breakdown.exposed_p2p_s + breakdown.collectives_s + breakdown.gradients_s
     outside.append(("communication", exchanged_s, f" ({inside})" if inside else ""))
-    if parts := told(sorted(outside, key=lambda each: -each[1])):
+    if parts := parts_text(sorted(outside, key=lambda each: -each[1])):
         yield f"of the step: ideal {ideal_s / step_s:.1%}, {parts}"
 
 
@@ -111,7 +111,7 @@ def candidates_screen(
             schedule if each.same_as is None else f"{schedule}, as {each.same_as}",
             str(each.micro_batches),
             f"{at_least}{seconds_text(least_s)}",
-            f"{at_least}{over_text(least_s, chosen_s)}",
+            f"{at_least}{text_over_chosen(least_s, chosen_s)}",
             *(["-" if bound_s is None else seconds_text(bound_s)] if most is None else []),
             "-" if memory is None else bytes_text(memory),
         )
@@ -138,15 +138,15 @@ def strategy_text(alternative: Alternative) -> str:
     return f"{choice.strategy} ({told})" if told else choice.strategy
 
 
-def over_text(step_s: float, chosen_s: float) -> str:
-    return "same" if step_s == chosen_s else _change(chosen_s, step_s)
+def text_over_chosen(step_s: float, chosen_s: float) -> str:
+    return "same" if step_s == chosen_s else _change_text(chosen_s, step_s)
 
 
-def _change(before: float, now: float) -> str:
+def _change_text(before: float, now: float) -> str:
     return f"{now / before - 1:+.1%}" if before else "-"
 
 
-REASONS = 4
+MAX_LISTED_REASONS = 4
 """Maximum number of reasons listed in a line. The others are only counted."""
 
 
@@ -157,10 +157,13 @@ def trained_lines(tensors: Sequence[Tensor], every: bool) -> Iterator[tuple[str,
     for word, chosen in (("trained", True), ("not trained", False)):
         found = [each for each in tensors if each.trained is chosen]
         if found or chosen:
-            yield word, _reasons(found) if found else "nothing"
+            yield word, _reasons_text(found) if found else "nothing"
     doubtful = [each for each in tensors if each.doubtful]
     if doubtful:
-        yield "doubtful", list_first([repr(each.value.name) for each in doubtful], REASONS)
+        yield (
+            "doubtful",
+            list_first([repr(each.value.name) for each in doubtful], MAX_LISTED_REASONS),
+        )
     for each in tensors if every else ():
         shape = "×".join(map(str, each.value.shape)) or "scalar"
         word = "trained" if each.trained else "not trained"
@@ -179,14 +182,14 @@ def gradient_lines(model: Model) -> Iterator[tuple[str, str]]:
         )
 
 
-def _reasons(tensors: Sequence[Tensor]) -> str:
+def _reasons_text(tensors: Sequence[Tensor]) -> str:
     reasons: Counter[str] = Counter()
     for each in tensors:
         reasons[each.why] += each.value.elements
     told = reasons.most_common()
-    texts = [f"{count:,} {why}" for why, count in told[:REASONS]]
-    if len(told) > REASONS:
-        texts.append(f"{sum(count for _, count in told[REASONS:]):,} for other reasons")
+    texts = [f"{count:,} {why}" for why, count in told[:MAX_LISTED_REASONS]]
+    if len(told) > MAX_LISTED_REASONS:
+        texts.append(f"{sum(count for _, count in told[MAX_LISTED_REASONS:]):,} for other reasons")
     total = (
         f"{sum(reasons.values()):,} {plural(sum(reasons.values()), 'element')} in "
         f"{count_text(len(tensors), 'tensor')}"
@@ -194,7 +197,7 @@ def _reasons(tensors: Sequence[Tensor]) -> str:
     return f"{total}: {', '.join(texts)}"
 
 
-_SAME = 5e-4
+_EQUAL_TOLERANCE = 5e-4
 """Relative changes below this count as none."""
 
 
@@ -217,15 +220,15 @@ def plan_delta(
     rates = (was.samples_per_s, is_now.samples_per_s)
     bubbles = (was.bubble_rate, is_now.bubble_rate)
     peaks = [max(each.peak_memory_bytes) for each in (was, is_now)]
-    table.add_row("step", *map(seconds_text, times), _change(*times))
-    table.add_row("samples/s", *(f"{rate:,.1f}" for rate in rates), _change(*rates))
+    table.add_row("step", *map(seconds_text, times), _change_text(*times))
+    table.add_row("samples/s", *(f"{rate:,.1f}" for rate in rates), _change_text(*rates))
     table.add_row(
         "bubble",
         *(f"{rate:.1%}" for rate in bubbles),
         f"{100 * (bubbles[1] - bubbles[0]):+.1f} points",
     )
-    table.add_row("peak memory", *map(bytes_text, peaks), _change(*peaks))
-    if abs(ratio - 1) < _SAME:
+    table.add_row("peak memory", *map(bytes_text, peaks), _change_text(*peaks))
+    if abs(ratio - 1) < _EQUAL_TOLERANCE:
         verdict = "neither better nor worse than"
     elif before.batch_size != now.batch_size:
         how = (
@@ -241,14 +244,14 @@ def plan_delta(
     return form, [table, f"{verdict} what {folder} held"]
 
 
-_MOST_ROWS = 16
+_MAX_STAGE_ROWS = 16
 """Maximum number of stages in a table. If there are more, only the first and the last are
 listed.
 """
-_FEWEST_ROWS = 3
-MOST_LINES = 20
+_MIN_STAGE_ROWS = 3
+MAX_SCREEN_LINES = 20
 """Maximum number of lines that `autopipe plan` prints; -v removes the limit."""
-_NEXT_BEST = 3
+_LISTED_ALTERNATIVES = 3
 
 
 def plan_screen(
@@ -262,7 +265,7 @@ def plan_screen(
     """Yield the decisions, the predictions, the next best candidates, the plan's folder and the
     next commands.
 
-    The stages are listed if `MOST_LINES` allows it. `found` describes how the devices were
+    The stages are listed if `MAX_SCREEN_LINES` allows it. `found` describes how the devices were
     determined. `untried` are the options that only strategy `auto` would have tried.
     """
     plan = planned.plan
@@ -291,21 +294,21 @@ def plan_screen(
     degrees = degrees_text(summary)
     after: list[RenderableType] = [
         *([f"degrees: {degrees}"] if degrees else []),
-        f"{prediction_line(summary)}{_memory_limits(plan)}",
+        f"{prediction_line(summary)}{_memory_limits_text(plan)}",
         traffic_line(summary),
         *scores_lines(summary),
         schedule_line(plan),
         *host_help_lines(plan),
         *([untried_line(untried)] if untried else []),
-        *candidates_screen(plan.alternatives, summary.step_time_s, _NEXT_BEST),
+        *candidates_screen(plan.alternatives, summary.step_time_s, _LISTED_ALTERNATIVES),
         f"plan in {folder}",
         f"next: autopipe explain {word}    autopipe show {word}    autopipe codegen {word}",
     ]
-    room = MOST_LINES - sum(map(output.height, (*before, *after))) - 1
+    room = MAX_SCREEN_LINES - sum(map(output.height, (*before, *after))) - 1
     stages = len(plan.placement.stages)
     yield from before
-    if every or stages <= room or room > _FEWEST_ROWS:
-        yield stage_table(plan, _MOST_ROWS if every else min(stages, room))
+    if every or stages <= room or room > _MIN_STAGE_ROWS:
+        yield stage_table(plan, _MAX_STAGE_ROWS if every else min(stages, room))
     else:
         yield f"{stages} {plural(stages, 'stage')}: autopipe show {word} lists them"
     yield from after
@@ -332,14 +335,15 @@ def trained_summary(tensors: Sequence[Tensor]) -> Iterator[str]:
     """
     trained, frozen = ([each for each in tensors if each.trained is want] for want in (True, False))
 
-    def told(found: Sequence[Tensor]) -> str:
+    def elements_and_tensors_text(found: Sequence[Tensor]) -> str:
         return (
             f"{sum(each.value.elements for each in found):,} "
             f"{plural(sum(each.value.elements for each in found), 'element')} in "
             f"{count_text(len(found), 'tensor')}"
         )
 
-    yield f"trained: {told(trained)}{f'; not trained: {told(frozen)}' if frozen else ''}"
+    not_trained = f"; not trained: {elements_and_tensors_text(frozen)}" if frozen else ""
+    yield f"trained: {elements_and_tensors_text(trained)}{not_trained}"
     yield from (
         f"{word}: {text}" for word, text in trained_lines(tensors, False) if word == "doubtful"
     )
@@ -358,7 +362,7 @@ def reason_lines(plan: Plan) -> Iterator[RenderableType]:
     yield from candidates_screen(plan.alternatives, plan.summary.step_time_s)
 
 
-def _memory_limits(plan: Plan) -> str:
+def _memory_limits_text(plan: Plan) -> str:
     """Return the memory capacity of the devices. If there are several device types, return the peak
     and the capacity per type.
     """
@@ -556,7 +560,7 @@ def stage_columns(plan: Plan, full: bool) -> dict[str, list[str]]:
     return columns
 
 
-def stage_table(plan: Plan, most: int = _MOST_ROWS) -> Table:
+def stage_table(plan: Plan, most: int = _MAX_STAGE_ROWS) -> Table:
     """Return a table with one row per stage. If there are more than `most` stages, the first and
     the last are listed, with a row `...` between them.
     """

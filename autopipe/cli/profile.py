@@ -133,7 +133,7 @@ def profile(
     output.report(data, *costs_screen(found))
 
 
-_ROWS = 12
+_MAX_LISTED_OPERATIONS = 12
 
 
 def costs_screen(found: Profiled) -> Iterator[RenderableType]:
@@ -145,7 +145,7 @@ def costs_screen(found: Profiled) -> Iterator[RenderableType]:
         yield from (f"  {line}" for line in device.measured)
         yield f"  {len(device.operations)} {plural(len(device.operations), 'operation')} measured"
         if device.operations:
-            yield _slowest(device.operations)
+            yield _slowest_operations_table(device.operations)
         if (tasks := device.tasks) is not None:
             yield (
                 f"  besides its operators a forward takes {seconds_text(tasks.forward_s)}, a "
@@ -171,14 +171,14 @@ def costs_screen(found: Profiled) -> Iterator[RenderableType]:
     yield f"next: autopipe plan MODEL --costs {shlex.quote(str(found.path))}"
 
 
-def _slowest(operations: Sequence[OperationCost]) -> Table:
+def _slowest_operations_table(operations: Sequence[OperationCost]) -> Table:
     """The operations that take longest, backward included."""
 
     def total(cost: OperationCost) -> float:
         return cost.forward.seconds + (cost.backward.seconds if cost.backward else 0.0)
 
     table = plain_table("operator", "operands", "forward", "backward", "spread", right=2)
-    for each in sorted(operations, key=total, reverse=True)[:_ROWS]:
+    for each in sorted(operations, key=total, reverse=True)[:_MAX_LISTED_OPERATIONS]:
         operands = " ".join(text for text in each.operation.operands if text)
         backward = "-" if each.backward is None else seconds_text(each.backward.seconds)
         spread = max(each.forward.spread, each.backward.spread if each.backward else 0.0)
@@ -189,6 +189,6 @@ def _slowest(operations: Sequence[OperationCost]) -> Table:
             backward,
             f"{spread:.0%}",
         )
-    if len(operations) > _ROWS:
-        table.add_row(f"... {len(operations) - _ROWS} more")
+    if len(operations) > _MAX_LISTED_OPERATIONS:
+        table.add_row(f"... {len(operations) - _MAX_LISTED_OPERATIONS} more")
     return table

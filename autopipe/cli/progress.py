@@ -19,7 +19,7 @@ from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Observer, Request, pass_names
 
 
-def dumped(value: object) -> Iterator[str]:
+def dump_lines(value: object) -> Iterator[str]:
     """Yield the lines of --dump-after for the result of a pass. A graph is listed node by node, a
     placement stage by stage, a schedule as its grid; other values are pretty-printed.
     """
@@ -58,11 +58,11 @@ def dumped(value: object) -> Iterator[str]:
             yield pprint.pformat(value, width=120, compact=True)
 
 
-def names_of(request: Request) -> tuple[str, ...]:
+def pass_names_of_request(request: Request) -> tuple[str, ...]:
     return pass_names(request) if request.strategy else weighed_names(request)
 
 
-class Watcher(Observer):
+class ProgressObserver(Observer):
     """A pipeline observer that shows the progress of the passes in the terminal."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Watcher(Observer):
         dump_after: Sequence[str],
         debug: bool = False,
     ) -> None:
-        self._names = names_of(request)
+        self._names = pass_names_of_request(request)
         for name in dump_after:
             if name not in self._names:
                 hint = f"use one of {', '.join(self._names)}"
@@ -94,7 +94,7 @@ class Watcher(Observer):
         self._bar.reach(self._furthest)
         self._output.detail(f"{name}: {seconds:.2f} s")
         if name in self._dump_after:
-            self._output.line("\n".join([f"--- after {name}", *dumped(value)]))
+            self._output.line("\n".join([f"--- after {name}", *dump_lines(value)]))
 
     def improved(self, step_s: float, bound_s: float) -> None:
         step = seconds_text(step_s)

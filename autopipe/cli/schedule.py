@@ -19,7 +19,7 @@ from autopipe.ir.words import plural
 if TYPE_CHECKING:
     from autopipe.ir.block_schedule import BlockGraph
 
-_MOST_BLOCKS = 2_000_000
+_MAX_BLOCKS = 2_000_000
 """Maximum number of blocks of a schedule: blocks of a micro-batch times micro-batches."""
 
 
@@ -103,10 +103,10 @@ def schedule(
             hint="set --time-limit to a number of seconds",
         )
     if units is not None:
-        micro_batches = _from_former_flag(units)
-    graph = _graph(placement, shape, **of_shape)
-    if micro_batches * len(graph.blocks) > _MOST_BLOCKS:
-        most = _MOST_BLOCKS // len(graph.blocks)
+        micro_batches = _micro_batches_from_units_flag(units)
+    graph = _read_or_make_graph(placement, shape, **of_shape)
+    if micro_batches * len(graph.blocks) > _MAX_BLOCKS:
+        most = _MAX_BLOCKS // len(graph.blocks)
         raise ConfigurationError(
             f"--micro-batches is {micro_batches}, and the maximum for {len(graph.blocks)} "
             f"{plural(len(graph.blocks), 'block')} is {most}",
@@ -120,10 +120,12 @@ def schedule(
     if name == "tessel":
         with output.progress("searching", total=time_limit) as bar:
 
-            def tell(best: int | None, bound: int, seconds: float) -> None:
+            def report_bounds(best: int | None, bound: int, seconds: float) -> None:
                 bar.reach(seconds, "" if best is None else f"best {best}, at least {bound}")
 
-            found = search(graph, micro_batches, SearchOptions(time_limit, seed, progress=tell))
+            found = search(
+                graph, micro_batches, SearchOptions(time_limit, seed, progress=report_bounds)
+            )
     else:
         found = schedule_blocks(name, graph, micro_batches)
     check_start_times(found)
@@ -138,7 +140,7 @@ def schedule(
     )
 
 
-def _from_former_flag(units: int) -> int:
+def _micro_batches_from_units_flag(units: int) -> int:
     """Return the value of `--units`, the former name of `--micro-batches`, with a warning. Raise
     ConfigurationError if both flags are given.
     """
@@ -153,7 +155,7 @@ def _from_former_flag(units: int) -> int:
     return units
 
 
-def _graph(
+def _read_or_make_graph(
     placement: Path | None,
     shape: str | None,
     devices: int | None,

@@ -119,7 +119,10 @@ def show(
         show_tasks(output, plan, rank, model)
         return
     read = (*plan_inputs(plan), *(path for path in (measured, model) if path is not None))
-    outputs = {kind: OutputFile(path, _KINDS[kind], read, force) for kind, path in files.items()}
+    outputs = {
+        kind: OutputFile(path, _FILE_KIND_BY_FLAG[kind], read, force)
+        for kind, path in files.items()
+    }
     for each in outputs.values():
         each.check()
     found = open_view(plan, model)
@@ -136,7 +139,7 @@ def show(
     (output.report if files else output.result)({**found.data(), "files": files}, *shown)
 
 
-_KINDS = {"html": REPORT, "trace": TRACE, "csv": ORDER, "svg": PICTURE}
+_FILE_KIND_BY_FLAG = {"html": REPORT, "trace": TRACE, "csv": ORDER, "svg": PICTURE}
 """Kinds of files by the flag that names the file."""
 
 
@@ -153,7 +156,7 @@ def plan_view_screen(view: PlanView, output: Output) -> Iterator[RenderableType]
     yield prediction_line(summary)
     yield traffic_line(summary)
     yield schedule_line(plan)
-    yield from _drawn(view.picture, output)
+    yield from _draw_picture(view.picture, output)
     yield ""
     yield stage_table(plan)
 
@@ -182,7 +185,7 @@ def block_view_screen(view: BlockView, output: Output) -> Iterator[RenderableTyp
         f"bubble {within}{1 - busy / schedule.makespan:.1%} in all; search "
         f"{schedule.search_time_s:.2f} s"
     )
-    yield from _drawn(view.picture, output)
+    yield from _draw_picture(view.picture, output)
 
 
 def _view_report(view: PlanView | BlockView, output: Output) -> Report:
@@ -199,7 +202,7 @@ def _view_screen(view: PlanView | BlockView, output: Output) -> Iterator[Rendera
     return block_view_screen(view, output)
 
 
-def _drawn(picture: Picture, output: Output) -> Iterator[RenderableType]:
+def _draw_picture(picture: Picture, output: Output) -> Iterator[RenderableType]:
     yield ""
     yield from draw_timeline(picture, output.width, output.coloured)
     yield ""
@@ -219,7 +222,7 @@ def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | Non
             {"plan": folder, "ranks": [task_graph_form(source.graph(each)) for each in ranks]}
         )
         return
-    screen = list(task_screen(source.graph(rank or 0), _buffers(program, rank or 0)))
+    screen = list(task_screen(source.graph(rank or 0), _buffers_text(program, rank or 0)))
     if rank is None and program.world_size > 1:
         table = rank_table(
             [source.graph(each) for each in selected_ranks(program.world_size)], program.world_size
@@ -228,23 +231,25 @@ def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | Non
     output.result({}, *screen)
 
 
-_MOST_ROWS = 48
+_MAX_TASK_ROWS = 48
 """Maximum number of tasks listed per sequence or loop."""
-_MOST_NAMES = 3
-_MOST_RANKS = 16
-_COMPUTATIONS = ("forward", "backward", "backward_input", "backward_weight")
-_Row = tuple[str, ...]
-_HEADS = ("task", "does", "bytes", "memory", "after", "frees")
-_RIGHT = ("bytes", "memory")
+_MAX_LISTED_NAMES = 3
+_MAX_LISTED_RANKS = 16
+_COMPUTING_OPCODES = ("forward", "backward", "backward_input", "backward_weight")
+_TaskRow = tuple[str, ...]
+_TASK_TABLE_HEADS = ("task", "does", "bytes", "memory", "after", "frees")
+_RIGHT_ALIGNED_HEADS = ("bytes", "memory")
 
 
 def selected_ranks(count: int) -> tuple[int, ...]:
     """Return the ranks that the table of ranks lists. If there are many, these are the first and
     the last ones.
     """
-    half = _MOST_RANKS // 2
+    half = _MAX_LISTED_RANKS // 2
     return (
-        tuple(range(count)) if count <= _MOST_RANKS else (*range(half), *range(count - half, count))
+        tuple(range(count))
+        if count <= _MAX_LISTED_RANKS
+        else (*range(half), *range(count - half, count))
     )
 
 
@@ -256,7 +261,7 @@ def rank_table(graphs: Sequence[TaskGraph], count: int) -> Table:
         if len(graphs) < count and position == len(graphs) // 2:
             table.add_row("...")
         stages = sorted({node.stage for node in graph.nodes if node.stage is not None})
-        computed = sum(node.kind in _COMPUTATIONS for node in graph.nodes)
+        computed = sum(node.kind in _COMPUTING_OPCODES for node in graph.nodes)
         sizes = (
             sum(node.bytes for node in graph.nodes if node.kind in kinds)
             for kinds in (("send",), ("receive",), ("collective",), ("reduce", "gather"))
@@ -285,32 +290,32 @@ def task_screen(graph: TaskGraph, buffers: str) -> Iterator[RenderableType]:
     for node in graph.nodes:
         if node.kind == "free":
             freed.setdefault(node.after[0], []).append(node.what)
-    rows: list[_Row] = [_HEADS]
+    rows: list[_TaskRow] = [_TASK_TABLE_HEADS]
     for (section, _), several in groupby(
         graph.loops, key=lambda each: (each.section, each.count > 1 and each.start)
     ):
         stretches = tuple(several)
-        found = [row for each in stretches for row in _rows(graph, each, freed)]
-        if len(found) > _MOST_ROWS:
-            half = _MOST_ROWS // 2
+        found = [row for each in stretches for row in _task_rows(graph, each, freed)]
+        if len(found) > _MAX_TASK_ROWS:
+            half = _MAX_TASK_ROWS // 2
             more = f"{len(found) - 2 * half:,} more, which --json has"
             found = [*found[:half], ("  ...", more, "", "", "", ""), *found[-half:]]
         if found:
-            rows += [(_title(section, stretches[0]),), *found]
+            rows += [(_section_title(section, stretches[0]),), *found]
     # A row with a single cell is printed as a separate line.
     widths = [
         max(map(len, column)) for column in zip(*(row for row in rows if len(row) > 1), strict=True)
     ]
     for row in rows:
-        cells = zip(row, widths, _HEADS, strict=False)
+        cells = zip(row, widths, _TASK_TABLE_HEADS, strict=False)
         line = (
-            f"{cell:>{width}}" if head in _RIGHT else f"{cell:<{width}}"
+            f"{cell:>{width}}" if head in _RIGHT_ALIGNED_HEADS else f"{cell:<{width}}"
             for cell, width, head in cells
         )
         yield "  ".join(line).rstrip()
 
 
-def _title(section: str, stretch: LoopedTasks) -> str:
+def _section_title(section: str, stretch: LoopedTasks) -> str:
     if stretch.count == 1:
         return section
     several = "micro-batch" if stretch.stride == 1 else "micro-batches"
@@ -318,9 +323,9 @@ def _title(section: str, stretch: LoopedTasks) -> str:
     return f"{section}, {stretch.count} times{further}; the first time:"
 
 
-def _rows(
+def _task_rows(
     graph: TaskGraph, stretch: LoopedTasks, freed: Mapping[int, Sequence[str]]
-) -> Iterator[_Row]:
+) -> Iterator[_TaskRow]:
     """Yield one row per task, preceded by the collectives inside it. The memory is the amount in
     use during a computation, or after any other task. In a loop, the values of the first and the
     last iteration are shown.
@@ -331,7 +336,7 @@ def _rows(
         if node.kind == "collective":
             inside.append(node)
         elif node.kind != "free":
-            yield from _collectives(inside)
+            yield from _collective_rows(inside)
             inside = []
             moved = bytes_text(node.bytes) if node.bytes else ""
             times = dict.fromkeys(
@@ -346,16 +351,16 @@ def _rows(
                 after = list(dict.fromkeys(each.task for each in node.messages))
             yield (
                 f"  {node.name}",
-                _does(node),
+                _action_text(node),
                 moved,
                 memory,
-                _names(after),
-                _names(freed.get(place, ())),
+                _names_text(after),
+                _names_text(freed.get(place, ())),
             )
-    yield from _collectives(inside)
+    yield from _collective_rows(inside)
 
 
-def _collectives(nodes: list[TaskNode]) -> Iterator[_Row]:
+def _collective_rows(nodes: list[TaskNode]) -> Iterator[_TaskRow]:
     """Yield the collectives of one task. Those of the same kind and group share a row."""
     found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for node in nodes:
@@ -366,7 +371,7 @@ def _collectives(nodes: list[TaskNode]) -> Iterator[_Row]:
         yield ("", f"  {does}", bytes_text(sum(sizes)), "", "", "")
 
 
-def _does(node: TaskNode) -> str:
+def _action_text(node: TaskNode) -> str:
     match node.kind:
         case "send" | "receive":
             ranks = sorted({each.peer for each in node.messages})
@@ -386,13 +391,15 @@ def _does(node: TaskNode) -> str:
     return node.kind.replace("_", " ")
 
 
-def _names(names: Sequence[str]) -> str:
-    if len(names) <= _MOST_NAMES:
+def _names_text(names: Sequence[str]) -> str:
+    if len(names) <= _MAX_LISTED_NAMES:
         return ", ".join(names)
-    return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
+    return (
+        f"{', '.join(names[: _MAX_LISTED_NAMES - 1])} and {len(names) - _MAX_LISTED_NAMES + 1} more"
+    )
 
 
-def _buffers(program: Program, rank: int) -> str:
+def _buffers_text(program: Program, rank: int) -> str:
     sizes = {
         piece.channel: piece.bytes
         for code in program.ranks

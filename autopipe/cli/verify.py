@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from autopipe.api import verification
-from autopipe.api.verification import Check, Measured
+from autopipe.api.verification import Check, ExceededTensor
 from autopipe.cli.launch import launch_option
 from autopipe.cli.options import MODEL, PATH, standard_options
 from autopipe.cli.output import Output
@@ -82,7 +82,7 @@ def verify(
     parts = f" = {result.rounding}" if tolerance is None else ""
     output.result(
         result.data,
-        *_lines(result.checks),
+        *_check_lines(result.checks),
         f"{'not equal' if result.failed else 'equal'}: the limit is {result.limit:.2g}{parts}",
     )
     if result.error is not None:
@@ -107,7 +107,7 @@ def _verify_statically(output: Output, program: Path, model: Path | None) -> Non
     )
 
 
-def _lines(checks: Sequence[Check]) -> Iterator[str]:
+def _check_lines(checks: Sequence[Check]) -> Iterator[str]:
     """Yield a table with one line per check, then a line for each limit that was measured. The name
     of the worst tensor is the last column, because it may be long.
     """
@@ -130,7 +130,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
         if beyond:
             yield (
                 f"{check.compared}: "
-                f"{_by_spread(max(beyond, key=lambda each: each.difference / each.limit))}"
+                f"{_spread_text(max(beyond, key=lambda each: each.difference / each.limit))}"
             )
             continue
         if check.response:
@@ -143,7 +143,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
             yield f"{check.compared}: {check.note}"
 
 
-def _by_spread(found: Measured) -> str:
+def _spread_text(found: ExceededTensor) -> str:
     """Return a sentence that says if differences between runs of ONNX Runtime explain the
     difference of a tensor.
     """

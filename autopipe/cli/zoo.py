@@ -12,7 +12,7 @@ from autopipe.cli.output import Output, plain_table
 from autopipe.configs import zoo as models
 from autopipe.configs.schema import field_docs
 from autopipe.configs.zoo import ZooModel, parse_words
-from autopipe.ir.codec import describe, keys
+from autopipe.ir.codec import describe_type, schema_keys
 from autopipe.ir.output_kinds import ZOO_MODEL, OutputFile
 from autopipe.ir.words import plural
 
@@ -38,7 +38,7 @@ def list_models(output: Output) -> None:
       autopipe zoo list
       autopipe zoo list --json
     """
-    shared = [key.name for key in keys(ZooModel)]
+    shared = [key.name for key in schema_keys(ZooModel)]
     table = plain_table("model", "what it is", "sizes", "settings of its own")
     entries = []
     for name, (_, summary) in models.MODELS.items():
@@ -47,10 +47,10 @@ def list_models(output: Output) -> None:
         settings = {
             key.name: {
                 "default": key.default,
-                "type": describe(key.hint),
+                "type": describe_type(key.hint),
                 "meaning": docs[key.name],
             }
-            for key in keys(kind)
+            for key in schema_keys(kind)
         }
         entries.append(
             {"name": name, "summary": summary, "sizes": list(kind.presets), "settings": settings}

@@ -18,8 +18,8 @@ Latency = Annotated[float, SECONDS, AtLeast(0)]
 Bandwidth = Annotated[float, BYTES_PER_SECOND, Above(0)]
 Peak = Annotated[float, FLOPS, Above(0)]
 Fraction = Annotated[float, Above(0), AtMost(1)]
-MOST_DEVICES = 2**20
-DeviceCount = Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
+MAX_DEVICES = 2**20
+DeviceCount = Annotated[int, AtLeast(1), AtMost(MAX_DEVICES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ class LevelDescription:
     """
 
 
-def level_of(description: LevelDescription, size: int) -> Level:
+def build_level(description: LevelDescription, size: int) -> Level:
     """Return the level with `size` members per group."""
     return Level(description.name, size, Link(description.latency, description.bandwidth))
 
 
-def device_of(description: DeviceDescription | str) -> Device:
+def build_device(description: DeviceDescription | str) -> Device:
     """Return the device of a description whose preset names are resolved."""
     assert not isinstance(description, str), "`with_presets` replaces names of presets"
     return Device(
@@ -182,16 +182,16 @@ def build_cluster(
                 "file"
             )
             raise ConfigurationError(message, hint)
-        found = _mixed(description)
+        found = _build_mixed_cluster(description)
         shape = ", ".join(f"{group.count} in {group.name}" for group in description.groups)
     elif description.device is not None:
-        sizes = _sizes(description, count, nodes, devices_per_node)
+        sizes = _level_sizes(description, count, nodes, devices_per_node)
         _check_total(description, math.prod(sizes))
         levels = tuple(
-            level_of(level, size) for size, level in zip(sizes, description.levels, strict=True)
+            build_level(level, size) for size, level in zip(sizes, description.levels, strict=True)
         )
         found = Cluster(
-            description.name, (device_of(description.device),) * math.prod(sizes), levels
+            description.name, (build_device(description.device),) * math.prod(sizes), levels
         )
         shape = " x ".join(
             f"{size} in a {level.name}"
@@ -211,7 +211,7 @@ def build_cluster(
     return found if count is None else found.take(count)
 
 
-def _mixed(description: ClusterDescription) -> Cluster:
+def _build_mixed_cluster(description: ClusterDescription) -> Cluster:
     who = f"cluster {description.name}"
     outer, *more = description.levels
     if more or outer.size not in (None, len(description.groups)):
@@ -240,27 +240,27 @@ def _mixed(description: ClusterDescription) -> Cluster:
                 "use a unique name for each group",
             )
         names.add(group.name)
-        device = device_of(group.device)
+        device = build_device(group.device)
         if kinds.setdefault(device.name, device) != device:
             message = f"{who} contains two different devices with the name {device.name!r}"
             raise ConfigurationError(
                 message, "use unique names, because costs refer to a device by its name"
             )
     _check_total(description, sum(group.count for group in description.groups))
-    groups = tuple(_group(who, group) for group in description.groups)
+    groups = tuple(_build_device_pool(who, group) for group in description.groups)
     devices = tuple(
         device
         for group in description.groups
-        for device in (device_of(group.device),) * group.count
+        for device in (build_device(group.device),) * group.count
     )
-    joining = level_of(outer, len(groups))
+    joining = build_level(outer, len(groups))
     full = math.prod(level.size for level in groups[0].levels) == groups[0].size
     if len(set(groups)) == len(set(devices)) == 1 and full:
         return Cluster(description.name, devices, (*groups[0].levels, joining))
     return Cluster(description.name, devices, (joining,), groups)
 
 
-def _group(who: str, group: GroupDescription) -> DevicePool:
+def _build_device_pool(who: str, group: GroupDescription) -> DevicePool:
     """Return the group with the levels that its devices require."""
     if not group.levels:
         hint = "describe the links in a node, or set the group's device to a preset"
@@ -272,10 +272,10 @@ def _group(who: str, group: GroupDescription) -> DevicePool:
     for level in group.levels:
         size = members if level.size is None else level.size
         if level.size is None and level is not group.levels[-1]:
-            raise _no_size(level, f"group {group.name} of {who}")
+            raise _missing_size_error(level, f"group {group.name} of {who}")
         if levels and members == 1:
             break
-        levels.append(level_of(level, min(size, members)))
+        levels.append(build_level(level, min(size, members)))
         members = -(-members // size)
     if members > 1:
         held = math.prod(level.size for level in levels)
@@ -288,14 +288,14 @@ def _group(who: str, group: GroupDescription) -> DevicePool:
 
 
 def _check_total(description: ClusterDescription, total: int) -> None:
-    if total > MOST_DEVICES:
-        hint = f"use {MOST_DEVICES} devices or fewer"
+    if total > MAX_DEVICES:
+        hint = f"use {MAX_DEVICES} devices or fewer"
         raise ConfigurationError(
             f"cluster {description.name} consists of {total} {plural(total, 'device')}", hint
         )
 
 
-def _sizes(
+def _level_sizes(
     description: ClusterDescription,
     count: int | None,
     nodes: int | None,
@@ -317,25 +317,25 @@ def _sizes(
         raise ConfigurationError(message, "omit cluster.nodes, or describe a second level")
     for level, size in zip(description.levels[:-1], sizes, strict=False):
         if size is None:
-            raise _no_size(level, f"cluster {description.name}")
+            raise _missing_size_error(level, f"cluster {description.name}")
     fixed = [size or 1 for size in sizes[:-1]]
     last = sizes[-1]
     return [*fixed, max(1, -(-(count or 1) // math.prod(fixed))) if last is None else last]
 
 
-def _no_size(level: LevelDescription, who: str) -> ConfigurationError:
+def _missing_size_error(level: LevelDescription, who: str) -> ConfigurationError:
     return ConfigurationError(
         f"level {level.name} of {who} lacks a size",
         hint="set the size of each level except the outermost",
     )
 
 
-_HERE = Path(__file__).parent
+_CONFIGS_FOLDER = Path(__file__).parent
 
 
 def cluster_names() -> tuple[str, ...]:
     """Return the names of the cluster presets in alphabetical order."""
-    return tuple(sorted(path.stem for path in (_HERE / "clusters").glob("*.yaml")))
+    return tuple(sorted(path.stem for path in (_CONFIGS_FOLDER / "clusters").glob("*.yaml")))
 
 
 def cluster_preset(name: str, where: str = "") -> ClusterDescription:
@@ -362,7 +362,7 @@ def preset_text(name: str) -> str:
 
 
 def _preset_file(name: str) -> Path:
-    return _HERE / "clusters" / f"{name}.yaml"
+    return _CONFIGS_FOLDER / "clusters" / f"{name}.yaml"
 
 
 def read_cluster(path: str | Path) -> ClusterDescription:

@@ -43,16 +43,16 @@ from autopipe.ir.codec import (
     Above,
     Amount,
     AtLeast,
+    DataclassType,
     ExtraKeys,
     FilePath,
     FormerKey,
     Index,
     OmitDefault,
-    Origin,
-    Shape,
+    PositionOfKey,
     encode,
-    keys,
-    unwrap,
+    schema_keys,
+    split_annotated,
 )
 from autopipe.ir.errors import ConfigurationError, quote
 from autopipe.ir.problem import Extent, Size
@@ -68,11 +68,13 @@ class Choice:
     """Name of the strategy or scheduler."""
     options: Annotated[tuple[tuple[str, Entry], ...], ExtraKeys(Entry.plain)] = field(default=())
     """Options of the named strategy or scheduler, as pairs (key, value)."""
-    place: Annotated[Place, Origin("name")] = field(default=Place("the defaults"), compare=False)
+    place: Annotated[Place, PositionOfKey("name")] = field(
+        default=Place("the defaults"), compare=False
+    )
     """File and line, or flag, of the name."""
 
 
-def build(choice: Choice, schema: type[Shape], path: str) -> Shape:
+def build(choice: Choice, schema: type[DataclassType], path: str) -> DataclassType:
     """Return an instance of `schema`, the class of strategy or scheduler `choice.name`, with the
     options of `choice`. `path` is `strategy` or `schedule`. Raise ConfigurationError for an unknown
     option or a wrong type.
@@ -185,11 +187,11 @@ class Optimizer(problem.Optimizer):
         """
         settings = {
             key.name: value
-            for key in keys(problem.Optimizer)
+            for key in schema_keys(problem.Optimizer)
             if key.name != "shard" and (value := getattr(self, key.name)) is not None
         }
         return problem.Optimizer(
-            **{**_DEFAULTS[self.name], **settings, "shard": self.zero_stage == 1}
+            **{**_OPTIMIZER_DEFAULTS[self.name], **settings, "shard": self.zero_stage == 1}
         )
 
     def settled(self, chosen: problem.Optimizer) -> Optimizer:
@@ -207,13 +209,13 @@ class Optimizer(problem.Optimizer):
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
-_ADAM: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "adamw": _ADAM,
-    "adam": _ADAM,
+_ADAM_DEFAULTS: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999)}
+_OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": _ADAM_DEFAULTS,
+    "adam": _ADAM_DEFAULTS,
     "sgd": {"lr": 0.01, "momentum": 0.0},
     "lion": {"lr": 1e-4, "betas": (0.9, 0.99)},
-    "muon": {**_ADAM, "momentum": 0.95, "nesterov": True},
+    "muon": {**_ADAM_DEFAULTS, "momentum": 0.95, "nesterov": True},
 }
 """Defaults of each optimizer: those of torch, and for Lion those of the paper."""
 
@@ -385,33 +387,37 @@ def check(configuration: Configuration, document: Entry) -> None:
             near = min(divisors, key=lambda divisor: abs(divisor - part))
             message = f"{name} {part} does not divide batch_size {batch}"
             raise ConfigurationError(
-                message, f"use a divisor of the batch size, such as {near}", _place(document, name)
+                message,
+                f"use a divisor of the batch size, such as {near}",
+                _place_of_key(document, name),
             )
     if configuration.compile and configuration.costs != "roofline":
         message = (
             "compile: true requires roofline costs, because costs are measured for eager operators"
         )
-        raise ConfigurationError(message, "remove costs or compile", _place(document, "compile"))
+        raise ConfigurationError(
+            message, "remove costs or compile", _place_of_key(document, "compile")
+        )
     for key in ("interval", "patience"):
         if getattr(configuration.eval, key) is not None and configuration.eval.data is None:
             message = f"eval.{key} is set, but eval.data is not"
-            raise ConfigurationError(message, "set eval.data", _place(document, "eval", key))
+            raise ConfigurationError(message, "set eval.data", _place_of_key(document, "eval", key))
     _check_optimizer(optimizer, document)
     for key in ("frozen", "trainable"):
         for index, pattern in enumerate(getattr(configuration.model, key)):
-            _check_pattern(pattern, f"model.{key}[{index}]", _place(document, "model", key))
+            _check_pattern(pattern, f"model.{key}[{index}]", _place_of_key(document, "model", key))
     for index, constraint in enumerate(configuration.constraints):
         _check_constraint(
             constraint,
             configuration.gpus,
             f"constraints[{index}]",
-            _place(document, "constraints", index),
+            _place_of_key(document, "constraints", index),
         )
     if choice.preset is not None:
-        cluster_preset(choice.preset, where=_place(document, "cluster", "preset"))
+        cluster_preset(choice.preset, where=_place_of_key(document, "cluster", "preset"))
 
 
-_LACKS = {
+_UNSUPPORTED_OPTIMIZER_KEYS = {
     "adamw": ("momentum", "nesterov"),
     "adam": ("momentum", "nesterov"),
     "sgd": ("betas", "eps"),
@@ -422,29 +428,29 @@ _LACKS = {
 
 
 def _check_optimizer(optimizer: Optimizer, document: Entry) -> None:
-    for name in _LACKS[optimizer.name]:
+    for name in _UNSUPPORTED_OPTIMIZER_KEYS[optimizer.name]:
         if getattr(optimizer, name) not in (
             getattr(Optimizer(), name),
             getattr(problem.Optimizer(), name),
         ):
             message = f"optimizer {optimizer.name} does not support the option {name}"
             raise ConfigurationError(
-                message, f"remove optimizer.{name}", _place(document, "optimizer", name)
+                message, f"remove optimizer.{name}", _place_of_key(document, "optimizer", name)
             )
     if optimizer.betas is not None and max(optimizer.betas) >= 1:
         message = f"optimizer.betas are {list(optimizer.betas)}, expected numbers below 1"
-        where = _place(document, "optimizer", "betas")
+        where = _place_of_key(document, "optimizer", "betas")
         raise ConfigurationError(message, "set each of optimizer.betas below 1", where)
     if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum:
         message = "optimizer.nesterov is true, but optimizer.momentum is 0"
-        where = _place(document, "optimizer", "nesterov")
+        where = _place_of_key(document, "optimizer", "nesterov")
         raise ConfigurationError(message, "set optimizer.momentum, such as 0.9", where)
     if optimizer.name == "muon" and optimizer.zero_stage == 1:
         message = "optimizer muon requires unsharded matrices, but optimizer.zero_stage is 1"
-        where = _place(document, "optimizer", "zero_stage")
+        where = _place_of_key(document, "optimizer", "zero_stage")
         raise ConfigurationError(message, "remove optimizer.zero_stage", where)
     for index, group in enumerate(optimizer.groups):
-        where = _place(document, "optimizer", "groups", index)
+        where = _place_of_key(document, "optimizer", "groups", index)
         _check_pattern(group.match, f"optimizer.groups[{index}].match", where)
 
 
@@ -480,7 +486,7 @@ def _check_pattern(pattern: str, path: str, where: str) -> None:
             raise ConfigurationError(message, where=where) from error
 
 
-def _place(document: Entry, *path: str | int) -> str:
+def _place_of_key(document: Entry, *path: str | int) -> str:
     """Return file and line of the entry at `path`, or of its deepest parent that was written."""
     for step in path:
         inside = document.value
@@ -511,13 +517,13 @@ OPTION_FLAGS = {
 """Flags of nested keys: path of keys, metavar of the value, and help text."""
 
 
-def flags() -> dict[str, tuple[str, str]]:
+def top_level_flags() -> dict[str, tuple[str, str]]:
     """Return {flag: (key, metavar)} for flags of top-level keys, in order of declaration."""
-    words = ((key.name, key.flag.split()) for key in keys(Configuration) if key.flag)
+    words = ((key.name, key.flag.split()) for key in schema_keys(Configuration) if key.flag)
     return {flag: (name, metavar) for name, (flag, metavar) in words}
 
 
-def settings(
+def settings_from_flags(
     words: Mapping[str, str],
     dims: Sequence[str],
     assignments: Sequence[str],
@@ -531,7 +537,7 @@ def settings(
     """
     found: list[Setting] = []
     for flag, word in words.items():
-        path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else flags()[flag][:1]
+        path = OPTION_FLAGS[flag][0] if flag in OPTION_FLAGS else top_level_flags()[flag][:1]
         if path == ("cluster",):
             path = ("cluster", "file" if "." in word or "/" in word else "preset")
         elif path in (("strategy",), ("schedule",)):
@@ -542,29 +548,29 @@ def settings(
         (batch_axes, "--batch-axis", "INPUT=AXIS", "batch_axes"),
     ):
         for text in texts:
-            name, value = _assignment(text, flag, form)
+            name, value = _parse_assignment(text, flag, form)
             entry = read_word(value, f"{flag} {text}")
             if key == "batch_axes" and value == "null":
                 entry = Entry(None, entry.place)
             found.append((("model", key, name), entry))
     for text in assignments:
-        name, value = _assignment(text, "--set", "KEY=VALUE")
+        name, value = _parse_assignment(text, "--set", "KEY=VALUE")
         found.append((tuple(name.split(".")), read_setting(value, f"--set {text}")))
     return found
 
 
-def _assignment(text: str, flag: str, form: str) -> tuple[str, str]:
+def _parse_assignment(text: str, flag: str, form: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name or not all(name.split(".")):
         raise ConfigurationError(f"{flag} is {quote(text)}, expected {form}")
     return name, value
 
 
-def _lay(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry:
+def _merge_entries(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry:
     """Return `base` with the keys of `over` replaced. `hint` is the type of the value, None if the
     type is unknown. `path` is the dotted key of the value.
     """
-    kinds = typing.get_args(unwrap(hint)[0]) or (unwrap(hint)[0],)
+    kinds = typing.get_args(split_annotated(hint)[0]) or (split_annotated(hint)[0],)
     schema: Any = next(filter(dataclasses.is_dataclass, kinds), None)
     if schema is not None:
         base = with_present_keys(base, schema, path)
@@ -584,11 +590,11 @@ def _lay(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry:
         }
         for name in set(group) - given if given else ():
             merged.pop(name, None)
-    hints = {key.name: key.hint for key in keys(schema)} if schema else {}
+    hints = {key.name: key.hint for key in schema_keys(schema)} if schema else {}
     for name, entry in over.value.items():
         inner = f"{path}.{name}" if path else name
         merged[name] = (
-            _lay(merged[name], entry, hints.get(name), inner) if name in merged else entry
+            _merge_entries(merged[name], entry, hints.get(name), inner) if name in merged else entry
         )
     return Entry(merged, base.place)
 
@@ -606,13 +612,15 @@ def load_configuration(
     `settings`. Raise ConfigurationError with `file:line` or the flag.
     """
     documents = [read_file(each) for each in (file, over) if each is not None]
-    return effective(
+    return merged_configuration(
         documents or [Entry({}, Place("the command line"))],
-        settings(words or {}, dims, assignments, batch_axes),
+        settings_from_flags(words or {}, dims, assignments, batch_axes),
     )
 
 
-def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Configuration:
+def merged_configuration(
+    documents: Sequence[Entry], given: Sequence[Setting] = ()
+) -> Configuration:
     """Return the checked configuration of the defaults, `documents` (at least one) and settings,
     each overriding the previous ones.
 
@@ -624,10 +632,10 @@ def effective(documents: Sequence[Entry], given: Sequence[Setting] = ()) -> Conf
     for path, entry in given:
         for name in reversed(path):
             entry = Entry({name: entry}, entry.place)
-        over = _lay(over, entry, None)
+        over = _merge_entries(over, entry, None)
     merged = read_text(yaml.safe_dump(encode(Configuration())), "the defaults")
     for document in (*documents, over):
-        merged = _lay(merged, document, Configuration)
+        merged = _merge_entries(merged, document, Configuration)
     configuration = convert(merged, Configuration)
     check(configuration, merged)
     return configuration

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autopipe.configs.cluster import cluster_preset
 from autopipe.ir.cluster import usable_cpu_cores
 
-_PRESETS = (
+_PRESET_PATTERNS = (
     (r"\bH200\b", "h200"),
     (r"\bH100\b", "h100-80gb"),
     (r"\bA100\b", "a100-80gb"),
@@ -23,12 +23,12 @@ _PRESETS = (
     (r"\bGTX 1080 Ti\b", "1080ti-pcie"),
 )
 """Pairs (pattern of an NVML product name, cluster preset)."""
-_LEAST_MEMORY = 0.9
+_MIN_MEMORY_FRACTION = 0.9
 """Minimum memory of a GPU as a fraction of its preset's memory. A GPU with less memory is a
 different product, for example the A100 with 40 GB.
 """
-_CPU = "cpu-local"
-_MOST_CORES = 8
+_CPU_PRESET = "cpu-local"
+_MAX_CPU_DEVICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +54,25 @@ class LocalCluster:
 @functools.cache
 def local_cluster() -> LocalCluster:
     """Return the preset and the number of the GPUs that are visible to this process. Return
-    `cpu-local`, with one device per CPU core and at most `_MOST_CORES`, if there is no GPU, or if
-    the GPUs have different presets or no preset.
+    `cpu-local`, with one device per CPU core and at most `_MAX_CPU_DEVICES`, if there is no GPU, or
+    if the GPUs have different presets or no preset.
     """
     cores = usable_cpu_cores()
-    count = min(cores, _MOST_CORES)
-    found = visible(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    count = min(cores, _MAX_CPU_DEVICES)
+    found = visible_gpus(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not found:
-        return LocalCluster(_CPU, count, "no GPU here; --cluster PRESET plans for others")
+        return LocalCluster(_CPU_PRESET, count, "no GPU here; --cluster PRESET plans for others")
     names = " and ".join(
         f"{number} {name}" for name, number in Counter(gpu.name for gpu in found).items()
     )
-    presets = {preset_of(gpu) for gpu in found}
+    presets = {preset_of_gpu(gpu) for gpu in found}
     if len(presets) > 1 or None in presets:
         what = "of several kinds" if len(presets) > 1 else "of which there is no preset"
         return LocalCluster(
-            _CPU, count, "the GPUs here match no preset", f"{names}, {what}, are not planned for"
+            _CPU_PRESET,
+            count,
+            "the GPUs here match no preset",
+            f"{names}, {what}, are not planned for",
         )
     return LocalCluster(str(presets.pop()), len(found), f"{names} here")
 
@@ -99,7 +102,7 @@ def installed_gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
+def visible_gpus(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
     """Return the GPUs that `variable`, the value of CUDA_VISIBLE_DEVICES, selects by index or by
     the beginning of a UUID; None selects all. A word that does not select exactly one new GPU ends
     the list.
@@ -119,11 +122,11 @@ def visible(gpus: tuple[Gpu, ...], variable: str | None) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def preset_of(gpu: Gpu) -> str | None:
+def preset_of_gpu(gpu: Gpu) -> str | None:
     """Return the cluster preset for a GPU by its name and memory; None if there is none."""
-    for pattern, preset in _PRESETS:
+    for pattern, preset in _PRESET_PATTERNS:
         if re.search(pattern, gpu.name):
             device = cluster_preset(preset).device
             assert device is not None
-            return preset if gpu.memory_bytes >= _LEAST_MEMORY * device.memory else None
+            return preset if gpu.memory_bytes >= _MIN_MEMORY_FRACTION * device.memory else None
     return None

@@ -12,15 +12,15 @@ from typing import Annotated, Literal
 from autopipe.configs.schema import convert
 from autopipe.configs.yaml_source import Place, read_file
 from autopipe.ir.block_schedule import Block, BlockGraph
-from autopipe.ir.codec import AtLeast, AtMost, Origin
+from autopipe.ir.codec import AtLeast, AtMost, PositionOfKey
 from autopipe.ir.errors import ConfigurationError, quote, similar_name_hint
 from autopipe.ir.words import plural
 
-MOST_DEVICES = 4096
-MOST_BLOCKS = 20_000
-MOST = 10**12
+MAX_DEVICES = 4096
+MAX_BLOCKS = 20_000
+MAX_TIME_OR_MEMORY = 10**12
 """Maximum time and memory of a block. Sums over all blocks and micro-batches stay below 2^63."""
-Amount = Annotated[int, AtLeast(0), AtMost(MOST)]
+Amount = Annotated[int, AtLeast(0), AtMost(MAX_TIME_OR_MEMORY)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,17 @@ class BlockDescription:
     """Unique name of the block."""
     devices: tuple[Annotated[int, AtLeast(0)], ...]
     """Device of the block, or several devices that run it together."""
-    time: Annotated[int, AtLeast(1), AtMost(MOST)]
+    time: Annotated[int, AtLeast(1), AtMost(MAX_TIME_OR_MEMORY)]
     """Duration in an arbitrary unit."""
-    memory: Annotated[int, AtLeast(-MOST), AtMost(MOST)] = 0
+    memory: Annotated[int, AtLeast(-MAX_TIME_OR_MEMORY), AtMost(MAX_TIME_OR_MEMORY)] = 0
     """Change of used memory on each device when the block starts; negative to free memory."""
     after: tuple[str, ...] = ()
     """Names of blocks of the same micro-batch that must end before this block starts."""
     delays: tuple[Amount, ...] = ()
     """Delay after each block of `after`, such as the time of a message. Default: no delays."""
-    place: Annotated[Place, Origin("name")] = field(default=Place("a placement"), compare=False)
+    place: Annotated[Place, PositionOfKey("name")] = field(
+        default=Place("a placement"), compare=False
+    )
     """File and line of the name."""
 
 
@@ -45,7 +47,7 @@ class BlockDescription:
 class PlacementDescription:
     format: Literal["autopipe.placement/1"]
     """Format of the file."""
-    devices: Annotated[int, AtLeast(1), AtMost(MOST_DEVICES)]
+    devices: Annotated[int, AtLeast(1), AtMost(MAX_DEVICES)]
     """Number of devices."""
     blocks: tuple[BlockDescription, ...]
     """The blocks of one micro-batch, in any order."""
@@ -60,10 +62,10 @@ def read_placement(path: str | Path) -> BlockGraph:
     document = read_file(path)
     description = convert(document, PlacementDescription)
     top = str(document.place)
-    index = _indices(description.blocks, top)
+    index = _block_indices(description.blocks, top)
     devices = description.devices
     memory = description.memory
-    blocks = tuple(_block(block, index, devices) for block in description.blocks)
+    blocks = tuple(_build_block(block, index, devices) for block in description.blocks)
     rooms = memory if isinstance(memory, tuple) else (memory,) * devices
     if len(rooms) != devices:
         message = (
@@ -87,12 +89,12 @@ def read_placement(path: str | Path) -> BlockGraph:
     return graph
 
 
-def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
-    if not 0 < len(blocks) <= MOST_BLOCKS:
+def _block_indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
+    if not 0 < len(blocks) <= MAX_BLOCKS:
         raise ConfigurationError(
             f"the file describes {len(blocks)} {plural(len(blocks), 'block')}, expected 1 to "
-            f"{MOST_BLOCKS}",
-            f"describe 1 to {MOST_BLOCKS} blocks",
+            f"{MAX_BLOCKS}",
+            f"describe 1 to {MAX_BLOCKS} blocks",
             top,
         )
     index: dict[str, int] = {}
@@ -105,7 +107,7 @@ def _indices(blocks: Sequence[BlockDescription], top: str) -> dict[str, int]:
     return index
 
 
-def _block(described: BlockDescription, index: dict[str, int], devices: int) -> Block:
+def _build_block(described: BlockDescription, index: dict[str, int], devices: int) -> Block:
     name = f"block {quote(described.name)}"
     place = str(described.place)
     if not described.devices:

@@ -24,22 +24,22 @@ from typing import Any
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir.codec import (
     Dataclass,
+    DataclassType,
     ExtraKeys,
     FilePath,
     Key,
-    Origin,
+    NumberWithUnit,
+    PositionOfKey,
     Record,
-    Shape,
-    Spelling,
     decode,
-    describe,
+    describe_type,
     former_keys,
-    keys,
     marked_field,
+    schema_keys,
 )
 from autopipe.ir.errors import ConfigurationError, RenamedWarning, quote, similar_name_hint
 
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_NUMBER_PATTERN = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 @functools.cache
@@ -58,11 +58,11 @@ def field_docs(schema: type[Dataclass]) -> dict[str, str]:
     return docs
 
 
-def convert(entry: Entry, schema: type[Shape], path: str = "") -> Shape:
+def convert(entry: Entry, schema: type[DataclassType], path: str = "") -> DataclassType:
     """Return the mapping `entry` as an instance of `schema`. `path`, such as `optimizer`, names the
     mapping in errors. Raise ConfigurationError with file and line of the first invalid entry.
     """
-    found: Shape = decode(YamlRecord(entry, key=path), schema)
+    found: DataclassType = decode(YamlRecord(entry, key=path), schema)
     return found
 
 
@@ -139,10 +139,12 @@ class YamlRecord(Record):
 
     def lacks(self, key: str, hint: Any) -> ConfigurationError:
         return self.error(
-            f"{self.path or 'the file'} lacks the key {key!r}", f"it is {describe(hint)}"
+            f"{self.path or 'the file'} lacks the key {key!r}", f"it is {describe_type(hint)}"
         )
 
-    def refusal_by_all(self, union: Any, refusals: list[ConfigurationError]) -> ConfigurationError:
+    def rejection_by_all_members(
+        self, union: Any, refusals: list[ConfigurationError]
+    ) -> ConfigurationError:
         # A number on a command line may also be read as text; report the error of the number.
         return refusals[-1 if isinstance(self.value, str) else 0]
 
@@ -160,10 +162,10 @@ class YamlRecord(Record):
         if base is str:
             return self.text
         for mark in marks:
-            if isinstance(mark, Spelling) and isinstance(self.value, str):
+            if isinstance(mark, NumberWithUnit) and isinstance(self.value, str):
                 found = mark.parse(self.value)
                 if found is None:
-                    self.refuse(describe(typing.Annotated[base, *marks]))
+                    self.reject(describe_type(typing.Annotated[base, *marks]))
                 return found
         return self.value
 
@@ -177,14 +179,14 @@ class YamlRecord(Record):
 
     def rest(self, schema: type[Dataclass]) -> dict[str, object]:
         values: dict[str, object] = {}
-        claimed = {key.name for key in keys(schema)}
+        claimed = {key.name for key in schema_keys(schema)}
         more = [name for name in self.value if name not in claimed]
         if rest := marked_field(schema, ExtraKeys):
             values[rest[0]] = tuple((name, self.value[name]) for name in more)
         elif more:
-            known = (key.name for key in keys(schema))
+            known = (key.name for key in schema_keys(schema))
             raise unknown_key(more[0], known, self.value[more[0]].place, self.path)
-        origin = marked_field(schema, Origin)
+        origin = marked_field(schema, PositionOfKey)
         if origin and origin[1].key in self.value:
             values[origin[0]] = self.value[origin[1].key].place
         return values
@@ -195,7 +197,7 @@ class YamlRecord(Record):
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
         """Raise ConfigurationError if keys that exclude each other are set."""
-        defaults = {key.name: key.default for key in keys(schema)}
+        defaults = {key.name: key.default for key in schema_keys(schema)}
         for group in getattr(schema, "exclusive", ()):
             together = [name for name in group if name in values and values[name] != defaults[name]]
             if len(together) > 1:
@@ -214,7 +216,11 @@ class YamlRecord(Record):
             found = text or "nothing"
         elif isinstance(value, str):
             found = quote(value)
-            if self.entry.quoted and "number" in expected and _NUMBER.fullmatch(self.entry.text):
+            if (
+                self.entry.quoted
+                and "number" in expected
+                and _NUMBER_PATTERN.fullmatch(self.entry.text)
+            ):
                 hint = f"write {self.entry.text} without quotes"
         else:
             found = (

@@ -20,15 +20,15 @@ from typing import Any
 
 import yaml
 
-from autopipe.ir.codec import Spelling
+from autopipe.ir.codec import NumberWithUnit
 from autopipe.ir.errors import ConfigurationError, quote
 
-MOST_BYTES = 2**23
-DEEPEST = 32
-_DECIMAL_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")
+MAX_FILE_BYTES = 2**23
+MAX_NESTING = 32
+_DECIMAL_INTEGER_PATTERN = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+_EXPONENT_PATTERN = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 """Numbers such as 1e-4 and 1.5e3, which YAML 1.1 reads as text and YAML 1.2 as numbers."""
-_BASE_SIXTY = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_BASE_SIXTY_PATTERN = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,14 @@ def read_file(path: str | Path) -> Entry:
     name = str(path)
     try:
         with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigurationError(
             f"the file cannot be read: {error.strerror}", where=name
         ) from error
     except ValueError as error:
         raise ConfigurationError(f"the file cannot be read: {error}", where=repr(name)) from error
-    if len(content) > MOST_BYTES:
+    if len(content) > MAX_FILE_BYTES:
         raise ConfigurationError(
             "the file is too large for a configuration",
             hint="use a file of 8 MiB or less",
@@ -102,7 +102,7 @@ def read_file(path: str | Path) -> Entry:
 
 def read_text(text: str, source: str, folder: str = "") -> Entry:
     """Return the single YAML document in `text`, a mapping. `source` names the text in errors."""
-    entry = _read(text, Place(source, 1, folder))
+    entry = _read_document(text, Place(source, 1, folder))
     if entry is None or (entry.value is None and not entry.text):
         raise ConfigurationError("the file is empty", hint="add one key or more", where=source)
     if not isinstance(entry.value, dict):
@@ -118,7 +118,7 @@ def read_setting(text: str, flag: str) -> Entry:
     if text.startswith("*"):
         # A glob such as `*.bias`; YAML would read it as an alias.
         return Entry(text, place, text)
-    return _read(text, place) or Entry(None, place)
+    return _read_document(text, place) or Entry(None, place)
 
 
 def read_word(text: str, flag: str) -> Entry:
@@ -134,7 +134,7 @@ def read_word(text: str, flag: str) -> Entry:
     return Entry(text, place, text)
 
 
-def _read(text: str, start: Place) -> Entry | None:
+def _read_document(text: str, start: Place) -> Entry | None:
     loader: _Composer | None = None
     try:
         loader = _Composer(text, start)
@@ -146,7 +146,7 @@ def _read(text: str, start: Place) -> Entry | None:
         several = problem.startswith("expected a single document")
         message = "several documents where one is expected" if several else f"not YAML: {problem}"
         hint = "write text that begins with * in quotes" if "scanning an alias" in problem else ""
-        raise ConfigurationError(message, hint, str(_at(start, mark))) from error
+        raise ConfigurationError(message, hint, str(_place_of_mark(start, mark))) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         place = start if start.is_flag else Place(start.source, line)
@@ -168,7 +168,7 @@ class _Composer(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        place = str(_at(self.start, event.start_mark))
+        place = str(_place_of_mark(self.start, event.start_mark))
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
             hint = "replace the alias by the value, and quote text that begins with * or &"
             raise ConfigurationError("anchors and aliases are not supported", hint, place)
@@ -176,9 +176,9 @@ class _Composer(yaml.SafeLoader):
             raise ConfigurationError(
                 f"the tag {quote(event.tag)} is not supported", "write the plain value", place
             )
-        if self.depth >= DEEPEST:
+        if self.depth >= MAX_NESTING:
             raise ConfigurationError(
-                f"the YAML is nested deeper than {DEEPEST} levels", where=place
+                f"the YAML is nested deeper than {MAX_NESTING} levels", where=place
             )
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
@@ -187,18 +187,18 @@ class _Composer(yaml.SafeLoader):
 
     def entry(self, node: yaml.Node, key: Place | None = None) -> Entry:
         """Return the node as an entry. `key`, if given, is the place of its key."""
-        place = key or _at(self.start, node.start_mark)
+        place = key or _place_of_mark(self.start, node.start_mark)
         if isinstance(node, yaml.SequenceNode):
             return Entry(tuple(self.entry(item) for item in node.value), place)
         if isinstance(node, yaml.MappingNode):
             return Entry(self._mapping(node), place)
         assert isinstance(node, yaml.ScalarNode)
-        return Entry(_scalar(node, place), place, node.value, quoted=node.style is not None)
+        return Entry(_scalar_value(node, place), place, node.value, quoted=node.style is not None)
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for key_node, value_node in node.value:
-            place = _at(self.start, key_node.start_mark)
+            place = _place_of_mark(self.start, key_node.start_mark)
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigurationError(
                     "a key is a list or a mapping, expected text", where=str(place)
@@ -227,10 +227,10 @@ class Dumper(yaml.SafeDumper):
 
 
 for _kind in (_Composer, Dumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT_PATTERN, list("-+.0123456789"))
 
 
-def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | None:
+def _scalar_value(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | None:
     text: str = node.value
     decimal = f'write a decimal number, or "{text}" in quotes'
     match node.tag.rpartition(":")[2]:
@@ -238,7 +238,7 @@ def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | N
             return None
         case "bool":
             return text.lower() in ("yes", "true", "on")
-        case "int" if not _DECIMAL_INTEGER.fullmatch(text):
+        case "int" if not _DECIMAL_INTEGER_PATTERN.fullmatch(text):
             message = f"YAML does not read {text} as a decimal number"
             hint = decimal
         case "int" if len(text) > 64 or abs(int(text)) >= 2**63:
@@ -246,7 +246,7 @@ def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | N
             hint = "at most 2^63 - 1"
         case "int":
             return int(text)
-        case "float" if _BASE_SIXTY.fullmatch(text):
+        case "float" if _BASE_SIXTY_PATTERN.fullmatch(text):
             message = f"YAML reads {text} in base 60"
             hint = decimal
         case "float":
@@ -260,27 +260,29 @@ def _scalar(node: yaml.ScalarNode, place: Place) -> str | int | float | bool | N
     raise ConfigurationError(message, hint, str(place))
 
 
-def _at(start: Place, mark: yaml.Mark | None) -> Place:
+def _place_of_mark(start: Place, mark: yaml.Mark | None) -> Place:
     if start.is_flag or mark is None:
         return start
     return Place(start.source, mark.line + 1, start.folder)
 
 
-_MULTIPLES = {
+_PREFIX_FACTORS = {
     "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50,
 }  # fmt: skip
-_FRACTIONS = {
+_FRACTION_PREFIX_FACTORS = {
     "": Fraction(1),
     "m": Fraction(1, 10**3),
     "u": Fraction(1, 10**6),
     "n": Fraction(1, 10**9),
 }
-_WRITTEN = re.compile(r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-zA-Z/]*)\s*", re.ASCII)
+_QUANTITY_PATTERN = re.compile(
+    r"\s*(\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})\s*([a-zA-Z/]*)\s*", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Unit(Spelling):
+class Unit(NumberWithUnit):
     """A unit of a quantity, with SI or binary prefixes."""
 
     symbol: str
@@ -296,7 +298,7 @@ class Unit(Spelling):
 
     def parse(self, text: str) -> float | None:
         """Return the quantity in this unit, or None if `text` is not a quantity."""
-        written = _WRITTEN.fullmatch(text)
+        written = _QUANTITY_PATTERN.fullmatch(text)
         if written is None:
             return None
         number, suffix = written.groups()
@@ -305,7 +307,9 @@ class Unit(Spelling):
         )
         if suffix and symbol is None:
             return None
-        prefixes: Mapping[str, int | Fraction] = _FRACTIONS if self.symbol == "s" else _MULTIPLES
+        prefixes: Mapping[str, int | Fraction] = (
+            _FRACTION_PREFIX_FACTORS if self.symbol == "s" else _PREFIX_FACTORS
+        )
         scale = prefixes.get(suffix.removesuffix(symbol or ""))
         if scale is None:
             return None
@@ -316,7 +320,7 @@ class Unit(Spelling):
             return float(value)
         return int(value) if value.denominator == 1 else None
 
-    def spell(self, value: Any) -> object:
+    def to_text(self, value: Any) -> object:
         return self.format(value) if self.whole and isinstance(value, int) else value
 
     def describe(self, words: str) -> str:
@@ -327,7 +331,7 @@ class Unit(Spelling):
         without a unit.
         """
         if self.whole and value >= 1:
-            for prefix, scale in sorted(_MULTIPLES.items(), key=lambda pair: -pair[1]):
+            for prefix, scale in sorted(_PREFIX_FACTORS.items(), key=lambda pair: -pair[1]):
                 if value % scale == 0 and prefix != "K":
                     return f"{int(value) // scale}{prefix}{self.symbol}"
         return repr(value)

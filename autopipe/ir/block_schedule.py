@@ -327,7 +327,7 @@ def read_block_schedule(path: Path) -> BlockSchedule:
     repetend = record.get("repetend", BlockRepetend | None)
     for name in ("starts", "offsets") if repetend else ():
         if len(getattr(repetend, name)) != len(graph.blocks):
-            record.at("repetend").at(name).refuse(
+            record.at("repetend").at(name).reject(
                 f"a list of one number for each of {len(graph.blocks)} "
                 f"{plural(len(graph.blocks), 'block')}"
             )
@@ -348,7 +348,7 @@ def read_block_schedule(path: Path) -> BlockSchedule:
             error.message, "search a new schedule for the blocks", place
         ) from error
     if record.get("makespan", NonNegativeInteger) != schedule.makespan:
-        record.at("makespan").refuse(f"the end of the last task, which is {schedule.makespan}")
+        record.at("makespan").reject(f"the end of the last task, which is {schedule.makespan}")
     return schedule
 
 
@@ -359,7 +359,7 @@ def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...]
     units = record.get("units", Count)
     orders = list(record.at("tasks").items())
     if len(orders) != graph.devices:
-        record.at("tasks").refuse(
+        record.at("tasks").reject(
             f"one list for each of {graph.devices} {plural(graph.devices, 'device')}"
         )
     found: dict[tuple[int, int, int], int] = {}
@@ -368,11 +368,11 @@ def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...]
             unit = task.get("unit", Index)
             index = task.get("block", Index)
             if unit >= units:
-                task.at("unit").refuse(f"the number of a micro-batch below {units}")
+                task.at("unit").reject(f"the number of a micro-batch below {units}")
             if index >= len(graph.blocks) or device not in graph.blocks[index].devices:
-                task.at("block").refuse(f"the index of a block on device {device}")
+                task.at("block").reject(f"the index of a block on device {device}")
             if (unit, index, device) in found:
-                task.refuse("a task that occurs once in the schedule")
+                task.reject("a task that occurs once in the schedule")
             found[unit, index, device] = task.get("start", NonNegativeInteger)
     # A file can declare far more units than it has tasks; the first incomplete unit ends this loop.
     for unit in range(units):

@@ -30,8 +30,8 @@ class Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
-Shape = TypeVar("Shape", bound=Dataclass)
-Mark = TypeVar("Mark")
+DataclassType = TypeVar("DataclassType", bound=Dataclass)
+MarkType = TypeVar("MarkType")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ Above = functools.partial(Bound, "above", "above", operator.gt)
 AtMost = functools.partial(Bound, "at most", "up to", operator.le)
 
 
-class Spelling:
+class NumberWithUnit:
     """Mark of a number that may be written as text with a unit."""
 
     __slots__ = ()
@@ -58,7 +58,7 @@ class Spelling:
         """Return the number in `text`, or None if there is none."""
         raise NotImplementedError
 
-    def spell(self, value: Any) -> object:
+    def to_text(self, value: Any) -> object:
         raise NotImplementedError
 
     def describe(self, words: str) -> str:
@@ -80,7 +80,7 @@ class FilePath:
 
 
 @dataclass(frozen=True, slots=True)
-class Fits:
+class Predicate:
     """Mark of a value for which `test` is true. `words` describe valid values."""
 
     test: Callable[[Any], object]
@@ -102,14 +102,14 @@ class Inline:
     """Mark of a field, a dataclass, whose keys are in the mapping of the outer dataclass."""
 
 
-class Row:
+class AsList:
     """Mark of a dataclass that is written as a list of its fields. Trailing fields with defaults
     may be missing in a document.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CustomCodec:
     """Mark of a value with custom functions for writing and reading."""
 
     write: Callable[[Any], object]
@@ -127,7 +127,7 @@ class ExtraKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PositionOfKey:
     """Mark of a field that is set to the file and line of the key `key`."""
 
     key: str
@@ -154,7 +154,7 @@ class FormerKey:
 Index = Annotated[int, AtLeast(0)]
 Count = Annotated[int, AtLeast(1)]
 Amount = Annotated[float, AtLeast(0)]
-Filled = Fits(bool, "at least one")
+NonEmpty = Predicate(bool, "at least one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,16 +180,16 @@ class Key:
 
 
 @functools.cache
-def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
-    """Return the keys of `schema` in order, except fields marked `ExtraKeys` or `Origin`."""
+def schema_keys(schema: type[Dataclass]) -> tuple[Key, ...]:
+    """Return the keys of `schema` in order, except fields marked `ExtraKeys` or `PositionOfKey`."""
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {}
     for field in dataclasses.fields(schema):
         name = field.name
         hint = hints[field.name]
         factory = field.default_factory
-        marks = {type(mark): mark for mark in unwrap(hint)[1]}
-        if field.init and marks.keys().isdisjoint((ExtraKeys, Origin)):
+        marks = {type(mark): mark for mark in split_annotated(hint)[1]}
+        if field.init and marks.keys().isdisjoint((ExtraKeys, PositionOfKey)):
             default = field.default if factory is dataclasses.MISSING else factory()
             path = tuple(typing.cast(KeyPath, marks.get(KeyPath, KeyPath(name))).key.split("."))
             found[name] = Key(
@@ -208,13 +208,13 @@ def keys(schema: type[Dataclass]) -> tuple[Key, ...]:
 def former_keys(schema: type[Dataclass]) -> Mapping[str, tuple[str, FormerKey]]:
     """Return the key that replaces each former key of `schema`, with the mark of its field."""
     found = {}
-    for key in keys(schema):
-        if mark := find(unwrap(key.hint)[1], FormerKey):
+    for key in schema_keys(schema):
+        if mark := find_mark(split_annotated(key.hint)[1], FormerKey):
             found[mark.key] = (key.path[0], mark)
     return found
 
 
-def unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
+def split_annotated(hint: Any) -> tuple[Any, tuple[object, ...]]:
     """Return (type without marks, marks)."""
     if typing.get_origin(hint) is Annotated:
         base, *marks = typing.get_args(hint)
@@ -222,7 +222,7 @@ def unwrap(hint: Any) -> tuple[Any, tuple[object, ...]]:
     return hint, ()
 
 
-def find(marks: tuple[object, ...], kind: type[Mark]) -> Mark | None:
+def find_mark(marks: tuple[object, ...], kind: type[MarkType]) -> MarkType | None:
     return next((mark for mark in marks if isinstance(mark, kind)), None)
 
 
@@ -242,38 +242,40 @@ def is_mapping(base: Any) -> bool:
     )
 
 
-def marked_field(schema: type[Dataclass], kind: type[Mark]) -> tuple[str, Mark] | None:
+def marked_field(schema: type[Dataclass], kind: type[MarkType]) -> tuple[str, MarkType] | None:
     """Return (name of the field, mark) of the first field with a mark of class `kind`, or None."""
     hints = typing.get_type_hints(schema, include_extras=True)
     marks = (
-        (field.name, find(unwrap(hints[field.name])[1], kind))
+        (field.name, find_mark(split_annotated(hints[field.name])[1], kind))
         for field in dataclasses.fields(schema)
     )
     return next(((name, mark) for name, mark in marks if mark is not None), None)
 
 
-def describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Return a type in words, such as "a whole number from 1 or `auto`"."""
-    base, marks = unwrap(hint)
+    base, marks = split_annotated(hint)
     for mark in marks:
-        if isinstance(mark, Coded | Fits):
+        if isinstance(mark, CustomCodec | Predicate):
             return mark.words
     origin = typing.get_origin(base)
     members = typing.get_args(base)
     if is_union(base):
-        return " or ".join(map(describe, members))
+        return " or ".join(map(describe_type, members))
     if origin is Literal:
         return " or ".join(f"`{option}`" for option in members)
     if is_mapping(base):
-        return f"a mapping of {describe(typing.get_args(members[0])[1])}"
+        return f"a mapping of {describe_type(typing.get_args(members[0])[1])}"
     if origin is tuple and members[-1] is Ellipsis:
-        return f"a list of {describe(members[0])}"
+        return f"a list of {describe_type(members[0])}"
     if origin is tuple:
-        return f"a list of {len(members)}: " + ", ".join(map(describe, members))
+        return f"a list of {len(members)}: " + ", ".join(map(describe_type, members))
     if dataclasses.is_dataclass(base):
-        names = ", ".join(".".join(key.path) for key in keys(typing.cast("type[Dataclass]", base)))
-        return f"a list: {names}" if find(marks, Row) else f"a mapping with {names}"
-    if find(marks, FilePath):
+        names = ", ".join(
+            ".".join(key.path) for key in schema_keys(typing.cast("type[Dataclass]", base))
+        )
+        return f"a list: {names}" if find_mark(marks, AsList) else f"a mapping with {names}"
+    if find_mark(marks, FilePath):
         return "a path (text)"
     plain = {
         str: "text",
@@ -283,7 +285,7 @@ def describe(hint: Any) -> str:
         type(None): "`null`",
     }
     words = plain.get(base, "a mapping" if origin is dict else str(base))
-    if spelling := find(marks, Spelling):
+    if spelling := find_mark(marks, NumberWithUnit):
         return spelling.describe(words)
     return " ".join(
         [words, *(f"{mark.preposition} {mark.bound}" for mark in marks if isinstance(mark, Bound))]
@@ -331,16 +333,18 @@ class Record:
     def refusal(self, expected: str) -> ConfigurationError:
         raise NotImplementedError
 
-    def refuse(self, expected: str) -> NoReturn:
+    def reject(self, expected: str) -> NoReturn:
         raise self.refusal(expected)
 
     def lacks(self, key: str, hint: Any) -> ConfigurationError:
         """Return the error for a missing key with a value of type `hint`."""
         raise NotImplementedError
 
-    def refusal_by_all(self, union: Any, refusals: list[ConfigurationError]) -> ConfigurationError:
+    def rejection_by_all_members(
+        self, union: Any, refusals: list[ConfigurationError]
+    ) -> ConfigurationError:
         """Return the error for a value that several members of a union rejected."""
-        return self.refusal(describe(union))
+        return self.refusal(describe_type(union))
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> Any:
         return self.value
@@ -356,8 +360,8 @@ class Record:
         return key.sparse
 
     def rest(self, schema: type[Dataclass]) -> dict[str, object]:
-        """Return the values of fields marked `ExtraKeys` or `Origin`. Formats that reject unknown
-        keys override this.
+        """Return the values of fields marked `ExtraKeys` or `PositionOfKey`. Formats that reject
+        unknown keys override this.
         """
         return {}
 
@@ -382,28 +386,28 @@ class Record:
 
     def at(self, key: str, hint: Any = object) -> Self:
         if not isinstance(self.value, dict):
-            self.refuse("an object")
+            self.reject("an object")
         if key not in self.value:
             raise self.lacks(key, hint)
         return self.child(self.value[key], key)
 
     def get(self, key: str, hint: Any) -> Any:
         """Return the value of key `key` as a value of type `hint`."""
-        if self.is_plain and (quick := _quick(hint)) and self.has(key):
+        if self.is_plain and (quick := _fast_reader(hint)) and self.has(key):
             found = quick(self.value[key])
-            if found is not _UNFIT:
+            if found is not _NOT_READ_FAST:
                 return found
         return decode(self.at(key, hint), hint)
 
     def items(self) -> Iterator[Self]:
         if not isinstance(self.value, list | tuple):
-            self.refuse("a list")
+            self.reject("a list")
         for index, value in enumerate(self.value):
             yield self.child(value, index)
 
     def members(self) -> Iterator[tuple[str, Self]]:
         if not isinstance(self.value, dict):
-            self.refuse("an object")
+            self.reject("an object")
         for key, value in self.value.items():
             yield key, self.child(value, key)
 
@@ -421,20 +425,20 @@ def decode(record: Record, hint: Any, **more: object) -> Any:
 @functools.cache
 def _reader(hint: Any) -> Reader:
     """Return the function that reads a type. It is cached: large documents have few types."""
-    base, marks = unwrap(hint)
+    base, marks = split_annotated(hint)
     origin = typing.get_origin(base)
-    if coded := find(marks, Coded):
+    if coded := find_mark(marks, CustomCodec):
         return coded.read
     if is_union(base):
         return functools.partial(_read_union, base)
-    if fits := find(marks, Fits):
+    if fits := find_mark(marks, Predicate):
         inner = tuple(mark for mark in marks if mark is not fits)
         return functools.partial(
-            _read_fitting, _reader(Annotated[base, *inner] if inner else base), fits
+            _read_with_predicate, _reader(Annotated[base, *inner] if inner else base), fits
         )
     if dataclasses.is_dataclass(base):
         return functools.partial(
-            _read_row if find(marks, Row) else _read_dataclass, typing.cast(Any, base)
+            _read_row if find_mark(marks, AsList) else _read_dataclass, typing.cast(Any, base)
         )
     if origin is Literal:
         return functools.partial(_read_literal, base)
@@ -448,37 +452,37 @@ def _reader(hint: Any) -> Reader:
     return functools.partial(_read_scalar, hint, origin or base, marks)
 
 
-def _read_fitting(read: Reader, fits: Fits, record: Record) -> object:
+def _read_with_predicate(read: Reader, fits: Predicate, record: Record) -> object:
     if not fits.test(value := read(record)):
-        record.refuse(fits.words)
+        record.reject(fits.words)
     return value
 
 
 def _read_union(union: Any, record: Record) -> object:
-    fitting = [member for member in typing.get_args(union) if accepts(record, member)]
+    fitting = [member for member in typing.get_args(union) if fits_type(record, member)]
     if not fitting:
-        record.refuse(describe(union))
+        record.reject(describe_type(union))
     refusals = []
     for member in fitting:
         try:
             return decode(record, member)
         except ConfigurationError as error:
             refusals.append(error)  # The next member may accept the value.
-    raise refusals[0] if len(refusals) == 1 else record.refusal_by_all(union, refusals)
+    raise refusals[0] if len(refusals) == 1 else record.rejection_by_all_members(union, refusals)
 
 
 def _read_literal(literal: Any, record: Record) -> object:
-    if not accepts(record, literal):
-        record.refuse(describe(literal))
+    if not fits_type(record, literal):
+        record.reject(describe_type(literal))
     options = typing.get_args(literal)
     value = record.text if isinstance(options[0], str) else record.value
-    if _is_option(value, literal):
+    if _is_literal_value(value, literal):
         return value
     message = f"{record.path}: {quote(str(value))} is none of {', '.join(map(str, options))}"
     raise record.error(message, similar_name_hint(str(value), map(str, options)))
 
 
-def _is_option(value: object, literal: Any) -> bool:
+def _is_literal_value(value: object, literal: Any) -> bool:
     return any(
         value == option and type(value) is type(option) for option in typing.get_args(literal)
     )
@@ -488,8 +492,8 @@ def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
     members = typing.get_args(base)
     if members == (str, ...):
         record = record.listed()
-    if not accepts(record, base):
-        record.refuse(describe(base))
+    if not fits_type(record, base):
+        record.reject(describe_type(base))
     if isinstance(record.value, dict):
         read = _reader(typing.get_args(members[0])[1])
         return tuple((name, read(item)) for name, item in record.members())
@@ -503,33 +507,33 @@ def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
     return tuple(decode(item, member) for item, member in zip(record.items(), members, strict=True))
 
 
-def _read_row(schema: type[Shape], record: Record) -> Shape:
+def _read_row(schema: type[DataclassType], record: Record) -> DataclassType:
     if not isinstance(record.value, list | tuple):
-        record.refuse("a list")
+        record.reject("a list")
     values: dict[str, object] = {}
     position = 0
     for key, read, quick in _key_readers(schema):
-        inner = _key_readers(unwrap(key.hint)[0]) if key.flat else ((key, read, quick),)
+        inner = _key_readers(split_annotated(key.hint)[0]) if key.flat else ((key, read, quick),)
         if len(record.value) - position < len(inner):
             break
         taken: dict[str, object] = {}
         for inner_key, read_cell, quick_cell in inner:
             cell = record.value[position]
-            found = quick_cell(cell) if quick_cell and record.is_plain else _UNFIT
-            if found is _UNFIT:
+            found = quick_cell(cell) if quick_cell and record.is_plain else _NOT_READ_FAST
+            if found is _NOT_READ_FAST:
                 found = read_cell(record.child(cell, position))
             taken[inner_key.name] = found
             position += 1
-        values |= {key.name: unwrap(key.hint)[0](**taken)} if key.flat else taken
-    is_incomplete = any(key.required and key.name not in values for key in keys(schema))
+        values |= {key.name: split_annotated(key.hint)[0](**taken)} if key.flat else taken
+    is_incomplete = any(key.required and key.name not in values for key in schema_keys(schema))
     if position < len(record.value) or is_incomplete:
-        record.refuse(describe(Annotated[schema, Row()]))
+        record.reject(describe_type(Annotated[schema, AsList()]))
     return schema(**values)
 
 
-def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shape:
+def _read_dataclass(schema: type[DataclassType], record: Record, **more: object) -> DataclassType:
     if not isinstance(record.value, dict):
-        record.refuse(describe(schema) if record.path else "a mapping")
+        record.reject(describe_type(schema) if record.path else "a mapping")
     record = record.with_present_keys(schema)
     values = record.rest(schema)
     missing: list[ConfigurationError] = []  # Reported after errors of present keys.
@@ -539,7 +543,8 @@ def _read_dataclass(schema: type[Shape], record: Record, **more: object) -> Shap
         if (
             quick
             and record.is_plain
-            and (found := quick(record.value.get(key.path[0], _UNFIT))) is not _UNFIT
+            and (found := quick(record.value.get(key.path[0], _NOT_READ_FAST)))
+            is not _NOT_READ_FAST
         ):
             values[key.name] = found
             continue
@@ -564,23 +569,23 @@ def _key_readers(
     schema: type[Dataclass],
 ) -> tuple[tuple[Key, Reader, Callable[[Any], Any] | None], ...]:
     return tuple(
-        (key, _reader(key.hint), _quick(key.hint) if len(key.path) == 1 else None)
-        for key in keys(schema)
+        (key, _reader(key.hint), _fast_reader(key.hint) if len(key.path) == 1 else None)
+        for key in schema_keys(schema)
     )
 
 
-_UNFIT = object()
+_NOT_READ_FAST = object()
 
 
 @functools.cache
-def _quick(hint: Any) -> Callable[[Any], Any] | None:
+def _fast_reader(hint: Any) -> Callable[[Any], Any] | None:
     """Return a fast reader of plain JSON values for simple types, or None for other types.
 
-    The reader returns the value that `decode` would return, or `_UNFIT` if `decode` must read the
-    value or report its error. Most values of large documents are strings, integers and lists of
-    integers, and the fast reader creates no Record for them.
+    The reader returns the value that `decode` would return, or `_NOT_READ_FAST` if `decode` must
+    read the value or report its error. Most values of large documents are strings, integers and
+    lists of integers, and the fast reader creates no Record for them.
     """
-    base, marks = unwrap(hint)
+    base, marks = split_annotated(hint)
     bounds = [mark for mark in marks if isinstance(mark, Bound)]
     if any(each.holds is not operator.ge for each in bounds) or not all(
         isinstance(each, Bound | KeyPath | OmitDefault | FormerKey) for each in marks
@@ -588,30 +593,32 @@ def _quick(hint: Any) -> Callable[[Any], Any] | None:
         return None
     least = max((each.bound for each in bounds), default=-math.inf)
     if base is str or base is bool:
-        return lambda value: value if type(value) is base else _UNFIT
+        return lambda value: value if type(value) is base else _NOT_READ_FAST
     if base is int:
-        return lambda value: value if type(value) is int and value >= least else _UNFIT
+        return lambda value: value if type(value) is int and value >= least else _NOT_READ_FAST
     if base is float:
         return lambda value: (
-            value if type(value) is float and least <= value <= sys.float_info.max else _UNFIT
+            value
+            if type(value) is float and least <= value <= sys.float_info.max
+            else _NOT_READ_FAST
         )
     if is_union(base) and len(members := typing.get_args(base)) == 2 and members[1] is type(None):
-        quick = _quick(members[0])
+        quick = _fast_reader(members[0])
         return quick and (lambda value: None if value is None else quick(value))
-    return _quick_indices if base == tuple[Index, ...] else None
+    return _read_indices_fast if base == tuple[Index, ...] else None
 
 
-def _quick_indices(value: Any) -> object:
+def _read_indices_fast(value: Any) -> object:
     are_integers = type(value) is list and {int}.issuperset(map(type, value))
-    return tuple(value) if are_integers and min(value, default=0) >= 0 else _UNFIT
+    return tuple(value) if are_integers and min(value, default=0) >= 0 else _NOT_READ_FAST
 
 
 def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Record) -> object:
-    if not accepts(record, hint):
-        record.refuse(describe(hint))
+    if not fits_type(record, hint):
+        record.reject(describe_type(hint))
     value = record.scalar(base, marks)
     if base is float and not abs(value) <= sys.float_info.max:  # Too large, infinite or NaN.
-        record.refuse(describe(hint))
+        record.reject(describe_type(hint))
     value = float(value) if base is float else value
     for mark in marks:
         if isinstance(mark, Bound) and not mark.holds(value, mark.bound):
@@ -621,17 +628,17 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Recor
     return value
 
 
-def accepts(record: Record, hint: Any) -> bool:
+def fits_type(record: Record, hint: Any) -> bool:
     """True if the JSON or YAML type of the record fits `hint`, regardless of its contents."""
-    base, marks = unwrap(hint)
+    base, marks = split_annotated(hint)
     value = record.value
     origin = typing.get_origin(base)
     if is_union(base):
-        return any(accepts(record, member) for member in typing.get_args(base))
+        return any(fits_type(record, member) for member in typing.get_args(base))
     if base is type(None):
         return value is None
     if dataclasses.is_dataclass(base) or origin is dict:
-        return isinstance(value, list | tuple if find(marks, Row) else dict)
+        return isinstance(value, list | tuple if find_mark(marks, AsList) else dict)
     if origin is tuple:
         return isinstance(value, list | tuple) or (isinstance(value, dict) and is_mapping(base))
     if base is str or (origin is Literal and isinstance(typing.get_args(base)[0], str)):
@@ -641,7 +648,7 @@ def accepts(record: Record, hint: Any) -> bool:
     if base is bool:
         return isinstance(value, bool)
     if isinstance(value, str):
-        return find(marks, Spelling) is not None
+        return find_mark(marks, NumberWithUnit) is not None
     return isinstance(value, int | float if base is float else int) and not isinstance(value, bool)
 
 
@@ -658,31 +665,31 @@ def encode_as(value: object, hint: Any) -> Any:
     return _writer(hint)(value)
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 @functools.cache
 def _writer(hint: Any) -> Writer:
-    base, marks = unwrap(hint)
+    base, marks = split_annotated(hint)
     origin = typing.get_origin(base)
     members = typing.get_args(base)
-    if coded := find(marks, Coded):
+    if coded := find_mark(marks, CustomCodec):
         return coded.write
-    if spelling := find(marks, Spelling):
-        return spelling.spell
+    if spelling := find_mark(marks, NumberWithUnit):
+        return spelling.to_text
     if is_union(base):
-        if all(_writer(member) is _same for member in members):
-            return _same
-        return lambda value: _writer(next(member for member in members if _holds(value, member)))(
-            value
-        )
+        if all(_writer(member) is _identity for member in members):
+            return _identity
+        return lambda value: _writer(
+            next(member for member in members if _is_member_of_union(value, member))
+        )(value)
     if is_mapping(base):
         inner = _writer(typing.get_args(members[0])[1])
         return lambda pairs: {name: inner(value) for name, value in pairs}
     if origin is tuple and members[-1] is Ellipsis:
         inner = _writer(members[0])
-        return list if inner is _same else lambda values: [inner(value) for value in values]
+        return list if inner is _identity else lambda values: [inner(value) for value in values]
     if origin is tuple:
         return lambda values: [
             _writer(member)(value) for member, value in zip(members, values, strict=True)
@@ -691,9 +698,9 @@ def _writer(hint: Any) -> Writer:
         return lambda value: value.value
     if dataclasses.is_dataclass(base):
         return functools.partial(
-            _write_row if find(marks, Row) else _write_dataclass, typing.cast(Any, base)
+            _write_row if find_mark(marks, AsList) else _write_dataclass, typing.cast(Any, base)
         )
-    return _same
+    return _identity
 
 
 def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
@@ -721,7 +728,9 @@ def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
 def _key_writers(
     schema: type[Dataclass],
 ) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, ExtraKeys] | None]:
-    return tuple((key, _writer(key.hint)) for key in keys(schema)), marked_field(schema, ExtraKeys)
+    return tuple((key, _writer(key.hint)) for key in schema_keys(schema)), marked_field(
+        schema, ExtraKeys
+    )
 
 
 def _write_row(schema: type[Dataclass], value: object) -> list[object]:
@@ -732,12 +741,12 @@ def _write_row(schema: type[Dataclass], value: object) -> list[object]:
     return cells
 
 
-def _holds(value: object, hint: Any) -> bool:
+def _is_member_of_union(value: object, hint: Any) -> bool:
     """True if `value` is a value of `hint`, a member of a union."""
-    base, _ = unwrap(hint)
+    base, _ = split_annotated(hint)
     origin = typing.get_origin(base)
     if base is type(None):
         return value is None
     if origin is Literal:
-        return _is_option(value, base)
+        return _is_literal_value(value, base)
     return isinstance(value, origin or base) and not (isinstance(value, bool) and base is not bool)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from autopipe.ir.codec import Count, Filled, Index, OmitDefault
+from autopipe.ir.codec import Count, Index, NonEmpty, OmitDefault
 from autopipe.ir.words import plural
 
 Interval = tuple[Count, Count]
@@ -26,7 +26,7 @@ class PlanDegrees:
     to the 99% of its stage's FLOPs with the most frequent degrees.
     """
 
-    groups: Annotated[tuple[Count, ...], Filled]
+    groups: Annotated[tuple[Count, ...], NonEmpty]
     """Number of devices of each group, in the order of the first stages."""
     stages_per_group: Interval
     """Number of stages of a group in one pipeline."""

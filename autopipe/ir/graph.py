@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from autopipe.ir.codec import AtLeast, Coded, Index, Inline, Record, decode, encode
+from autopipe.ir.codec import AtLeast, CustomCodec, Index, Inline, Record, decode, encode
 from autopipe.ir.errors import ModelError
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 
@@ -203,7 +203,7 @@ def _read_storage(record: Record) -> Storage:
         try:
             return Fill(float(value))
         except (TypeError, ValueError, OverflowError):
-            record.at("value").refuse("a number")
+            record.at("value").reject("a number")
     folded = FoldedSlice if record.has("rows") else FileSlice
     classes = {"file": folded, "varints": VarintSlice, "draw": Initializer}
     storage: Storage = decode(record, classes[kind])
@@ -215,7 +215,7 @@ class Parameter:
     """A value that persists between steps: a trained weight, or a buffer such as a running mean."""
 
     value: Annotated[Value, Inline()]
-    storage: Annotated[Storage, Coded(_write_storage, _read_storage)]
+    storage: Annotated[Storage, CustomCodec(_write_storage, _read_storage)]
     trainable: bool = True
     written: ClassVar = ("value", "trainable", "storage")
 

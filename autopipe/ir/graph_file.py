@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final
 
 import numpy as np
 
-from autopipe.ir.codec import Count, Row, decode, encode, encode_as
+from autopipe.ir.codec import AsList, Count, decode, encode, encode_as
 from autopipe.ir.errors import ConfigurationError, ModelError
 from autopipe.ir.files import JsonRecord, read_json_record
 from autopipe.ir.graph import (
@@ -168,13 +168,13 @@ def read_graph(path: Path) -> PlannedGraph:
             f"the file describes an invalid graph: {what}", _PLAN_AGAIN_HINT, str(path)
         ) from error
     if planned.loss and not graph.has(planned.loss):
-        record.at("loss").refuse("the name of a value in the graph")
+        record.at("loss").reject("the name of a value in the graph")
     return planned
 
 
 def _read_graph(record: JsonRecord, depth: int) -> Graph:
     if depth > _MAX_LOOP_DEPTH:
-        record.refuse(f"a graph with loops nested up to {_MAX_LOOP_DEPTH} deep")
+        record.reject(f"a graph with loops nested up to {_MAX_LOOP_DEPTH} deep")
     inputs = tuple(map(_read_value, record.at("inputs").items()))
     ranks = {value.name: len(value.shape) for value in inputs}
     axes = record.at("batch_axes")
@@ -182,7 +182,7 @@ def _read_graph(record: JsonRecord, depth: int) -> Graph:
     for name, each in axes.members():
         axis = each.value
         if type(axis) is not int or not 0 <= axis < ranks.get(name, 0):
-            each.refuse("an axis of the input with this name")
+            each.reject("an axis of the input with this name")
         batch_axes.append((name, axis))
     left = [_MAX_CONSTANT_BYTES]
     return Graph(
@@ -208,7 +208,7 @@ def _read_value(record: JsonRecord) -> Value:
         is_shape = type(shape) is list and all(type(size) is int and size >= 0 for size in shape)
         if type(name) is str and type(dtype) is str and dtype in _DTYPES and is_shape:
             return Value(name, _DTYPES[dtype], tuple(shape))
-    value: Value = decode(record, Annotated[Value, Row()])  # Raises an error that names the key.
+    value: Value = decode(record, Annotated[Value, AsList()])  # Raises an error that names the key.
     return value
 
 
@@ -216,7 +216,7 @@ def _read_parameter(record: JsonRecord) -> Parameter:
     parameter: Parameter = decode(record, Parameter)
     storage = parameter.storage
     if isinstance(storage, FileSlice) and storage.file and not _is_relative_inside(storage.file):
-        record.at("storage").at("file").refuse("a path inside the model's folder")
+        record.at("storage").at("file").reject("a path inside the model's folder")
     return parameter
 
 
@@ -238,16 +238,16 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     size = value.elements * dtype.itemsize
     left[0] -= size
     if left[0] < 0:
-        record.at("value").refuse(f"constants of up to {_MAX_CONSTANT_BYTES} bytes in total")
+        record.at("value").reject(f"constants of up to {_MAX_CONSTANT_BYTES} bytes in total")
     content = record.at("data")
     text = decode(content, str)
     try:
         # One byte more than expected, so that data which are too long are recognised.
         data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
     except (ValueError, zlib.error):
-        content.refuse("data compressed by zlib, in base64")
+        content.reject("data compressed by zlib, in base64")
     if len(data) != size:
-        content.refuse(f"{size} {plural(size, 'byte')} of data, compressed by zlib")
+        content.reject(f"{size} {plural(size, 'byte')} of data, compressed by zlib")
     return Constant(value, np.ndarray(value.shape, dtype, buffer=data))
 
 
@@ -256,7 +256,7 @@ def _ml_dtypes_type(record: JsonRecord, dtype: DType) -> np.dtype[Any]:
     import ml_dtypes
 
     if record.value != dtype.value or not hasattr(ml_dtypes, dtype.value):
-        record.refuse(f"{dtype.value}, the type of the constant")
+        record.reject(f"{dtype.value}, the type of the constant")
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.value))
     return found
 
@@ -279,7 +279,7 @@ def _read_node(record: JsonRecord, depth: int) -> Node:
 
 def _read_texts(record: JsonRecord) -> tuple[str, ...]:
     if type(record.value) is not list or not all(type(each) is str for each in record.value):
-        record.refuse("a list of texts")
+        record.reject("a list of texts")
     return tuple(record.value)
 
 
@@ -288,7 +288,7 @@ def _read_attribute(record: JsonRecord) -> Attribute:
         return _read_scalar(record)
     values = tuple(map(_read_scalar, record.items()))
     if len(set(map(type, values))) > 1:
-        record.refuse("values of one type")
+        record.reject("values of one type")
     found: Any = values
     return found  # type: ignore[no-any-return]
 

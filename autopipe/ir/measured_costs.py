@@ -22,14 +22,14 @@ from autopipe.ir.codec import (
     Amount,
     AtLeast,
     AtMost,
-    Coded,
     Count,
-    Filled,
-    Fits,
+    CustomCodec,
     Index,
     Inline,
     KeyPath,
+    NonEmpty,
     OmitDefault,
+    Predicate,
     decode,
     encode,
 )
@@ -51,8 +51,10 @@ _TENSOR_TYPE_PATTERN = re.compile(
     rf"(?:(?:{'|'.join(each.value for each in DType)})\[(?:\d{{1,15}}(?:,\d{{1,15}})*)?\])?"
 )
 Attributes = tuple[tuple[str, Attribute], ...]
-_SORTED_ATTRIBUTES = Coded(dict, lambda record: tuple(sorted(decode(record, Attributes))))
-TypeText = Annotated[str, Fits(_TENSOR_TYPE_PATTERN.fullmatch, 'a type such as "float32[8,64]"')]
+_SORTED_ATTRIBUTES = CustomCodec(dict, lambda record: tuple(sorted(decode(record, Attributes))))
+TypeText = Annotated[
+    str, Predicate(_TENSOR_TYPE_PATTERN.fullmatch, 'a type such as "float32[8,64]"')
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ class TensorCosts:
         return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
 
-_THREE_UPDATE_COSTS = Fits(
+_THREE_UPDATE_COSTS = Predicate(
     lambda updates: len(updates) == 3, "3 entries: an optimizer without states, with one, with two"
 )
 
@@ -248,7 +250,7 @@ class ExchangeCost:
     """
 
     kind: Annotated[
-        str, Fits(MEASURED_COMMUNICATION.__contains__, " or ".join(MEASURED_COMMUNICATION))
+        str, Predicate(MEASURED_COMMUNICATION.__contains__, " or ".join(MEASURED_COMMUNICATION))
     ]
     ranks: Annotated[int, AtLeast(2), AtMost(2**20)]
     fit: Annotated[AffineTime, Inline()]
@@ -276,7 +278,7 @@ class DeviceCosts:
 class Costs:
     """Measured costs of several device types with distinct names."""
 
-    devices: Annotated[tuple[DeviceCosts, ...], Filled]
+    devices: Annotated[tuple[DeviceCosts, ...], NonEmpty]
 
     def of(self, device: str) -> DeviceCosts | None:
         """Return the costs of device type `device`, or the only costs if there is one device
@@ -331,11 +333,11 @@ def read_costs(path: Path) -> Costs:
     record = read_json_record(path, FORMAT)
     costs: Costs = decode(record, Costs)
     if len({each.device for each in costs.devices}) < len(costs.devices):
-        record.at("devices").refuse("a list of devices with different names")
+        record.at("devices").reject("a list of devices with different names")
     for device, found in zip(record.at("devices").items(), costs.devices, strict=True):
         for place, each in zip(device.at("operations").items(), found.operations, strict=True):
             if any(index >= len(each.operation.operands) for index in each.operation.gradients):
-                place.at("gradients").refuse(
+                place.at("gradients").reject(
                     f"indices of the {len(each.operation.operands)} "
                     f"{plural(len(each.operation.operands), 'operand')}"
                 )

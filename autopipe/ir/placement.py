@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from autopipe.ir.codec import (
-    Coded,
+    AsList,
     Count,
-    Filled,
+    CustomCodec,
     Index,
+    NonEmpty,
     OmitDefault,
     Record,
-    Row,
     decode,
     encode_as,
 )
@@ -35,7 +35,7 @@ class Split:
         return f"{self.axis}:{self.degree}"
 
 
-Splits = tuple[Annotated[Split, Row()], ...]
+Splits = tuple[Annotated[Split, AsList()], ...]
 _MAX_NODES = 10_000_000
 
 
@@ -67,7 +67,7 @@ def _read_nodes(record: Record) -> tuple[int, ...]:
     for each in record.items():
         ends = tuple(decode(end, Index) for end in each.items())
         if len(ends) != 2 or not ends[0] < ends[1] <= _MAX_NODES:
-            each.refuse("a range of nodes: the first node, and the node after the last")
+            each.reject("a range of nodes: the first node, and the node after the last")
         nodes += range(*ends)
     return tuple(nodes)
 
@@ -104,12 +104,12 @@ class Stage:
         "gathers",
         "holds_copies",
     )
-    nodes: Annotated[tuple[int, ...], Coded(node_ranges, _read_nodes)]
+    nodes: Annotated[tuple[int, ...], CustomCodec(node_ranges, _read_nodes)]
     """Indices of the graph's nodes, ascending."""
-    devices: Annotated[tuple[Index, ...], Filled]
+    devices: Annotated[tuple[Index, ...], NonEmpty]
     micro_batch_size: Count
     """Samples of one forward of the stage."""
-    splits: Annotated[tuple[tuple[int, Splits], ...], Coded(_write_splits, _read_splits)] = ()
+    splits: Annotated[tuple[tuple[int, Splits], ...], CustomCodec(_write_splits, _read_splits)] = ()
     """Pairs (node, splits) of split nodes. Splits are listed from the outermost to the innermost
     over `devices`. If the product of the degrees is smaller than the number of devices, the
     innermost devices are replicas.
@@ -164,7 +164,7 @@ class Placement:
     """
 
     written: ClassVar = ("stages", "notes", "options")
-    stages: Annotated[tuple[Stage, ...], Filled]
+    stages: Annotated[tuple[Stage, ...], NonEmpty]
     proof: SplitProof | None = field(default=None, compare=False)
     notes: Annotated[tuple[str, ...], OmitDefault()] = field(default=(), compare=False)
     """Notes of the strategy for the user, one line each."""

@@ -22,11 +22,11 @@ from autopipe.ir.block_schedule import SCHEDULE_FORMAT, task_order_json
 from autopipe.ir.codec import (
     Amount,
     Count,
-    Fits,
     FormerKey,
     Index,
     KeyPath,
     OmitDefault,
+    Predicate,
     decode,
     encode,
     encode_as,
@@ -297,7 +297,7 @@ class Plan:
     )
     model: str
     graph_digest: str
-    mode: Annotated[str, Fits(("train", "infer").__contains__, "train or infer")]
+    mode: Annotated[str, Predicate(("train", "infer").__contains__, "train or infer")]
     batch_size: Count
     placement: Placement
     schedule: Schedule
@@ -391,18 +391,18 @@ def read_plan(folder: Path) -> Plan:
     summary = plan.summary
     peaks = summary.peak_memory_bytes
     if len(peaks) < max(1, plan.placement.devices):
-        record.at("summary").at("peak_memory_bytes").refuse(
+        record.at("summary").at("peak_memory_bytes").reject(
             f"an entry for each of {plan.placement.devices} "
             f"{plural(plan.placement.devices, 'device')}"
         )
     if plan.memory_limits and len(plan.memory_limits) != len(peaks):
-        record.at("memory_limits").refuse(
+        record.at("memory_limits").reject(
             f"{len(peaks)} {plural(len(peaks), 'entry')}, one per device of the cluster"
         )
     count = summary.micro_batches
     size = summary.micro_batch_size
     if plan.batch_size != count * size:
-        record.at("batch_size").refuse(
+        record.at("batch_size").reject(
             f"{count * size}, which is {count} {plural(count, 'micro-batch')} of {size} "
             f"{plural(size, 'sample')}"
         )
@@ -441,26 +441,26 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
     placement.
     """
     if len(prediction.stages) != len(placement.stages):
-        record.at("stages").refuse(
+        record.at("stages").reject(
             f"one entry for each of {len(placement.stages)} "
             f"{plural(len(placement.stages), 'stage')}"
         )
     for row, each in zip(record.at("messages").items(), prediction.messages, strict=True):
         if len(row.value) not in (len(_MESSAGE_COLUMNS), len(_MESSAGE_COLUMNS + _SLICE_COLUMNS)):
-            row.refuse(
+            row.reject(
                 f"{len(_MESSAGE_COLUMNS)} {plural(len(_MESSAGE_COLUMNS), 'column')}, or "
                 f"{len(_MESSAGE_COLUMNS + _SLICE_COLUMNS)} if the message is a slice"
             )
         if not each.source_stage < each.target_stage < len(placement.stages):
-            row.refuse("a message from a stage to a later stage")
+            row.reject("a message from a stage to a later stage")
         for stage, device in ((each.source_stage, each.source), (each.target_stage, each.target)):
             if device not in placement.stages[stage].devices:
-                row.refuse(
+                row.reject(
                     f"devices of the listed stages, but device {device} is not in stage {stage}"
                 )
         for part in (each.source_slice, each.target_slice):
             if part.index >= part.of:
-                row.refuse(
+                row.reject(
                     f"the index of a slice from 0 to {part.of - 1}, but the index is {part.index}"
                 )
 
@@ -553,7 +553,7 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
     kinds = [_read_task_kind(block, stages) for block in record.at("blocks").items()]
     orders = tuple(_read_task_orders(record.at("tasks"), kinds, stages))
     if len(orders) != (devices := record.get("devices", Count)):
-        record.at("tasks").refuse(f"one list per device, for {devices} {plural(devices, 'device')}")
+        record.at("tasks").reject(f"one list per device, for {devices} {plural(devices, 'device')}")
     schedule = Schedule(
         record.get("units", Count),
         orders,
@@ -586,7 +586,7 @@ def _read_task_orders(
         block = record.get("block", Index)
         unit = record.get("unit", Index)
         if block >= len(kinds):
-            record.at("block").refuse(f"the index of a block, from 0 to {len(kinds) - 1}")
+            record.at("block").reject(f"the index of a block, from 0 to {len(kinds) - 1}")
         stage, phase, turn = kinds[block]
         return Task(stage, phase, unit * stages.micro_batch_ratio_at(stage) + turn)
 
@@ -602,15 +602,15 @@ def _read_task_orders(
 def _read_task_kind(record: JsonRecord, stages: StageGraph) -> TaskKind:
     match = _BLOCK_NAME_PATTERN.fullmatch(record.get("name", str))
     if match is None or int(match[1]) >= len(stages.stage_devices):
-        record.at("name").refuse(
+        record.at("name").reject(
             f"a stage number below {len(stages.stage_devices)} and a phase, such as 0F"
         )
     stage = int(match[1])
     turn = int(match[3] or 0)
     if turn >= (turns := stages.micro_batch_ratio_at(stage)):
-        record.at("name").refuse(
+        record.at("name").reject(
             f"a part of the micro-batch of stage {stage}, numbered from 0 to {turns - 1}"
         )
     if record.get("devices", tuple[Index, ...]) != (devices := stages.stage_devices[stage]):
-        record.at("devices").refuse(f"the devices of stage {stage}, which are {list(devices)}")
+        record.at("devices").reject(f"the devices of stage {stage}, which are {list(devices)}")
     return stage, Phase(match[2]), turn

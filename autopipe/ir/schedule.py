@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from autopipe.ir.codec import Count, Index, Row
+from autopipe.ir.codec import AsList, Count, Index
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.placement import Placement, stage_edges
 from autopipe.ir.problem import Problem
@@ -72,7 +72,7 @@ class Repetend:
     stride: Index = 1
 
 
-Repetends = tuple[Annotated[Repetend, Row()], ...]
+Repetends = tuple[Annotated[Repetend, AsList()], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from autopipe.ir.codec import Amount, Index, Inline, OmitDefault, Row
+from autopipe.ir.codec import Amount, AsList, Index, Inline, OmitDefault
 from autopipe.ir.schedule import EVERY_MICRO_BATCH, DeviceGroups, MicroBatchSlice, Phase, Task
 
 
@@ -270,7 +270,7 @@ class Prediction:
     """
 
     stages: tuple[StagePrediction, ...] = ()
-    messages: tuple[Annotated[Message, Row()], ...] = ()
+    messages: tuple[Annotated[Message, AsList()], ...] = ()
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:

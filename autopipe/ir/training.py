@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Fits, Index, OmitDefault
+from autopipe.ir.codec import Above, AtLeast, AtMost, Count, FilePath, Index, OmitDefault, Predicate
 
 
 def is_data_function(path: str) -> bool:
@@ -31,7 +31,7 @@ DataPath = Annotated[
         "Python code, which plans and configurations must not name",
         _COMMAND_LINE_HINT,
     ),
-    Fits(
+    Predicate(
         lambda path: not is_data_function(path), "a path (only `launch --data` accepts Python code)"
     ),
 ]

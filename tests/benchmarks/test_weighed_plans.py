@@ -12,7 +12,7 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.api.request import request_of
+from autopipe.api.request import make_request
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text
@@ -79,7 +79,7 @@ def test_the_page_holds_all_of_it_and_names_its_picture(tmp_path):
 def candidates(tmp_path):
     model = saved(perceptron(trains=True), tmp_path)
     words = {"--gpus": "2", "--cluster": "cpu-local", "--batch-size": "8"}
-    return candidates_of(request_of(load_configuration(words=words), model))
+    return candidates_of(make_request(load_configuration(words=words), model))
 
 
 class Ranks:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.yaml_source import MOST_BYTES
+from autopipe.configs.yaml_source import MAX_FILE_BYTES
 from tests.cli.command_line import CommandLine
 
 FILE = "train.yaml"
@@ -125,7 +125,7 @@ def test_files_that_cannot_be_read(command_line: CommandLine, words: tuple[str, 
     for content in (b"", b"# nothing\n", b"---\n"):
         path.write_bytes(content)
         command_line.refuses(2, words, f"{FILE}: the file is empty")
-    path.write_bytes(b"#" * (MOST_BYTES + 1))
+    path.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
     command_line.refuses(2, words, f"{FILE}: the file is too large")
 
 

@@ -14,15 +14,15 @@ import pytest
 import safetensors.numpy
 
 from autopipe.backends.torch.checkpoint import (
-    Block,
     Checkpoint,
-    Content,
     StoredParameter,
+    StoredSlice,
     StoredTensor,
+    TensorContent,
     checkpoint_path,
-    document_of,
+    manifest_document,
+    manifest_text,
     read_checkpoint,
-    text_of,
     write_shard,
 )
 from autopipe.cli.main import main
@@ -67,20 +67,20 @@ def write_checkpoint(
         region = tuple(map(slice, box.starts, box.stops))
         parts = {"w": weight[region], "w.m": STATE[region]}
         contents = [
-            Content(key, "float32", box.shape, memoryview(part.tobytes()))
+            TensorContent(key, "float32", box.shape, memoryview(part.tobytes()))
             for key, part in parts.items()
         ]
         file, offsets = write_shard(target / f"rank_{rank:05d}.safetensors", contents)
         files.append(file)
-        values.append(Block(box, rank, offsets["w"], "w"))
-        states.append(Block(box, rank, offsets["w.m"], "w.m"))
+        values.append(StoredSlice(box, rank, offsets["w"], "w"))
+        states.append(StoredSlice(box, rank, offsets["w.m"], "w.m"))
     stored = [StoredTensor("float32", (6, 4), tuple(blocks)) for blocks in (values, states)]
     parameter = StoredParameter("w", True, stored[0], (("momentum_buffer", stored[1]),))
     checkpoint = Checkpoint(
         str(path), load(path).digest, "a" * 64, 2, step, 8 * step, 0, {"name": "sgd", "lr": 0.1}, tuple(files),
         (parameter,), (), forwards=forwards,
     )  # fmt: skip
-    (target / "manifest.json").write_text(text_of(checkpoint), encoding="utf-8")
+    (target / "manifest.json").write_text(manifest_text(checkpoint), encoding="utf-8")
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def test_verify_looks_whether_blocks_are_the_tensor(
         parameter, value=dataclasses.replace(parameter.value, blocks=blocks)
     )
     changed = dataclasses.replace(checkpoint, parameters=(wrong,))
-    assert document_of(changed) != document_of(checkpoint)
-    (path / "manifest.json").write_text(text_of(changed), encoding="utf-8")
+    assert manifest_document(changed) != manifest_document(checkpoint)
+    (path / "manifest.json").write_text(manifest_text(changed), encoding="utf-8")
     error = refused(capsys, 5, "verify", given / "saved")
     assert message in error and "parameter 'w'" in error and str(path / "manifest.json") in error
 

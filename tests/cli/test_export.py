@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopipe
-from autopipe.backends.torch.exporter import subject_of
+from autopipe.backends.torch.exporter import make_subject
 from autopipe.backends.torch.module_gradients import evaluate
 from autopipe.ir.errors import AutopipeError, ConfigurationError, VerificationError
 from autopipe.passes.frontend import read_model
@@ -302,7 +302,7 @@ def test_a_module_with_a_part_under_several_names_stays_as_it_is(tmp_path: Path)
         name: (tensor, tensor.clone()) for name, tensor in module.state_dict(keep_vars=True).items()
     }
     written_rows(module, tmp_path)
-    subject = subject_of(
+    subject = make_subject(
         module, torch.randn(SAMPLES, WIDTH), F.cross_entropy, torch.arange(SAMPLES)
     )
     moved = evaluate(subject, subject.tensors, ulps=1e4).gradients["0.0.weight"]

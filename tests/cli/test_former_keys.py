@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.configuration import Configuration, build, dump_configuration, effective
+from autopipe.configs.configuration import (
+    Configuration,
+    build,
+    dump_configuration,
+    merged_configuration,
+)
 from autopipe.configs.yaml_source import read_setting, read_text
 from autopipe.ir.codec import decode, encode
 from autopipe.ir.errors import ConfigurationError, RenamedWarning
@@ -82,7 +87,7 @@ def test_a_flag_overrides_a_file_whichever_has_the_former_key(former_is_flag: bo
     settings = [
         (key, read_setting(value, f"--set {'.'.join(key)}")) for key, value in flags.items()
     ]
-    found = effective([read_text(text, "c.yaml")], settings)
+    found = merged_configuration([read_text(text, "c.yaml")], settings)
     expected = (Grid(stages_per_rank=2), 0) if former_is_flag else (Grid(stages_per_rank=3), 1)
     assert (strategy_of(found), found.optimizer.zero_stage) == expected
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.launcher import LaunchConfig, local_ranks, read_reports
-from autopipe.backends.torch.runtime.job import Endpoint, endpoint_of
+from autopipe.backends.torch.runtime.job import Endpoint, parse_endpoint
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
 from autopipe.ir.errors import ConfigurationError
@@ -143,13 +143,13 @@ def test_a_key_that_keeps_nobody_out(
 )
 def test_a_meeting_point_that_is_none(endpoint: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(words)):
-        endpoint_of(endpoint)
+        parse_endpoint(endpoint)
 
 
 def test_an_endpoint_of_this_machine_is_known_as_such() -> None:
     assert (
-        endpoint_of("127.0.0.1:7")
-        == endpoint_of("localhost:7")
+        parse_endpoint("127.0.0.1:7")
+        == parse_endpoint("localhost:7")
         == Endpoint("127.0.0.1", 7, "127.0.0.1")
     )
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from autopipe.api.launching import Run
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
-from autopipe.cli.bars import LineBar
+from autopipe.cli.bars import PrintedBar
 from autopipe.cli.launch_display import StepDisplay, clock_text, core_line, live_line, show_measured
 from autopipe.cli.output import Output, Verbosity
 from tests.distributed.support.launching import write_chain
@@ -68,7 +68,9 @@ def test_the_live_line_has_all_figures_in_80_columns_and_leaves_out_the_last_whe
 
 def test_a_terminal_has_one_line_that_changes(manifest: Manifest) -> None:
     to = output(80)
-    with StepDisplay(Run(manifest, 3, 2, 0), to, 1, LineBar(to.note, "steps", None, 10)) as display:
+    with StepDisplay(
+        Run(manifest, 3, 2, 0), to, 1, PrintedBar(to.note, "steps", None, 10)
+    ) as display:
         display.take({"note": "resuming at step 0"})
         for step in range(3):
             display.take(record(step, loss=float(step)))
@@ -80,7 +82,9 @@ def test_a_terminal_has_one_line_that_changes(manifest: Manifest) -> None:
 
 def test_elsewhere_every_nth_step_has_a_line(manifest: Manifest) -> None:
     to = output(None)
-    with StepDisplay(Run(manifest, 6, 2, 0), to, 2, LineBar(to.note, "steps", None, 10)) as display:
+    with StepDisplay(
+        Run(manifest, 6, 2, 0), to, 2, PrintedBar(to.note, "steps", None, 10)
+    ) as display:
         for step in range(6):
             display.take(record(step, step_time_s=0.1 + step))
     lines = written(to).splitlines()
@@ -96,7 +100,9 @@ def test_elsewhere_every_nth_step_has_a_line(manifest: Manifest) -> None:
 
 def test_json_is_a_line_a_step(manifest: Manifest) -> None:
     to = output(None, as_json=True)
-    with StepDisplay(Run(manifest, 2, 2, 0), to, 2, LineBar(to.note, "steps", None, 10)) as display:
+    with StepDisplay(
+        Run(manifest, 2, 2, 0), to, 2, PrintedBar(to.note, "steps", None, 10)
+    ) as display:
         display.take({"note": "said on stderr"})
         for step in range(2):
             display.take(record(step))
@@ -135,7 +141,7 @@ def test_a_stderr_that_is_no_terminal_hears_of_steps_that_are_not_shown(
 ) -> None:
     to = output(None)
     seconds = [0.0]
-    lines = LineBar(to.note, "steps", 300, 10, lambda: seconds[0])
+    lines = PrintedBar(to.note, "steps", 300, 10, lambda: seconds[0])
     display = StepDisplay(Run(manifest, 300, 2, 0), to, every, lines)
     seconds[0] = 8.0
     display.take(record(3))

@@ -15,7 +15,7 @@ import numpy
 import pytest
 from rich.console import Console
 
-from autopipe.cli.bars import LineBar
+from autopipe.cli.bars import PrintedBar
 from autopipe.cli.output import Output, Verbosity
 
 
@@ -141,16 +141,16 @@ def test_progress_shows_bound_and_note_on_a_terminal_only(
 
 def test_a_line_of_progress_says_what_is_done_and_for_how_long() -> None:
     clock = itertools.count(0, 20.4).__next__
-    bar = LineBar(print, "searching", 1400, 10, clock)
+    bar = PrintedBar(print, "searching", 1400, 10, clock)
     bar.advance(2, note="best 140 [bound 136]")
     bar.reach(1234)
     assert bar.line() == "searching: 1,234 of 1,400, 20 s, best 140 [bound 136]"
-    assert LineBar(print, "steps", None, 10, lambda: 600.0).line() == "steps: 0, 0 s"
+    assert PrintedBar(print, "steps", None, 10, lambda: 600.0).line() == "steps: 0, 0 s"
 
 
 def test_work_that_was_reported_otherwise_waits_for_the_whole_interval() -> None:
     seconds = [0.0]
-    bar = LineBar(print, "steps", None, 10, lambda: seconds[0])
+    bar = PrintedBar(print, "steps", None, 10, lambda: seconds[0])
     seconds[0] = 7.0
     assert bar.wait_s() == 3
     bar.postpone()

@@ -66,7 +66,7 @@ def test_the_factor_is_that_of_the_whole_model_to_its_operators(
 def test_starts_are_no_part_of_operators_and_not_most_of_a_small_model(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0, 0.25, 0.5))
+    monkeypatch.setattr(whole, "measure_in_process", lambda *_: (10.0, 10.0, 0.25, 0.5))
     known = costs(model, 1.0)
     count = len(list(samples_of(model, "fp32")))
     words = "cpu", tmp_path / "program", 0.1
@@ -84,7 +84,7 @@ def test_starts_are_no_part_of_operators_and_not_most_of_a_small_model(
 def test_what_was_not_measured_or_is_too_large_is_not_compared(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "numbers_of", lambda *_: (1.0, 1.0, 0.0, 0.0))
+    monkeypatch.setattr(whole, "measure_in_process", lambda *_: (1.0, 1.0, 0.0, 0.0))
     known = costs(model, 1.0)
     words = TASKS, TaskStartOverhead(), "cpu", tmp_path / "program", 0.1
     assert measure_whole(model, "fp32", known, *words) is not None
@@ -97,7 +97,7 @@ def test_what_was_not_measured_or_is_too_large_is_not_compared(
 def test_adding_up_gradients_is_no_part_of_operators(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "numbers_of", lambda *_: (10.0, 10.0, 0.25, 0.5))
+    monkeypatch.setattr(whole, "measure_in_process", lambda *_: (10.0, 10.0, 0.25, 0.5))
     known = costs(model, 1.0)
     count = len(list(samples_of(model, "fp32")))
     tensors = sum(each.trainable for each in model.graph.parameters)

@@ -6,9 +6,9 @@ import functools
 from pathlib import Path
 
 from autopipe.cli.main import COMMANDS
-from autopipe.configs.configuration import OPTION_FLAGS, flags
+from autopipe.configs.configuration import OPTION_FLAGS, top_level_flags
 from autopipe.configs.zoo import MODELS
-from scripts.reference_pages import GENERATED, pages
+from scripts.reference_pages import GENERATED, generated_pages
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @functools.cache
 def generated() -> dict[str, str]:
     """Return the text of each generated page by its path below docs/."""
-    return pages()
+    return generated_pages()
 
 
 def test_pages_in_the_documentation_are_up_to_date() -> None:
@@ -42,9 +42,15 @@ def test_every_command_and_flag_of_a_configuration_is_explained() -> None:
     plan = text.split("## autopipe plan [MODEL]")[1].split("\n## ")[0]
     rows = {row.split("`")[1]: row for row in plan.splitlines() if row.startswith("| `")}
     own = {"-o", "--from", "--annotate", "--dump-after", "--force", "--no-cache"}
-    assert {*flags(), *OPTION_FLAGS, *own, "--config", "--set", "--dim", "--batch-axis"} == set(
-        rows
-    )
+    assert {
+        *top_level_flags(),
+        *OPTION_FLAGS,
+        *own,
+        "--config",
+        "--set",
+        "--dim",
+        "--batch-axis",
+    } == set(rows)
     assert all(len(row.rsplit(" | ", 1)[1]) > 10 for row in rows.values()), "a flag has no help"
     assert "autopipe plan gpt.onnx --gpus 4\n" in plan
     assert "| `--device` | `auto` or `cuda` or `cpu` | `auto` |" in text

@@ -43,7 +43,9 @@ def outputs_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, Spread
         monkeypatch.setattr(Verification, "first_difference", lambda self, references: "")
         monkeypatch.setattr(verification, "open_program", lambda folder, model: MANIFEST)
         monkeypatch.setattr(
-            verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names))
+            verification,
+            "find_node_of_tensors",
+            lambda model, names, last: ("/h.11/MatMul", min(names)),
         )
 
     return prepare
@@ -71,7 +73,9 @@ def gradients_apart_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Non
         monkeypatch.setattr(Verification, "first_difference", lambda self, references: "")
         monkeypatch.setattr(verification, "open_program", lambda folder, model: MANIFEST)
         monkeypatch.setattr(
-            verification, "node_of", lambda model, names, last: ("/h.11/MatMul", min(names))
+            verification,
+            "find_node_of_tensors",
+            lambda model, names, last: ("/h.11/MatMul", min(names)),
         )
 
     return prepare

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from autopipe.cli.main import whole_writes
+from autopipe.cli.main import stream_with_complete_writes
 
 PROGRAM = "from autopipe.cli.main import main; raise SystemExit(main())"
 
@@ -31,13 +31,13 @@ def test_an_unbuffered_stream_writes_on_where_the_pipe_took_a_part() -> None:
     pipe = Pipe()
     text = "nine of ten bytes are not all of them ✓\n"
     unbuffered = io.TextIOWrapper(pipe, encoding="utf-8", write_through=True)  # type: ignore[type-var]
-    whole_writes(unbuffered).write(text)
+    stream_with_complete_writes(unbuffered).write(text)
     assert pipe.taken.decode("utf-8") == text
 
 
 def test_a_buffered_stream_stays_what_it_is() -> None:
     stream = io.TextIOWrapper(io.BytesIO())
-    assert whole_writes(stream) is stream
+    assert stream_with_complete_writes(stream) is stream
 
 
 def test_the_command_prints_its_result_whole_where_python_is_unbuffered() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from autopipe.configs.configuration import build, load_configuration
 from autopipe.ir.errors import ConfigurationError
-from scripts.reference_pages import table
+from scripts.reference_pages import keys_table
 from tests.configs.texts import parse_configuration
 
 
@@ -89,6 +89,6 @@ def test_options_from_the_command_line() -> None:
 
 
 def test_options_have_a_table() -> None:
-    rows = table(Search).splitlines()
+    rows = keys_table(Search).splitlines()
     assert rows[2] == "| `steps` | whole number | `10` | How often it tries. |"
     assert len(rows) == 10

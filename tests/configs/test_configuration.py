@@ -19,7 +19,7 @@ from autopipe.configs.configuration import (
 )
 from autopipe.configs.yaml_source import Entry, Place
 from autopipe.ir import problem
-from autopipe.ir.codec import keys
+from autopipe.ir.codec import schema_keys
 from autopipe.ir.errors import ConfigurationError
 from tests.configs.texts import parse_configuration
 
@@ -441,7 +441,10 @@ TREES = st.recursive(
 
 @given(
     st.dictionaries(
-        st.sampled_from([key.name for key in keys(c.Configuration)]), TREES, min_size=1, max_size=4
+        st.sampled_from([key.name for key in schema_keys(c.Configuration)]),
+        TREES,
+        min_size=1,
+        max_size=4,
     )
 )
 def test_any_document_is_taken_or_refused_with_its_line(document: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.configs.local_devices import Gpu, preset_of, visible
+from autopipe.configs.local_devices import Gpu, preset_of_gpu, visible_gpus
 
 NVML = """
 #include <string.h>
@@ -99,7 +99,7 @@ def test_the_gpus_that_nvml_finds_are_the_default_cluster(tmp_path: Path) -> Non
 def test_a_preset_is_known_by_name_and_memory(
     name: str, gigabytes: int, preset: str | None
 ) -> None:
-    assert preset_of(Gpu(name, gigabytes * GB, "GPU-0")) == preset
+    assert preset_of_gpu(Gpu(name, gigabytes * GB, "GPU-0")) == preset
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_a_preset_is_known_by_name_and_memory(
 )
 def test_visible_devices_are_those_that_cuda_takes(variable: str | None, left: str) -> None:
     gpus = tuple(Gpu("G", GB, f"GPU-{letter}") for letter in "abc")
-    assert "".join(gpu.uuid[-1] for gpu in visible(gpus, variable)) == left
+    assert "".join(gpu.uuid[-1] for gpu in visible_gpus(gpus, variable)) == left

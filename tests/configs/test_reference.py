@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autopipe.configs.configuration import Configuration, flags
-from autopipe.ir.codec import keys
-from scripts.reference_pages import configuration_page, pages
+from autopipe.configs.configuration import Configuration, top_level_flags
+from autopipe.ir.codec import schema_keys
+from scripts.reference_pages import configuration_page, generated_pages
 
 
 def test_every_key_and_flag_is_explained() -> None:
@@ -16,7 +16,7 @@ def test_every_key_and_flag_is_explained() -> None:
         line.split(" | ") for line in configuration_page().splitlines() if line.startswith("| `")
     ]
     names = [row[0].removeprefix("| ").strip("`") for row in rows]
-    assert {key.name for key in keys(Configuration)} <= set(names)
+    assert {key.name for key in schema_keys(Configuration)} <= set(names)
     assert {
         "optimizer.lr",
         "constraints[].split",
@@ -25,7 +25,7 @@ def test_every_key_and_flag_is_explained() -> None:
     } <= set(names)
     assert all(len(row[3]) > 5 for row in rows), "a key has no docstring"
     text = configuration_page()
-    assert all(f"Flag: `{flag}`" in text for flag in flags())
+    assert all(f"Flag: `{flag}`" in text for flag in top_level_flags())
     assert '| `strategy.name` | text | `"auto"` |' in text
 
 
@@ -36,4 +36,4 @@ def test_the_script_writes_it(tmp_path: Path) -> None:
         path.relative_to(tmp_path).as_posix(): path.read_text(encoding="utf-8")
         for path in tmp_path.rglob("*.md")
     }
-    assert written == pages()
+    assert written == generated_pages()

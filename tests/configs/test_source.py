@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.configs.yaml_source import (
-    MOST_BYTES,
+    MAX_FILE_BYTES,
     Dumper,
     Entry,
     read_file,
@@ -93,7 +93,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"latin\.yaml:2: the file is not UTF-8"):
         read_file(latin)
     large = tmp_path / "large.yaml"
-    large.write_bytes(b"#" * (MOST_BYTES + 1))
+    large.write_bytes(b"#" * (MAX_FILE_BYTES + 1))
     with pytest.raises(ConfigurationError, match="too large"):
         read_file(large)
 

@@ -72,7 +72,9 @@ def test_without_weights_the_file_is_small(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("initializer", [normal(0.02), uniform(0.5), ZEROS, ONES])
 def test_values_follow_the_initializer(initializer: Initializer) -> None:
-    values = np.concatenate(list(weights.drawn(Parameter("w", (400, 500), initializer), seed=3)))
+    values = np.concatenate(
+        list(weights.initial_values(Parameter("w", (400, 500), initializer), seed=3))
+    )
     expected = {
         "normal": (0.0, 0.02),
         "uniform": (0.0, 0.5 / np.sqrt(3)),
@@ -86,10 +88,10 @@ def test_values_follow_the_initializer(initializer: Initializer) -> None:
 
 
 def test_pieces_and_parameters_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "PIECE", 1000)
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 1000)
 
     def draw(name: str, seed: int) -> list[np.ndarray]:
-        return list(weights.drawn(Parameter(name, (2500,), normal(1.0)), seed))
+        return list(weights.initial_values(Parameter(name, (2500,), normal(1.0)), seed))
 
     first, second, last = draw("w", 0)
     assert (len(first), len(second), len(last)) == (1000, 1000, 500)
@@ -109,7 +111,7 @@ def test_a_failed_write_leaves_what_was_there(
         yield np.zeros(min(4, parameter.size), dtype=np.float32)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "drawn", full_disk)
+    monkeypatch.setattr(weights, "initial_values", full_disk)
     with pytest.raises(ConfigurationError, match="No space left"):
         zoo.build(zoo.configure("gpt")).save(path, inline_limit=1, force=True)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {

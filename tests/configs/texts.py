@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autopipe.configs.configuration import Configuration, effective
+from autopipe.configs.configuration import Configuration, merged_configuration
 from autopipe.configs.yaml_source import read_text
 
 
 def parse_configuration(text: str, source: str) -> Configuration:
     """The configuration written in a YAML text; `source` names it in errors."""
-    return effective([read_text(text, source)])
+    return merged_configuration([read_text(text, source)])

@@ -19,7 +19,7 @@ from onnx.backend.base import Backend, BackendRep
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime import operators
 from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
-from autopipe.backends.torch.runtime.step.precision import set_products
+from autopipe.backends.torch.runtime.step.precision import set_matmul_precision
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import signature_of, space_of
 from autopipe.ir.program import Compute, StageCode
@@ -140,7 +140,7 @@ class EmissionBackend(Backend):
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> Deferred:
         # As generated programs do: torch's default for convolutions on CUDA is TF32.
-        set_products("fp32")
+        set_matmul_precision("fp32")
         return Deferred(model, device.lower())
 
     @classmethod

@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.checkpoint import Reader, checkpoint_path, read_checkpoint
+from autopipe.backends.torch.checkpoint import CheckpointReader, checkpoint_path, read_checkpoint
 from autopipe.backends.torch.verification import read_losses
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer
@@ -112,7 +112,7 @@ class Runs:
         """Every number that the run that saved in folder `name` ended with, by tensor."""
         path = checkpoint_path(self.folder / name, STEPS)
         checkpoint = read_checkpoint(path)
-        reader = Reader(path, checkpoint)
+        reader = CheckpointReader(path, checkpoint)
         return {
             f"{each.name}/{state}": reader.read(tensor).tobytes()
             for each in checkpoint.parameters

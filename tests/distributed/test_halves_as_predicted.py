@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopipe.backends.torch.runtime.state.parameters import Arguments
 from autopipe.backends.torch.runtime.step.weight_gradients import (
-    Waiting,
+    PendingWeightGradients,
     WeightGradQueue,
-    compute_all,
+    compute_weight_gradients,
 )
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.placement import Placement, Stage
@@ -85,11 +85,11 @@ def test_work_and_memory_of_both_halves(tmp_path: Path) -> None:
     held = {place: size for place, size in _held(waiting).items() if place not in known}
     assert sum(held.values()) == cost.weight_kept_bytes
     with FlopCounterMode(display=False) as counter:
-        compute_all(waiting)
+        compute_weight_gradients(waiting)
     assert counter.get_total_flops() == waits
 
 
-def _held(waiting: Waiting) -> dict[int, int]:
+def _held(waiting: PendingWeightGradients) -> dict[int, int]:
     """Bytes of the operands and the results' gradients that wait, by where they lie."""
     found: list[torch.Tensor] = []
     for each in waiting:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.fork_server import SWITCH
+from autopipe.backends.torch.fork_server import SWITCH_VARIABLE
 from autopipe.ir.problem import Optimizer
 from tests.distributed.support.launching import (
     PATIENCE_S,
@@ -45,7 +45,7 @@ HEAVY_IN_RANK = HEAVY_IN_LAUNCHER | {
 def test_a_rank_imports_nothing_heavy_for_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: str
 ) -> None:
-    monkeypatch.setenv(SWITCH, fork_server)
+    monkeypatch.setenv(SWITCH_VARIABLE, fork_server)
     program = write_chain(tmp_path / "program", Optimizer("adamw", lr=0.05), groups=((0,),))
     body = "if step == 1: (here / 'imported').write_text('\\n'.join(__import__('sys').modules))"
     ended = finish(start(program, "--steps", 2, "--data", spell_data(tmp_path, body)))

@@ -11,7 +11,7 @@ import onnx.numpy_helper
 import onnx.parser
 import pytest
 
-from autopipe.backends.torch.checkpoint import Reader, checkpoint_path, read_checkpoint
+from autopipe.backends.torch.checkpoint import CheckpointReader, checkpoint_path, read_checkpoint
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
@@ -144,7 +144,7 @@ class Runs:
         """All numbers, counters and the scale of a checkpoint, by name."""
         path = checkpoint_path(self.folder / name, step)
         checkpoint = read_checkpoint(path)
-        reader = Reader(path, checkpoint)
+        reader = CheckpointReader(path, checkpoint)
         found: dict[str, object] = {"loss scale": checkpoint.loss_scale}
         for each in checkpoint.parameters:
             found |= {f"{each.name} {counter}": value for counter, value in each.scalars}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.backends.torch.child import python_command
-from autopipe.backends.torch.fork_server import SWITCH, rank_environment
+from autopipe.backends.torch.fork_server import SWITCH_VARIABLE, rank_environment
 from benchmarks.worker_pool import WorkerPool
 from tests.distributed.support.attacking import attack, attack_store, doors
 from tests.distributed.support.launching import (
@@ -167,7 +167,7 @@ def test_processes_end_with_a_launcher_that_is_killed_while_they_import_torch(
     condition: str,
     importing: int,
 ) -> None:
-    monkeypatch.setenv(SWITCH, fork_server)
+    monkeypatch.setenv(SWITCH_VARIABLE, fork_server)
     program = write_chain(tmp_path / "program")
     (tmp_path / "path").mkdir()
     stopped = STOPPED.format(condition=condition, folder=str(tmp_path))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.checkpoint import (
-    Reader,
+    CheckpointReader,
     check_checkpoint,
     checkpoint_path,
     read_checkpoint,
@@ -153,7 +153,7 @@ class Runs:
         path = checkpoint_path(self.folder / saved, step)
         checkpoint = read_checkpoint(path)
         check_checkpoint(path, checkpoint)
-        reader = Reader(path, checkpoint)
+        reader = CheckpointReader(path, checkpoint)
         return {
             f"{each.name}/{state}": reader.read(tensor)
             for each in checkpoint.parameters

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.backends.torch.checkpoint import committed_steps, keep_only, prune
-from autopipe.backends.torch.runtime.watch.step_agreement import SAVE, STOP, StepAgreement
+from autopipe.backends.torch.checkpoint import committed_steps, keep_only, remove_old_checkpoints
+from autopipe.backends.torch.runtime.watch.step_agreement import (
+    SAVE_REQUEST,
+    STOP_REQUEST,
+    StepAgreement,
+)
 from autopipe.ir.problem import Optimizer
 from tests.distributed.support.launching import (
     finish,
@@ -127,7 +131,7 @@ def test_ranks_at_different_steps_act_after_the_same_one() -> None:
                 time.sleep(0.001)
             time.sleep(0.02)
             if (rank, step) in {(1, 10), (2, 11), (3, 40)}:
-                agreement.request(SAVE if step > 20 else STOP)
+                agreement.request(SAVE_REQUEST if step > 20 else STOP_REQUEST)
             done[rank] = step
             if found := agreement.reach(step):
                 acted[rank][step] = found
@@ -141,14 +145,14 @@ def test_ranks_at_different_steps_act_after_the_same_one() -> None:
         each.join(60)
     assert not any(each.is_alive() for each in threads)
     assert acted[0] and all(each == acted[0] for each in acted)
-    assert set().union(*acted[0].values()) == {SAVE, STOP}
+    assert set().union(*acted[0].values()) == {SAVE_REQUEST, STOP_REQUEST}
 
 
 def test_which_checkpoints_stay(tmp_path: Path) -> None:
     def kept(latest: int, every: int = 0) -> list[int]:
         for step in range(5, 55, 5):
             (tmp_path / f"step_{step:08d}").mkdir(exist_ok=True)
-        prune(tmp_path, latest, every)
+        remove_old_checkpoints(tmp_path, latest, every)
         return committed_steps(tmp_path)
 
     assert kept(2) == [45, 50]

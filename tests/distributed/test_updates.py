@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from autopipe.backends.torch.checkpoint import Reader, checkpoint_path, read_checkpoint
+from autopipe.backends.torch.checkpoint import CheckpointReader, checkpoint_path, read_checkpoint
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Optimizer, ParameterGroup
@@ -255,7 +255,7 @@ def stored(folder: Path, state: str) -> dict[str, np.ndarray]:
     """
     path = checkpoint_path(folder, STEPS)
     checkpoint = read_checkpoint(path)
-    reader = Reader(path, checkpoint)
+    reader = CheckpointReader(path, checkpoint)
     return {
         each.name: reader.read(tensor)
         for each in checkpoint.parameters

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopipe.api.request import request_of
+from autopipe.api.request import make_request
 from autopipe.configs.configuration import load_configuration
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.pipeline import PlanResult, make_plan
@@ -28,7 +28,7 @@ def planned() -> PlanResult:
     configuration = load_configuration(
         assignments=[f"{key}={value}" for key, value in settings.items()]
     )
-    return make_plan(request_of(configuration, decoder_file("gpt2")))
+    return make_plan(make_request(configuration, decoder_file("gpt2")))
 
 
 def test_every_node_stays_where_it_was(planned: PlanResult) -> None:

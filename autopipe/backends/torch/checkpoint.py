@@ -55,7 +55,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from autopipe.ir.codec import Above, Fits, Index, Inline, KeyPath, OmitDefault, decode, encode
+from autopipe.ir.codec import Above, Index, Inline, KeyPath, OmitDefault, Predicate, decode, encode
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.files import JsonRecord, safetensors_header
 from autopipe.ir.graph import DType
@@ -64,12 +64,12 @@ from autopipe.ir.output_files import temporary_folder
 from autopipe.ir.words import plural
 
 FORMAT = "autopipe.checkpoint/2"
-AVERAGE = "ema"
+AVERAGE_STATE = "ema"
 """Name of the exponential moving average in the state of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StoredSlice:
     box: Annotated[TensorSlice, Inline()]
     file: Index
     offset: Index
@@ -83,7 +83,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[Index, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[StoredSlice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class LossScale:
 
 
 FileName = Annotated[
-    str, Fits(lambda name: Path(name).name == name != "..", "a file of the checkpoint")
+    str, Predicate(lambda name: Path(name).name == name != "..", "a file of the checkpoint")
 ]
 """A file name without folders, so that it cannot refer to a file outside of the checkpoint."""
 
@@ -150,19 +150,19 @@ class Checkpoint:
         return next((each for each in self.parameters if each.name == name), None)
 
 
-MANIFEST = "manifest.json"
-BEST = "best"
+MANIFEST_FILE = "manifest.json"
+BEST_FOLDER = "best"
 """Name of the subfolder for the checkpoint with the lowest validation loss, in a run's checkpoint
 folder.
 """
-KEPT = 2
+DEFAULT_KEPT_CHECKPOINTS = 2
 """Default number of checkpoints that are kept: the newest one and its predecessor."""
-_COMMITTED = re.compile(r"step_(\d{8,})")
-_TEMPORARY = re.compile(r"step_\d{8,}\.tmp-.*")
+_COMMITTED_PATTERN = re.compile(r"step_(\d{8,})")
+_TEMPORARY_PATTERN = re.compile(r"step_\d{8,}\.tmp-.*")
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def convert_write_errors(path: Path) -> Iterator[None]:
     """Context manager that converts a failure to write into a LaunchError, whose hint says that
     earlier checkpoints are unchanged.
     """
@@ -176,16 +176,18 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _refused(path: Path, message: str, where: object = None) -> LaunchError:
+def _checkpoint_error(path: Path, message: str, where: object = None) -> LaunchError:
     hint = f"remove {path.name} to go on from the one before"
-    return LaunchError(message, hint=hint, where=str(path / MANIFEST if where is None else where))
+    return LaunchError(
+        message, hint=hint, where=str(path / MANIFEST_FILE if where is None else where)
+    )
 
 
-def _damaged(path: Path, reason: object, where: object = None) -> LaunchError:
-    return _refused(path, f"the checkpoint is damaged: {reason}", where)
+def _damage_error(path: Path, reason: object, where: object = None) -> LaunchError:
+    return _checkpoint_error(path, f"the checkpoint is damaged: {reason}", where)
 
 
-_LOCK = ".lock"
+_LOCK_FILE = ".lock"
 
 
 class FolderLock:
@@ -201,19 +203,21 @@ class FolderLock:
         """False if the file system has no locks. In that case, no files of other runs may be
         removed.
         """
-        with writing(folder):
+        with convert_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        deadline = time.monotonic() + _PATIENCE_S
+            self._descriptor = os.open(
+                folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
+        deadline = time.monotonic() + _REPLACED_RUN_PATIENCE_S
         with contextlib.suppress(OSError):
-            while not self._takes():
+            while not self._try_lock():
                 if time.monotonic() > deadline:
                     self.release()
-                    raise _in_use(folder)
-                time.sleep(_PAUSE_S)
+                    raise _in_use_error(folder)
+                time.sleep(_LOCK_RETRY_S)
             self.held = True
 
-    def _takes(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -224,10 +228,10 @@ class FolderLock:
         """Record that the folder belongs to `run`. Raise ConfigurationError if the folder has
         checkpoints of another run, which ended after this one was started.
         """
-        if os.pread(self._descriptor, _LONGEST_RUN, 0) == run.encode():
+        if os.pread(self._descriptor, _MAX_RUN_NAME_BYTES, 0) == run.encode():
             return  # The ranks of this run were restarted.
-        check_unused(self._folder)
-        with writing(self._folder):
+        check_has_no_checkpoints(self._folder)
+        with convert_write_errors(self._folder):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, run.encode(), 0)
 
@@ -239,23 +243,23 @@ class FolderLock:
     __del__ = release
 
 
-_PATIENCE_S = 15.0
+_REPLACED_RUN_PATIENCE_S = 15.0
 """Seconds that a run waits for a killed run, which it replaces, to end."""
-_PAUSE_S = 0.1
-_LONGEST_RUN = 4096
+_LOCK_RETRY_S = 0.1
+_MAX_RUN_NAME_BYTES = 4096
 """Maximum size of a run's name in bytes."""
 _SHORT_PATIENCE_S = 2.0
 """Seconds that a run without --resume waits for the ranks of a killed run to end."""
 
 
-def _in_use(folder: Path) -> ConfigurationError:
+def _in_use_error(folder: Path) -> ConfigurationError:
     hint = "wait until the other run ends, or choose another folder with --checkpoint DIR"
     return ConfigurationError(
         "another run is writing checkpoints to this folder", hint=hint, where=str(folder)
     )
 
 
-def check_savable(folder: Path) -> None:
+def check_can_save(folder: Path) -> None:
     """Raise ConfigurationError if checkpoints cannot be saved in `folder`, which may not exist yet.
 
     A temporary folder is created and removed in the nearest existing folder. File permissions are
@@ -265,7 +269,7 @@ def check_savable(folder: Path) -> None:
     folder = folder.absolute()
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not there.is_dir():
-        raise _unsavable(folder, f"{there} is {_kind_of(there)}")
+        raise _cannot_save_error(folder, f"{there} is {_describe_non_folder(there)}")
     try:
         with temporary_folder(".autopipe-check-", there) as made:
             # The missing folders are created in the temporary folder, too, because their names may
@@ -273,15 +277,17 @@ def check_savable(folder: Path) -> None:
             names = [name for name in folder.relative_to(there).parts if name != ".."]
             made.joinpath(*names).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unsavable(folder, f"{there} cannot be written to: {error.strerror}") from error
+        raise _cannot_save_error(
+            folder, f"{there} cannot be written to: {error.strerror}"
+        ) from error
 
 
-def _unsavable(folder: Path, reason: str) -> ConfigurationError:
+def _cannot_save_error(folder: Path, reason: str) -> ConfigurationError:
     hint = "choose a writable folder with --checkpoint DIR"
     return ConfigurationError(f"checkpoints cannot be written: {reason}", hint, str(folder))
 
 
-def _kind_of(path: Path) -> str:
+def _describe_non_folder(path: Path) -> str:
     """Return a noun for the object at `path`, which is not a folder."""
     if not path.exists():
         return "a link to nothing"
@@ -294,16 +300,18 @@ def _kind_of(path: Path) -> str:
     )
 
 
-def check_free(folder: Path) -> None:
+def check_not_in_use(folder: Path) -> None:
     """Raise ConfigurationError if another run has locked `folder`, or if its lock file cannot be
     opened. Nothing is written.
     """
     try:
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise _unsavable(folder, f"{folder / _LOCK} cannot be opened: {error.strerror}") from error
+        raise _cannot_save_error(
+            folder, f"{folder / _LOCK_FILE} cannot be opened: {error.strerror}"
+        ) from error
     deadline = time.monotonic() + _SHORT_PATIENCE_S
     try:
         while True:
@@ -311,8 +319,8 @@ def check_free(folder: Path) -> None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise _in_use(folder) from None
-                time.sleep(_PAUSE_S)
+                    raise _in_use_error(folder) from None
+                time.sleep(_LOCK_RETRY_S)
                 continue
             except OSError:  # The file system has no locks.
                 pass
@@ -331,11 +339,11 @@ def committed_steps(folder: Path) -> list[int]:
         raise ConfigurationError(
             f"checkpoints cannot be read: {error.strerror}", where=str(folder)
         ) from error
-    found = (_COMMITTED.fullmatch(name) for name in names)
+    found = (_COMMITTED_PATTERN.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in found if match)
 
 
-def check_unused(folder: Path) -> None:
+def check_has_no_checkpoints(folder: Path) -> None:
     """Raise ConfigurationError if the folder has checkpoints. A run without --resume does not save
     next to the checkpoints of another run.
     """
@@ -367,20 +375,22 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the temporary folders of crashed runs, except for folders with files that do not
     belong to a checkpoint. No run may be saving in `folder` meanwhile; see `FolderLock`.
     """
-    with writing(folder):
+    with convert_write_errors(folder):
         for path in folder.iterdir():
-            if _TEMPORARY.fullmatch(path.name) and _holds_only_shards(path):
+            if _TEMPORARY_PATTERN.fullmatch(path.name) and _holds_only_shards(path):
                 shutil.rmtree(path)
 
 
-_PART = re.compile(r"rank_\d{5,}\.safetensors|manifest\.json")
+_PART_FILE_PATTERN = re.compile(r"rank_\d{5,}\.safetensors|manifest\.json")
 
 
 def _holds_only_shards(folder: Path) -> bool:
     """Return True if a folder has only the files of a checkpoint."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return all(_PART.fullmatch(each.name) and not each.is_dir() for each in folder.iterdir())
+    return all(
+        _PART_FILE_PATTERN.fullmatch(each.name) and not each.is_dir() for each in folder.iterdir()
+    )
 
 
 def commit(temporary: Path, manifest: str) -> Path:
@@ -388,22 +398,24 @@ def commit(temporary: Path, manifest: str) -> Path:
     other files must be on the disk. Only one rank calls this.
     """
     final = temporary.with_name(temporary.name.partition(".")[0])
-    with writing(final):
-        path = temporary / MANIFEST
+    with convert_write_errors(final):
+        path = temporary / MANIFEST_FILE
         path.write_text(manifest, encoding="utf-8")
-        flush(path)
-        flush(temporary)
+        flush_to_disk(path)
+        flush_to_disk(temporary)
         if final.exists():  # An earlier best checkpoint of this step, which has been repeated.
             if _holds_only_shards(final):
-                _remove(final)
+                _remove_folder(final)
             else:
                 os.rename(final, final.with_name(f"{final.name}.kept-{time.time_ns()}"))
         os.rename(temporary, final)
-        flush(final.parent)
+        flush_to_disk(final.parent)
     return final
 
 
-def prune(folder: Path, latest: int = KEPT, every: int = 0) -> None:
+def remove_old_checkpoints(
+    folder: Path, latest: int = DEFAULT_KEPT_CHECKPOINTS, every: int = 0
+) -> None:
     """Remove old checkpoints. The `latest` newest ones are kept (0: all), and so are checkpoints
     whose step is a multiple of `every`, and checkpoints with foreign files in their folder.
     """
@@ -418,12 +430,12 @@ def keep_only(folder: Path, step: int) -> None:
 def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
     for step in steps:
         old = checkpoint_path(folder, step)
-        with writing(old):
+        with convert_write_errors(old):
             if _holds_only_shards(old):
-                _remove(old)
+                _remove_folder(old)
 
 
-def _remove(old: Path) -> None:
+def _remove_folder(old: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that a partly removed checkpoint is not taken
     for a complete one.
     """
@@ -432,7 +444,7 @@ def _remove(old: Path) -> None:
     shutil.rmtree(gone)
 
 
-def flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -446,35 +458,35 @@ def read_checkpoint(path: Path) -> Checkpoint:
     has another format.
     """
     try:
-        document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        document = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise _refused(path, f"not a checkpoint of format {FORMAT}")
-        if document.pop("sha256", None) != _digest(document):
-            raise _damaged(path, "its manifest has changed")
-        return parsed(document, str(path / MANIFEST))
+            raise _checkpoint_error(path, f"not a checkpoint of format {FORMAT}")
+        if document.pop("sha256", None) != _manifest_digest(document):
+            raise _damage_error(path, "its manifest has changed")
+        return parse_manifest(document, str(path / MANIFEST_FILE))
     except ConfigurationError as error:
-        raise _damaged(path, error.message) from error
+        raise _damage_error(path, error.message) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, repr(error)) from error
+        raise _damage_error(path, repr(error)) from error
 
 
-def text_of(checkpoint: Checkpoint) -> str:
-    document = document_of(checkpoint)
-    return json.dumps(document | {"sha256": _digest(document)}) + "\n"
+def manifest_text(checkpoint: Checkpoint) -> str:
+    document = manifest_document(checkpoint)
+    return json.dumps(document | {"sha256": _manifest_digest(document)}) + "\n"
 
 
-def _digest(document: dict[str, Any]) -> str:
+def _manifest_digest(document: dict[str, Any]) -> str:
     return hashlib.sha256(
         json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
     ).hexdigest()
 
 
-def document_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def manifest_document(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the manifest as a JSON object, without its digest."""
     return {"format": FORMAT, **encode(checkpoint)}
 
 
-def parsed(document: dict[str, Any], where: str = "") -> Checkpoint:
+def parse_manifest(document: dict[str, Any], where: str = "") -> Checkpoint:
     """Parse the manifest in a JSON object. Raise ConfigurationError if it is invalid."""
     found: Checkpoint = decode(JsonRecord(document, where), Checkpoint)
     return found
@@ -487,7 +499,7 @@ def numpy_type(dtype: str) -> np.dtype:
     return DType(dtype).stored
 
 
-def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
+def merge_manifests(parts: Sequence[Checkpoint]) -> Checkpoint:
     """Merge the manifests that the ranks wrote. The result has the files, blocks and generators of
     all parts; the other fields are equal in all parts. The file number in each block must already
     be its number in the result: the one file of part N has number N.
@@ -498,12 +510,12 @@ def merged(parts: Sequence[Checkpoint]) -> Checkpoint:
     return replace(
         parts[0],
         files=tuple(file for part in parts for file in part.files),
-        parameters=tuple(_joined(pieces[name]) for name in sorted(pieces)),
+        parameters=tuple(_join_parameter(pieces[name]) for name in sorted(pieces)),
         random=tuple(each for part in parts for each in part.random),
     )
 
 
-def _joined(pieces: Sequence[StoredParameter]) -> StoredParameter:
+def _join_parameter(pieces: Sequence[StoredParameter]) -> StoredParameter:
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in (pair for piece in pieces for pair in (("", piece.value), *piece.state)):
         known = tensors.get(name)
@@ -516,11 +528,11 @@ def _joined(pieces: Sequence[StoredParameter]) -> StoredParameter:
     return replace(pieces[0], value=value, state=state, scalars=tuple(sorted(scalars.items())))
 
 
-_CHUNK = 2**22
+_CHUNK_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Content:
+class TensorContent:
     """A tensor to be stored. `data` has its elements in row-major order, little-endian."""
 
     key: str
@@ -529,7 +541,7 @@ class Content:
     data: memoryview
 
 
-def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, dict[str, int]]:
+def write_shard(path: Path, contents: Sequence[TensorContent]) -> tuple[StoredFile, dict[str, int]]:
     """Write a file and wait until it is on the disk. Return its description, and the offset of each
     tensor in bytes by key. Raise LaunchError if it cannot be written.
     """
@@ -539,10 +551,10 @@ def write_shard(path: Path, contents: Sequence[Content]) -> tuple[StoredFile, di
         (each.key, DType(each.dtype), each.shape) for each in ordered
     )
     digest = hashlib.sha256()
-    with writing(path), path.open("xb", buffering=0) as file:
+    with convert_write_errors(path), path.open("xb", buffering=0) as file:
         for data in (memoryview(header), *(each.data for each in ordered)):
-            for start in range(0, data.nbytes, _CHUNK):
-                chunk = data[start : start + _CHUNK]
+            for start in range(0, data.nbytes, _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
                 digest.update(chunk)
                 while chunk.nbytes:
                     chunk = chunk[file.write(chunk) :]
@@ -560,14 +572,16 @@ def verify_file(path: Path, file: StoredFile) -> None:
             digest = hashlib.file_digest(opened, "sha256")
             size = opened.tell()
     except OSError as error:
-        raise _damaged(path, f"a file cannot be read: {error.strerror}", where) from error
+        raise _damage_error(path, f"a file cannot be read: {error.strerror}", where) from error
     if size != file.size:
-        raise _damaged(path, f"a file has {size} {plural(size, 'byte')}, not {file.size}", where)
+        raise _damage_error(
+            path, f"a file has {size} {plural(size, 'byte')}, not {file.size}", where
+        )
     if digest.hexdigest() != file.sha256:
-        raise _damaged(path, "the SHA-256 differs", where)
+        raise _damage_error(path, "the SHA-256 differs", where)
 
 
-class Reader:
+class CheckpointReader:
     """Reads tensors of the checkpoint in folder `path`. The contents of the files are not verified;
     see `verify_file`.
     """
@@ -588,7 +602,7 @@ class Reader:
         for block in tensor.blocks:
             common = block.box.intersect(wanted)
             if common is not None:
-                found[common.within(wanted).slices] = self._stored(tensor, block)[
+                found[common.within(wanted).slices] = self._read_slice(tensor, block)[
                     common.within(block.box).slices
                 ]
                 elements += common.elements
@@ -597,21 +611,21 @@ class Reader:
                 f"{wanted.elements - elements} of {wanted.elements} "
                 f"{plural(wanted.elements, 'element')} of a tensor"
             )
-            raise _refused(self._path, f"the checkpoint lacks {lacking}", self._path)
+            raise _checkpoint_error(self._path, f"the checkpoint lacks {lacking}", self._path)
         return found
 
-    def _stored(self, tensor: StoredTensor, block: Block) -> np.ndarray:
+    def _read_slice(self, tensor: StoredTensor, block: StoredSlice) -> np.ndarray:
         if block.file not in self._mapped:
             where = self._path / self._files[block.file].name
             try:
                 self._mapped[block.file] = np.asarray(np.memmap(where, dtype=np.uint8, mode="r"))
             except (OSError, ValueError) as error:
-                raise _damaged(self._path, f"a file cannot be read: {error}", where) from error
+                raise _damage_error(self._path, f"a file cannot be read: {error}", where) from error
         dtype = numpy_type(tensor.dtype)
         size = math.prod(block.box.shape) * dtype.itemsize
         data = self._mapped[block.file][block.offset : block.offset + size]
         if data.size != size:
-            raise _damaged(self._path, "a file is short", block.key)
+            raise _damage_error(self._path, "a file is short", block.key)
         return data.view(dtype).reshape(block.box.shape)
 
 
@@ -623,8 +637,8 @@ def check_checkpoint(
     verified.
     """
     for name, tensor in tensors_of(checkpoint):
-        if flaw := _flaw(tensor, checkpoint):
-            raise _damaged(path, f"{name}: {flaw}")
+        if flaw := _first_defect(tensor, checkpoint):
+            raise _damage_error(path, f"{name}: {flaw}")
     for file in checkpoint.files:
         verify_file(path, file)
         progress(file.size)
@@ -640,7 +654,7 @@ def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
         yield f"the random numbers of rank {generator.rank} on {generator.device}", generator.state
 
 
-def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
+def _first_defect(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
     """Describe the first defect of a tensor's blocks, or return "". The blocks must lie inside the
     tensor and inside their files, cover the tensor, and not overlap.
     """
@@ -669,10 +683,10 @@ def _flaw(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
         return (
             f"its blocks have {stored} {plural(stored, 'element')}, its shape {everything.elements}"
         )
-    return "two of its blocks overlap" if _overlap(tensor) else ""
+    return "two of its blocks overlap" if _has_overlapping_slices(tensor) else ""
 
 
-def _overlap(tensor: StoredTensor) -> bool:
+def _has_overlapping_slices(tensor: StoredTensor) -> bool:
     blocks = [block.box for block in tensor.blocks if block.box.elements]
     starts, stops = (
         np.array([getattr(box, ends) for box in blocks]) for ends in ("starts", "stops")

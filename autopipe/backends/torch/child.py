@@ -15,13 +15,13 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-PARENT = "AUTOPIPE_PARENT"
+PARENT_VARIABLE = "AUTOPIPE_PARENT"
 """Environment variable with the process number of the parent."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
-_ORPHANED = 5
+_ORPHANED_EXIT_CODE = 5
 
 
 def python_command(*words: str) -> list[str]:
@@ -35,7 +35,7 @@ def python_command(*words: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
+def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Change this process's environment, which its children inherit, while the block runs."""
     saved = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -49,7 +49,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """From now on, Linux kills this process when its parent, process number `parent`, ends; if the
     parent has ended already, exit. Linux ties the process to the parent's thread that started it,
     so a parent starts its children from its main thread.
@@ -57,7 +57,7 @@ def end_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(_ORPHANED)
+        os._exit(_ORPHANED_EXIT_CODE)
 
 
 @contextlib.contextmanager
@@ -98,8 +98,8 @@ def main() -> None:
     """Run the command line's program, in a process that is tied to its parent before any import
     that may take long.
     """
-    if PARENT in os.environ:
-        end_with(int(os.environ[PARENT]))
+    if PARENT_VARIABLE in os.environ:
+        end_with_parent(int(os.environ[PARENT_VARIABLE]))
     show_rank()
     run(sys.argv[1:])
 

@@ -39,16 +39,21 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from autopipe.backends.torch.child import PARENT, environment, python_command
+from autopipe.backends.torch.child import PARENT_VARIABLE, changed_environment, python_command
 from autopipe.backends.torch.fork_server import ForkedProcess, ForkServer
-from autopipe.backends.torch.rendezvous import Handler, Place
-from autopipe.backends.torch.runtime.communication.signed_store import KEY
-from autopipe.backends.torch.runtime.communication.transport import ATTEMPT
+from autopipe.backends.torch.rendezvous import RendezvousConfig, RendezvousHandler
+from autopipe.backends.torch.runtime.communication.signed_store import KEY_VARIABLE
+from autopipe.backends.torch.runtime.communication.transport import ATTEMPT_VARIABLE
 from autopipe.backends.torch.runtime.job import NETWORK_VARIABLES, interface_variables
-from autopipe.backends.torch.runtime.watch.failures import STACKS, STOP, Failure, read_failure
+from autopipe.backends.torch.runtime.watch.failures import (
+    STACKS_SIGNAL,
+    STOP_SIGNAL,
+    Failure,
+    read_failure,
+)
 from autopipe.backends.torch.runtime.watch.heartbeat import (
-    ENDED,
-    PULSES,
+    ENDED_TASK,
+    HEARTBEAT_FOLDER_VARIABLE,
     HeartbeatRecord,
     Timeouts,
     heartbeat_file,
@@ -59,18 +64,18 @@ from autopipe.backends.torch.torch_interfaces import starting_processes_by
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.words import plural
 
-_LOOKS_S = 0.25
-_ABSENCE_S = 5.0
+_LOOK_INTERVAL_S = 0.25
+_SUSPENSION_S = 5.0
 """Seconds. If two calls of `Watchdog.look` are further apart than this, the launcher itself was
 suspended, and the ranks perhaps with it. The timeouts then start again.
 """
 
 
-def _spelled(task: str) -> str:
+def _task_text(task: str) -> str:
     return f"task {task}" if task[:1].isdigit() else f"its {task or 'start'}"
 
 
-def waits_of(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
+def wait_chain_text(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
     """Return the chain of ranks that a rank waits for, as text. Each rank of the chain waits for
     the next one.
 
@@ -82,7 +87,7 @@ def waits_of(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
     while rank in records and rank not in seen and (record := records[rank]).peer >= 0:
         seen.add(rank)
         peer = records.get(record.peer)
-        state = ", of another node" if peer is None else f", which waits in {_spelled(peer.task)}"
+        state = ", of another node" if peer is None else f", which waits in {_task_text(peer.task)}"
         parts.append(f"for rank {record.peer} (channel {record.channel}){state}")
         rank = record.peer
     if parts and rank in records and rank not in seen:
@@ -99,8 +104,8 @@ class HungRank:
     waits: bool = False
     """True if the rank waits for other ranks, as all ranks of this node do."""
     chain: str = ""
-    """Text of `waits_of`: the rank that this one waits for, the rank that that one waits for, and
-    so on.
+    """Text of `wait_chain_text`: the rank that this one waits for, the rank that that one waits
+    for, and so on.
     """
     host: str = ""
     """Name of this machine; empty if the launch has one node."""
@@ -110,10 +115,10 @@ class HungRank:
         if self.waits:
             chain = f": {self.chain}" if self.chain else ""
             return (
-                f"{name} waits in {_spelled(self.task)} for {self.seconds:.0f} s, and so do all "
+                f"{name} waits in {_task_text(self.task)} for {self.seconds:.0f} s, and so do all "
                 f"others{chain}"
             )
-        return f"{name} hangs in {_spelled(self.task)} for {self.seconds:.0f} s"
+        return f"{name} hangs in {_task_text(self.task)} for {self.seconds:.0f} s"
 
     def failure(self, logs: Path) -> Failure:
         hint = (
@@ -149,7 +154,9 @@ def find_hung_rank(
     nodes, because the rank to blame may run on another node and be found there.
     """
     running = {
-        rank: record for rank, record in records.items() if record is None or record.task != ENDED
+        rank: record
+        for rank, record in records.items()
+        if record is None or record.task != ENDED_TASK
     }
     found = []
     for rank, record in running.items():
@@ -172,7 +179,7 @@ def find_hung_rank(
     ]
     if not found and len(waiting) == len(running):
         known = {rank: record for rank, record in running.items() if record is not None}
-        found = [replace(hang, chain=waits_of(known, hang.rank)) for hang in waiting]
+        found = [replace(hang, chain=wait_chain_text(known, hang.rank)) for hang in waiting]
     return max(found, key=lambda hang: hang.seconds, default=None)
 
 
@@ -187,9 +194,9 @@ class Watchdog:
 
     def look(self) -> HungRank | None:
         now = time.monotonic()
-        if now - self._looked < _LOOKS_S:
+        if now - self._looked < _LOOK_INTERVAL_S:
             return None
-        if now - self._looked > _ABSENCE_S:
+        if now - self._looked > _SUSPENSION_S:
             self._began = now
         self._looked = now
         records: dict[int, HeartbeatRecord | None] = {}
@@ -206,11 +213,11 @@ class Watchdog:
 
 
 _POLL_S = 0.1
-_LAST_WORDS_S = 0.5
+_STACK_DUMP_S = 0.5
 """Seconds that a hanging rank gets to write the stacks of its threads before it is killed."""
 
 
-_NETWORK = "AUTOPIPE_NETWORK"
+_NETWORK_KEY = "AUTOPIPE_NETWORK"
 
 
 def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
@@ -222,7 +229,7 @@ def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[s
     }
 
 
-class Agent(LocalElasticAgent):
+class RankAgent(LocalElasticAgent):
     """An elastic agent that runs the ranks of this node, and restarts them after a failure that is
     not final.
     """
@@ -259,15 +266,15 @@ class Agent(LocalElasticAgent):
         # nodes, so a random token identifies the attempt.
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
-            store.set(ATTEMPT, uuid.uuid4().hex)
-            store.set(_NETWORK, json.dumps(dict(self._network)))
-        os.environ[ATTEMPT] = store.get(ATTEMPT).decode()
-        os.environ |= network_of_ranks(json.loads(store.get(_NETWORK)), self._network)
+            store.set(ATTEMPT_VARIABLE, uuid.uuid4().hex)
+            store.set(_NETWORK_KEY, json.dumps(dict(self._network)))
+        os.environ[ATTEMPT_VARIABLE] = store.get(ATTEMPT_VARIABLE).decode()
+        os.environ |= network_of_ranks(json.loads(store.get(_NETWORK_KEY)), self._network)
         self._hang = None
         if self._timeouts is None:
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
         folder = Path(tempfile.mkdtemp(prefix="heartbeats_", dir=self._logs))
-        with environment({PULSES: str(folder)}):
+        with changed_environment({HEARTBEAT_FOLDER_VARIABLE: str(folder)}):
             started: dict[int, Any] = super()._start_workers(worker_group)
         ranks = tuple(worker.global_rank for worker in worker_group.workers)
         self._watch = Watchdog(folder, ranks, self._timeouts, worker_group.group_world_size or 1)
@@ -313,7 +320,7 @@ class Agent(LocalElasticAgent):
         ):
             for pid in self._pcontext.pids().values():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, STOP)
+                    os.kill(pid, STOP_SIGNAL)
             stop_s = self._stop_s
             self._stop_s = 0.0
             self._pcontext.wait(timeout=stop_s, period=_POLL_S)
@@ -325,15 +332,15 @@ class Agent(LocalElasticAgent):
         """
         pid = next(worker.id for worker in worker_group.workers if worker.global_rank == rank)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, STACKS)
-            time.sleep(_LAST_WORDS_S)
+            os.kill(pid, STACKS_SIGNAL)
+            time.sleep(_STACK_DUMP_S)
             os.killpg(pid, signal.SIGKILL)
 
 
 def run_agent(
     command: tuple[str, ...],
     ranks: int,
-    place: Place,
+    place: RendezvousConfig,
     max_restarts: int,
     timeouts: Timeouts | None,
     logs: Path,
@@ -355,7 +362,7 @@ def run_agent(
     SignalException after a signal, RendezvousError if the rendezvous fails before any rank has
     failed, and LaunchError if another node ended the run.
     """
-    handler = Handler(place, ranks)
+    handler = RendezvousHandler(place, ranks)
     entry, *words = python_command(*command)
     spec = WorkerSpec(
         role="rank",
@@ -380,9 +387,9 @@ def run_agent(
             list(command[len(python_command()) :]), variables, (None, output, errors)
         )
 
-    agent = Agent(spec, logs, redirects, timeouts, note, poll, network, stop_s)
+    agent = RankAgent(spec, logs, redirects, timeouts, note, poll, network, stop_s)
     try:
-        with environment(_ranks_environment(handler, place)), starting_processes_by(start):
+        with changed_environment(_ranks_environment(handler, place)), starting_processes_by(start):
             result = agent.run()
     except SignalException:
         # The rendezvous stays open: the other nodes may continue with a node that replaces this
@@ -403,14 +410,14 @@ def run_agent(
     return agent.failure if result.is_failed() else None
 
 
-def _ranks_environment(handler: Handler, place: Place) -> dict[str, str]:
+def _ranks_environment(handler: RendezvousHandler, place: RendezvousConfig) -> dict[str, str]:
     """Return the environment variables of the ranks. On a single node, the ranks listen on the
     interface of this node's address. With several nodes, they listen on the interfaces that the
     user's environment names, if it names any.
     """
     found = {
-        PARENT: str(os.getpid()),
-        KEY: handler.signer.key.hex(),
+        PARENT_VARIABLE: str(os.getpid()),
+        KEY_VARIABLE: handler.signer.key.hex(),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
     }
     return found | interface_variables(
@@ -422,11 +429,11 @@ def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure
     """Return the earliest failure that is no consequence of another failure. If all of them are
     consequences, return the earliest.
     """
-    found = [_failure(rank, failure, logs) for rank, failure in failures.items()]
+    found = [_failure_of_process(rank, failure, logs) for rank, failure in failures.items()]
     return min(found, key=lambda failure: (failure.consequence, failure.time))
 
 
-def _failure(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
+def _failure_of_process(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
     written = read_failure(failure.error_file_data)
     if written is not None:
         return written

@@ -21,36 +21,40 @@ from torch import nn
 
 from autopipe.backends.torch.module_state import (
     buffer_changes,
-    first_names,
-    overlapping,
+    first_name_of_each,
+    named_tensors,
+    overlapping_tensors,
     record_state,
-    tensors_of,
 )
 from autopipe.backends.torch.torch_interfaces import FakeTensor, NormBase
-from autopipe.backends.torch.traced_program import InSupportedParts, prepare, translations
+from autopipe.backends.torch.traced_program import (
+    DecomposeUnsupported,
+    onnx_translations,
+    prepare_for_onnx,
+)
 from autopipe.ir.errors import ConfigurationError
 
-_BATCH: Final = "batch"
-_FROZEN: Final = "autopipe.frozen"
+_BATCH_SYMBOL: Final = "batch"
+_FROZEN_KEY: Final = "autopipe.frozen"
 """Key of the file's metadata that lists the parameters whose `requires_grad` is False."""
-_LOSS: Final = "loss"
+_LOSS_OUTPUT: Final = "loss"
 """Name of the output that is the module's loss."""
-_MODULE: Final = "module."
-"""Prefix that `_WithLoss` adds to the names of the user's module."""
-_SCOPES: Final = "pkg.torch.onnx.name_scopes"
+_MODULE_PREFIX: Final = "module."
+"""Prefix that `_ModuleWithLoss` adds to the names of the user's module."""
+_SCOPES_KEY: Final = "pkg.torch.onnx.name_scopes"
 """Key of a node's metadata with the names of the modules around the node, outermost first, and the
 node's name.
 """
-_CLASSES: Final = "pkg.torch.onnx.class_hierarchy"
+_CLASSES_KEY: Final = "pkg.torch.onnx.class_hierarchy"
 """Key of a node's metadata with the classes of these modules, and the traced operator."""
-_SIGNATURE: Final = "pkg.torch.export.ExportedProgram.graph_signature"
+_SIGNATURE_KEY: Final = "pkg.torch.export.ExportedProgram.graph_signature"
 """Key of the graph's metadata in which torch records which tensors are parameters."""
 
 Example = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """Inputs of a module: one tensor, several by position, or keyword arguments by name."""
 
 
-class _WithLoss(nn.Module):
+class _ModuleWithLoss(nn.Module):
     """A module followed by its loss, if there is one."""
 
     def __init__(
@@ -58,7 +62,7 @@ class _WithLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self._loss_name = _LOSS
+        self._loss_name = _LOSS_OUTPUT
         # The loss has its own name, which must not collide with a name in the module.
         while hasattr(module, self._loss_name):
             self._loss_name += "_"
@@ -81,10 +85,10 @@ class _WithLoss(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ExportSubject:
     """A module to export, with its loss and an example of its inputs."""
 
-    module: _WithLoss
+    module: _ModuleWithLoss
     """The user's module and its loss as one module."""
     names: tuple[str, ...]
     """Names of the inputs in the file; labels are last."""
@@ -100,22 +104,22 @@ class Subject:
     def tensor_names(self) -> dict[int, list[str]]:
         """Return, by the `id` of each parameter and buffer, its names in the user's module."""
         found: dict[int, list[str]] = {}
-        for name, tensor in tensors_of(self.module):
+        for name, tensor in named_tensors(self.module):
             found.setdefault(id(tensor), []).append(self.name_of(name))
         return found
 
     @staticmethod
     def name_of(name: str) -> str:
         """Return the name in the user's module of the tensor that `module` calls `name`."""
-        return name.removeprefix(_MODULE)
+        return name.removeprefix(_MODULE_PREFIX)
 
 
-def subject_of(
+def make_subject(
     module: nn.Module,
     example: Example,
     loss: Callable[[Any, torch.Tensor], torch.Tensor] | None,
     labels: torch.Tensor | None,
-) -> Subject:
+) -> ExportSubject:
     """Return the module and its example inputs in the form in which they are exported. Raise
     ConfigurationError if they do not match.
     """
@@ -158,20 +162,20 @@ def subject_of(
         )
     if batches == {1}:  # Torch treats a dimension of size 1 as a constant.
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
-    wrapped = _WithLoss(module, loss, list(named))
+    wrapped = _ModuleWithLoss(module, loss, list(named))
     wrapped.training = module.training
     _require_exportable(wrapped)
-    held = {Subject.name_of(name) for name, _ in tensors_of(wrapped)}
+    held = {ExportSubject.name_of(name) for name, _ in named_tensors(wrapped)}
     # Tracing would merge two inputs that are the same tensor, for example tokens that are also the
     # labels.
-    return Subject(
+    return ExportSubject(
         module=wrapped,
-        names=tuple(_without_namesake(name, held) for name in names),
+        names=tuple(_unique_input_name(name, held) for name in names),
         tensors=tuple(each.detach().clone() for each in tensors),
     )
 
 
-def _without_namesake(name: str, held: Collection[str]) -> str:
+def _unique_input_name(name: str, held: Collection[str]) -> str:
     """Return the name of an input. Underscores are appended while a parameter or buffer has that
     name.
     """
@@ -180,17 +184,17 @@ def _without_namesake(name: str, held: Collection[str]) -> str:
     return name
 
 
-def _require_exportable(module: _WithLoss) -> None:
+def _require_exportable(module: _ModuleWithLoss) -> None:
     """Raise ConfigurationError, with the name of the part, if the module has parts that ONNX cannot
     express.
     """
-    for name, _ in tensors_of(module):
-        if Subject.name_of(name) == _LOSS:
+    for name, _ in named_tensors(module):
+        if ExportSubject.name_of(name) == _LOSS_OUTPUT:
             raise ConfigurationError(
-                f"the module uses the tensor name {_LOSS!r}, which is reserved for the loss"
+                f"the module uses the tensor name {_LOSS_OUTPUT!r}, which is reserved for the loss"
             )
-    for first, second in overlapping(module):
-        names = f"{Subject.name_of(first)!r} and {Subject.name_of(second)!r}"
+    for first, second in overlapping_tensors(module):
+        names = f"{ExportSubject.name_of(first)!r} and {ExportSubject.name_of(second)!r}"
         raise ConfigurationError(
             f"{names} are different tensors that overlap in memory, which an ONNX file cannot "
             "represent",
@@ -202,14 +206,14 @@ def _require_exportable(module: _WithLoss) -> None:
         if each.momentum is None and each.running_mean is not None:
             raise ConfigurationError(
                 (
-                    f"{type(each).__name__} {Subject.name_of(name)!r} uses momentum=None, a "
+                    f"{type(each).__name__} {ExportSubject.name_of(name)!r} uses momentum=None, a "
                     "cumulative average, which ONNX does not support"
                 ),
                 "set a momentum such as 0.1, or call eval() on the module",
             )
 
 
-def loss_among(results: Sequence[object]) -> int | None:
+def find_loss_result(results: Sequence[object]) -> int | None:
     """Return the position of the loss among the results of a module: its only scalar with a
     gradient. Return None if there is none or if there are several.
     """
@@ -235,30 +239,30 @@ class ExportedModule:
     """Entries of the module's `state_dict` that the file does not record, with the reasons."""
 
 
-def exported(subject: Subject) -> ExportedModule:
+def export_to_onnx(subject: ExportSubject) -> ExportedModule:
     """Export the module as an ONNX model with a symbolic batch dimension and a record of its
     `state_dict`.
 
     The module is not changed. Raise ConfigurationError if torch's exporter is not installed or
     cannot export the module.
     """
-    batch = torch.export.Dim(_BATCH)
+    batch = torch.export.Dim(_BATCH_SYMBOL)
     shapes = (tuple({0: batch} if each.dim() else None for each in subject.tensors),)
-    with _without_remarks():
-        traced = _traced(subject, shapes)
-        program = _translated(traced, subject)
+    with _suppress_exporter_output():
+        traced = _trace_module(subject, shapes)
+        program = _translate_to_onnx(traced, subject)
     _name_tensors(program.model, subject)
     # The first outputs of the trace are buffers that the module changes.
     results = [each.meta.get("val") for each in traced.graph.output_node().args[0]]
-    place = loss_among(results[-len(program.model.graph.outputs) :])
+    place = find_loss_result(results[-len(program.model.graph.outputs) :])
     if place is not None:
-        program.model.graph.outputs[place].name = _LOSS
+        program.model.graph.outputs[place].name = _LOSS_OUTPUT
     _name_scopes(program.model, subject)
     _name_batch(program.model)
     assert program.exported_program is not None
     changes = buffer_changes(program.exported_program)
     counts = {subject.name_of(name): count for name, count in changes.counts.items()}
-    first = first_names(subject.module)
+    first = first_name_of_each(subject.module)
     state = subject.module.module.state_dict(keep_vars=True)
     left_out = record_state(program.model, state, subject.tensor_names(), counts)
     return ExportedModule(
@@ -271,7 +275,7 @@ def exported(subject: Subject) -> ExportedModule:
     )
 
 
-def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
+def _trace_module(subject: ExportSubject, shapes: Any) -> torch.export.ExportedProgram:
     """Trace the module and return the program. If tracing fails, for example because the Python
     code reads the batch size as a constant (`len(x)`), the bytecode is traced instead
     (`strict=True`).
@@ -279,12 +283,12 @@ def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
     first = ""
     for strict in (False, True):
         try:
-            with InSupportedParts():
+            with DecomposeUnsupported():
                 traced = torch.export.export(
                     subject.module, subject.tensors, dynamic_shapes=shapes, strict=strict
                 )
         except Exception as error:  # noqa: BLE001  (The user's own code runs in a trace.)
-            first = first or _reason(error)
+            first = first or _first_reason(error)
             continue
         if not any(isinstance(each, FakeTensor) for each in traced.constants.values()):
             return traced
@@ -297,7 +301,7 @@ def _traced(subject: Subject, shapes: Any) -> torch.export.ExportedProgram:
     )
 
 
-def _reason(error: BaseException) -> str:
+def _first_reason(error: BaseException) -> str:
     """Return the first line of an error of torch, with the first item of its list of reasons."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -306,13 +310,15 @@ def _reason(error: BaseException) -> str:
     return ": ".join([lines[0].partition(" For more information")[0], *items[:1]])
 
 
-def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch.onnx.ONNXProgram:
+def _translate_to_onnx(
+    traced: torch.export.ExportedProgram, subject: ExportSubject
+) -> torch.onnx.ONNXProgram:
     try:
         program = torch.onnx.export(
-            prepare(traced),
+            prepare_for_onnx(traced),
             dynamo=True,
             input_names=subject.names,
-            custom_translation_table=translations(),
+            custom_translation_table=onnx_translations(),
             # Optimization would merge several equal parameters, which a new module may have.
             optimize=False,
             verbose=False,
@@ -326,51 +332,53 @@ def _translated(traced: torch.export.ExportedProgram, subject: Subject) -> torch
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        message = f"torch cannot export the module: {_reason(cause)}"
+        message = f"torch cannot export the module: {_first_reason(cause)}"
         raise ConfigurationError(message, "run torch.onnx.export for the full error") from error
     assert program is not None
     return program
 
 
-def _name_tensors(model: Any, subject: Subject) -> None:
+def _name_tensors(model: Any, subject: ExportSubject) -> None:
     """Rename the tensors of the file to their names in the module, and record in the metadata which
     parameters are not trained.
 
     A tensor with several names in the module gets the first of them.
     """
-    first = first_names(subject.module)
-    signature = model.graph.metadata_props.get(_SIGNATURE, "")
+    first = first_name_of_each(subject.module)
+    signature = model.graph.metadata_props.get(_SIGNATURE_KEY, "")
     for name, known in first.items():
         value = model.graph.initializers.get(name)
         if name != known and value is not None:
             # The trace uses another name of the tensor. The signature has both names, so they are
             # exchanged.
             value.name = known
-            signature = _exchanged(signature, f"target='{name}'", f"target='{known}'")
+            signature = _exchange_words(signature, f"target='{name}'", f"target='{known}'")
     wanted = {subject.name_of(value.name) for value in model.graph.initializers.values()}
     _rename_results(model.graph, wanted)
     for value in list(model.graph.initializers.values()):
         value.name = subject.name_of(value.name)
-    model.graph.metadata_props[_SIGNATURE] = signature.replace(f"target='{_MODULE}", "target='")
+    model.graph.metadata_props[_SIGNATURE_KEY] = signature.replace(
+        f"target='{_MODULE_PREFIX}", "target='"
+    )
     frozen = [
         name for name, parameter in subject.parameters().items() if not parameter.requires_grad
     ]
-    model.metadata_props[_FROZEN] = json.dumps(frozen)
+    model.metadata_props[_FROZEN_KEY] = json.dumps(frozen)
 
 
-def _name_scopes(model: Any, subject: Subject) -> None:
+def _name_scopes(model: Any, subject: ExportSubject) -> None:
     """Rename the modules in the metadata of each node to their names in the user's module."""
     for node in model.graph:
-        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-        classes = ast.literal_eval(node.metadata_props.get(_CLASSES, "[]"))
-        if len(scopes) < 3 or f"{scopes[1]}." != _MODULE:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES_KEY, "[]"))
+        classes = ast.literal_eval(node.metadata_props.get(_CLASSES_KEY, "[]"))
+        if len(scopes) < 3 or f"{scopes[1]}." != _MODULE_PREFIX:
             continue  # The node is a part of the loss.
         inner = [subject.name_of(scope) for scope in scopes[2:]]
-        node.metadata_props[_SCOPES] = str(["", *inner])
-        node.metadata_props[_CLASSES] = str(classes[1:])
+        node.metadata_props[_SCOPES_KEY] = str(["", *inner])
+        node.metadata_props[_CLASSES_KEY] = str(classes[1:])
 
 
-def _exchanged(text: str, first: str, second: str) -> str:
+def _exchange_words(text: str, first: str, second: str) -> str:
     """Return the text with each of two words replaced by the other."""
     pattern = f"{re.escape(first)}|{re.escape(second)}"
     return re.sub(pattern, lambda found: second if found[0] == first else first, text)
@@ -386,10 +394,10 @@ def _name_batch(model: Any) -> None:
     if len(symbols) != 1:
         return
     (symbol,) = symbols
-    for value in (*model.graph.inputs, *model.graph.outputs, *_results(model.graph)):
+    for value in (*model.graph.inputs, *model.graph.outputs, *_node_results(model.graph)):
         for axis, extent in enumerate(value.shape or ()):
             if str(extent) == symbol:
-                value.shape[axis] = _BATCH
+                value.shape[axis] = _BATCH_SYMBOL
 
 
 def _rename_results(graph: Any, wanted: Collection[str]) -> None:
@@ -399,9 +407,9 @@ def _rename_results(graph: Any, wanted: Collection[str]) -> None:
     taken = {
         *wanted,
         *(value.name for value in graph.inputs),
-        *(value.name for value in _results(graph)),
+        *(value.name for value in _node_results(graph)),
     }
-    for value in _results(graph):
+    for value in _node_results(graph):
         if value.name not in wanted:
             continue
         name = f"{value.name}_result"
@@ -411,13 +419,13 @@ def _rename_results(graph: Any, wanted: Collection[str]) -> None:
         value.name = name
 
 
-def _results(graph: Any) -> Iterator[Any]:
+def _node_results(graph: Any) -> Iterator[Any]:
     for node in graph:
         yield from node.outputs
 
 
 @contextmanager
-def _without_remarks() -> Iterator[None]:
+def _suppress_exporter_output() -> Iterator[None]:
     """Context manager that suppresses the exporter's log lines and warnings about its own parts and
     about a module in training mode.
     """

@@ -26,27 +26,27 @@ from pathlib import Path
 from typing import IO, Final
 
 from autopipe.backends.torch.child import (
-    PARENT,
+    PARENT_VARIABLE,
     adopting_orphans,
-    end_with,
-    environment,
+    changed_environment,
+    end_with_parent,
     python_command,
     run,
     show_rank,
 )
 
-SWITCH: Final = "AUTOPIPE_FORK_SERVER"
+SWITCH_VARIABLE: Final = "AUTOPIPE_FORK_SERVER"
 """Environment variable. With the value 0, each rank runs in a new interpreter instead."""
-_PRELOADED: Final = (
+_PRELOADED_MODULES: Final = (
     "autopipe.backends.torch.runtime.rank",
     "autopipe.backends.torch.runtime.step.stage",
     "autopipe.backends.torch.runtime.operators",
 )
 """Modules that every rank imports."""
-_LENGTH: Final = struct.Struct("<Q")
-_STREAMS: Final = 3
+_LENGTH_STRUCT: Final = struct.Struct("<Q")
+_STANDARD_STREAMS: Final = 3
 """Number of standard streams: input, output, errors."""
-_ADOPTION_S: Final = 10.0
+_ADOPTION_TIMEOUT_S: Final = 10.0
 """Seconds that a forked rank waits until the launcher is its parent."""
 _POLL_S: Final = 0.001
 _WAIT_POLL_S: Final = 0.02
@@ -105,12 +105,12 @@ class ForkServer:
 
     def open(self) -> None:
         """Start the server process. It imports torch while this process does other work."""
-        if sys.platform == "linux" and os.environ.get(SWITCH) != "0":
+        if sys.platform == "linux" and os.environ.get(SWITCH_VARIABLE) != "0":
             self._line, theirs = socket.socketpair()
             words = python_command(
-                "autopipe.backends.torch.fork_server", str(theirs.fileno()), *_PRELOADED
+                "autopipe.backends.torch.fork_server", str(theirs.fileno()), *_PRELOADED_MODULES
             )
-            changes = {PARENT: str(os.getpid())}
+            changes = {PARENT_VARIABLE: str(os.getpid())}
             # The separate session protects the server from Ctrl-C at the terminal. Errors of the
             # server's imports are not shown: the interpreters that are started instead of forks
             # raise and report them again.
@@ -136,7 +136,7 @@ class ForkServer:
         if self._line is not None:
             numbers = [each if isinstance(each, int) else each.fileno() for each in files]
             with contextlib.suppress(OSError), adopting_orphans():
-                return ForkedProcess(_fork(self._line, words, env, numbers))
+                return ForkedProcess(_request_fork(self._line, words, env, numbers))
             self.close()
         return subprocess.Popen(
             python_command(*words),
@@ -158,11 +158,11 @@ class ForkServer:
             self._process = None
 
 
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+_ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 """Environment variables with the settings of torch's allocator. Newer torch versions have both and
 read the first one before the second; older versions have only the first.
 """
-_LOG_LEVEL: Final = "TORCH_CPP_LOG_LEVEL"
+_LOG_LEVEL_VARIABLE: Final = "TORCH_CPP_LOG_LEVEL"
 """Environment variable for torch's log level, which torch reads when it is imported. The warnings
 of its rendezvous do not help the user.
 """
@@ -184,16 +184,16 @@ def rank_environment() -> Iterator[None]:
     # standard library.
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))
-    changes = {PARENT: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
+    changes = {PARENT_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(paths)}
     changes["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-    changes[_LOG_LEVEL] = os.environ.get(_LOG_LEVEL, "ERROR")
-    if not any(name in os.environ for name in _ALLOCATOR):
-        changes[_ALLOCATOR[0]] = "expandable_segments:True"
-    with environment(changes):
+    changes[_LOG_LEVEL_VARIABLE] = os.environ.get(_LOG_LEVEL_VARIABLE, "ERROR")
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        changes[_ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    with changed_environment(changes):
         yield
 
 
-_early: Final[list[ForkServer]] = []
+_early_servers: Final[list[ForkServer]] = []
 """The server that `start_early` has started and that no launch has used yet; otherwise empty."""
 
 
@@ -205,7 +205,7 @@ def start_early() -> None:
     server = ForkServer()
     with rank_environment():
         server.open()
-    _early.append(server)
+    _early_servers.append(server)
 
 
 @contextlib.contextmanager
@@ -213,13 +213,15 @@ def fork_server() -> Iterator[ForkServer]:
     """Context manager that yields a fork server with the environment of ranks. If a server was
     started early, that server is used.
     """
-    if not _early:
+    if not _early_servers:
         start_early()
-    with contextlib.closing(_early.pop()) as server:
+    with contextlib.closing(_early_servers.pop()) as server:
         yield server
 
 
-def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams: list[int]) -> int:
+def _request_fork(
+    line: socket.socket, words: list[str], env: Mapping[str, str], streams: list[int]
+) -> int:
     """Let the server at the other end of `line` fork a rank. Return the process number of the rank.
     Raise OSError if the server does not fork.
     """
@@ -229,14 +231,14 @@ def _fork(line: socket.socket, words: list[str], env: Mapping[str, str], streams
             form = json.dumps(
                 {"words": words, "env": dict(env), "folder": os.getcwd(), "parent": os.getpid()}
             ).encode()
-            socket.send_fds(line, [_LENGTH.pack(len(form))], [*streams, theirs.fileno()])
+            socket.send_fds(line, [_LENGTH_STRUCT.pack(len(form))], [*streams, theirs.fileno()])
             line.sendall(form)
-        reply = ours.recv(_LENGTH.size)
-        if len(reply) < _LENGTH.size:
+        reply = ours.recv(_LENGTH_STRUCT.size)
+        if len(reply) < _LENGTH_STRUCT.size:
             raise ConnectionError("the fork server ended")
         # If this process is interrupted and does not send it, the rank ends at once.
         ours.sendall(b"\0")
-        return int(_LENGTH.unpack(reply)[0])
+        return int(_LENGTH_STRUCT.unpack(reply)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +255,12 @@ class _Request:
             os.close(file)
 
 
-def _receive(line: socket.socket) -> _Request | None:
+def _receive_request(line: socket.socket) -> _Request | None:
     """Return the next request of the launcher, or None if the launcher has ended."""
-    head, files, _, _ = socket.recv_fds(line, _LENGTH.size, _STREAMS + 1)
-    if len(head) < _LENGTH.size:
+    head, files, _, _ = socket.recv_fds(line, _LENGTH_STRUCT.size, _STANDARD_STREAMS + 1)
+    if len(head) < _LENGTH_STRUCT.size:
         return None
-    (length,) = _LENGTH.unpack(head)
+    (length,) = _LENGTH_STRUCT.unpack(head)
     form = b""
     while len(form) < length:
         part = line.recv(length - len(form))
@@ -268,40 +270,40 @@ def _receive(line: socket.socket) -> _Request | None:
     return _Request(files=files, **json.loads(form))
 
 
-def _serve(line: socket.socket) -> list[str] | None:
+def _serve_requests(line: socket.socket) -> list[str] | None:
     """Fork a process per request. In each of these processes, return the words that it runs. In the
     server, return None when the launcher has ended.
     """
-    while (request := _receive(line)) is not None:
+    while (request := _receive_request(line)) is not None:
         pid = os.fork()
         if pid == 0:
             if os.fork():
                 os._exit(0)
             line.close()
-            _become(request)
+            _become_rank(request)
             return request.words
         request.close()
         os.waitpid(pid, 0)
     return None
 
 
-def _become(request: _Request) -> None:
+def _become_rank(request: _Request) -> None:
     """Give this process, which was just forked, the session, parent, environment, folder and
     streams of the request.
     """
     os.setsid()
-    end = time.monotonic() + _ADOPTION_S
+    end = time.monotonic() + _ADOPTION_TIMEOUT_S
     while os.getppid() != request.parent and time.monotonic() < end:
         time.sleep(_POLL_S)
-    end_with(request.parent)
+    end_with_parent(request.parent)
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.folder)
-    for number, file in enumerate(request.files[:_STREAMS]):
+    for number, file in enumerate(request.files[:_STANDARD_STREAMS]):
         os.dup2(file, number)
     show_rank()
-    with socket.socket(fileno=os.dup(request.files[_STREAMS])) as reply:
-        reply.sendall(_LENGTH.pack(os.getpid()))
+    with socket.socket(fileno=os.dup(request.files[_STANDARD_STREAMS])) as reply:
+        reply.sendall(_LENGTH_STRUCT.pack(os.getpid()))
         if not reply.recv(1):
             os._exit(1)
     request.close()
@@ -338,7 +340,7 @@ def main() -> None:
     # memory pages.
     gc.freeze()
     gc.enable()
-    if (words := _serve(line)) is not None:
+    if (words := _serve_requests(line)) is not None:
         run(words)
 
 

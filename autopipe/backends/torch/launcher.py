@@ -15,13 +15,17 @@ from typing import Any
 
 from autopipe.backends.torch.fork_server import ForkServer, fork_server, rank_environment
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.watch.failures import ERROR_FILE, Failure, read_failure
-from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULTS, Timeouts
+from autopipe.backends.torch.runtime.watch.failures import (
+    ERROR_FILE_VARIABLE,
+    Failure,
+    read_failure,
+)
+from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULT_TIMEOUTS, Timeouts
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.output_files import keep_folder, scratch_folder
 from autopipe.ir.words import plural
 
-_TAKEN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_REPLACED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class LaunchConfig:
     gpus: int = 0
     """Number of GPUs of this node that its ranks may use."""
     max_restarts: int = 0
-    timeouts: Timeouts = DEFAULTS
+    timeouts: Timeouts = DEFAULT_TIMEOUTS
     """Time that a rank may take in each phase before it counts as hanging."""
     live: bool = False
     """True if rank 0 writes to the stdout of this process."""
@@ -124,14 +128,14 @@ def launch_program(
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from autopipe.backends.torch.elastic_agent import run_agent
-    from autopipe.backends.torch.rendezvous import Place
+    from autopipe.backends.torch.rendezvous import RendezvousConfig
 
     nodes, ranks = local_ranks(manifest, config)
     command = (str(manifest.folder / "run.py"), *arguments)
     name = config.rendezvous_id or f"autopipe-{manifest.plan[:12]}"
-    place = Place()
+    place = RendezvousConfig()
     if nodes > 1:
-        place = Place(
+        place = RendezvousConfig(
             nodes,
             config.rendezvous_endpoint,
             name,
@@ -146,7 +150,7 @@ def launch_program(
     stop_s = timeouts.step_s + timeouts.checkpoint_s if config.saves else 0.0
     failure: Failure | None = None
     try:
-        with scratch_folder("logs") as logs, rank_environment(), _elastic_contained(config.debug):
+        with scratch_folder("logs") as logs, rank_environment(), _contain_elastic(config.debug):
             failure = run_agent(
                 command,
                 ranks,
@@ -183,11 +187,11 @@ def launch_program(
 
 
 @contextmanager
-def _elastic_contained(debug: bool) -> Iterator[None]:
+def _contain_elastic(debug: bool) -> Iterator[None]:
     """Context manager that restores the signal handlers that elastic replaces. Unless `debug`,
     elastic's log lines are not printed.
     """
-    saved = {each: signal.getsignal(each) for each in _TAKEN_SIGNALS}
+    saved = {each: signal.getsignal(each) for each in _REPLACED_SIGNALS}
     # Each elastic module has a logger with its own level. All of them pass their lines to this
     # logger.
     logger = logging.getLogger("torch.distributed.elastic")
@@ -248,7 +252,9 @@ def run_alone(
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size,
         }
-        changes = {name: str(value) for name, value in world.items()} | {ERROR_FILE: str(failed)}
+        changes = {name: str(value) for name, value in world.items()} | {
+            ERROR_FILE_VARIABLE: str(failed)
+        }
         device = () if fake_cuda is None else ("autopipe.backends.torch.fake_cuda", str(fake_cuda))
         last_words = run_child((*device, str(folder / "run.py"), *arguments), changes, server)
         if not last_words:
@@ -265,15 +271,15 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     """Return the records of the steps in a report file, in order. If a step ran again after a
     restart, its last record is returned.
     """
-    return _by_step(path, evaluations=False)
+    return _records_by_step(path, evaluations=False)
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
     """Return the records of the validations in a report file."""
-    return _by_step(path, evaluations=True)
+    return _records_by_step(path, evaluations=True)
 
 
-def _by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
+def _records_by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

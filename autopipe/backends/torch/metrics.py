@@ -20,11 +20,11 @@ from autopipe.ir.output_files import add_path_to_errors, open_replacement_file
 
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
-_FLUSH_S = 10
+_FLUSH_INTERVAL_S = 10
 """Seconds between two flushes of TensorBoard's events. A flush at each step can take longer than
 the step.
 """
-_RATES = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu", "bubble_rate")
+_RATE_METRICS = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu", "bubble_rate")
 
 
 class MetricsWriter(Protocol):
@@ -46,20 +46,20 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._last = max(_steps(path), default=-1)
+        self._last = max(_steps_of_log(path), default=-1)
         if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
-            _end_last_line(path, content)
+            _complete_last_line(path, content)
 
     def write(self, record: Record) -> None:
         if record["step"] < self._last or (
             record["step"] == self._last and "step_time_s" in record
         ):
-            self._cut_back(record["step"])
+            self._remove_steps_from(record["step"])
         self._last = record["step"]
         with add_path_to_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _cut_back(self, step: int) -> None:
+    def _remove_steps_from(self, step: int) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True)
         with open_replacement_file(self.path) as file:
             file.writelines(line for line in lines if json.loads(line)["step"] < step)
@@ -68,7 +68,7 @@ class JsonLines:
         """Nothing to do: each line has been written to the file already."""
 
 
-def _steps(path: Path) -> Iterator[int]:
+def _steps_of_log(path: Path) -> Iterator[int]:
     """Yield the steps of a log. Raise ConfigurationError for a file that autopipe did not write."""
     if not path.exists():
         return
@@ -77,18 +77,18 @@ def _steps(path: Path) -> Iterator[int]:
         try:
             yield int(json.loads(line)["step"])
         except (ValueError, TypeError, KeyError) as error:
-            raise _not_a_step(path, number) from error
-    if not _BEGINNING.startswith(last[: len(_BEGINNING)]):
-        raise _not_a_step(path, len(lines) + 1)
-    if (whole := _whole_step(last)) is not None:
+            raise _invalid_line_error(path, number) from error
+    if not _LINE_START.startswith(last[: len(_LINE_START)]):
+        raise _invalid_line_error(path, len(lines) + 1)
+    if (whole := _step_of_unfinished_line(last)) is not None:
         yield whole
 
 
-_BEGINNING = '{"step": '
+_LINE_START = '{"step": '
 """Beginning of each line of a log."""
 
 
-def _not_a_step(path: Path, number: int) -> ConfigurationError:
+def _invalid_line_error(path: Path, number: int) -> ConfigurationError:
     return ConfigurationError(
         f"line {number} is not an entry of a step",
         "move the file, or choose another folder",
@@ -96,7 +96,7 @@ def _not_a_step(path: Path, number: int) -> ConfigurationError:
     )
 
 
-def _whole_step(line: str) -> int | None:
+def _step_of_unfinished_line(line: str) -> int | None:
     """Return the step of a last line that lacks only its line break; None if a part of its JSON
     object is missing.
     """
@@ -106,12 +106,12 @@ def _whole_step(line: str) -> int | None:
         return None
 
 
-def _end_last_line(path: Path, content: bytes) -> None:
+def _complete_last_line(path: Path, content: bytes) -> None:
     """Complete the last line of a log with a line break, or remove the line if a part is missing,
     for example because the machine stopped.
     """
     end = content.rfind(b"\n") + 1
-    if _whole_step(content[end:].decode(errors="replace")) is None:
+    if _step_of_unfinished_line(content[end:].decode(errors="replace")) is None:
         os.truncate(path, end)
         return
     with add_path_to_errors(path), path.open("ab") as file:
@@ -133,7 +133,7 @@ class TensorBoard:
             # TensorBoard no longer shows what an earlier start has written for these steps.
             module: Any = import_module("torch.utils.tensorboard")
             self._writer = module.SummaryWriter(
-                str(self.path), purge_step=step, flush_secs=_FLUSH_S
+                str(self.path), purge_step=step, flush_secs=_FLUSH_INTERVAL_S
             )
         self._last = step
         for name, figure in scalars(record):
@@ -177,7 +177,7 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield f"train/{name}", record[name]
     if record.get("eval_loss") is not None:
         yield "eval/loss", record["eval_loss"]
-    for name in ("step_time_s", *_RATES):
+    for name in ("step_time_s", *_RATE_METRICS):
         if record.get(name) is not None:
             yield f"perf/{name}", record[name]
     if peaks := record.get("peak_memory_bytes"):
@@ -212,9 +212,9 @@ class MetricsLog:
             self._since = []
 
     def _write(self, record: Record) -> None:
-        finite = {name: _finite(value) for name, value in record.items()}
+        finite = {name: _finite_or_none(value) for name, value in record.items()}
         for writer in list(self._writers):
-            self._try(writer, partial(writer.write, finite))
+            self._call_writer(writer, partial(writer.write, finite))
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -225,17 +225,19 @@ class MetricsLog:
             self._write(mean_of_steps(self._since))
             self._since = []
         for writer in list(self._writers):
-            self._try(writer, writer.close)
+            self._call_writer(writer, writer.close)
 
-    def _try(self, writer: MetricsWriter, act: Callable[[], None]) -> None:
+    def _call_writer(self, writer: MetricsWriter, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - a service's own errors, and a full disk
             self._writers.remove(writer)
-            self._warn(f"{type(writer).__name__} writes no more to {_reason(error, writer.path)}")
+            self._warn(
+                f"{type(writer).__name__} writes no more to {_write_error_text(error, writer.path)}"
+            )
 
 
-def _reason(error: Exception, path: Path) -> str:
+def _write_error_text(error: Exception, path: Path) -> str:
     """Return, on one line, the file that cannot be written and the reason. The file is `path`
     unless the error names another one.
     """
@@ -244,7 +246,7 @@ def _reason(error: Exception, path: Path) -> str:
     return " ".join(f"{path}: {type(error).__name__}: {error}".split())
 
 
-def _finite(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -256,7 +258,7 @@ def mean_of_steps(records: list[Record]) -> dict[str, Any]:
     if len(records) == 1:
         return found
     seconds = [each["step_time_s"] for each in records]
-    for name in _RATES:
+    for name in _RATE_METRICS:
         if found.get(name) is not None:
             rates = zip(records, seconds, strict=True)
             found[name] = sum(each[name] * own for each, own in rates) / sum(seconds)
@@ -298,7 +300,7 @@ class LogSettings:
                 hint="pip install wandb",
                 where="--wandb",
             )
-        if list(_steps(path)) and not resume:
+        if list(_steps_of_log(path)) and not resume:
             hint = "choose another folder, or resume the run with --checkpoint DIR --resume"
             raise ConfigurationError(
                 "the folder contains the metrics log of another run", hint, str(self.folder)

@@ -20,18 +20,18 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from autopipe.backends.torch.exporter import Subject, loss_among
+from autopipe.backends.torch.exporter import ExportSubject, find_loss_result
 from autopipe.backends.torch.torch_interfaces import tensors_within
 
-_RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_RECURRENT_FUNCTIONS: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Functions of `torch` whose only floating-point argument is the dropout probability between
 layers. The argument `train` follows it.
 """
-_TRAINING: Final = ("training", "train")
+_TRAINING_ARGUMENTS: Final = ("training", "train")
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class ModuleResults:
     """Results and gradients of a module on one example, with dropout switched off."""
 
     results: tuple[np.ndarray, ...]
@@ -56,7 +56,7 @@ class Evaluation:
         return all(bool(np.isfinite(each).all()) for each in arrays)
 
 
-class _NothingDropped(TorchFunctionMode):
+class _WithoutDropout(TorchFunctionMode):
     """Calls dropout functions with probability 0, and records the probabilities that the module
     passed.
     """
@@ -75,7 +75,7 @@ class _NothingDropped(TorchFunctionMode):
         given = dict(kwargs or {})
         name = getattr(function, "__name__", "")
         asked = len(self.asked)
-        if name in _RECURRENT:
+        if name in _RECURRENT_FUNCTIONS:
             args = self._without_probability(args)
         elif "dropout" in name and inspect.isbuiltin(function):  # (input, probability, train)
             self._note(args[1], args[2])
@@ -122,7 +122,7 @@ class _NothingDropped(TorchFunctionMode):
             signature.apply_defaults()
             bound = dict(signature.arguments)
         name = "dropout_p" if "dropout_p" in bound else "p"
-        trains = next((bound[each] for each in _TRAINING if each in bound), True)
+        trains = next((bound[each] for each in _TRAINING_ARGUMENTS if each in bound), True)
         self._note(bound.get(name, 0.0), trains)
         bound[name] = 0.0
         return (), bound
@@ -133,44 +133,44 @@ class _NothingDropped(TorchFunctionMode):
 
 
 def evaluate(
-    subject: Subject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0
-) -> Evaluation:
+    subject: ExportSubject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0
+) -> ModuleResults:
     """Return the results and gradients of the module for these inputs. If the module returns a
     loss, its submodules run in their current modes, otherwise in `eval()`.
 
     `ulps` changes each parameter by this many units in the last place, up or down at random. This
     shows the effect of rounding.
     """
-    found = _evaluated(subject, tensors, seed, ulps)
+    found = _evaluate_once(subject, tensors, seed, ulps)
     if found.loss is not None:
         return found
     modes = [(each, each.training) for each in subject.module.modules()]
     try:
         subject.module.eval()
-        return _evaluated(subject, tensors, seed, ulps)
+        return _evaluate_once(subject, tensors, seed, ulps)
     finally:
         for each, training in modes:
             each.training = training
 
 
-def _evaluated(
-    subject: Subject, tensors: Sequence[torch.Tensor], seed: int, ulps: float
-) -> Evaluation:
+def _evaluate_once(
+    subject: ExportSubject, tensors: Sequence[torch.Tensor], seed: int, ulps: float
+) -> ModuleResults:
     module = subject.module
     own = dict(module.named_parameters())
     before = dict(module.named_buffers())
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _NothingDropped() as dropouts:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), _WithoutDropout() as dropouts:
         torch.manual_seed(seed)
         read: Mapping[str, torch.Tensor] = (
-            {name: _moved(each, ulps) for name, each in own.items()} if ulps else own
+            {name: _move_by_ulps(each, ulps) for name, each in own.items()} if ulps else own
         )
         trained = {name: each for name, each in read.items() if each.requires_grad}
         replaced = {id(own[name]): each for name, each in read.items()}
         replaced |= {id(each): each.clone() for each in before.values()}
-        with _replaced(module, replaced):
+        with _replace_tensors(module, replaced):
             results = tuple(tensors_within(module(*tensors)))
             after = {name: each.detach().clone() for name, each in module.named_buffers()}
-            place = loss_among(results)
+            place = find_loss_result(results)
             gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
             if place is not None and results[place].requires_grad and trained:
                 # Checkpointed parts of the forward run again here.
@@ -179,21 +179,21 @@ def _evaluated(
                 )
             again = dict(module.named_buffers())
     pairs = zip(trained, gradients, strict=True)
-    return Evaluation(
-        results=tuple(_array(each) for each in results),
+    return ModuleResults(
+        results=tuple(_to_numpy(each) for each in results),
         loss=place,
         gradients={
-            subject.name_of(name): None if each is None else _array(each) for name, each in pairs
+            subject.name_of(name): None if each is None else _to_numpy(each) for name, each in pairs
         },
         functions=() if place is None else tuple(sorted(_custom_functions(results[place]))),
         dropped=tuple(sorted(dropouts.asked)),
-        changed=tuple(map(subject.name_of, _differing(before, after))),
-        changed_again=tuple(map(subject.name_of, _differing(after, again))),
+        changed=tuple(map(subject.name_of, _names_of_differing(before, after))),
+        changed_again=tuple(map(subject.name_of, _names_of_differing(after, again))),
     )
 
 
 @contextmanager
-def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def _replace_tensors(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Context manager in which a module reads `tensors`, which has replacements of its parameters
     and buffers by the `id` of the original.
 
@@ -214,7 +214,9 @@ def _replaced(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterato
             table.update(held)
 
 
-def _differing(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+def _names_of_differing(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> list[str]:
     """Return the names of the tensors that differ."""
     return [
         name
@@ -232,7 +234,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
+def _move_by_ulps(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
     """Return a copy of a parameter with each element moved by `ulps` units in the last place."""
     if not parameter.is_floating_point():
         return parameter.detach()
@@ -245,7 +247,7 @@ def _moved(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
     )
 
 
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     plain = tensor.detach().cpu().to_dense()
     if plain.dtype in (torch.bfloat16, torch.float16):
         plain = plain.float()
@@ -269,15 +271,15 @@ def _custom_functions(loss: torch.Tensor) -> set[str]:
     return found
 
 
-def perturbed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def perturb_inputs(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return other inputs of the same ranges: the elements of each tensor in another order, and
     floating-point values that are no integers multiplied by numbers between 0.9 and 1.
     """
     generator = torch.Generator().manual_seed(1)
-    return tuple(_perturbed(each, generator) for each in tensors)
+    return tuple(_perturb_input(each, generator) for each in tensors)
 
 
-def _perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _perturb_input(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     order = torch.randperm(tensor.numel(), generator=generator)
     found = tensor.detach().cpu().flatten()[order].reshape(tensor.shape)
     if tensor.is_floating_point() and not bool((found == found.round()).all()):
@@ -285,7 +287,7 @@ def _perturbed(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return found.to(tensor.device)
 
 
-def parameter_hooks(module: nn.Module) -> list[str]:
+def parts_with_backward_hooks(module: nn.Module) -> list[str]:
     """Return the names of the module's parts that have hooks on backward, which an exported file
     has not.
     """
@@ -298,7 +300,7 @@ def parameter_hooks(module: nn.Module) -> list[str]:
     return [*found, *(name or "the module" for name in hooked)]
 
 
-def late_hooks(module: nn.Module) -> list[str]:
+def parameters_with_late_hooks(module: nn.Module) -> list[str]:
     """Return the names of the parameters whose hooks run after the backward, which
     `torch.autograd.grad` does not.
     """

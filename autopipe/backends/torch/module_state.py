@@ -16,7 +16,7 @@ from torch import nn
 from autopipe.backends.torch import torch_interfaces
 from autopipe.ir.state_names import INITIALIZER_PREFIX, METADATA_KEY, StateNames
 
-_STORED: Final = frozenset(
+_STORABLE_TYPES: Final = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -30,13 +30,13 @@ _STORED: Final = frozenset(
     | {torch.uint8, torch.bool}
 )
 """Element types of tensors that are put into the file."""
-_EXTRA: Final = "_extra_state"
+_EXTRA_STATE_SUFFIX: Final = "_extra_state"
 """Last part of the name of what a module's `get_extra_state` returns."""
-_STATISTICS: Final = (3, 4)
+_STATISTICS_POSITIONS: Final = (3, 4)
 """Positions of the running statistics among the arguments of a traced batch or instance
 normalization, and of the new ones among the results of a batch normalization.
 """
-_COUNTING: Final = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.detach.default})
+_COUNTING_OPERATORS: Final = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.detach.default})
 """Traced operators between a counter and its new value: `detach` stands behind regions under
 `no_grad`.
 """
@@ -64,9 +64,9 @@ def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
     }
     counts: dict[str, int] = {}
     statistics: list[str] = []
-    others = [*signature.parameters_to_mutate.values(), *_instance_statistics(traced)]
+    others = [*signature.parameters_to_mutate.values(), *_instance_norm_statistics(traced)]
     for result, name in signature.buffers_to_mutate.items():
-        count = _increment(results[result], signature.inputs_to_buffers, name)
+        count = _counter_increment(results[result], signature.inputs_to_buffers, name)
         if count is not None:
             counts[name] = count
         elif _is_statistic(results[result], signature.inputs_to_buffers, name):
@@ -76,7 +76,7 @@ def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
     return BufferChanges(counts, tuple(statistics), tuple(others))
 
 
-def _instance_statistics(traced: torch.export.ExportedProgram) -> Iterator[str]:
+def _instance_norm_statistics(traced: torch.export.ExportedProgram) -> Iterator[str]:
     """Yield the running statistics of instance normalizations in training, whose changes no
     signature lists.
     """
@@ -86,17 +86,19 @@ def _instance_statistics(traced: torch.export.ExportedProgram) -> Iterator[str]:
             and node.target is torch.ops.aten.instance_norm.default
             and node.args[5]
         ):
-            for slot in _STATISTICS:
+            for slot in _STATISTICS_POSITIONS:
                 if isinstance(node.args[slot], torch.fx.Node):
                     yield traced.graph_signature.inputs_to_buffers[node.args[slot].name]
 
 
-def _increment(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> int | None:
+def _counter_increment(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> int | None:
     """Return the sum of the integers that are added to a buffer of integers, None if something else
     happens to it or if something reads it.
     """
     total = 0
-    while node.op == "call_function" and node.target in _COUNTING and len(node.users) == 1:
+    while (
+        node.op == "call_function" and node.target in _COUNTING_OPERATORS and len(node.users) == 1
+    ):
         before = node.args[0]
         amount = node.args[1] if len(node.args) > 1 else 0
         if (
@@ -131,7 +133,11 @@ def _is_statistic(node: torch.fx.Node, buffers: Mapping[str, str], name: str) ->
             return False
         if not isinstance(call, torch.fx.Node) or call.target is not torch_interfaces.batch_norm:
             return False
-        before = call.args[result] if isinstance(result, int) and result in _STATISTICS else None
+        before = (
+            call.args[result]
+            if isinstance(result, int) and result in _STATISTICS_POSITIONS
+            else None
+        )
         if not isinstance(before, torch.fx.Node):
             return False
         node = before
@@ -157,7 +163,7 @@ def record_state(
     increments: dict[str, int] = {}
     left_out: list[str] = []
     for name, tensor in state.items():
-        reason = _reason_to_leave_out(name, tensor, held)
+        reason = _reason_to_omit(name, tensor, held)
         if reason:
             left_out.append(f"{name} ({reason})")
             continue
@@ -176,13 +182,13 @@ def record_state(
     return left_out
 
 
-def _reason_to_leave_out(name: str, entry: object, held: Mapping[int, Sequence[str]]) -> str:
+def _reason_to_omit(name: str, entry: object, held: Mapping[int, Sequence[str]]) -> str:
     """Return why an entry of a `state_dict` cannot be recorded; "" if it can."""
     if not isinstance(entry, torch.Tensor):
         return f"a {type(entry).__name__}, no tensor"
-    if id(entry) not in held and name.rpartition(".")[2] != _EXTRA:
+    if id(entry) not in held and name.rpartition(".")[2] != _EXTRA_STATE_SUFFIX:
         return "computed by a hook of the module"
-    if entry.dtype not in _STORED:
+    if entry.dtype not in _STORABLE_TYPES:
         return f"of type {str(entry.dtype).removeprefix('torch.')}"
     return ""
 
@@ -198,14 +204,14 @@ def _add_initializer(model: Any, name: str, tensor: torch.Tensor) -> None:
     model.graph.initializers[name] = value
 
 
-def overlapping(module: nn.Module) -> list[tuple[str, str]]:
+def overlapping_tensors(module: nn.Module) -> list[tuple[str, str]]:
     """Return pairs of parameters and buffers that are different tensors and have elements of one
     memory in common. An exported file holds them apart, so that a change of one would no longer
     change the other.
     """
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     seen: set[int] = set()
-    for name, tensor in tensors_of(module):
+    for name, tensor in named_tensors(module):
         if id(tensor) not in seen and tensor.numel() and tensor.layout is torch.strided:
             seen.add(id(tensor))
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
@@ -213,14 +219,14 @@ def overlapping(module: nn.Module) -> list[tuple[str, str]]:
     for sharing in by_storage.values():
         for place, (name, tensor) in enumerate(sharing):
             found += [
-                (name, other) for other, each in sharing[place + 1 :] if _overlap(tensor, each)
+                (name, other) for other, each in sharing[place + 1 :] if _share_bytes(tensor, each)
             ]
     return found
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors of one storage have a byte in common."""
-    starts, stops = zip(*map(_bounds, (one, other)), strict=True)
+    starts, stops = zip(*map(_byte_range, (one, other)), strict=True)
     if max(starts) >= min(stops):
         return False
     if one.dtype != other.dtype:
@@ -230,7 +236,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and the byte after the last one."""
     last = sum(
         (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -239,7 +245,7 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
     return start * tensor.element_size(), (start + int(last) + 1) * tensor.element_size()
 
 
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return all parameters and buffers of a module, tied ones under each of their names."""
     yield from chain(
         module.named_parameters(remove_duplicate=False),
@@ -247,7 +253,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     )
 
 
-def first_names(module: nn.Module) -> dict[str, str]:
+def first_name_of_each(module: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter and buffer of a module, by each of its names."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(module)}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(module)}

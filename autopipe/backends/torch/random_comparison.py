@@ -17,7 +17,7 @@ from autopipe.ir.layout import TensorSlice
 
 _CPU = torch.device("cpu")
 _SEED = 3
-_LARGE = TensorSlice((1, 3), (1500, 2001))
+_LARGE_SLICE = TensorSlice((1, 3), (1500, 2001))
 _SHAPE = (1501, 2003)
 """Sizes that are not multiples of a block of words or of the block size of a kernel."""
 
@@ -29,64 +29,66 @@ def compare(device: torch.device, compiled: bool = False) -> dict[str, bool]:
     `compiled` adds operators in functions that torch compiles, which takes about a minute.
     """
     found = {}
-    for name, draw in _draws().items():
-        found[name] = _equal(draw(_CPU), draw(device))
+    for name, draw in _draw_functions().items():
+        found[name] = _are_equal(draw(_CPU), draw(device))
     if compiled:
-        for name, operator in _operators().items():
+        for name, operator in _operator_functions().items():
             run = torch.compile(operator, dynamic=False)
-            found[f"{name}, compiled"] = _equal(operator(_random(_CPU)), run(_random(device)))
+            found[f"{name}, compiled"] = _are_equal(
+                operator(_make_random(_CPU)), run(_make_random(device))
+            )
     return found
 
 
-def _draws() -> Mapping[str, Callable[[torch.device], Tensor]]:
+def _draw_functions() -> Mapping[str, Callable[[torch.device], Tensor]]:
     found = {
-        "words": _words,
-        "words of rows": _words_of_rows,
-        "words by torch operators": _words_by_operators,
-        "standard normal numbers": lambda device: standard_normal(_words(device)),
-        "integers": lambda device: philox.integers_below(_words(device), 50257),
+        "words": _draw_words,
+        "words of rows": _draw_words_of_rows,
+        "words by torch operators": _draw_words_without_kernel,
+        "standard normal numbers": lambda device: standard_normal(_draw_words(device)),
+        "integers": lambda device: philox.integers_below(_draw_words(device), 50257),
     }
     for scheme in ("normal", "uniform"):
         for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16):
-            found[f"parameter, {scheme}, {dtype.value}"] = _parameter(scheme, dtype)
-    for name, operator in _operators().items():
+            found[f"parameter, {scheme}, {dtype.value}"] = _init_parameter_function(scheme, dtype)
+    for name, operator in _operator_functions().items():
         found[name] = _on_device(operator)
     return found
 
 
-def _words(device: torch.device) -> Tensor:
+def _draw_words(device: torch.device) -> Tensor:
     first = torch.full((1,), 2**32 - 100, dtype=torch.int64, device=device)
-    return philox.draw_words(philox.Rows.of(first), 0, 1 << 20, (5, 2**32 - 1))
+    return philox.draw_words(philox.CounterRows.of(first), 0, 1 << 20, (5, 2**32 - 1))
 
 
-def _words_of_rows(device: torch.device) -> Tensor:
+def _draw_words_of_rows(device: torch.device) -> Tensor:
     first = torch.arange(0, 2**40, 2**36 + 1, device=device)
-    return philox.draw_words(philox.Rows.of(first), 3, 1003, (5, 2**32 - 1))
+    return philox.draw_words(philox.CounterRows.of(first), 3, 1003, (5, 2**32 - 1))
 
 
-def _words_by_operators(device: torch.device) -> Tensor:
+def _draw_words_without_kernel(device: torch.device) -> Tensor:
     """Draw words as where there is no faster function, on a GPU; on the CPU as everywhere."""
     draw = philox.draw_words if device.type == "cpu" else philox.draw_words_by_operators
     first = torch.arange(0, 2**40, 2**37 + 1, device=device)
-    return draw(philox.Rows.of(first), 3, 1003, (5, 2**32 - 1))
+    return draw(philox.CounterRows.of(first), 3, 1003, (5, 2**32 - 1))
 
 
-def _parameter(scheme: str, dtype: DType) -> Callable[[torch.device], Tensor]:
+def _init_parameter_function(scheme: str, dtype: DType) -> Callable[[torch.device], Tensor]:
     parameter = Parameter(Value("weight", dtype, _SHAPE), Initializer(scheme, 0.02))
-    return lambda device: init_shard(parameter, _LARGE, _SEED, 1, device)
+    return lambda device: init_shard(parameter, _LARGE_SLICE, _SEED, 1, device)
 
 
 def _on_device(operator: Callable[[Random], Tensor]) -> Callable[[torch.device], Tensor]:
-    return lambda device: operator(_random(device))
+    return lambda device: operator(_make_random(device))
 
 
-def _random(device: torch.device) -> Random:
+def _make_random(device: torch.device) -> Random:
     random = Random(device, draws=True)
     random.begin(_SEED, 5, 7, 7)
     return random
 
 
-def _operators() -> Mapping[str, Callable[[Random], Tensor]]:
+def _operator_functions() -> Mapping[str, Callable[[Random], Tensor]]:
     return {
         "dropout": lambda random: dropout(
             torch.ones(17, 33, 257, device=random.device), 0.1, random(1, (), 0)
@@ -106,5 +108,5 @@ def _operators() -> Mapping[str, Callable[[Random], Tensor]]:
     }
 
 
-def _equal(expected: Tensor, found: Tensor) -> bool:
+def _are_equal(expected: Tensor, found: Tensor) -> bool:
     return torch.equal(expected, found.cpu())

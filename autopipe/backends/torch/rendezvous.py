@@ -34,11 +34,11 @@ from autopipe.backends.torch.runtime.communication.signed_store import SignedSto
 from autopipe.backends.torch.runtime.job import (
     LOOPBACK,
     Endpoint,
-    endpoint_of,
-    family,
     interface_of,
+    parse_endpoint,
+    socket_family,
 )
-from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULTS
+from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULT_TIMEOUTS
 from autopipe.backends.torch.torch_interfaces import (
     BackendRendezvousStateHolder,
     NodeDesc,
@@ -50,27 +50,27 @@ from autopipe.backends.torch.torch_interfaces import (
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.words import plural
 
-_ANSWER_S = 60
-_KEEP_ALIVE_S = 5
-_MISSED = 3
+_STORE_ANSWER_S = 60
+_HEARTBEAT_INTERVAL_S = 5
+_MAX_MISSED_HEARTBEATS = 3
 """Number of heartbeats that a node may miss."""
-_LOOKS_S = 1.0
-_RUN = "autopipe/run"
-_STATE = "autopipe/state"
-_REJECTED = "autopipe/rejected"
+_POLL_INTERVAL_S = 1.0
+_RUN_KEY = "autopipe/run"
+_STATE_KEY = "autopipe/state"
+_REJECTED_KEY = "autopipe/rejected"
 """Key of the store that a node with a different secret key sets before it ends. Its value is not
 signed.
 """
-_NEIGHBOUR_S = 3.0
+_LOCAL_STORE_ANSWER_S = 3.0
 """Seconds within which a store of another process on this machine answers."""
-_HANDSHAKE_S = 10.0
+_REMOTE_STORE_ANSWER_S = 10.0
 """Seconds within which a store on another machine answers once its port accepts connections."""
-_RETRY_S = 0.2
+_CONNECT_RETRY_S = 0.2
 """Seconds between two attempts to connect to a port where nobody listens yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RendezvousConfig:
     """Configuration of the rendezvous: its address, its secret key, and which of the nodes this one
     is.
     """
@@ -90,7 +90,7 @@ class Place:
     """Number of GPUs of this node that ranks may use."""
     hosts: tuple[str, ...] = ()
     """Names of the nodes by number; empty if no job manager provides them."""
-    join_s: float = DEFAULTS.start_s
+    join_s: float = DEFAULT_TIMEOUTS.start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def check_nodes(nodes: Sequence[Node]) -> None:
         seen[node.number] = node
 
 
-def missing_nodes(place: Place, came: Sequence[Node]) -> str:
+def missing_nodes_text(place: RendezvousConfig, came: Sequence[Node]) -> str:
     """Return a line that names the nodes that did not join."""
     numbers = {node.number for node in came}
     here = ", ".join(sorted(node.host for node in came)) or "none"
@@ -165,12 +165,12 @@ def missing_nodes(place: Place, came: Sequence[Node]) -> str:
     return f"node {', '.join(names)} of {place.nodes} never came; there are: {here}"
 
 
-class Handler(DynamicRendezvousHandler):
+class RendezvousHandler(DynamicRendezvousHandler):
     """Elastic's dynamic rendezvous, listening on one address only."""
 
-    def __init__(self, place: Place, ranks: int = 1) -> None:
+    def __init__(self, place: RendezvousConfig, ranks: int = 1) -> None:
         endpoint = (
-            endpoint_of(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
+            parse_endpoint(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
         )
         if place.local_address:
             # Raises an error if the address belongs to another machine.
@@ -179,19 +179,19 @@ class Handler(DynamicRendezvousHandler):
         """Address of this node. Its ranks listen on no other address."""
         self._place = place
         join = timedelta(seconds=place.join_s)
-        self.raw = _store_at(endpoint, join)
+        self.raw = _make_or_join_store(endpoint, join)
         """The store that holds the shared state of the nodes."""
-        self.signer = Signer(place.key, _run_of(self.raw, place))
+        self.signer = Signer(place.key, _agree_on_run_name(self.raw, place))
         patience = RendezvousTimeout(join=join)
-        alive = timedelta(seconds=_KEEP_ALIVE_S)
+        alive = timedelta(seconds=_HEARTBEAT_INTERVAL_S)
         settings = RendezvousSettings(
-            self.signer.run, place.nodes, place.nodes, patience, alive, _MISSED
+            self.signer.run, place.nodes, place.nodes, patience, alive, _MAX_MISSED_HEARTBEATS
         )
-        node = _NODES.generate(
+        node = _NODE_DESCRIPTIONS.generate(
             str(Node(place.node, self.address, socket.gethostname(), ranks, place.gpus))
         )
-        store = SignedStore(self.raw, self.signer, timedelta(seconds=_ANSWER_S))
-        self._holder = StateHolder(self.raw, self.signer, settings)
+        store = SignedStore(self.raw, self.signer, timedelta(seconds=_STORE_ANSWER_S))
+        self._holder = SharedState(self.raw, self.signer, settings)
         super().__init__(node, settings, "autopipe", store, self._holder)
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -203,7 +203,7 @@ class Handler(DynamicRendezvousHandler):
         except RendezvousTimeoutError as error:
             came = [Node.parse(text) for text in sorted(self._holder.came)]
             hint = "look at its launch; --start-timeout allows more time"
-            raise LaunchError(missing_nodes(self._place, came), hint=hint) from error
+            raise LaunchError(missing_nodes_text(self._place, came), hint=hint) from error
         check_nodes([Node.parse(each.addr) for each in sorted(self._holder.state.participants)])
         master = found.bootstrap_store_info
         assert master is not None, "ranks use a store that is made here"
@@ -226,16 +226,16 @@ class Handler(DynamicRendezvousHandler):
         return True
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        made = _listening(self.address, master_port)
+        made = _listen_with_store(self.address, master_port)
         if made is None:
             raise LaunchError("no port is free for the rendezvous store", where=self.address)
         return made
 
 
-_NODES = NodeDescGenerator()
+_NODE_DESCRIPTIONS = NodeDescGenerator()
 
 
-def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
+def _make_or_join_store(endpoint: Endpoint, patience: timedelta) -> TCPStore:
     """Return the store of the rendezvous.
 
     This process creates the store if the address belongs to this machine and the port is free.
@@ -243,16 +243,16 @@ def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
     not a store, or if no store answers within `patience`.
     """
     here = endpoint.own == endpoint.address
-    made = _listening(endpoint.address, endpoint.port) if here else None
+    made = _listen_with_store(endpoint.address, endpoint.port) if here else None
     if made is None:
         where = f"{endpoint.address}:{endpoint.port}"
         seconds = patience.total_seconds()
         try:
             if here:
-                made = _connected(endpoint, min(seconds, _NEIGHBOUR_S))
+                made = _connect_store(endpoint, min(seconds, _LOCAL_STORE_ANSWER_S))
             else:
                 _wait_for_listener(endpoint, seconds)
-                made = _connected(endpoint, min(seconds, _HANDSHAKE_S))
+                made = _connect_store(endpoint, min(seconds, _REMOTE_STORE_ANSWER_S))
         except (RuntimeError, TimeoutError) as error:
             if here:
                 message = f"port {endpoint.port} is in use by another process"
@@ -266,7 +266,7 @@ def _store_at(endpoint: Endpoint, patience: timedelta) -> TCPStore:
             raise LaunchError(
                 f"the rendezvous node did not answer at {where}", hint=hint
             ) from error
-    made.set_timeout(timedelta(seconds=_ANSWER_S))
+    made.set_timeout(timedelta(seconds=_STORE_ANSWER_S))
     return made
 
 
@@ -282,12 +282,12 @@ def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
         try:
             socket.create_connection((endpoint.address, endpoint.port), timeout=left).close()
         except OSError:
-            time.sleep(min(_RETRY_S, left))
+            time.sleep(min(_CONNECT_RETRY_S, left))
         else:
             return
 
 
-def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
+def _connect_store(endpoint: Endpoint, seconds: float) -> TCPStore:
     """Return a client of the store at an endpoint whose port accepts connections. Raise
     RuntimeError or TimeoutError if no store answers there.
 
@@ -313,12 +313,12 @@ def _connected(endpoint: Endpoint, seconds: float) -> TCPStore:
     return found.result(2 * seconds + 1)
 
 
-def _listening(address: str, port: int) -> TCPStore | None:
+def _listen_with_store(address: str, port: int) -> TCPStore | None:
     """Return a store of this process that listens on this address only, or None if the address
     cannot be bound, for example because another process uses the port. Port 0 selects any free
     port.
     """
-    listener = socket.socket(family(address), socket.SOCK_STREAM)
+    listener = socket.socket(socket_family(address), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
@@ -332,23 +332,23 @@ def _listening(address: str, port: int) -> TCPStore | None:
     )
 
 
-def _run_of(store: Store, place: Place) -> str:
+def _agree_on_run_name(store: Store, place: RendezvousConfig) -> str:
     """Return the random name of the run. The first node that writes a name determines it. Raise
     LaunchError if that node signed the name with another key; before that, leave a note for the
     other nodes.
     """
     signer = Signer(place.key, place.name)
-    mine = signer.sign(_RUN, secrets.token_hex(16).encode())
+    mine = signer.sign(_RUN_KEY, secrets.token_hex(16).encode())
     # Values go through `compare_set` as text.
-    found = store.compare_set(_RUN, "", mine.hex())
+    found = store.compare_set(_RUN_KEY, "", mine.hex())
     try:
-        return signer.value(_RUN, _unhex(found)).decode()
+        return signer.value(_RUN_KEY, _decode_hex(found)).decode()
     except LaunchError:
-        store.set(_REJECTED, "1")
+        store.set(_REJECTED_KEY, "1")
         raise
 
 
-def _unhex(text: bytes) -> bytes:
+def _decode_hex(text: bytes) -> bytes:
     """Return the bytes that hexadecimal digits encode, or b"" if the text is not hexadecimal."""
     try:
         return bytes.fromhex(text.decode())
@@ -356,7 +356,7 @@ def _unhex(text: bytes) -> bytes:
         return b""
 
 
-class StateHolder(BackendRendezvousStateHolder):
+class SharedState(BackendRendezvousStateHolder):
     """The state that the nodes share: the participants, the waiting nodes, and the time of each
     node's last heartbeat.
 
@@ -387,15 +387,17 @@ class StateHolder(BackendRendezvousStateHolder):
         """
         written: bool | None = None
         if self._dirty:
-            form = _form_of(self._state) | {"number": self._number + 1}
-            ours = self._signer.sign(_STATE, json.dumps(form).encode()).hex()
-            held = _ask_store(lambda: self._store.compare_set(_STATE, self._held.decode(), ours))
+            form = _state_to_json(self._state) | {"number": self._number + 1}
+            ours = self._signer.sign(_STATE_KEY, json.dumps(form).encode()).hex()
+            held = _call_store(
+                lambda: self._store.compare_set(_STATE_KEY, self._held.decode(), ours)
+            )
             written = held == ours.encode()
-        elif self._last_sync_time >= max(time.monotonic() - _LOOKS_S, 0):
+        elif self._last_sync_time >= max(time.monotonic() - _POLL_INTERVAL_S, 0):
             return None
         else:
-            held = _ask_store(
-                lambda: self._store.get(_STATE) if self._store.check([_STATE]) else b""
+            held = _call_store(
+                lambda: self._store.get(_STATE_KEY) if self._store.check([_STATE_KEY]) else b""
             )
         try:
             self._state = self._taken(held)
@@ -416,7 +418,9 @@ class StateHolder(BackendRendezvousStateHolder):
         ignored, so that a further node cannot end the run.
         """
         self._met |= self._state.complete
-        if not self._met and _ask_store(lambda: b"1" if self._store.check([_REJECTED]) else b""):
+        if not self._met and _call_store(
+            lambda: b"1" if self._store.check([_REJECTED_KEY]) else b""
+        ):
             raise LaunchError(
                 "a node uses another rendezvous key",
                 hint="set --rdzv-key FILE to equal files on all nodes",
@@ -425,7 +429,7 @@ class StateHolder(BackendRendezvousStateHolder):
     def _taken(self, held: bytes) -> RendezvousState:
         if not held and not self._number:
             return RendezvousState()
-        form = json.loads(self._signer.value(_STATE, _unhex(held)))
+        form = json.loads(self._signer.value(_STATE_KEY, _decode_hex(held)))
         number = int(form["number"])
         if number < self._number or (number == self._number and held != self._held):
             hint = (
@@ -434,10 +438,10 @@ class StateHolder(BackendRendezvousStateHolder):
             raise LaunchError("the rendezvous store was reset to an earlier state", hint=hint)
         self._held = held
         self._number = number
-        return _state_of(form)
+        return _state_from_json(form)
 
 
-def _ask_store(ask: Callable[[], bytes]) -> bytes:
+def _call_store(ask: Callable[[], bytes]) -> bytes:
     """Return the result of `ask`, which reads or writes the store. Convert errors to elastic's
     RendezvousConnectionError.
     """
@@ -447,7 +451,7 @@ def _ask_store(ask: Callable[[], bytes]) -> bytes:
         raise RendezvousConnectionError("the rendezvous store does not answer") from error
 
 
-def _form_of(state: RendezvousState) -> dict[str, Any]:
+def _state_to_json(state: RendezvousState) -> dict[str, Any]:
     return {
         "round": state.round,
         "complete": state.complete,
@@ -462,7 +466,7 @@ def _form_of(state: RendezvousState) -> dict[str, Any]:
     }
 
 
-def _state_of(form: dict[str, Any]) -> RendezvousState:
+def _state_from_json(form: dict[str, Any]) -> RendezvousState:
     state = RendezvousState()
     state.round = form["round"]
     state.complete = form["complete"]

@@ -1,13 +1,13 @@
 """Torch's private interfaces, and public ones that differ between versions: no other module of
 autopipe names them.
 
-`OLDEST` and newer versions of torch are supported; docs/reference/versions.md lists the versions
-that ran the tests. `MEMBERS` lists private attributes and methods that other modules read or
-override on torch's objects. `tests/backends/torch/test_torch_interfaces.py` checks each name, each
-signature and each member.
+`OLDEST_TORCH_VERSION` and newer versions of torch are supported; docs/reference/versions.md lists
+the versions that ran the tests. `MEMBERS` lists private attributes and methods that other modules
+read or override on torch's objects. `tests/backends/torch/test_torch_interfaces.py` checks each
+name, each signature and each member.
 
-Names of `_PLACES` are imported when they are first asked for, because torch's elastic agent, fake
-tensors and compiler take up to a second each to import.
+Names of `_MODULE_AND_NAME` are imported when they are first asked for, because torch's elastic
+agent, fake tensors and compiler take up to a second each to import.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ __all__ = [
     "Unsupported",
 ]
 
-OLDEST = "2.11"
+OLDEST_TORCH_VERSION = "2.11"
 """Oldest supported version of torch: the lower bound in pyproject.toml."""
 
-_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
-_PLACES = {
-    "BackendRendezvousStateHolder": (_RENDEZVOUS, "_BackendRendezvousStateHolder"),
+_RENDEZVOUS_MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_MODULE_AND_NAME = {
+    "BackendRendezvousStateHolder": (_RENDEZVOUS_MODULE, "_BackendRendezvousStateHolder"),
     "DataDependentOutputException": (
         "torch._subclasses.fake_tensor",
         "DataDependentOutputException",
@@ -78,11 +78,11 @@ _PLACES = {
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
-    "NodeDesc": (_RENDEZVOUS, "_NodeDesc"),
-    "NodeDescGenerator": (_RENDEZVOUS, "_NodeDescGenerator"),
+    "NodeDesc": (_RENDEZVOUS_MODULE, "_NodeDesc"),
+    "NodeDescGenerator": (_RENDEZVOUS_MODULE, "_NodeDescGenerator"),
     "NormBase": ("torch.nn.modules.batchnorm", "_NormBase"),
     "PrefixStore": ("torch._C._distributed_c10d", "PrefixStore"),
-    "RendezvousState": (_RENDEZVOUS, "_RendezvousState"),
+    "RendezvousState": (_RENDEZVOUS_MODULE, "_RendezvousState"),
     "Store": ("torch._C._distributed_c10d", "Store"),
     "TCPStore": ("torch._C._distributed_c10d", "TCPStore"),
     "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
@@ -99,8 +99,8 @@ MEMBERS = {
         "_shutdown",
         "_start_workers",
     ),
-    (_RENDEZVOUS, "DynamicRendezvousHandler"): ("_create_tcp_store_server",),
-    (_RENDEZVOUS, "_BackendRendezvousStateHolder"): (
+    (_RENDEZVOUS_MODULE, "DynamicRendezvousHandler"): ("_create_tcp_store_server",),
+    (_RENDEZVOUS_MODULE, "_BackendRendezvousStateHolder"): (
         "_dirty",
         "_last_sync_time",
         "_sanitize",
@@ -119,9 +119,9 @@ MEMBERS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULE_AND_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _PLACES[name]
+    module, attribute = _MODULE_AND_NAME[name]
     found = getattr(import_module(module), attribute)
     globals()[name] = found
     return found

@@ -20,11 +20,11 @@ _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _ATTENTION_AXES = 4
 """Number of dimensions of a query that the exporter supports."""
-_PLACE = ("nn_module_stack", "source_fn_stack", "stack_trace")
+_SOURCE_METADATA = ("nn_module_stack", "source_fn_stack", "stack_trace")
 """Keys of a traced call's metadata that identify the position of the call in the module."""
 
 
-class InSupportedParts(TorchFunctionMode):
+class DecomposeUnsupported(TorchFunctionMode):
     """Replaces functions that the exporter would export incorrectly with combinations of functions
     that it exports correctly.
 
@@ -48,7 +48,7 @@ class InSupportedParts(TorchFunctionMode):
         if function is F.dropout and _is_in_place(*args, **kwargs):
             return args[0].copy_(F.dropout(*args[:3], **{**kwargs, "inplace": False}))
         if function in _CHANNEL_DROPOUTS and args[0].dim() == _CHANNEL_DROPOUTS[function]:
-            return _dropped_channels(*args, **kwargs)
+            return _drop_channels(*args, **kwargs)
         return function(*args, **kwargs)
 
 
@@ -58,7 +58,7 @@ dimension.
 """
 
 
-def _dropped_channels(
+def _drop_channels(
     x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
     """Return `torch.nn.functional.dropout2d` of the same arguments, computed as a dropout of one
@@ -128,7 +128,7 @@ def _smoothed_cross_entropy(
     return F.nll_loss(scores, target, weight, ignore_index=ignore_index, reduction=reduction)
 
 
-def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+def prepare_for_onnx(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Return the program with a `detach` for each value whose gradient the module stops, and with
     the dropout of attention.
 
@@ -151,8 +151,8 @@ def prepare(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
             _detach_padding(program.graph, node, _padding_of(node))
     program.graph.lint()
     program.graph_module.recompile()
-    if any(_needs_parts(node) for node in program.graph.nodes):
-        program = program.run_decompositions({_ATTENTION: _attention_of_parts})
+    if any(_needs_decomposition(node) for node in program.graph.nodes):
+        program = program.run_decompositions({_ATTENTION: _attention_from_matmuls})
     return program
 
 
@@ -181,7 +181,7 @@ def _remove_unread_buffers(program: torch.export.ExportedProgram) -> None:
         signature.input_specs.remove(spec)
 
 
-def _needs_parts(node: torch.fx.Node) -> bool:
+def _needs_decomposition(node: torch.fx.Node) -> bool:
     """Return True if a node is an attention that the exporter cannot export unchanged."""
     if node.target is not _ATTENTION:
         return False
@@ -191,7 +191,7 @@ def _needs_parts(node: torch.fx.Node) -> bool:
     return bool(drops) or query.meta["val"].dim() != _ATTENTION_AXES
 
 
-def _attention_of_parts(
+def _attention_from_matmuls(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -260,14 +260,14 @@ def _call(
     module of `like`, and its example value is computed from those of its arguments.
     """
     node = graph.call_function(target, arguments)
-    node.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
+    node.meta = {key: like.meta[key] for key in _SOURCE_METADATA if key in like.meta}
     node.meta["val"] = target(
         *(each.meta["val"] if isinstance(each, torch.fx.Node) else each for each in arguments)
     )
     return node
 
 
-def translations() -> dict[Any, Callable[..., Any]]:
+def onnx_translations() -> dict[Any, Callable[..., Any]]:
     """Return ONNX functions that replace the exporter's functions for some traced operators. Raise
     ModuleNotFoundError if `onnxscript` is not installed.
     """

@@ -17,12 +17,12 @@ from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import Parameter
 
-_ROUNDING = 1e-6
+_ZERO_GRADIENT_FRACTION = 1e-6
 """A gradient counts as zero if its norm is below this fraction of the norm of all gradients. For
 example, the exact gradient of a key's bias before a softmax is zero, and its float32 value consists
 of rounding errors only. It is compared with an absolute tolerance.
 """
-_RESPONSES = 4
+_RESPONSE_FACTOR = 4
 """Factor between the change by one rounding of all inputs and weights, and the tolerance for the
 roundings of a full step.
 
@@ -31,11 +31,11 @@ Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with Rand
 Journal on Scientific Computing 42(5), 2020). Forward and backward in two runs are four such
 roundings, with √4 times the change by one, and a safety factor of 2 covers random variation.
 """
-_SPREADS = 2
+_SPREAD_FACTOR = 2
 """A correct result may differ from the reference by this multiple of the distance between two
 results of the reference implementation.
 """
-_NO_DIGITS = 0.1
+_MAX_RELIABLE_RESPONSE = 0.1
 """A tensor that one rounding changes by more than this relative amount has no reliable digits. Its
 error is compared with the norm of all compared tensors instead.
 """
@@ -83,7 +83,7 @@ class Spread:
             for each in (self.optimizations, self.float64)
             if each is not None and math.isfinite(each)
         ]
-        found = max(limit, min(limit + _SPREADS * max(known, default=0.0), math.sqrt(unit)))
+        found = max(limit, min(limit + _SPREAD_FACTOR * max(known, default=0.0), math.sqrt(unit)))
         if self.float64 is not None and self.one_device is not None and self.one_device <= limit:
             found = max(found, limit + self.float64)
         return found
@@ -98,13 +98,13 @@ class Spread:
         )
 
 
-def limit_of(bound: float, found: Difference, response: float) -> float:
+def tensor_limit(bound: float, found: Difference, response: float) -> float:
     """Return the maximum difference for a tensor that rounding all inputs and weights changes by
     `response`. `bound` is the maximum for a well-conditioned tensor.
     """
-    if response > _NO_DIGITS:
+    if response > _MAX_RELIABLE_RESPONSE:
         return bound / max(found.share, bound)
-    return bound + _RESPONSES * response
+    return bound + _RESPONSE_FACTOR * response
 
 
 def difference(
@@ -129,7 +129,7 @@ def difference(
         return unequal
     distance = float(np.linalg.norm(left[differ] - right[differ]))
     norm = float(np.linalg.norm(right[np.isfinite(right)]))
-    if norm <= _ROUNDING * scale:
+    if norm <= _ZERO_GRADIENT_FRACTION * scale:
         norm = scale
     return Difference(name, distance / norm if norm else distance, norm / scale if scale else 1.0)
 
@@ -153,7 +153,7 @@ def tensor_differences(
     }
     whole = {
         int(index): array
-        for index, array in _read(expected, kind, step, 0).items()
+        for index, array in _read_recorded(expected, kind, step, 0).items()
         if index in trained
     }
     scale = float(
@@ -161,7 +161,7 @@ def tensor_differences(
     )
     worst: dict[int, Difference] = {}
     for rank, shards in enumerate(ranks.shards):
-        tensors = _read(recorded, kind, step, rank)
+        tensors = _read_recorded(recorded, kind, step, rank)
         for shard in shards:
             entry = ranks.parameters[shard.parameter]
             if not _is_compared(entry, trainable):
@@ -204,7 +204,7 @@ def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
     while record_file(recorded, "gradients", steps, 0).exists():
         whole: dict[int, np.ndarray] = {}
         for rank, shards in enumerate(ranks.shards):
-            gradients = _read(recorded, "gradients", steps, rank)
+            gradients = _read_recorded(recorded, "gradients", steps, rank)
             for shard in (each for each in shards if str(each.parameter) in gradients):
                 block = gradients[str(shard.parameter)]
                 shape = ranks.parameters[shard.parameter].value.shape
@@ -217,7 +217,7 @@ def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
     return steps
 
 
-def _read(folder: Path, kind: str, step: int, rank: int) -> dict[str, np.ndarray]:
+def _read_recorded(folder: Path, kind: str, step: int, rank: int) -> dict[str, np.ndarray]:
     path = record_file(folder, kind, step, rank)
     try:
         with np.load(path, allow_pickle=False) as stored:

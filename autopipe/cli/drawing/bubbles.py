@@ -13,7 +13,7 @@ from autopipe.api.timeline_files import END, Bubble
 from autopipe.cli.output import plain_table
 from autopipe.ir.words import seconds_text
 
-_WORST = 6
+_MAX_LISTED_BUBBLES = 6
 
 
 def bubble_screen(measured: MeasuredSteps, picture: Picture | None) -> Iterator[RenderableType]:
@@ -22,12 +22,12 @@ def bubble_screen(measured: MeasuredSteps, picture: Picture | None) -> Iterator[
     predicted = {} if picture is None else predicted_bubbles(picture)
     which = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
     yield f"bubbles of {which}: a step's, by rank, and the largest"
-    yield _by_rank(measured.bubbles, len(steps), predicted)
+    yield _bubbles_by_rank_table(measured.bubbles, len(steps), predicted)
     table = plain_table(
         "rank", "step", "before", "measured", "predicted", "waited for", right=3, no_wrap=True
     )
     table.columns[-1].justify = "left"
-    for bubble in worst_bubbles(measured.bubbles, _WORST):
+    for bubble in worst_bubbles(measured.bubbles, _MAX_LISTED_BUBBLES):
         before = "the end" if bubble.before == END else bubble.before
         expected = _predicted_text(predicted.get((bubble.rank, bubble.before)))
         row = (
@@ -37,11 +37,11 @@ def bubble_screen(measured: MeasuredSteps, picture: Picture | None) -> Iterator[
             seconds_text(bubble.duration / 1e6),
             expected,
         )
-        table.add_row(*row, _blamed(bubble))
+        table.add_row(*row, _cause_text(bubble))
     yield table
 
 
-def _by_rank(
+def _bubbles_by_rank_table(
     bubbles: Sequence[Bubble], steps: int, predicted: Mapping[tuple[int, str], float]
 ) -> Table:
     """Return a table of the bubbles of a mean step per rank, and of their causes."""
@@ -69,7 +69,7 @@ def _predicted_text(seconds: float | None) -> str:
     return "" if seconds is None else seconds_text(seconds) if seconds > 1e-9 else "0 s"
 
 
-def _blamed(bubble: Bubble) -> str:
+def _cause_text(bubble: Bubble) -> str:
     if bubble.before == END:
         return "gradients, the update, other ranks"
     if (worst := bubble.worst) is None:

@@ -28,7 +28,7 @@ from autopipe.cli.drawing.svg import (
     markup_table,
     plan_graph_svg,
 )
-from autopipe.cli.plan_report import gap_text, over_text, stage_columns, strategy_text
+from autopipe.cli.plan_report import gap_text, stage_columns, strategy_text, text_over_chosen
 from autopipe.ir.block_schedule import BlockSchedule
 from autopipe.ir.placement import devices_text
 from autopipe.ir.plan import Breakdown, Plan, Summary, best_per_strategy
@@ -39,9 +39,9 @@ from autopipe.ir.words import bytes_text, seconds_text
 if TYPE_CHECKING:
     from autopipe.api.showing import ScheduleResult
 
-_LEAST_SHARE = 5e-4
+_MIN_LISTED_FRACTION = 5e-4
 """Fraction of a step below which a part has no row."""
-_MOST_TRANSFERS = 20_000
+_MAX_DRAWN_TRANSFERS = 20_000
 """Maximum number of messages in a report. If a step has more, none are drawn."""
 
 
@@ -74,7 +74,7 @@ def report_page(report: Report) -> str:
         f"<section><h2>{escape(name)}</h2>{markup}</section>" for name, markup in report.sections
     )
     # Escaped so that no text in the data can end the HTML element that contains it.
-    data = json.dumps(_data(report.pictures), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(_report_data(report.pictures), allow_nan=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     page = f"""<!DOCTYPE html>
 <html lang="en">
@@ -86,7 +86,7 @@ def report_page(report: Report) -> str:
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <title>{escape(report.title)}</title>
 <style>
-{_asset("report.css")}
+{_read_asset("report.css")}
 </style>
 </head>
 <body>
@@ -109,9 +109,9 @@ too</span></p>
 <script>
 (() => {{
 "use strict";
-{_asset("axis.js")}
-{_asset("timeline.js")}
-{_asset("pointer.js")}
+{_read_asset("axis.js")}
+{_read_asset("timeline.js")}
+{_read_asset("pointer.js")}
 }})();
 </script>
 </body>
@@ -121,11 +121,11 @@ too</span></p>
     return page.encode("utf-8", "replace").decode("utf-8")
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8").strip()
 
 
-def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
+def _report_data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
     """Return the data for the script of the report: bars and memory of each device as flat lists of
     numbers, which a browser parses fast.
     """
@@ -142,13 +142,18 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
             phase = bar.phase.name.replace("_", " ").lower()
             colours = stage_colour(bar.stage, bar.phase), text_colour(bar.phase)
             kind = kinds.setdefault((stem, bar.letter, phase, *colours, bar.stage), len(kinds))
-            bars[first + bar.device] += (kind, bar.unit, _short(bar.start), _short(bar.end))
+            bars[first + bar.device] += (
+                kind,
+                bar.unit,
+                _round_time(bar.start),
+                _round_time(bar.end),
+            )
         for each in picture.transfers:
-            times = _short(each.start), _short(each.end)
+            times = _round_time(each.start), _round_time(each.end)
             transfers.append(
                 (first + each.source, first + each.target, *times, each.bytes, str(each.task))
             )
-    ends = [_end_numbers(row) for picture in pictures for row in picture.end_rows]
+    ends = [_end_spans_as_numbers(row) for picture in pictures for row in picture.end_rows]
     state = pictures[0].steady if len(pictures) == 1 else None
     curves = [curve for picture in pictures for curve in picture.memory]
     return {
@@ -165,15 +170,16 @@ def _data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         ],
         "ends": ends,
         "memory": [
-            [number for time, used in curve for number in (_short(time), used)] for curve in curves
+            [number for time, used in curve for number in (_round_time(time), used)]
+            for curve in curves
         ],
         "limits": [limit for picture in pictures for limit in picture.limits],
-        "transfers": transfers if len(transfers) <= _MOST_TRANSFERS else [],
+        "transfers": transfers if len(transfers) <= _MAX_DRAWN_TRANSFERS else [],
         "steady": None if state is None else [state.start, state.end, state.count],
     }
 
 
-def _end_numbers(row: Sequence[StepEndSpan]) -> list[float]:
+def _end_spans_as_numbers(row: Sequence[StepEndSpan]) -> list[float]:
     """Return kind, stage (-1 for all stages), start and end of each span of a row, as one flat
     list.
     """
@@ -181,11 +187,11 @@ def _end_numbers(row: Sequence[StepEndSpan]) -> list[float]:
     found: list[float] = []
     for span in row:
         stage = -1 if span.stage is None else span.stage
-        found += (kinds.index(span.kind), stage, _short(span.start), _short(span.end))
+        found += (kinds.index(span.kind), stage, _round_time(span.start), _round_time(span.end))
     return found
 
 
-def _short(time: float) -> float:
+def _round_time(time: float) -> float:
     """Round a time to ten significant digits: a nanosecond in ten seconds."""
     return time if isinstance(time, int) else float(f"{time:.10g}")
 
@@ -246,7 +252,7 @@ def legend_markup(pictures: Sequence[Picture]) -> str:
     return f'<p class="legend">{entries}{more}<span>{how}</span></p>'
 
 
-_PARTS = {
+_PART_DESCRIPTIONS = {
     "ideal": "linear speed-up at the roofline",
     "bubble": "the busiest device waits for others",
     "imbalance": "devices have less to do than the busiest",
@@ -266,7 +272,7 @@ def breakdown_markup(breakdown: Breakdown) -> str:
     rows = []
     step_s = breakdown.step_s
     for name, seconds in (("ideal", breakdown.ideal_s), *breakdown.losses):
-        if step_s and abs(seconds) >= _LEAST_SHARE * step_s:
+        if step_s and abs(seconds) >= _MIN_LISTED_FRACTION * step_s:
             bar = (
                 '<td class="share"><i '
                 f'style="width:{max(0, round(160 * seconds / step_s))}px"></i></td>'
@@ -274,7 +280,7 @@ def breakdown_markup(breakdown: Breakdown) -> str:
             others = "".join(
                 f"<td>{cell}</td>" for cell in (seconds_text(seconds), f"{seconds / step_s:.1%}")
             )
-            others += f'<td class="note">{escape(_PARTS.get(name, ""))}</td>'
+            others += f'<td class="note">{escape(_PART_DESCRIPTIONS.get(name, ""))}</td>'
             rows.append(f"<tr><td>{escape(name)}</td>{bar}{others}</tr>")
     return markup_table(("part of the step", "", "time", "share", ""), rows)
 
@@ -295,7 +301,7 @@ def candidates_markup(plan: Plan) -> str:
             each.choice.schedule or "any",
             str(each.micro_batches),
             seconds_text(each.step_time_s),
-            over_text(each.step_time_s, chosen_s),
+            text_over_chosen(each.step_time_s, chosen_s),
             "-" if each.lower_bound_s is None else seconds_text(each.lower_bound_s),
             "-" if each.peak_memory_bytes is None else bytes_text(each.peak_memory_bytes),
         )

@@ -48,16 +48,16 @@ def markup_row(cells: Sequence[str], colour: str | None = None) -> str:
     return f"<tr><td>{mark}{first}</td>{''.join(f'<td>{cell}</td>' for cell in others)}</tr>"
 
 
-_WIDTH = 1000
-_LEFT = 74
-_RIGHT = 84
-_TOP = 34
-_ROW = 30
-_BAR = 24
-_LETTER = 6.2
+_FIGURE_WIDTH = 1000
+_LEFT_MARGIN = 74
+_RIGHT_MARGIN = 84
+_TOP_MARGIN = 34
+_ROW_HEIGHT = 30
+_BAR_HEIGHT = 24
+_LETTER_WIDTH = 6.2
 """Width of a letter of the labels in pixels."""
-_SWATCH = 10
-_LEGEND_ROW = 18
+_SWATCH_WIDTH = 10
+_LEGEND_ROW_HEIGHT = 18
 """Width of a colour in the legend, and height of a row of the legend."""
 _STYLE = (
     "text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#24292f}"
@@ -75,117 +75,118 @@ def timeline_svg(picture: Picture) -> str:
     the stages, numbered by micro-batch, its gradient sums and update, and its peak memory. The
     legend is below.
     """
-    below = _TOP + len(picture.memory) * _ROW
+    below = _TOP_MARGIN + len(picture.memory) * _ROW_HEIGHT
     scale = below + (38 if picture.steady else 18)
-    legend = _legend(picture, scale + 22)
-    height = scale + 12 + len(legend) * _LEGEND_ROW
+    legend = _legend_rows(picture, scale + 22)
+    height = scale + 12 + len(legend) * _LEGEND_ROW_HEIGHT
     end = picture.time_text(picture.end)
-    right = _WIDTH - _RIGHT
+    right = _FIGURE_WIDTH - _RIGHT_MARGIN
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_FIGURE_WIDTH} {height}" '
+        'role="img">',
         "<metadata>autopipe</metadata>",
         f"<title>{escape(picture.title)}</title><style>{_STYLE}</style>",
-        f'<rect class="paper" width="{_WIDTH}" height="{height}"/>',
-        f'<text x="{_LEFT}" y="18">{escape(picture.title)}</text>',
+        f'<rect class="paper" width="{_FIGURE_WIDTH}" height="{height}"/>',
+        f'<text x="{_LEFT_MARGIN}" y="18">{escape(picture.title)}</text>',
     ]
     for device, peak in enumerate(picture.peaks):
-        top = _TOP + device * _ROW
+        top = _TOP_MARGIN + device * _ROW_HEIGHT
         parts.append(
-            f'<rect class="lane" x="{_LEFT}" y="{top}" width="{right - _LEFT}" height="{_BAR}" '
-            'rx="3"/>'
+            f'<rect class="lane" x="{_LEFT_MARGIN}" y="{top}" width="{right - _LEFT_MARGIN}" '
+            f'height="{_BAR_HEIGHT}" rx="3"/>'
         )
         parts.append(
-            f'<text x="{_LEFT - 8}" y="{top + 16}" text-anchor="end">device {device}</text>'
+            f'<text x="{_LEFT_MARGIN - 8}" y="{top + 16}" text-anchor="end">device {device}</text>'
         )
         parts.append(
             f'<text class="quiet" x="{right + 8}" y="{top + 16}">{picture.memory_text(peak)}</text>'
         )
-    parts += (_bar(bar, picture.end) for bar in picture.bars)
+    parts += (_task_bar(bar, picture.end) for bar in picture.bars)
     parts += (_end_bar(span, picture.end) for span in picture.ends)
     if (state := picture.steady) is not None:
-        first = _position(state.start, picture.end)
-        last = _position(state.end, picture.end)
+        first = _x_of_time(state.start, picture.end)
+        last = _x_of_time(state.end, picture.end)
         place = f'x="{(first + last) / 2:.1f}" y="{below + 20}" text-anchor="middle"'
         parts.append(f'<path class="rule" d="M{first:.1f} {below}v6H{last:.1f}v-6"/>')
         parts.append(f'<text class="quiet" {place}>steady state ×{state.count}</text>')
-    parts.append(f'<text class="quiet" x="{_LEFT}" y="{scale}">0</text>')
+    parts.append(f'<text class="quiet" x="{_LEFT_MARGIN}" y="{scale}">0</text>')
     parts.append(f'<text class="quiet" x="{right}" y="{scale}" text-anchor="end">{end}</text>')
     return "\n".join([*parts, *legend, "</svg>"]) + "\n"
 
 
-def _legend(picture: Picture, top: int) -> list[str]:
+def _legend_rows(picture: Picture, top: int) -> list[str]:
     """Return the rows of the legend. The text of the first row is at `top`."""
     legend = legend_of([picture])
     entries = [*legend.entries, *([("none", legend.more)] if legend.more else [])]
     rows = [""]
-    x = float(_LEFT)
+    x = float(_LEFT_MARGIN)
     for colour, text in entries:
-        width = _SWATCH + 6 + len(text) * 6.8 + 16
-        if x + width > _WIDTH and rows[-1]:
+        width = _SWATCH_WIDTH + 6 + len(text) * 6.8 + 16
+        if x + width > _FIGURE_WIDTH and rows[-1]:
             rows.append("")
-            x = float(_LEFT)
-        y = top + (len(rows) - 1) * _LEGEND_ROW
+            x = float(_LEFT_MARGIN)
+        y = top + (len(rows) - 1) * _LEGEND_ROW_HEIGHT
         box = (
-            f'x="{x:.1f}" y="{y - 9}" width="{_SWATCH}" height="{_SWATCH}" rx="2" '
+            f'x="{x:.1f}" y="{y - 9}" width="{_SWATCH_WIDTH}" height="{_SWATCH_WIDTH}" rx="2" '
             f'style="fill:{colour}"'
         )
         rows[-1] += (
-            f'<rect {box}/><text class="quiet" x="{x + _SWATCH + 6:.1f}" '
+            f'<rect {box}/><text class="quiet" x="{x + _SWATCH_WIDTH + 6:.1f}" '
             f'y="{y}">{escape(text)}</text>'
         )
         x += width
     return [row for row in rows if row]
 
 
-def _position(seconds: float, end: float) -> float:
-    return _LEFT + seconds / (end or 1.0) * (_WIDTH - _LEFT - _RIGHT)
+def _x_of_time(seconds: float, end: float) -> float:
+    return _LEFT_MARGIN + seconds / (end or 1.0) * (_FIGURE_WIDTH - _LEFT_MARGIN - _RIGHT_MARGIN)
 
 
-def _bar(bar: Bar, end: float) -> str:
-    left = _position(bar.start, end)
-    right = _position(bar.end, end)
-    top = _TOP + bar.device * _ROW
+def _task_bar(bar: Bar, end: float) -> str:
+    left = _x_of_time(bar.start, end)
+    right = _x_of_time(bar.end, end)
+    top = _TOP_MARGIN + bar.device * _ROW_HEIGHT
     box = (
         f'<rect x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 0.2):.2f}" '
-        f'height="{_BAR}" rx="2" '
+        f'height="{_BAR_HEIGHT}" rx="2" '
         f'fill="{stage_colour(bar.stage, bar.phase)}"/>'
     )
-    return box + _label(str(bar.unit), left, right, top, text_colour(bar.phase))
+    return box + _bar_label(str(bar.unit), left, right, top, text_colour(bar.phase))
 
 
 def _end_bar(span: StepEndSpan, end: float) -> str:
     """Return the bar of a gradient sum or update. It is at least one pixel wide, because this work
     often takes a hundredth of the step.
     """
-    left = _position(span.start, end)
-    right = _position(span.end, end)
-    top = _TOP + span.device * _ROW
+    left = _x_of_time(span.start, end)
+    right = _x_of_time(span.end, end)
+    top = _TOP_MARGIN + span.device * _ROW_HEIGHT
     style = END_STYLES[span.kind]
     what = span.kind.value if span.stage is None else f"{span.kind.value} of stage {span.stage}"
     box = (
         f'<rect class="end" x="{left:.2f}" y="{top}" width="{max(right - left - 0.6, 1):.2f}" '
-        f'height="{_BAR}" style="fill:{style.fill}"><title>{what}</title></rect>'
+        f'height="{_BAR_HEIGHT}" style="fill:{style.fill}"><title>{what}</title></rect>'
     )
-    return box + _label(style.letter, left, right, top, style.ink)
+    return box + _bar_label(style.letter, left, right, top, style.ink)
 
 
-def _label(text: str, left: float, right: float, top: int, colour: str) -> str:
+def _bar_label(text: str, left: float, right: float, top: int, colour: str) -> str:
     """Return a label in the middle of a bar, or "" if the bar is too narrow."""
-    if right - left < len(text) * _LETTER + 2:
+    if right - left < len(text) * _LETTER_WIDTH + 2:
         return ""
     place = f'x="{(left + right) / 2:.2f}" y="{top + 16}" text-anchor="middle"'
     return f'<text {place} style="fill:{colour}">{text}</text>'
 
 
-_BOX = 104
-_HEIGHT = 40
-_ACROSS = 64
-_DOWN = 18
+_BOX_WIDTH = 104
+_BOX_HEIGHT = 40
+_HORIZONTAL_GAP = 64
+_VERTICAL_GAP = 18
 """Width and height of the box of a node, and the distances between boxes."""
-_LETTERS = 13
+_MAX_BOX_LETTERS = 13
 """Maximum number of letters in a box."""
 
-Node = tuple[str, tuple[int, ...], int, Phase]
+GraphNode = tuple[str, tuple[int, ...], int, Phase]
 """Name and devices (the two lines of a box), and the stage and phase that determine its colour."""
 
 
@@ -217,13 +218,13 @@ def block_graph_svg(graph: BlockGraph) -> str:
     return _graph_svg("the blocks of a unit", nodes, edges)
 
 
-def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int], str]) -> str:
+def _graph_svg(title: str, nodes: Sequence[GraphNode], edges: Mapping[tuple[int, int], str]) -> str:
     """Return the SVG of a graph. Nodes are ordered from left to right by their distance from a node
     without predecessors. Edges have labels.
     """
-    places = _places(len(nodes), edges)
-    width = max(x for x, _ in places) + _BOX + 8
-    height = max(y for _, y in places) + _HEIGHT + 20
+    places = _box_positions(len(nodes), edges)
+    width = max(x for x, _ in places) + _BOX_WIDTH + 8
+    height = max(y for _, y in places) + _BOX_HEIGHT + 20
     parts = [f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
     parts.append(
         f'<title>{escape(title)}</title><defs><marker id="tip-of-edge" viewBox="0 0 8 8" refX="8"'
@@ -233,21 +234,24 @@ def _graph_svg(title: str, nodes: Sequence[Node], edges: Mapping[tuple[int, int]
         '8z"/></marker></defs>'
     )
     for (source, target), label in sorted(edges.items()):
-        parts.append(_edge(places[source], places[target], label))
+        parts.append(_edge_svg(places[source], places[target], label))
     for (name, devices, stage, phase), (x, y) in zip(nodes, places, strict=True):
         style = f'style="fill:{"#ffffff" if phase is Phase.BACKWARD else "#10131a"}"'
         colour = stage_colour(stage, phase)
         parts.append(
-            f'<rect x="{x}" y="{y}" width="{_BOX}" height="{_HEIGHT}" rx="5" fill="{colour}"/>'
+            f'<rect x="{x}" y="{y}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="5" '
+            f'fill="{colour}"/>'
         )
         group = f"{plural(len(devices), 'device')} {devices_text(devices)}"
         for line, text in ((17, name), (32, group)):
-            shortened = text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
+            shortened = (
+                text if len(text) <= _MAX_BOX_LETTERS else text[: _MAX_BOX_LETTERS - 1] + "…"
+            )
             parts.append(f'<text {style} x="{x + 8}" y="{y + line}">{escape(shortened)}</text>')
     return f'<div class="graph">{"".join([*parts, "</svg>"])}</div>'
 
 
-def _places(nodes: int, edges: Mapping[tuple[int, int], str]) -> list[tuple[int, int]]:
+def _box_positions(nodes: int, edges: Mapping[tuple[int, int], str]) -> list[tuple[int, int]]:
     """Return the upper left corner of each node. Its column is the length of the longest path to
     it, and its row is near the rows of its predecessors.
     """
@@ -265,18 +269,21 @@ def _places(nodes: int, edges: Mapping[tuple[int, int], str]) -> list[tuple[int,
         )
         rows.update((node, row) for row, node in enumerate(members))
     return [
-        (4 + columns[node] * (_BOX + _ACROSS), 16 + rows[node] * (_HEIGHT + _DOWN))
+        (
+            4 + columns[node] * (_BOX_WIDTH + _HORIZONTAL_GAP),
+            16 + rows[node] * (_BOX_HEIGHT + _VERTICAL_GAP),
+        )
         for node in before
     ]
 
 
-def _edge(source: tuple[int, int], target: tuple[int, int], label: str) -> str:
-    left = source[0] + _BOX
-    top = source[1] + _HEIGHT // 2
+def _edge_svg(source: tuple[int, int], target: tuple[int, int], label: str) -> str:
+    left = source[0] + _BOX_WIDTH
+    top = source[1] + _BOX_HEIGHT // 2
     right = target[0]
-    bottom = target[1] + _HEIGHT // 2
+    bottom = target[1] + _BOX_HEIGHT // 2
     middle = (left + right) / 2
-    long = right - left > _ACROSS
+    long = right - left > _HORIZONTAL_GAP
     # An edge that passes other nodes is drawn above them.
     path = (
         f"M{left} {top}C{middle} {top - 60 * long} {middle} {bottom - 60 * long} {right} {bottom}"

@@ -30,13 +30,13 @@ from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StepEndKind, StepEndSpan
 from autopipe.ir.words import plural
 
-_LEAST_TASK = 3
+_MIN_TASK_COLUMNS = 3
 """Minimum number of columns for a short task. Its length is the lower quartile of the lengths per
 stage and phase.
 """
-_GAP = 3
+_GAP_COLUMNS = 3
 """Columns between two time windows. They represent the omitted time."""
-_REPETEND_SHARE = 6
+_MIN_STEADY_STATE_DIVISOR = 6
 """The repetitions of the steady state get at least 1/N of the row, however long warm-up and
 cool-down are.
 """
@@ -60,8 +60,8 @@ class TimeWindow:
 
 
 Axis = tuple[TimeWindow, ...]
-"""Time windows in ascending order. They map times to columns, with `_GAP` columns between two
-windows.
+"""Time windows in ascending order. They map times to columns, with `_GAP_COLUMNS` columns between
+two windows.
 """
 
 
@@ -75,22 +75,24 @@ def _time_axis(picture: Picture, columns: int) -> Axis:
     for bar in picture.bars:
         lengths.setdefault((bar.stage, bar.phase), bar.end - bar.start)
     typical = sorted(lengths.values())[len(lengths) // 4] if lengths else end
-    if typical <= 0 or typical * columns / end >= _LEAST_TASK:
+    if typical <= 0 or typical * columns / end >= _MIN_TASK_COLUMNS:
         return whole
     state = picture.steady
     if state is None or state.period is None:
-        scale = min(_LEAST_TASK / typical, 40 * columns / end)
+        scale = min(_MIN_TASK_COLUMNS / typical, 40 * columns / end)
         head = columns * 3 // 5
-        tail = columns - head - _GAP
-        return _axis([(0.0, head), (end - tail / scale, tail)], scale, columns)
+        tail = columns - head - _GAP_COLUMNS
+        return _axis_of_pieces([(0.0, head), (end - tail / scale, tail)], scale, columns)
     # One repetition takes at most half of the row, however short its tasks are.
-    scale = min(_LEAST_TASK / typical, columns // 2 / state.period)
+    scale = min(_MIN_TASK_COLUMNS / typical, columns // 2 / state.period)
     if scale * end <= columns:
         return whole
-    return _cut(state, state.period * scale, end, scale, columns, 0 if picture.physical else scale)
+    return _axis_of_steady_state(
+        state, state.period * scale, end, scale, columns, 0 if picture.physical else scale
+    )
 
 
-def _cut(
+def _axis_of_steady_state(
     state: SteadyState, width: float, end: float, scale: float, columns: int, unit: float
 ) -> Axis:
     """Return an axis that shows warm-up from its start, as many repetitions as fit, and cool-down
@@ -100,12 +102,12 @@ def _cut(
     time. The columns of warm-up and cool-down are multiples of `unit`, which keeps integer times on
     whole columns; 0 allows any number.
     """
-    least = min(state.count, max(1, int(columns / _REPETEND_SHARE / width)))
-    room = columns - 2 * _GAP - math.ceil(least * width)
+    least = min(state.count, max(1, int(columns / _MIN_STEADY_STATE_DIVISOR / width)))
+    room = columns - 2 * _GAP_COLUMNS - math.ceil(least * width)
     warm_up = math.ceil(state.start * scale)
     cool_down = math.ceil((end - state.end) * scale)
-    head = _whole_units(min(warm_up, max(room // 2, room - cool_down)), unit)
-    tail = _whole_units(min(cool_down, room - head), unit)
+    head = _round_to_units(min(warm_up, max(room // 2, room - cool_down)), unit)
+    tail = _round_to_units(min(cool_down, room - head), unit)
     count = min(state.count, least + int((room - head - tail) / width))
     body = round(count * width)
     pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
@@ -113,16 +115,16 @@ def _cut(
         pieces[:2] = [(0.0, round(state.start * scale) + body)]
     if count == state.count and tail == cool_down:
         pieces[-2:] = [(pieces[-2][0], pieces[-2][1] + tail)]
-    return _axis([piece for piece in pieces if piece[1] > 0], scale, columns)
+    return _axis_of_pieces([piece for piece in pieces if piece[1] > 0], scale, columns)
 
 
-def _whole_units(columns: int, unit: float) -> int:
+def _round_to_units(columns: int, unit: float) -> int:
     return round(int(columns / unit) * unit) if unit else columns
 
 
-def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
-    """Return one window per (start, columns), with `_GAP` columns between two windows. The last
-    window ends at the end of the row.
+def _axis_of_pieces(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
+    """Return one window per (start, columns), with `_GAP_COLUMNS` columns between two windows. The
+    last window ends at the end of the row.
     """
     windows = []
     column = 0
@@ -131,12 +133,12 @@ def _axis(pieces: list[tuple[float, int]], scale: float, columns: int) -> Axis:
             width = max(1, columns) if index == 0 else width
             column = columns - width
         windows.append(TimeWindow(start, start + width / scale, column, width))
-        column += width + _GAP
+        column += width + _GAP_COLUMNS
     return tuple(windows)
 
 
-_END_FILL = {StepEndKind.GRADIENT_SUM: ":", StepEndKind.UPDATE: "#"}
-_FILL = {
+_FILL_OF_END_KIND = {StepEndKind.GRADIENT_SUM: ":", StepEndKind.UPDATE: "#"}
+_FILL_OF_PHASE = {
     Phase.FORWARD: "-",
     Phase.BACKWARD: "=",
     Phase.INPUT_GRADIENT: "+",
@@ -160,36 +162,38 @@ def draw_timeline(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     axis = _time_axis(picture, columns)
     rows = picture.rows
     ends = picture.end_rows
-    for device, label in _middle_left_out(picture, margin):
+    for device, label in _rows_without_middle(picture, margin):
         yield (
             Text(label)
             if device is None
             else _task_row(label, rows[device], ends[device], axis, colour)
         )
     if picture.steady is not None:
-        yield Text(" " * margin + _bracket(picture.steady, axis))
-    yield Text(" " * margin + _scale(picture, axis, columns))
+        yield Text(" " * margin + _steady_state_bracket(picture.steady, axis))
+    yield Text(" " * margin + _time_scale(picture, axis, columns))
     if picture.ends or _has_numbered_stages(picture):
-        yield from _key([picture], colour, width - margin, margin)
+        yield from _key_lines([picture], colour, width - margin, margin)
     hidden = [
-        part for one, other in pairwise(axis) for part in _hidden(picture, one.end, other.start)
+        part
+        for one, other in pairwise(axis)
+        for part in _omitted_time_lines(picture, one.end, other.start)
     ]
     if hidden:
         for line in wrap(f"⋯ left out: {', '.join(hidden)}", width - margin):
             yield Text(" " * margin + line)
 
 
-_MOST_DEVICES = 64
+_MAX_DEVICE_ROWS = 64
 
 
-def _middle_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
-    """Yield (device, label) for each drawn row. If there are more than `_MOST_DEVICES` devices,
+def _rows_without_middle(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
+    """Yield (device, label) for each drawn row. If there are more than `_MAX_DEVICE_ROWS` devices,
     those in the middle are omitted, and one pair with the device None stands for them.
     """
     count = len(picture.memory)
-    half = _MOST_DEVICES // 2
+    half = _MAX_DEVICE_ROWS // 2
     for device in range(count):
-        if count <= _MOST_DEVICES or device < half or device >= count - half:
+        if count <= _MAX_DEVICE_ROWS or device < half or device >= count - half:
             yield device, f"{device:{margin - 1}} "
         elif device == half:
             yield (
@@ -202,7 +206,7 @@ def _task_row(
     label: str, bars: list[Bar], ends: list[StepEndSpan], axis: Axis, colour: bool
 ) -> Text:
     row = Text(label)
-    several = _letters_repeat(bars)
+    several = _have_repeated_letters(bars)
     stops = [bar.end for bar in bars]
     position = 0
     for window in axis:
@@ -222,7 +226,8 @@ def _task_row(
                     color=text_colour(bar.phase), bgcolor=stage_colour(bar.stage, bar.phase)
                 )
                 row.append(
-                    _cell(bar, end - start, _names(bar, several, colour)), style if colour else ""
+                    _bar_cell(bar, end - start, _bar_names(bar, several, colour)),
+                    style if colour else "",
                 )
                 position = end
         for kind, start, end in closing:
@@ -230,7 +235,7 @@ def _task_row(
                 start = max(position, start)
                 row.append(" " * (start - position))
                 own = END_STYLES[kind]
-                text = own.letter + _END_FILL[kind] * (end - start - 1)
+                text = own.letter + _FILL_OF_END_KIND[kind] * (end - start - 1)
                 row.append(text, Style(color=own.ink, bgcolor=own.fill) if colour else "")
                 position = end
         row.append(" " * (window.column + window.columns - position))
@@ -258,10 +263,10 @@ def _end_columns(ends: list[StepEndSpan], window: TimeWindow) -> list[tuple[Step
 
 def _has_numbered_stages(picture: Picture) -> bool:
     """Return True if a device has several stages that only a stage number distinguishes."""
-    return any(_letters_repeat(bars) and bars[0].name[:1].isdigit() for bars in picture.rows)
+    return any(_have_repeated_letters(bars) and bars[0].name[:1].isdigit() for bars in picture.rows)
 
 
-def _letters_repeat(bars: list[Bar]) -> bool:
+def _have_repeated_letters(bars: list[Bar]) -> bool:
     """Return True if a device has several stages whose phase letters have the same case. F3 and f3
     distinguish two stages.
     """
@@ -271,7 +276,7 @@ def _letters_repeat(bars: list[Bar]) -> bool:
     return any(count > 1 for count in stages.values())
 
 
-def _names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
+def _bar_names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
     if not several:
         return bar.label, bar.letter
     if not bar.name[:1].isdigit():  # Blocks with names chosen by the user.
@@ -279,7 +284,7 @@ def _names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
     return (bar.letter,) if colour else (str(bar.stage),)
 
 
-def _cell(bar: Bar, width: int, names: tuple[str, ...]) -> str:
+def _bar_cell(bar: Bar, width: int, names: tuple[str, ...]) -> str:
     """Return the first of the names that fits in `width` characters, followed by the fill character
     of the phase.
     """
@@ -287,20 +292,24 @@ def _cell(bar: Bar, width: int, names: tuple[str, ...]) -> str:
     # The user may give a block any name. A character that does not take exactly one column would
     # break the row, and a control character could change the terminal's state.
     told = "".join(letter if letter == "·" or " " < letter <= "~" else "?" for letter in name)
-    return told + _FILL[bar.phase] * (width - len(told))
+    return told + _FILL_OF_PHASE[bar.phase] * (width - len(told))
 
 
-def _key(pictures: Sequence[Picture], colour: bool, width: int, margin: int) -> Iterator[Text]:
+def _key_lines(
+    pictures: Sequence[Picture], colour: bool, width: int, margin: int
+) -> Iterator[Text]:
     """Yield the lines of the key: the letters and fill characters of the phases, gradient sums and
     updates, and with `colour` the number of each stage on its colour.
     """
     legend = legend_of(pictures)
     numbered = not colour and any(map(_has_numbered_stages, pictures))
     told = [
-        f"{'' if numbered else letter}{_FILL[phase]} {PHASE_NAMES[phase]}"
+        f"{'' if numbered else letter}{_FILL_OF_PHASE[phase]} {PHASE_NAMES[phase]}"
         for letter, phase in legend.phases
     ]
-    told += [f"{END_STYLES[kind].letter}{_END_FILL[kind]} {kind.value}" for kind in legend.ends]
+    told += [
+        f"{END_STYLES[kind].letter}{_FILL_OF_END_KIND[kind]} {kind.value}" for kind in legend.ends
+    ]
     for line in wrap(
         ("a task is its stage's number; " if numbered else "") + ", ".join(told), width
     ):
@@ -319,7 +328,7 @@ def _key(pictures: Sequence[Picture], colour: bool, width: int, margin: int) -> 
         yield row
 
 
-def _bracket(state: SteadyState, axis: Axis) -> str:
+def _steady_state_bracket(state: SteadyState, axis: Axis) -> str:
     """Return the bracket below the steady state. It has a mark at the start of each repetition if
     the marks fit.
     """
@@ -349,7 +358,7 @@ def _bracket(state: SteadyState, axis: Axis) -> str:
     return " " * start + "└" + "".join(line) + ("─" if cut else "┘")
 
 
-def _scale(picture: Picture, axis: Axis, columns: int) -> str:
+def _time_scale(picture: Picture, axis: Axis, columns: int) -> str:
     line = [" "] * columns
     end = picture.time_text(picture.end)
     line[columns - len(end) :] = end
@@ -360,7 +369,7 @@ def _scale(picture: Picture, axis: Axis, columns: int) -> str:
     return "".join(line)
 
 
-def _hidden(picture: Picture, start: float, end: float) -> Iterator[str]:
+def _omitted_time_lines(picture: Picture, start: float, end: float) -> Iterator[str]:
     state = picture.steady
     if state is None or state.period is None:
         yield picture.time_text(end - start)
@@ -378,10 +387,10 @@ def _hidden(picture: Picture, start: float, end: float) -> Iterator[str]:
         yield f"{picture.time_text(end - max(start, state.end))} of cool-down"
 
 
-_BARS = "▁▂▃▄▅▆▇█"
-_LEAST_COLUMNS = 10
+_BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
+_MIN_BAR_COLUMNS = 10
 """If the bars get fewer columns than this, the labels show the peaks without the limits."""
-_NEAR = 2
+_LIMIT_SCALE_FACTOR = 2
 """A full bar represents the limit if the limit is between the highest peak and this multiple of
 it.
 """
@@ -391,14 +400,14 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     """Yield a heading, then one line per device: its memory over the whole step, its peak and its
     limit.
 
-    A full bar is the largest limit if it is near the highest peak (`_NEAR`), otherwise the highest
-    peak of all devices. The label says if a peak is above its device's limit.
+    A full bar is the largest limit if it is near the highest peak (`_LIMIT_SCALE_FACTOR`),
+    otherwise the highest peak of all devices. The label says if a peak is above its device's limit.
     """
     margin = len(str(len(picture.memory) - 1)) + 1
     peaks = picture.peaks
     highest = max(peaks, default=0)
     limit = max((each for each in picture.limits if each is not None), default=0)
-    full = limit if highest <= limit <= _NEAR * highest else highest
+    full = limit if highest <= limit <= _LIMIT_SCALE_FACTOR * highest else highest
     yield Text(
         (
             "memory (a full bar is "
@@ -410,10 +419,10 @@ def draw_memory(picture: Picture, width: int, colour: bool) -> Iterator[Text]:
     for row, room in enumerate(picture.limits):
         if room is not None:
             labels[row] += f" {'of' if peaks[row] <= room else 'over'} {picture.memory_text(room)}"
-    if width - margin - max(map(len, labels), default=0) < _LEAST_COLUMNS:
+    if width - margin - max(map(len, labels), default=0) < _MIN_BAR_COLUMNS:
         labels = bare
     columns = max(4, width - margin - max(map(len, labels), default=0))
-    for device, start in _middle_left_out(picture, margin):
+    for device, start in _rows_without_middle(picture, margin):
         if device is None:
             yield Text(start)
             continue
@@ -438,29 +447,29 @@ def _memory_bars(curve: Curve, end: float, columns: int, full: int) -> str:
     for (_, used), (first, last) in zip(curve, pairwise(columns_of), strict=False):
         for column in range(first, last + 1):
             highest[column] = max(highest[column], used)
-    return "".join(_bar(used, full) for used in highest)
+    return "".join(_bar_character(used, full) for used in highest)
 
 
-def _bar(used: int, full: int) -> str:
+def _bar_character(used: int, full: int) -> str:
     """Return a character whose height represents `used / full`."""
     return (
-        _BARS[min(len(_BARS) - 1, int(used / full * len(_BARS)))]
+        _BAR_CHARACTERS[min(len(_BAR_CHARACTERS) - 1, int(used / full * len(_BAR_CHARACTERS)))]
         if full and used >= 0
-        else _BARS[0]
+        else _BAR_CHARACTERS[0]
     )
 
 
-_MOST_ROWS = 32
+_MAX_ROWS_PER_STEP = 32
 """Maximum number of device rows per step if several steps are drawn."""
-_LEAST_WIDTH = 2
+_MIN_MEDIAN_TASK_COLUMNS = 2
 """Minimum number of columns of the median task. If the median task is narrower, the rows show how
 busy each device is instead of its tasks.
 """
 
-Named = tuple[str, Picture]
+NamedPicture = tuple[str, Picture]
 
 
-def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
+def draw_timelines(steps: Sequence[NamedPicture], width: int, colour: bool) -> Iterator[Text]:
     """Yield the timelines of several steps on one time axis. The heading of each step has its
     length, at the column in which the step ends.
 
@@ -469,26 +478,29 @@ def draw_timelines(steps: Sequence[Named], width: int, colour: bool) -> Iterator
     """
     axis, margin = _common_axis(steps, width)
     lengths = sorted(bar.end - bar.start for _, picture in steps for bar in picture.bars)
-    as_tasks = not lengths or lengths[len(lengths) // 2] * axis.columns >= _LEAST_WIDTH * axis.end
+    as_tasks = (
+        not lengths
+        or lengths[len(lengths) // 2] * axis.columns >= _MIN_MEDIAN_TASK_COLUMNS * axis.end
+    )
     yield Text("timelines on one scale" + ("" if as_tasks else " (a full bar is a busy device)"))
     for name, picture in steps:
         yield _heading(name, picture, axis, margin)
         rows = picture.rows
         ends = picture.end_rows
-        for device, label in _end_left_out(picture, margin):
+        for device, label in _rows_without_end(picture, margin):
             if device is None:
                 yield Text(label)
             elif as_tasks:
                 yield _task_row(label, rows[device], ends[device], (axis,), colour)
             else:
                 yield Text.assemble(
-                    label, (_busy(rows[device], picture.end, axis), "cyan" if colour else "")
+                    label, (_busy_bars(rows[device], picture.end, axis), "cyan" if colour else "")
                 )
     if as_tasks:
-        yield from _key([picture for _, picture in steps], colour, width - margin, margin)
+        yield from _key_lines([picture for _, picture in steps], colour, width - margin, margin)
 
 
-def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[Text]:
+def draw_memories(steps: Sequence[NamedPicture], width: int, colour: bool) -> Iterator[Text]:
     """Yield the memory of each device over time, on one time axis and one memory scale for all
     steps. Each row ends with the peak.
     """
@@ -499,7 +511,7 @@ def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[
     for name, picture in steps:
         yield _heading(name, picture, axis, margin)
         own = max(1, axis.column_of(picture.end))
-        for device, label in _end_left_out(picture, margin):
+        for device, label in _rows_without_end(picture, margin):
             if device is None:
                 yield Text(label)
                 continue
@@ -510,7 +522,7 @@ def draw_memories(steps: Sequence[Named], width: int, colour: bool) -> Iterator[
             )
 
 
-def _common_axis(steps: Sequence[Named], width: int) -> tuple[TimeWindow, int]:
+def _common_axis(steps: Sequence[NamedPicture], width: int) -> tuple[TimeWindow, int]:
     """Return an axis that ends with the longest step, and the number of characters before a row."""
     margin = max(len(str(picture.device_of(len(picture.memory) - 1))) for _, picture in steps) + 1
     end = max(picture.end for _, picture in steps) or 1.0
@@ -528,20 +540,20 @@ def _heading(name: str, picture: Picture, axis: TimeWindow, margin: int) -> Text
     return Text(f"{name}: {picture.time_text(picture.end)}")
 
 
-def _end_left_out(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
+def _rows_without_end(picture: Picture, margin: int) -> Iterator[tuple[int | None, str]]:
     """Yield (row, label) for the drawn rows. The last pair may have the row None and a label that
     describes the omitted rows.
     """
     count = len(picture.memory)
-    for row in range(min(count, _MOST_ROWS)):
+    for row in range(min(count, _MAX_ROWS_PER_STEP)):
         yield row, f"{picture.device_of(row)} ".rjust(margin)
     notes = ["others do what one of these does"] if picture.devices else []
-    notes += [f"{count - _MOST_ROWS} more"] if count > _MOST_ROWS else []
+    notes += [f"{count - _MAX_ROWS_PER_STEP} more"] if count > _MAX_ROWS_PER_STEP else []
     if notes:
         yield None, " " * margin + ", ".join(notes)
 
 
-def _busy(bars: Sequence[Bar], end: float, axis: TimeWindow) -> str:
+def _busy_bars(bars: Sequence[Bar], end: float, axis: TimeWindow) -> str:
     """Return a bar per column: the fraction of the column's time in which the device runs tasks.
 
     The columns end with the step. They are empty if the step takes no time.
@@ -557,5 +569,6 @@ def _busy(bars: Sequence[Bar], end: float, axis: TimeWindow) -> str:
                 0.0, min(bar.end, (column + 1) * size) - max(bar.start, column * size)
             )
     return "".join(
-        _bar(round(1000 * min(1.0, each / size)), 1000) if each else " " for each in filled
+        _bar_character(round(1000 * min(1.0, each / size)), 1000) if each else " "
+        for each in filled
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
 from autopipe.configs.schema import convert, unknown_key
 from autopipe.configs.yaml_source import Entry, Place, read_setting
-from autopipe.ir.codec import AtLeast, AtMost, keys
+from autopipe.ir.codec import AtLeast, AtMost, schema_keys
 from autopipe.ir.errors import ConfigurationError, quote, similar_name_hint
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
                 f"size {quote(size)} of the model is unknown", hint=hint, where="--set size"
             )
         chosen = kind.presets[size]
-    known = [key.name for key in keys(kind)]
+    known = [key.name for key in schema_keys(kind)]
     entries = {}
     for field, value in {**chosen, **given}.items():
-        entries[field] = _entry(field, value)
+        entries[field] = _as_entry(field, value)
         if field not in known:
             raise unknown_key(field, [*known, "size"], entries[field].place, "")
     model = convert(Entry(entries, Place("--set")), kind)
@@ -167,13 +167,13 @@ def configure(name: str, settings: Settings | None = None) -> ZooModel:
     return model
 
 
-def _entry(name: str, value: Setting) -> Entry:
+def _as_entry(name: str, value: Setting) -> Entry:
     """Return `value` as an Entry. Text is read as YAML."""
     if isinstance(value, str):
         return read_setting(value, f"--set {name}={value}")
     place = Place(f"--set {name}")
     if isinstance(value, tuple):
-        return Entry(tuple(_entry(name, item) for item in value), place)
+        return Entry(tuple(_as_entry(name, item) for item in value), place)
     return Entry(value, place, str(value))
 
 

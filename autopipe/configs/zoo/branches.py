@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
-from autopipe.configs.zoo.builder import SPREAD, GraphBuilder, kaiming, lecun, normal
-from autopipe.configs.zoo.transformers import Layer, add_positions, attention, transformer
+from autopipe.configs.zoo.builder import NORMAL_0_02, GraphBuilder, kaiming, lecun, normal
+from autopipe.configs.zoo.transformers import (
+    TransformerLayer,
+    add_positions,
+    attention,
+    transformer,
+)
 from autopipe.ir.graph import Initializer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-GRAPHPIPE = preset("sequence hidden heads feed_forward classes", 256, 1024, 16, 4096, 1000)
+GRAPHPIPE_PRESET = preset("sequence hidden heads feed_forward classes", 256, 1024, 16, 4096, 1000)
 """The multi-modal transformer of GraphPipe (ASPLOS 2025), appendix A.2. The paper does not define
 the number of classes.
 """
@@ -50,7 +55,7 @@ class TwoBranch(ZooModel):
     presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), section 7: 2 branches of 4 repeats; widths as in its multi-modal
         # transformer.
-        "paper": {**GRAPHPIPE, "branches": 2, "repeats": 4},
+        "paper": {**GRAPHPIPE_PRESET, "branches": 2, "repeats": 4},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
     branches: Count = 2
@@ -69,7 +74,7 @@ class TwoBranch(ZooModel):
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        layer = Layer(self.hidden, self.heads, init=lecun(self.hidden))
+        layer = TransformerLayer(self.hidden, self.heads, init=lecun(self.hidden))
         joined = []
         for index in range(self.branches):
             data = graph.input(f"input_{index}", self.sequence, self.hidden)
@@ -89,7 +94,7 @@ class TwoBranch(ZooModel):
         )
 
 
-COMMON: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
+COMMON_FLAVA_SIZES: Settings = {"vocabulary": 30522, "sequence": 128, "image": 224, "patch": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,7 @@ class Flava(ZooModel):
     presets: ClassVar[Mapping[str, Settings]] = {
         # The published model.
         "base": {
-            **COMMON,
+            **COMMON_FLAVA_SIZES,
             "text_layers": 12,
             "image_layers": 12,
             "cross_layers": 6,
@@ -110,7 +115,7 @@ class Flava(ZooModel):
         },
         # Tessel (HPCA 2024), figure 15: 24 layers, here for each of the three encoders.
         "paper": {
-            **COMMON,
+            **COMMON_FLAVA_SIZES,
             "text_layers": 24,
             "image_layers": 24,
             "cross_layers": 24,
@@ -142,7 +147,7 @@ class Flava(ZooModel):
         tokens = graph.input("tokens", self.sequence, integer=True)
         with graph.scope("text"):
             text, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden)
-            text = self._encoded(
+            text = self._encode(
                 graph, add_positions(graph, text, self.sequence, self.hidden), self.text_layers
             )
         image = graph.input("image", 3, self.image, self.image)
@@ -154,25 +159,23 @@ class Flava(ZooModel):
             picture = graph.op(
                 "Transpose", graph.reshape(picture, [0, self.hidden, patches]), perm=[0, 2, 1]
             )
-            picture = self._encoded(
+            picture = self._encode(
                 graph, add_positions(graph, picture, patches, self.hidden), self.image_layers
             )
         with graph.scope("cross"):
             text = graph.linear("text_projection", text, self.hidden, self.hidden)
             picture = graph.linear("image_projection", picture, self.hidden, self.hidden)
-            data = self._encoded(
-                graph, graph.op("Concat", text, picture, axis=1), self.cross_layers
-            )
+            data = self._encode(graph, graph.op("Concat", text, picture, axis=1), self.cross_layers)
             first = graph.op("Gather", data, graph.constant(0), axis=1)
         graph.classify(graph.linear("classifier", first, self.hidden, 2))
 
-    def _encoded(self, graph: GraphBuilder, data: ir.Value, layers: int) -> ir.Value:
-        layer = Layer(self.hidden, self.heads, 4 * self.hidden)
+    def _encode(self, graph: GraphBuilder, data: ir.Value, layers: int) -> ir.Value:
+        layer = TransformerLayer(self.hidden, self.heads, 4 * self.hidden)
         data = transformer(graph, "layers", layers, layer, data)
         return graph.layer_norm("norm", data, self.hidden)
 
 
-PAPER: Settings = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 4}
+PAPER_SIZES: Settings = {"layers": 4, "features": 4096, "hidden": 4096, "top_layers": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +188,9 @@ class CandleUno(ZooModel):
     presets: ClassVar[Mapping[str, Settings]] = {
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the
         # branches.
-        "paper": {**PAPER, "branches": 7},
+        "paper": {**PAPER_SIZES, "branches": 7},
         # The largest number of branches in GraphPipe's comparison.
-        "16-branches": {**PAPER, "branches": 16},
+        "16-branches": {**PAPER_SIZES, "branches": 16},
     }
     branches: Count = 7
     """Groups of features, each with layers of its own."""
@@ -229,9 +232,9 @@ class MultiModalTransformer(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        "paper": {**GRAPHPIPE, "embedding": 1024, "branches": 4, "layers": 8},
+        "paper": {**GRAPHPIPE_PRESET, "embedding": 1024, "branches": 4, "layers": 8},
         # The sequential transformer of GraphPipe's evaluation: as many layers in one branch.
-        "sequential": {**GRAPHPIPE, "embedding": 1024, "branches": 1, "layers": 32},
+        "sequential": {**GRAPHPIPE_PRESET, "embedding": 1024, "branches": 1, "layers": 32},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)
     branches: Count = 4
@@ -252,7 +255,7 @@ class MultiModalTransformer(ZooModel):
     """Extent of the logits."""
 
     def build(self, graph: GraphBuilder) -> None:
-        layer = Layer(self.hidden, self.heads, self.feed_forward)
+        layer = TransformerLayer(self.hidden, self.heads, self.feed_forward)
         joined = []
         for index in range(self.branches):
             data = graph.input(f"modality_{index}", self.sequence, self.embedding)
@@ -261,7 +264,7 @@ class MultiModalTransformer(ZooModel):
                 data = transformer(graph, "layers", self.layers, layer, data)
                 joined.append(graph.layer_norm("norm", data, self.hidden))
         data = graph.op("Concat", *joined, axis=-1) if self.branches > 1 else joined[0]
-        classify_mean(graph, data, self.branches * self.hidden, self.classes, SPREAD)
+        classify_mean(graph, data, self.branches * self.hidden, self.classes, NORMAL_0_02)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

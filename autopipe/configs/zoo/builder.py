@@ -39,7 +39,7 @@ ONES: Final = Initializer("ones")
 
 normal: Final = partial(Initializer, "normal")
 uniform: Final = partial(Initializer, "uniform")
-SPREAD: Final = normal(0.02)
+NORMAL_0_02: Final = normal(0.02)
 """Initial values of the weights of GPT and BERT: normal with standard deviation 0.02."""
 
 
@@ -110,7 +110,7 @@ class GraphBuilder:
         value.name = name
         self._outputs.append(value)
 
-    def parameter(self, name: str, *dims: int, init: Initializer = SPREAD) -> ir.Value:
+    def parameter(self, name: str, *dims: int, init: Initializer = NORMAL_0_02) -> ir.Value:
         """Add a float32 parameter [*dims]. The names of the open scopes prefix its name."""
         full_name = ".".join([*self._scopes, name])
         assert full_name not in self._parameters, f"two parameters are called {full_name}"
@@ -152,7 +152,7 @@ class GraphBuilder:
         data: ir.Value,
         inputs: int,
         outputs: int,
-        init: Initializer = SPREAD,
+        init: Initializer = NORMAL_0_02,
         bias: bool = True,
     ) -> ir.Value:
         """Map […, inputs] to […, outputs] by MatMul, and by Add if `bias`. The weight is [inputs,
@@ -180,7 +180,7 @@ class GraphBuilder:
             return self.op("Relu", result) if relu else result
 
     def embedding(
-        self, name: str, indices: ir.Value, rows: int, width: int, init: Initializer = SPREAD
+        self, name: str, indices: ir.Value, rows: int, width: int, init: Initializer = NORMAL_0_02
     ) -> tuple[ir.Value, ir.Value]:
         """Return (result, table): the rows of a table [rows, width] at the int64 `indices`,
         [*indices, width], and the table.
@@ -358,7 +358,7 @@ class GraphBuilder:
         return onnx.shape_inference.infer_shapes(proto, strict_mode=True), parameters
 
 
-PIECE: Final = 1 << 22
+PIECE_ELEMENTS: Final = 1 << 22
 """Number of elements of a parameter that are initialised at a time."""
 Pieces = Iterator[npt.NDArray[np.float32]]
 
@@ -386,10 +386,10 @@ class BuiltModel:
     def to_proto(self) -> onnx.ModelProto:
         """Return the model with its parameters inside, for models below 2 GiB."""
 
-        def inside(tensor: onnx.TensorProto, pieces: Pieces) -> None:
+        def store_inside(tensor: onnx.TensorProto, pieces: Pieces) -> None:
             tensor.raw_data = b"".join(piece.tobytes() for piece in pieces)
 
-        return self._filled(inside)
+        return self._with_initializers(store_inside)
 
     def save(
         self,
@@ -430,7 +430,9 @@ class BuiltModel:
         try:
             if self.data_bytes > inline_limit:
                 with open_replacement_file(data) as file:
-                    proto = self._filled(partial(_store_beside, file, data.name, progress))
+                    proto = self._with_initializers(
+                        partial(_store_externally, file, data.name, progress)
+                    )
             else:
                 proto = self.to_proto()
             with open_replacement_file(path) as file:
@@ -443,7 +445,9 @@ class BuiltModel:
         if self.data_bytes <= inline_limit:
             progress(self.data_bytes)
 
-    def _filled(self, store: Callable[[onnx.TensorProto, Pieces], None]) -> onnx.ModelProto:
+    def _with_initializers(
+        self, store: Callable[[onnx.TensorProto, Pieces], None]
+    ) -> onnx.ModelProto:
         """Return the model with its parameters as initializers, whose data `store` sets."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self.skeleton)
@@ -457,11 +461,11 @@ class BuiltModel:
             tensor = proto.graph.initializer.add(
                 name=each.name, data_type=onnx.TensorProto.FLOAT, dims=each.shape
             )
-            store(tensor, drawn(each, self.seed))
+            store(tensor, initial_values(each, self.seed))
         return proto
 
 
-def _store_beside(
+def _store_externally(
     file: IO[bytes], name: str, progress: Progress, tensor: onnx.TensorProto, pieces: Pieces
 ) -> None:
     """Append the data to `file`, whose name is `name`, and make the tensor refer to it as external
@@ -480,7 +484,7 @@ def _store_beside(
         progress(piece.nbytes)
 
 
-def drawn(parameter: Parameter, seed: int) -> Pieces:
+def initial_values(parameter: Parameter, seed: int) -> Pieces:
     """Yield the initial values of `parameter`, flat and in row-major order, at most PIECE elements
     at a time.
 
@@ -489,8 +493,8 @@ def drawn(parameter: Parameter, seed: int) -> Pieces:
     read.
     """
     key = np.array([seed, zlib.crc32(parameter.name.encode())], dtype=np.uint64)
-    for index, start in enumerate(range(0, parameter.size, PIECE)):
-        count = min(PIECE, parameter.size - start)
+    for index, start in enumerate(range(0, parameter.size, PIECE_ELEMENTS)):
+        count = min(PIECE_ELEMENTS, parameter.size - start)
         counter = np.array([0, 0, 0, index], dtype=np.uint64)
         generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
         scale = np.float32(parameter.initializer.scale)

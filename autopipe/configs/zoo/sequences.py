@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
 from autopipe.configs.zoo.builder import GraphBuilder, lecun, normal, uniform
 from autopipe.configs.zoo.transformers import (
-    Layer,
+    TransformerLayer,
     TransformerModel,
     causal_mask,
     tied_logits,
@@ -23,11 +23,11 @@ from autopipe.configs.zoo.transformers import (
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-BUCKETS = 32
+DISTANCE_BUCKETS = 32
 """Number of distance buckets of mT5's position bias."""
-FARTHEST = 128
+MAX_BUCKETED_DISTANCE = 128
 """Distance from which all larger distances are in one bucket."""
-_MT5 = "layers hidden heads vocabulary tied source target"
+_MT5_FIELDS = "layers hidden heads vocabulary tied source target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ class Mt5(TransformerModel):
         # Tessel (HPCA 2024), table III, which counts the layers of encoder and decoder together:
         # 48, 48, 64, 80. The model of 1.8B parameters has an untied head, as mT5 has; the heads of
         # the other models are tied.
-        "1.8b": preset(_MT5, 24, 1024, 16, 512_000, False, 1024, 1024),
-        "9.5b": preset(_MT5, 24, 3072, 24, 1_000_000, True, 1024, 1024),
-        "43b": preset(_MT5, 32, 6144, 48, 1_500_000, True, 1024, 1024),
-        "88b": preset(_MT5, 40, 8192, 64, 1_500_000, True, 1024, 1024),
+        "1.8b": preset(_MT5_FIELDS, 24, 1024, 16, 512_000, False, 1024, 1024),
+        "9.5b": preset(_MT5_FIELDS, 24, 3072, 24, 1_000_000, True, 1024, 1024),
+        "43b": preset(_MT5_FIELDS, 32, 6144, 48, 1_500_000, True, 1024, 1024),
+        "88b": preset(_MT5_FIELDS, 40, 8192, 64, 1_500_000, True, 1024, 1024),
     }
     layers: Count = 2
     """Layers of the encoder, and of the decoder."""
@@ -63,7 +63,7 @@ class Mt5(TransformerModel):
         source = graph.input("source", self.source, integer=True)
         target = graph.input("target", self.target, integer=True)
         norm = partial(GraphBuilder.rms_norm, epsilon=1e-6)
-        layer = Layer(
+        layer = TransformerLayer(
             self.hidden,
             self.heads,
             4 * self.hidden,
@@ -97,15 +97,15 @@ class Mt5(TransformerModel):
         each bucket of the distance (Raffel et al., 2020).
         """
         with graph.scope(name):
-            bucket = _bucket(graph, length, causal)
-            table = graph.parameter("weight", BUCKETS, self.heads)
+            bucket = _distance_bucket(graph, length, causal)
+            table = graph.parameter("weight", DISTANCE_BUCKETS, self.heads)
             chosen = graph.op("Gather", table, bucket, axis=0)
             return graph.op(
                 "Unsqueeze", graph.op("Transpose", chosen, perm=[2, 0, 1]), graph.constant([0])
             )
 
 
-def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
+def _distance_bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
     """Return the bucket of the distance from query position to key position, int64 [length,
     length].
 
@@ -117,13 +117,15 @@ def _bucket(graph: GraphBuilder, length: int, causal: bool) -> ir.Value:
     key = graph.op("Unsqueeze", order, graph.constant([0]))
     query = graph.op("Unsqueeze", order, graph.constant([1]))
     offset = graph.op("Sub", key, query)
-    buckets = BUCKETS if causal else BUCKETS // 2
+    buckets = DISTANCE_BUCKETS if causal else DISTANCE_BUCKETS // 2
     exact = buckets // 2
     back = graph.op("Neg" if causal else "Abs", offset)
     distance = graph.op("Max", back, graph.constant(0)) if causal else back
     beyond = graph.op("Cast", graph.op("Max", distance, graph.constant(exact)), to=1)
     growth = graph.op("Log", graph.op("Div", beyond, graph.constant(float(exact))))
-    step = graph.op("Mul", growth, graph.constant((buckets - exact) / math.log(FARTHEST / exact)))
+    step = graph.op(
+        "Mul", growth, graph.constant((buckets - exact) / math.log(MAX_BUCKETED_DISTANCE / exact))
+    )
     far = graph.op("Add", graph.op("Cast", step, to=7), graph.constant(exact))
     far = graph.op("Min", far, graph.constant(buckets - 1))
     bucket = graph.op("Where", graph.op("Less", distance, graph.constant(exact)), distance, far)
@@ -162,7 +164,7 @@ class Transformer(TransformerModel):
         source = graph.input("source", self.sequence, integer=True)
         target = graph.input("target", self.sequence, integer=True)
         init = lecun(self.hidden)
-        layer = Layer(
+        layer = TransformerLayer(
             self.hidden,
             self.heads,
             self.feed_forward,
@@ -175,19 +177,17 @@ class Transformer(TransformerModel):
             # [sequence, hidden]: sines, then cosines, of position / 10000^(2 i / hidden).
             angle = graph.angles(self.sequence, self.hidden // 2, 10000)
             waves = graph.op("Concat", graph.op("Sin", angle), graph.op("Cos", angle), axis=-1)
-        memory = self._embedded(graph, "source_embedding", source, waves)
+        memory = self._embed(graph, "source_embedding", source, waves)
         memory = transformer(graph, "encoder", self.layers, layer, memory)
         mask = causal_mask(graph, self.sequence)
-        data = self._embedded(graph, "target_embedding", target, waves)
+        data = self._embed(graph, "target_embedding", target, waves)
         data = transformer(graph, "decoder", self.layers, layer, data, mask=mask, memory=memory)
         logits = graph.linear(
             "projection", data, self.hidden, self.vocabulary, init=init, bias=False
         )
         graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
-    def _embedded(
-        self, graph: GraphBuilder, name: str, tokens: ir.Value, waves: ir.Value
-    ) -> ir.Value:
+    def _embed(self, graph: GraphBuilder, name: str, tokens: ir.Value, waves: ir.Value) -> ir.Value:
         init = normal(1.0 / math.sqrt(self.hidden))
         data, _ = graph.embedding(name, tokens, self.vocabulary, self.hidden, init=init)
         with graph.scope(name):

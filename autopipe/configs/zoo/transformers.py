@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from autopipe.configs.zoo import Count, Settings, ZooModel, preset
-from autopipe.configs.zoo.builder import SPREAD, ZEROS, GraphBuilder, normal
+from autopipe.configs.zoo.builder import NORMAL_0_02, ZEROS, GraphBuilder, normal
 from autopipe.ir.graph import Initializer
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-FORBIDDEN: Final = -1e9
+MASKED_SCORE: Final = -1e9
 """Number added to the score of a query-key pair that is masked: far below any score, and finite in
 every precision except fp16.
 """
@@ -26,7 +26,7 @@ Rotation = tuple["ir.Value", "ir.Value"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class TransformerLayer:
     """The sizes of a model's transformer layers, and their differences from the layers of GPT-2."""
 
     hidden: int
@@ -53,7 +53,7 @@ class Layer:
     """Operator of the feed-forward layer, or `SwiGLU`: x · sigmoid(x) of a third linear layer
     multiplies the output of the first.
     """
-    init: Initializer = SPREAD
+    init: Initializer = NORMAL_0_02
     depth: int = 0
     """Number of layers of a model that initialises output weights by depth, as GPT-2 does; 0 for
     other models.
@@ -81,7 +81,7 @@ def causal_mask(graph: GraphBuilder, length: int) -> ir.Value:
         query = graph.op("Unsqueeze", order, graph.constant([1]))
         key = graph.op("Unsqueeze", order, graph.constant([0]))
         future = graph.op("Less", query, key)
-        return graph.op("Where", future, graph.constant(FORBIDDEN), graph.constant(0.0))
+        return graph.op("Where", future, graph.constant(MASKED_SCORE), graph.constant(0.0))
 
 
 def add_positions(
@@ -99,13 +99,13 @@ def tied_logits(graph: GraphBuilder, data: ir.Value, table: ir.Value) -> ir.Valu
     return graph.op("MatMul", data, graph.op("Transpose", table, perm=[1, 0]))
 
 
-Sublayer = Callable[[GraphBuilder, str, Layer, "ir.Value"], "ir.Value"]
+Sublayer = Callable[[GraphBuilder, str, TransformerLayer, "ir.Value"], "ir.Value"]
 
 
 def attention(
     graph: GraphBuilder,
     name: str,
-    layer: Layer,
+    layer: TransformerLayer,
     data: ir.Value,
     *,
     memory: ir.Value | None = None,
@@ -122,13 +122,13 @@ def attention(
     source = data if memory is None else memory
     groups = layer.key_value_heads or layer.heads
     with graph.scope(name):
-        query = _heads(graph, "query", layer, data, layer.heads)
-        key, value = (_heads(graph, each, layer, source, groups) for each in ("key", "value"))
+        query = _split_heads(graph, "query", layer, data, layer.heads)
+        key, value = (_split_heads(graph, each, layer, source, groups) for each in ("key", "value"))
         if rotation is not None:
-            query = _rotated(graph, query, rotation)
-            key = _rotated(graph, key, rotation)
+            query = _rotate_pairs(graph, query, rotation)
+            key = _rotate_pairs(graph, key, rotation)
         if groups < layer.heads:
-            key, value = (_repeated(graph, each, layer, length) for each in (key, value))
+            key, value = (_repeat_heads(graph, each, layer, length) for each in (key, value))
         scores = graph.op("MatMul", query, graph.op("Transpose", key, perm=[0, 1, 3, 2]))
         if layer.scaled:
             scores = graph.op("Mul", scores, graph.constant(1.0 / math.sqrt(layer.width)))
@@ -143,7 +143,9 @@ def attention(
         )
 
 
-def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: int) -> ir.Value:
+def _split_heads(
+    graph: GraphBuilder, name: str, layer: TransformerLayer, data: ir.Value, heads: int
+) -> ir.Value:
     """Map [batch, length, hidden] to [batch, heads, length, width]."""
     rows = graph.linear(
         name, data, layer.hidden, heads * layer.width, init=layer.init, bias=layer.bias
@@ -151,7 +153,7 @@ def _heads(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, heads: 
     return graph.op("Transpose", graph.reshape(rows, [0, 0, heads, layer.width]), perm=[0, 2, 1, 3])
 
 
-def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Value:
+def _rotate_pairs(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Value:
     """Rotate each pair (i, i + width / 2) of the last axis by the angle of its position (Su et al.,
     2021).
     """
@@ -161,7 +163,9 @@ def _rotated(graph: GraphBuilder, data: ir.Value, rotation: Rotation) -> ir.Valu
     return graph.op("Add", graph.op("Mul", data, cosine), graph.op("Mul", turned, sine))
 
 
-def _repeated(graph: GraphBuilder, data: ir.Value, layer: Layer, length: int) -> ir.Value:
+def _repeat_heads(
+    graph: GraphBuilder, data: ir.Value, layer: TransformerLayer, length: int
+) -> ir.Value:
     """Map [batch, key_value_heads, …] to [batch, heads, …]: each head is repeated `heads` /
     `key_value_heads` times.
     """
@@ -171,7 +175,9 @@ def _repeated(graph: GraphBuilder, data: ir.Value, layer: Layer, length: int) ->
     return graph.reshape(spread, [0, layer.heads, length, layer.width])
 
 
-def feed_forward(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
+def feed_forward(
+    graph: GraphBuilder, name: str, layer: TransformerLayer, data: ir.Value
+) -> ir.Value:
     """Map hidden to inner, apply the activation, and map inner to hidden."""
     bias = layer.inner_bias
     with graph.scope(name):
@@ -188,7 +194,7 @@ def feed_forward(graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -
 
 
 def residual(
-    graph: GraphBuilder, name: str, layer: Layer, data: ir.Value, sublayer: Sublayer
+    graph: GraphBuilder, name: str, layer: TransformerLayer, data: ir.Value, sublayer: Sublayer
 ) -> ir.Value:
     """Return `data` plus the result of `sublayer`, which is called `name`. The layer's norm is
     applied to the input of the sublayer if `norm_first`, otherwise to the sum.
@@ -202,7 +208,7 @@ def transformer(
     graph: GraphBuilder,
     name: str,
     count: int,
-    layer: Layer,
+    layer: TransformerLayer,
     data: ir.Value,
     *,
     mask: ir.Value | None = None,
@@ -248,7 +254,7 @@ class LanguageModel(TransformerModel):
     """Tokens of a sample."""
 
 
-_GPT = "layers hidden heads vocabulary sequence"
+_GPT_FIELDS = "layers hidden heads vocabulary sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,28 +265,28 @@ class Gpt(LanguageModel):
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # GPT-2 (Radford et al., 2019).
-        "gpt2": preset(_GPT, 12, 768, 12, 50257, 1024),
-        "gpt2-xl": preset(_GPT, 48, 1600, 25, 50257, 1024),
+        "gpt2": preset(_GPT_FIELDS, 12, 768, 12, 50257, 1024),
+        "gpt2-xl": preset(_GPT_FIELDS, 48, 1600, 25, 50257, 1024),
         # GPT-3, table 2.1. The hidden size is not a multiple of the heads with the paper's 24 heads
         # of 128 (1.3B) and hidden 5140 (13B). These presets have 16 heads and hidden 5120 instead.
-        "125m": preset(_GPT, 12, 768, 12, 50257, 2048),
-        "350m": preset(_GPT, 24, 1024, 16, 50257, 2048),
-        "760m": preset(_GPT, 24, 1536, 16, 50257, 2048),
-        "1.3b": preset(_GPT, 24, 2048, 16, 50257, 2048),
-        "2.7b": preset(_GPT, 32, 2560, 32, 50257, 2048),
-        "6.7b": preset(_GPT, 32, 4096, 32, 50257, 2048),
-        "13b": preset(_GPT, 40, 5120, 40, 50257, 2048),
-        "175b": preset(_GPT, 96, 12288, 96, 50257, 2048),
+        "125m": preset(_GPT_FIELDS, 12, 768, 12, 50257, 2048),
+        "350m": preset(_GPT_FIELDS, 24, 1024, 16, 50257, 2048),
+        "760m": preset(_GPT_FIELDS, 24, 1536, 16, 50257, 2048),
+        "1.3b": preset(_GPT_FIELDS, 24, 2048, 16, 50257, 2048),
+        "2.7b": preset(_GPT_FIELDS, 32, 2560, 32, 50257, 2048),
+        "6.7b": preset(_GPT_FIELDS, 32, 4096, 32, 50257, 2048),
+        "13b": preset(_GPT_FIELDS, 40, 5120, 40, 50257, 2048),
+        "175b": preset(_GPT_FIELDS, 96, 12288, 96, 50257, 2048),
         # The size of Megatron-LM (Narayanan et al., 2021) and Alpa (OSDI 2022).
-        "39b": preset(_GPT, 48, 8192, 64, 50257, 2048),
+        "39b": preset(_GPT_FIELDS, 48, 8192, 64, 50257, 2048),
         # Tessel (HPCA 2024), table III. Its "1M" is 1,000,000 here, which gives the parameter
         # counts of the table.
-        "11b": preset(_GPT, 32, 4096, 32, 1_000_000, 2048),
-        "24b": preset(_GPT, 40, 6144, 48, 1_000_000, 2048),
-        "47b": preset(_GPT, 48, 8192, 64, 1_000_000, 2048),
-        "77b": preset(_GPT, 80, 8192, 64, 1_500_000, 2048),
+        "11b": preset(_GPT_FIELDS, 32, 4096, 32, 1_000_000, 2048),
+        "24b": preset(_GPT_FIELDS, 40, 6144, 48, 1_000_000, 2048),
+        "47b": preset(_GPT_FIELDS, 48, 8192, 64, 1_000_000, 2048),
+        "77b": preset(_GPT_FIELDS, 80, 8192, 64, 1_500_000, 2048),
         # Tessel, figure 2: layers of GPT 6.7B under an embedding of 768K rows.
-        "tessel-figure-2": preset(_GPT, 32, 4096, 32, 768_000, 2048),
+        "tessel-figure-2": preset(_GPT_FIELDS, 32, 4096, 32, 768_000, 2048),
     }
 
     def build(self, graph: GraphBuilder) -> None:
@@ -290,7 +296,7 @@ class Gpt(LanguageModel):
             order = graph.positions(self.sequence)
         data = add_positions(graph, data, self.sequence, self.hidden, order)
         mask = causal_mask(graph, self.sequence)
-        layer = Layer(self.hidden, self.heads, 4 * self.hidden, depth=self.layers)
+        layer = TransformerLayer(self.hidden, self.heads, 4 * self.hidden, depth=self.layers)
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         data = graph.layer_norm("norm", data, self.hidden)
         with graph.scope("head"):
@@ -305,11 +311,11 @@ class Bert(LanguageModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        "base": preset(_GPT, 12, 768, 12, 30522, 512),
-        "large": preset(_GPT, 24, 1024, 16, 30522, 512),
+        "base": preset(_GPT_FIELDS, 12, 768, 12, 30522, 512),
+        "large": preset(_GPT_FIELDS, 24, 1024, 16, 30522, 512),
         # DNABERT (Ji et al., 2021), over all words of six bases and five special tokens; one of
         # TePDist's models.
-        "dnabert": preset(_GPT, 12, 768, 12, 4**6 + 5, 512),
+        "dnabert": preset(_GPT_FIELDS, 12, 768, 12, 4**6 + 5, 512),
     }
     hidden: Count = 64
     """Width of the residual stream; the feed-forward layers are four times as wide."""
@@ -331,9 +337,11 @@ class Bert(LanguageModel):
         with graph.scope("padding_mask"):  # [batch, 1, 1, sequence]
             spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
             mask = graph.op(
-                "Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(FORBIDDEN)
+                "Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(MASKED_SCORE)
             )
-        layer = Layer(self.hidden, self.heads, 4 * self.hidden, norm=norm, norm_first=False)
+        layer = TransformerLayer(
+            self.hidden, self.heads, 4 * self.hidden, norm=norm, norm_first=False
+        )
         data = transformer(graph, "layers", self.layers, layer, data, mask=mask)
         with graph.scope("head"):
             data = graph.op("Gelu", graph.linear("transform", data, self.hidden, self.hidden))
@@ -388,7 +396,7 @@ class MixtureOfExperts(TransformerModel):
         data, _ = graph.embedding("token_embedding", tokens, self.vocabulary, self.hidden)
         data = add_positions(graph, data, self.sequence, self.hidden)
         mask = causal_mask(graph, self.sequence)
-        layer = Layer(self.hidden, self.heads, 4 * self.hidden, depth=self.layers)
+        layer = TransformerLayer(self.hidden, self.heads, 4 * self.hidden, depth=self.layers)
         data = transformer(
             graph, "layers", self.layers, layer, data, mask=mask, last=("experts", self._mixture)
         )
@@ -396,14 +404,16 @@ class MixtureOfExperts(TransformerModel):
         logits = graph.linear("head", data, self.hidden, self.vocabulary, bias=False)
         graph.predict_tokens(logits, self.sequence, self.vocabulary)
 
-    def _mixture(self, graph: GraphBuilder, name: str, layer: Layer, data: ir.Value) -> ir.Value:
+    def _mixture(
+        self, graph: GraphBuilder, name: str, layer: TransformerLayer, data: ir.Value
+    ) -> ir.Value:
         """Send tokens to slots of their experts, apply the experts, and combine the results with
         the weights of the gate.
         """
         inner = layer.inner
         with graph.scope(name):
             weights, chosen = self._gate(graph, data)
-            dispatch, combine = self._places(graph, weights, chosen)
+            dispatch, combine = self._dispatch_and_combine(graph, weights, chosen)
             sent = graph.op("Einsum", dispatch, data, equation="bsec,bsh->bech")
             raised = graph.op(
                 "MatMul", sent, graph.parameter("up", self.experts, self.hidden, inner)
@@ -439,7 +449,7 @@ class MixtureOfExperts(TransformerModel):
             chosen = _one_hot(graph, graph.reshape(which, [0, rows]), self.experts)
             return graph.reshape(weights, [0, rows]), chosen
 
-    def _places(
+    def _dispatch_and_combine(
         self, graph: GraphBuilder, weights: ir.Value, chosen: ir.Value
     ) -> tuple[ir.Value, ir.Value]:
         """Return (dispatch, combine), both [batch, sequence, experts, capacity]: 1, or the weight
@@ -459,9 +469,9 @@ class MixtureOfExperts(TransformerModel):
             weighted = graph.op(
                 "Mul", seats, graph.op("Unsqueeze", weights, graph.constant([2, 3]))
             )
-            return self._over_choices(graph, seats), self._over_choices(graph, weighted)
+            return self._sum_over_choices(graph, seats), self._sum_over_choices(graph, weighted)
 
-    def _over_choices(self, graph: GraphBuilder, seats: ir.Value) -> ir.Value:
+    def _sum_over_choices(self, graph: GraphBuilder, seats: ir.Value) -> ir.Value:
         """Return [batch, choices * sequence, …] summed over the choices."""
         apart = graph.reshape(seats, [0, self.choices, self.sequence, self.experts, self.capacity])
         return graph.op("ReduceSum", apart, graph.constant([1]), keepdims=0)
@@ -472,7 +482,7 @@ def _one_hot(graph: GraphBuilder, indices: ir.Value, depth: int) -> ir.Value:
     return graph.op("OneHot", indices, graph.constant([depth]), graph.constant([0.0, 1.0]), axis=-1)
 
 
-_LLAMA = "layers hidden heads key_value_heads feed_forward vocabulary rotary_base sequence"
+_LLAMA_FIELDS = "layers hidden heads key_value_heads feed_forward vocabulary rotary_base sequence"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,13 +494,13 @@ class Llama(TransformerModel):
 
     presets: ClassVar[Mapping[str, Settings]] = {
         # Llama 2 (Touvron et al., 2023b).
-        "7b": preset(_LLAMA, 32, 4096, 32, 32, 11008, 32000, 10000, 4096),
-        "13b": preset(_LLAMA, 40, 5120, 40, 40, 13824, 32000, 10000, 4096),
-        "70b": preset(_LLAMA, 80, 8192, 64, 8, 28672, 32000, 10000, 4096),
+        "7b": preset(_LLAMA_FIELDS, 32, 4096, 32, 32, 11008, 32000, 10000, 4096),
+        "13b": preset(_LLAMA_FIELDS, 40, 5120, 40, 40, 13824, 32000, 10000, 4096),
+        "70b": preset(_LLAMA_FIELDS, 80, 8192, 64, 8, 28672, 32000, 10000, 4096),
         # Llama 3 (Grattafiori et al., 2024), table 3.
-        "3-8b": preset(_LLAMA, 32, 4096, 32, 8, 14336, 128256, 500000, 4096),
-        "3-70b": preset(_LLAMA, 80, 8192, 64, 8, 28672, 128256, 500000, 4096),
-        "3-405b": preset(_LLAMA, 126, 16384, 128, 8, 53248, 128256, 500000, 4096),
+        "3-8b": preset(_LLAMA_FIELDS, 32, 4096, 32, 8, 14336, 128256, 500000, 4096),
+        "3-70b": preset(_LLAMA_FIELDS, 80, 8192, 64, 8, 28672, 128256, 500000, 4096),
+        "3-405b": preset(_LLAMA_FIELDS, 126, 16384, 128, 8, 53248, 128256, 500000, 4096),
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (
         ("hidden", "heads"),
@@ -520,7 +530,7 @@ class Llama(TransformerModel):
         tokens = graph.input("tokens", self.sequence, integer=True)
         data, _ = graph.embedding("embedding", tokens, self.vocabulary, self.hidden)
         norm = partial(GraphBuilder.rms_norm, epsilon=1e-5)
-        layer = Layer(
+        layer = TransformerLayer(
             self.hidden,
             self.heads,
             self.feed_forward,

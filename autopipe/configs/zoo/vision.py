@@ -31,7 +31,7 @@ def conv_norm(
 
 Branch = tuple["ir.Value", int]
 """(value, number of its channels)."""
-FULL_WIDTH = 32
+PAPER_WIDTH = 32
 """Number of channels of the first convolution in the paper. All other channel counts are in
 proportion to it.
 """
@@ -58,7 +58,7 @@ class InceptionV3(ZooModel):
         """Stem, modules named A to E as in the paper's figures 5 to 7 and 10, mean over the image,
         classifier.
         """
-        network = _Network(graph, self.width)
+        network = _InceptionBuilder(graph, self.width)
         data = network.stem(graph.input("image", 3, self.image, self.image))
         for index, pool in enumerate((32, 64, 64)):
             branches = (
@@ -84,7 +84,7 @@ class InceptionV3(ZooModel):
         graph.classify(graph.dense("classifier", data, network.channels, self.classes, relu=False))
 
 
-class _Network:
+class _InceptionBuilder:
     """Adds modules to `graph`. `channels` is the number of channels of the last module's output."""
 
     def __init__(self, graph: GraphBuilder, width: int) -> None:
@@ -97,10 +97,10 @@ class _Network:
         by about eight.
         """
         with self.graph.scope("stem"):
-            branch = self._unit("0", (image, 3), 32, stride=2)
-            data, channels = self._unit("2", self._unit("1", branch, 32), 64, padding=1)
-            branch = self._unit("3", (self.graph.max_pool(data, 3, 2), channels), 80, kernel=1)
-            data, self.channels = self._unit("4", branch, 192)
+            branch = self._conv_unit("0", (image, 3), 32, stride=2)
+            data, channels = self._conv_unit("2", self._conv_unit("1", branch, 32), 64, padding=1)
+            branch = self._conv_unit("3", (self.graph.max_pool(data, 3, 2), channels), 80, kernel=1)
+            data, self.channels = self._conv_unit("4", branch, 192)
             return self.graph.max_pool(data, 3, 2)
 
     def module(self, name: str, data: ir.Value, *branches: str) -> ir.Value:
@@ -108,7 +108,7 @@ class _Network:
         defines the text of a branch.
         """
         with self.graph.scope(name):
-            data, self.channels = self._concatenated(
+            data, self.channels = self._concatenate(
                 *(self._branch(branch, data) for branch in branches)
             )
         return data
@@ -123,10 +123,10 @@ class _Network:
             ]
             branches = [self._branch("one 320:1x1", data)]
             for fan, wide in zip(("three", "double"), inner, strict=True):
-                row = self._unit(f"{fan}.row", wide, 384, kernel=(1, 3), padding=(0, 1))
-                column = self._unit(f"{fan}.column", wide, 384, kernel=(3, 1), padding=(1, 0))
-                branches.append(self._concatenated(row, column))
-            data, self.channels = self._concatenated(*branches, self._branch("pool 192:1x1", data))
+                row = self._conv_unit(f"{fan}.row", wide, 384, kernel=(1, 3), padding=(0, 1))
+                column = self._conv_unit(f"{fan}.column", wide, 384, kernel=(3, 1), padding=(1, 0))
+                branches.append(self._concatenate(row, column))
+            data, self.channels = self._concatenate(*branches, self._branch("pool 192:1x1", data))
         return data
 
     def _branch(self, text: str, data: ir.Value) -> Branch:
@@ -149,27 +149,27 @@ class _Network:
             if colon:
                 height, width = map(int, size.split("x"))
                 padding = height // 2, width // 2
-                branch = self._unit(
+                branch = self._conv_unit(
                     f"{name}.{index}", branch, int(full), kernel=(height, width), padding=padding
                 )
             else:
                 end = f"{name}.reduce" if index else name
-                branch = self._unit(end, branch, int(unit.removesuffix("/2")), stride=2)
+                branch = self._conv_unit(end, branch, int(unit.removesuffix("/2")), stride=2)
         return branch
 
-    def _unit(
+    def _conv_unit(
         self, name: str, branch: Branch, full: int, kernel: Extent = 3, **window: Extent
     ) -> Branch:
         """Apply a convolution without bias to `full` channels (scaled by the width), batch norm,
         and Relu.
         """
         (data, channels) = branch
-        outputs = max(1, full * self.width // FULL_WIDTH)
+        outputs = max(1, full * self.width // PAPER_WIDTH)
         data = conv_norm(self.graph, name, data, channels, outputs, 1e-3, kernel=kernel, **window)
         with self.graph.scope(name):
             return self.graph.op("Relu", data), outputs
 
-    def _concatenated(self, *branches: Branch) -> Branch:
+    def _concatenate(self, *branches: Branch) -> Branch:
         return self.graph.op("Concat", *(data for data, _ in branches), axis=1), sum(
             count for _, count in branches
         )
@@ -302,11 +302,11 @@ class UNet(ZooModel):
         skipped: list[ir.Value] = []
         inputs = self.channels
         for level in range(self.depth):
-            data = self._pair(graph, f"down.{level}", data, inputs, self.width << level)
+            data = self._convolution_pair(graph, f"down.{level}", data, inputs, self.width << level)
             inputs = self.width << level
             skipped.append(data)
             data = graph.max_pool(data, 2, 2)
-        data = self._pair(graph, "bottom", data, inputs, self.width << self.depth)
+        data = self._convolution_pair(graph, "bottom", data, inputs, self.width << self.depth)
         for level in reversed(range(self.depth)):
             outputs = self.width << level
             # Twice the height and width at half the channels.
@@ -319,11 +319,11 @@ class UNet(ZooModel):
                     "ConvTranspose", data, weight, bias, kernel_shape=[2, 2], strides=[2, 2]
                 )
             data = graph.op("Concat", skipped[level], data, axis=1)
-            data = self._pair(graph, f"up.{level}", data, 2 * outputs, outputs)
+            data = self._convolution_pair(graph, f"up.{level}", data, 2 * outputs, outputs)
         logits = graph.convolution("head", data, self.width, self.classes, kernel=1)
         graph.classify(logits, self.image, self.image)
 
-    def _pair(
+    def _convolution_pair(
         self, graph: GraphBuilder, name: str, data: ir.Value, inputs: int, outputs: int
     ) -> ir.Value:
         with graph.scope(name):
@@ -333,11 +333,13 @@ class UNet(ZooModel):
         return data
 
 
-EXPANSION = 4
+BOTTLENECK_EXPANSION = 4
 """Ratio of a bottleneck's output channels to the output channels of its first convolution."""
 
 
-def _sizes(width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)) -> Settings:
+def _wide_resnet_preset(
+    width: int, factor: int, stages: tuple[int, ...] = (3, 4, 6, 3)
+) -> Settings:
     return {"width": width, "factor": factor, "stages": stages, "image": 224, "classes": 1000}
 
 
@@ -348,16 +350,16 @@ class WideResNet(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        "resnet50": _sizes(64, 1),
-        "resnet101": _sizes(64, 1, (3, 4, 23, 3)),
+        "resnet50": _wide_resnet_preset(64, 1),
+        "resnet101": _wide_resnet_preset(64, 1, (3, 4, 23, 3)),
         # Models of Alpa (OSDI 2022) and TePDist. A name is the number of parameters.
-        "250m": _sizes(160, 2),
-        "500m": _sizes(224, 2),
-        "1b": _sizes(320, 2),
-        "2b": _sizes(448, 2),
-        "4b": _sizes(640, 2),
-        "6.8b": _sizes(320, 16),
-        "13b": _sizes(320, 16, (3, 4, 23, 3)),
+        "250m": _wide_resnet_preset(160, 2),
+        "500m": _wide_resnet_preset(224, 2),
+        "1b": _wide_resnet_preset(320, 2),
+        "2b": _wide_resnet_preset(448, 2),
+        "4b": _wide_resnet_preset(640, 2),
+        "6.8b": _wide_resnet_preset(320, 16),
+        "13b": _wide_resnet_preset(320, 16, (3, 4, 23, 3)),
     }
     image: Count = 32
     """Height and width of the image."""
@@ -387,7 +389,7 @@ class WideResNet(ZooModel):
                 with graph.scope(f"stages.{stage}.{index}"):
                     stride = 2 if stage and not index else 1
                     data = self._bottleneck(graph, data, channels, self.width << stage, stride)
-                channels = EXPANSION * (self.width << stage)
+                channels = BOTTLENECK_EXPANSION * (self.width << stage)
         data = graph.op("Flatten", graph.op("GlobalAveragePool", data), axis=1)
         graph.classify(graph.dense("classifier", data, channels, self.classes, relu=False))
 
@@ -395,7 +397,7 @@ class WideResNet(ZooModel):
         self, graph: GraphBuilder, data: ir.Value, inputs: int, width: int, stride: int
     ) -> ir.Value:
         inner = self.factor * width
-        outputs = EXPANSION * width
+        outputs = BOTTLENECK_EXPANSION * width
         branch = graph.op("Relu", conv_norm(graph, "1", data, inputs, width, kernel=1))
         branch = graph.op(
             "Relu", conv_norm(graph, "2", branch, width, inner, kernel=3, stride=stride, padding=1)

@@ -39,7 +39,7 @@ __all__ = [
     "space_of",
     "spaces_of",
 ]
-_FAMILIES = (
+_FAMILY_MODULES = (
     attention,
     elementwise,
     experts,
@@ -50,7 +50,9 @@ _FAMILIES = (
     matmul_conv,
     quantized,
 )
-OPERATORS.update((row.name, row) for family in _FAMILIES for row in family.ROWS)
+OPERATORS.update(
+    (row.name, row) for family in _FAMILY_MODULES for row in family.OPERATOR_DEFINITIONS
+)
 
 
 def operator_of(node: Node) -> Operator | None:
@@ -76,7 +78,7 @@ def space_of(graph: Graph, node: Node) -> Space:
     return OPERATORS[qualified_name(node)].space(signature_of(graph, node))
 
 
-def use_keys(graph: Graph) -> tuple[Hashable, ...]:
+def keys_of_nodes(graph: Graph) -> tuple[Hashable, ...]:
     """Return a key per node. Two nodes with equal keys have equal iteration spaces and FLOPs.
 
     A key consists of the operator, the attributes, the body, the types of the operands and results,
@@ -106,9 +108,9 @@ def use_keys(graph: Graph) -> tuple[Hashable, ...]:
 @memoize(MAX_CACHED_GRAPHS)
 def spaces_of(graph: Graph) -> Callable[[int], Space]:
     """Return a function from a node's index to its iteration space. Nodes with equal keys (see
-    `use_keys`) share one space. The function raises KeyError if an operator is not supported.
+    `keys_of_nodes`) share one space. The function raises KeyError if an operator is not supported.
     """
-    keys = use_keys(graph)
+    keys = keys_of_nodes(graph)
     known = dict[Hashable, Space]()
 
     def space(node: int) -> Space:

@@ -10,26 +10,26 @@ import math
 
 from autopipe.ir.graph import DType, Node
 from autopipe.ir.ops.elementwise import pointwise
-from autopipe.ir.ops.matmul_conv import batched
-from autopipe.ir.ops.normalization import MOMENTS, NORM
+from autopipe.ir.ops.matmul_conv import batched_matmul_words
+from autopipe.ir.ops.normalization import BYTES_OF_MOMENTS, BYTES_OF_NORM
 from autopipe.ir.ops.operator import (
     Operator,
     Range,
     Signature,
     Statistics,
-    aligned,
-    marked,
-    names,
+    axis_names,
+    broadcast_words,
+    mark_words,
     no_index_range,
-    notate,
-    notated,
     per_point,
     per_result,
     per_row,
+    space_from_notation,
+    space_from_words,
 )
 from autopipe.ir.space import Space
 
-PRECISIONS = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
+DTYPE_BY_ONNX_CODE = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
 """Element types by the value of ONNX's TensorProto.DataType."""
 
 
@@ -46,11 +46,11 @@ def softmax_type(node: Node, dtype: DType) -> DType | None:
     """Return the type in which an attention node computes the softmax, or None if it is `dtype`,
     the type of the operands, or not stated.
     """
-    found = PRECISIONS.get(node.integer("softmax_precision"))
+    found = DTYPE_BY_ONNX_CODE.get(node.integer("softmax_precision"))
     return None if found is dtype else found
 
 
-def is_stepwise(node: Node, dtype: DType) -> bool:
+def needs_stepwise_softmax(node: Node, dtype: DType) -> bool:
     """True if no attention kernel of torch computes the node: it has a soft cap, a sink, scores as
     a result, or a softmax in another type than `dtype`, the type of the operands.
     """
@@ -90,7 +90,7 @@ def attention(signature: Signature) -> Space:
         depth = query[2] // heads
         values = value[2] // groups
     scores = (query[0], heads, query[-2], past + key[-2])
-    mask = aligned(
+    mask = broadcast_words(
         signature.operand(3).shape if signature.present(3) else (),
         scores,
         ["b", "(h r)", "q", "t!"],
@@ -98,7 +98,7 @@ def attention(signature: Signature) -> Space:
     others = [mask, "b h p! d", "b h p v", "b", "(h r)"]
     results = [result, "b h t! d", "b h t v", "b (h r) q t"]
     extents = {"h": groups, "r": heads // groups, "d": depth, "v": values}
-    return notate(signature, [*first, *others], results, **extents)
+    return space_from_words(signature, [*first, *others], results, **extents)
 
 
 def _attention_flops(signature: Signature, space: Space) -> float:
@@ -110,14 +110,16 @@ def _attention_flops(signature: Signature, space: Space) -> float:
     return 2.0 * scores * (axes["d"] + axes["v"])
 
 
-def _headed(signature: Signature, s: str, heads: int, *others: str) -> Space:
+def _space_of_heads(signature: Signature, s: str, heads: int, *others: str) -> Space:
     """Return the iteration space with data `b h s d` or `b s (h d)`, and d unsplittable. `heads` is
     the number of heads of the second form.
     """
     shape = signature.operand(0).shape
     if len(shape) == 4:
-        return notate(signature, [f"b h {s} d!", *others], ["b h s d"], h=shape[1], d=shape[3])
-    return notate(
+        return space_from_words(
+            signature, [f"b h {s} d!", *others], ["b h s d"], h=shape[1], d=shape[3]
+        )
+    return space_from_words(
         signature, [f"b {s} (h d!)", *others], ["b s (h d)"], h=heads, d=shape[2] // heads
     )
 
@@ -127,19 +129,20 @@ def rotary_embedding(signature: Signature) -> Space:
     the node has position ids, no axis indexes the cosine and sine tables.
     """
     others = ("1 1", "1 1", "b s") if signature.present(3) else ("b s 1", "b s 1")
-    return _headed(signature, "s", signature.node.integer("num_heads"), *others)
+    return _space_of_heads(signature, "s", signature.node.integer("num_heads"), *others)
 
 
 def _rotary(signature: Signature) -> Space:
     """Return the iteration space `*x d!, *x 1, *x 1 -> *x d` of a fused rotary embedding. The
     cosines and sines broadcast to the data.
     """
-    words = names(signature.rank - 1, "x")
+    words = axis_names(signature.rank - 1, "x")
     shape = signature.operand(0).shape
     angles = [
-        [*aligned(signature.operand(index).shape[:-1], shape[:-1], words), "1"] for index in (1, 2)
+        [*broadcast_words(signature.operand(index).shape[:-1], shape[:-1], words), "1"]
+        for index in (1, 2)
     ]
-    return notate(signature, [[*words, "d!"], *angles], [[*words, "d"]])
+    return space_from_words(signature, [[*words, "d!"], *angles], [[*words, "d"]])
 
 
 def linear_attention(signature: Signature) -> Space:
@@ -163,7 +166,7 @@ def linear_attention(signature: Signature) -> Space:
     ]
     operands = ["b t! (h r d!)", "b t! (h d!)", "b t! (h v)", "b h d! v", *others]
     extents = {"h": groups, "r": heads // groups, "d": key[2] // groups, "v": value[2] // groups}
-    return notate(signature, operands, ["b t! (h r v)", "b h d! v"], **extents)
+    return space_from_words(signature, operands, ["b t! (h r v)", "b h d! v"], **extents)
 
 
 def _linear_attention_flops(signature: Signature, space: Space) -> float:
@@ -193,7 +196,7 @@ ATTENTION = (
     ),
     Operator(
         "CausalConvWithState",
-        notated("b c t!, c 1 1, c, b c s! -> b c t!, b c s!"),
+        space_from_notation("b c t!, c 1 1, c, b c s! -> b c t!, b c s!"),
         "convolution",
         lambda use, space: 2.0 * use.result().elements * use.operand(1).shape[2],
         2.0,
@@ -238,18 +241,19 @@ def _fused_matmul(signature: Signature) -> Space:
         for shape, swap in zip(shapes, swapped, strict=True)
     ]
     *factors, result = (
-        words.split() for words in batched(plain[0], plain[1], signature.result().shape)
+        words.split()
+        for words in batched_matmul_words(plain[0], plain[1], signature.result().shape)
     )
     operands = [
         [*word[:-2], word[-1], word[-2]] if swap else word
         for word, swap in zip(factors, swapped, strict=True)
     ]
-    return notate(signature, operands, [result])
+    return space_from_words(signature, operands, [result])
 
 
 def _skip_layer_norm(signature: Signature) -> Space:
     """Return the iteration space `*b x, *b x, x … -> *b x, *b 1, *b 1, *b x`, with x marked `=`."""
-    words = marked(signature.words, [signature.rank - 1], "=")
+    words = mark_words(signature.words, [signature.rank - 1], "=")
     shape = signature.operand(1).shape
     skip = [
         word if extent > 1 else "1"
@@ -257,7 +261,9 @@ def _skip_layer_norm(signature: Signature) -> Space:
     ]
     vectors = [[words[-1]]] * (len(signature.operands) - 2)
     statistics = [*words[:-1], "1"]
-    return notate(signature, [words, skip, *vectors], [words, statistics, statistics, words])
+    return space_from_words(
+        signature, [words, skip, *vectors], [words, statistics, statistics, words]
+    )
 
 
 def _rotary_embedding(signature: Signature) -> Space:
@@ -269,7 +275,7 @@ def _rotary_embedding(signature: Signature) -> Space:
     positions = signature.operand(1).shape
     starts = math.prod(positions) == 1
     heads = signature.node.integer("num_heads") or shape[2] // (2 * signature.operand(2).shape[1])
-    return _headed(
+    return _space_of_heads(
         signature,
         "s&" if starts else "s",
         heads,
@@ -280,7 +286,7 @@ def _rotary_embedding(signature: Signature) -> Space:
 _DOMAIN = "com.microsoft."
 
 
-def _skipping(name: str, cost: float, statistics: Statistics) -> Operator:
+def _skip_norm_operator(name: str, cost: float, statistics: Statistics) -> Operator:
     flops = per_result(cost)
     return Operator(
         _DOMAIN + name, _skip_layer_norm, "normalization", flops, 2.0, ("0",), statistics=statistics
@@ -311,8 +317,12 @@ CONTRIB = (
         ("0", "1"),
         weights=(0, 1),
     ),
-    _skipping("SkipLayerNormalization", 9.0, per_row(*MOMENTS, through=(0, 1, 4))),
-    _skipping("SkipSimplifiedLayerNormalization", 6.0, per_row(*NORM, through=(0, 1, 3))),
+    _skip_norm_operator(
+        "SkipLayerNormalization", 9.0, per_row(*BYTES_OF_MOMENTS, through=(0, 1, 4))
+    ),
+    _skip_norm_operator(
+        "SkipSimplifiedLayerNormalization", 6.0, per_row(*BYTES_OF_NORM, through=(0, 1, 3))
+    ),
     Operator(
         f"{_DOMAIN}RotaryEmbedding",
         _rotary_embedding,
@@ -325,4 +335,4 @@ CONTRIB = (
     ),
 )
 
-ROWS = (*ATTENTION, *CONTRIB)
+OPERATOR_DEFINITIONS = (*ATTENTION, *CONTRIB)

@@ -15,20 +15,20 @@ from autopipe.ir.ops.operator import (
     Move,
     Operator,
     Signature,
-    aligned,
+    axis_names,
     broadcast_to_result,
-    changed,
+    broadcast_words,
     first_broadcast,
-    marked,
-    names,
-    notate,
-    notated,
-    opaque,
+    mark_words,
+    nonnegative_axis,
     per_result,
-    positive,
-    replaced,
+    replace_words,
     reshaped,
-    unindexed,
+    space_from_notation,
+    space_from_words,
+    space_with_changed_axes,
+    unindexed_words,
+    unsplittable_space,
 )
 from autopipe.ir.space import Space
 
@@ -38,12 +38,14 @@ def broadcast(signature: Signature) -> Space:
     size 1 or a missing dimension is broadcast.
     """
     result = signature.result().shape
-    words = names(len(result), "x")
-    read = [aligned(value.shape if value else (), result, words) for value in signature.operands]
-    return notate(signature, read, [words])
+    words = axis_names(len(result), "x")
+    read = [
+        broadcast_words(value.shape if value else (), result, words) for value in signature.operands
+    ]
+    return space_from_words(signature, read, [words])
 
 
-first_operand = notated("*x -> *x")
+first_operand = space_from_notation("*x -> *x")
 """Iteration space of operators whose result has the shape of the first operand. No axis indexes the
 other operands, which are settings or provide a type.
 """
@@ -103,9 +105,9 @@ def per_channel(signature: Signature) -> Space:
     slope = signature.operand(1).shape
     if signature.opset >= 7:
         return broadcast(signature)
-    words = names(signature.rank, "x")
+    words = axis_names(signature.rank, "x")
     channels = [words[1] if slope == signature.operand(0).shape[1:2] else "1"]
-    return notate(signature, [words, channels if slope else ""], [words])
+    return space_from_words(signature, [words, channels if slope else ""], [words])
 
 
 def _chosen(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
@@ -199,7 +201,7 @@ ACTIVATION = (
 )
 
 
-def _made(
+def _generator_operator(
     name: str, static: tuple[int, ...] = (), cost: float = 0.0, sizes: tuple[int, ...] = ()
 ) -> Operator:
     """Return the definition of an operator that generates a tensor whose elements depend on their
@@ -207,7 +209,7 @@ def _made(
     """
     return Operator(
         name,
-        opaque,
+        unsplittable_space,
         "memory",
         per_result(cost),
         0.0,
@@ -220,7 +222,7 @@ def _made(
 GENERATION = (
     Operator(
         "ConstantOfShape",
-        notated("-> *d"),
+        space_from_notation("-> *d"),
         "memory",
         backward=0.0,
         static=(0,),
@@ -228,30 +230,36 @@ GENERATION = (
         sizes=(0,),
         differentiable=False,
     ),
-    *map(_made, ("Constant", "EyeLike", "Shape", "Size")),
+    *map(_generator_operator, ("Constant", "EyeLike", "Shape", "Size")),
     Operator("autopipe.Bounded", broadcast, "elementwise", backward=0.0, differentiable=False),
-    _made("Range", (0, 1, 2), sizes=(0, 1, 2)),
-    _made("HannWindow", (0,), 6.0),
-    _made("HammingWindow", (0,), 6.0),
-    _made("BlackmanWindow", (0,), 10.0),
-    _made("MelWeightMatrix", (0, 1, 2, 3, 4), 6.0),
+    _generator_operator("Range", (0, 1, 2), sizes=(0, 1, 2)),
+    _generator_operator("HannWindow", (0,), 6.0),
+    _generator_operator("HammingWindow", (0,), 6.0),
+    _generator_operator("BlackmanWindow", (0,), 10.0),
+    _generator_operator("MelWeightMatrix", (0, 1, 2, 3, 4), 6.0),
 )
 
 
 SAMPLING = (
     Operator(
         "GridSample",
-        notated("b c *1, b *p 1 -> b c *p"),
+        space_from_notation("b c *1, b *p 1 -> b c *p"),
         "memory",
         per_result(12.0),
         keeps=("0", "1"),
         interpolation="linear",
     ),
-    Operator("AffineGrid", notated("b 1 1, 1 -> b *1"), "memory", per_result(6.0), static=(1,)),
+    Operator(
+        "AffineGrid",
+        space_from_notation("b 1 1, 1 -> b *1"),
+        "memory",
+        per_result(6.0),
+        static=(1,),
+    ),
 )
 
 
-def linear(signature: Signature) -> Space:
+def linear_quantization(signature: Signature) -> Space:
     """Return the iteration space `*x, scale, zero point -> *x` of linear quantization.
 
     There is one scale per tensor, per slice along `axis`, or per block along `axis`. A block cannot
@@ -261,20 +269,22 @@ def linear(signature: Signature) -> Space:
     axis = signature.axis(1)
     blocked = signature.node.integer("block_size")
     if blocked and signature.operand(0).shape[axis] == blocked * signature.operand(1).shape[axis]:
-        blocks = replaced(words, [axis], f"({words[axis]} j!)")
+        blocks = replace_words(words, [axis], f"({words[axis]} j!)")
         others = [words if value and value.shape else [] for value in signature.operands[1:]]
-        return notate(signature, [blocks, *others], [blocks], j=blocked)
+        return space_from_words(signature, [blocks, *others], [blocks], j=blocked)
 
     def scales(scale: tuple[int, ...]) -> list[str]:
         if blocked:
-            return replaced(words, [axis])
-        return [words[axis]] if len(scale) == 1 and scale != (1,) else unindexed(scale)
+            return replace_words(words, [axis])
+        return [words[axis]] if len(scale) == 1 and scale != (1,) else unindexed_words(scale)
 
     others = [scales(value.shape) if value else [] for value in signature.operands[1:]]
-    return notate(signature, [marked(words, [axis] if blocked else [], "!"), *others], [words])
+    return space_from_words(
+        signature, [mark_words(words, [axis] if blocked else [], "!"), *others], [words]
+    )
 
 
-def _unpacked(signature: Signature) -> Space:
+def _unpack(signature: Signature) -> Space:
     """Return the iteration space `*d n -> *d (n p)`, with p elements per byte. The operator cannot
     be split if rows do not fill complete bytes.
     """
@@ -285,17 +295,25 @@ def _unpacked(signature: Signature) -> Space:
         shape[:-1] != signature.operand(0).shape[:-1]
         or shape[-1] != per * signature.operand(0).shape[-1]
     ):
-        return opaque(signature)
-    return notate(signature, [words], [[*words[:-1], f"({words[-1]} p!)"]], p=per)
+        return unsplittable_space(signature)
+    return space_from_words(signature, [words], [[*words[:-1], f"({words[-1]} p!)"]], p=per)
 
 
 QUANTIZATION = (
-    Operator("autopipe.Unpack", _unpacked, "memory", per_result(2.0), differentiable=False),
-    Operator("QuantizeLinear", linear, "elementwise", per_result(4.0), differentiable=False),
-    Operator("DequantizeLinear", linear, "elementwise", per_result(2.0), differentiable=False),
+    Operator("autopipe.Unpack", _unpack, "memory", per_result(2.0), differentiable=False),
+    Operator(
+        "QuantizeLinear", linear_quantization, "elementwise", per_result(4.0), differentiable=False
+    ),
+    Operator(
+        "DequantizeLinear",
+        linear_quantization,
+        "elementwise",
+        per_result(2.0),
+        differentiable=False,
+    ),
     Operator(
         "DynamicQuantizeLinear",
-        notated("*d! -> *d, ,"),
+        space_from_notation("*d! -> *d, ,"),
         "reduction",
         per_result(6.0),
         differentiable=False,
@@ -310,7 +328,7 @@ def transformed_axis(signature: Signature) -> int:
     if signature.opset < 20:
         return signature.axis(1)
     array = signature.constant(2)
-    return positive(-2 if array is None else int(array.reshape(())), signature.rank)
+    return nonnegative_axis(-2 if array is None else int(array.reshape(())), signature.rank)
 
 
 def _transform_flops(signature: Signature, space: Space) -> float:
@@ -325,20 +343,22 @@ def _transform_flops(signature: Signature, space: Space) -> float:
 
 def _det(signature: Signature) -> Space:
     if signature.rank < 3:
-        return opaque(signature)
+        return unsplittable_space(signature)
     last = [signature.rank - 2, signature.rank - 1]
-    return notate(signature, [marked(signature.words, last, "!")], [signature.words[:-2]])
+    return space_from_words(
+        signature, [mark_words(signature.words, last, "!")], [signature.words[:-2]]
+    )
 
 
 def _dft(signature: Signature) -> Space:
-    return changed(signature, [transformed_axis(signature), signature.rank - 1])
+    return space_with_changed_axes(signature, [transformed_axis(signature), signature.rank - 1])
 
 
 SPECTRAL = (
     Operator("DFT", _dft, "elementwise", _transform_flops, static=(1, 2)),
     Operator(
         "STFT",
-        notated("d0 *1 -> d0 1 1 1"),
+        space_from_notation("d0 *1 -> d0 1 1 1"),
         "elementwise",
         _transform_flops,
         keeps=("2",),
@@ -349,8 +369,8 @@ SPECTRAL = (
 
 # Regions are independent of one another. Each device has all images, and indexes the image of
 # each region.
-_ROI_ALIGN = notated("n! c i0! i1!, r 1, r -> r c o0! o1!")
-_ROI_POOL = notated("n! c i0! i1!, r 1 -> r c o0! o1!")
+_ROI_ALIGN = space_from_notation("n! c i0! i1!, r 1, r -> r c o0! o1!")
+_ROI_POOL = space_from_notation("n! c i0! i1!, r 1 -> r c o0! o1!")
 
 
 def _suppression_flops(signature: Signature, space: Space) -> float:
@@ -377,7 +397,7 @@ REGIONS = (
     Operator("MaxRoiPool", _ROI_POOL, "memory", per_result(16.0), 2.0, keeps=("0", "1", ">0")),
     Operator(
         "NonMaxSuppression",
-        opaque,
+        unsplittable_space,
         "elementwise",
         _suppression_flops,
         static=(2,),
@@ -386,26 +406,31 @@ REGIONS = (
     # Results: per image and class, the indices of the selected boxes, padded with -1.
     Operator(
         "autopipe.NonMaxSuppression",
-        notated("b 1 1, b c 1 -> b c 1"),
+        space_from_notation("b 1 1, b c 1 -> b c 1"),
         "elementwise",
         _suppression_flops,
         differentiable=False,
     ),
 )
 
-_DRAW = 25.0
+_FLOPS_PER_RANDOM_VALUE = 25.0
 """FLOPs per random value: ten rounds of Philox generate four values."""
 
 
-def _drawn(
+def _random_operator(
     name: str, notation: Callable[[Signature], Space], cost: float, kind: str = "elementwise"
 ) -> Operator:
     return Operator(
-        name, notation, kind, per_result(_DRAW + cost), random=True, differentiable=False
+        name,
+        notation,
+        kind,
+        per_result(_FLOPS_PER_RANDOM_VALUE + cost),
+        random=True,
+        differentiable=False,
     )
 
 
-def is_active(signature: Signature) -> bool:
+def may_drop_elements(signature: Signature) -> bool:
     """True if a Dropout node may drop elements.
 
     Before opset 7 the attribute `is_test` decides. In opsets 7 to 11 Dropout is always inactive.
@@ -422,22 +447,22 @@ def is_active(signature: Signature) -> bool:
 
 RANDOM = (
     replace(
-        _drawn("Dropout", first_operand, 2),
-        backward=2 / (_DRAW + 2),
+        _random_operator("Dropout", first_operand, 2),
+        backward=2 / (_FLOPS_PER_RANDOM_VALUE + 2),
         keeps=("mask",),
         static=(1, 2),
         computable=(1, 2),
         differentiable=True,
     ),
-    _drawn("Bernoulli", first_operand, 2),
-    _drawn("RandomUniform", notated("-> *x"), 2),
-    _drawn("RandomUniformLike", first_operand, 2),
-    _drawn("RandomNormal", notated("-> *x"), 30),
-    _drawn("RandomNormalLike", first_operand, 30),
-    _drawn("Multinomial", notated("b c! -> b 1"), 0, "reduction"),
+    _random_operator("Bernoulli", first_operand, 2),
+    _random_operator("RandomUniform", space_from_notation("-> *x"), 2),
+    _random_operator("RandomUniformLike", first_operand, 2),
+    _random_operator("RandomNormal", space_from_notation("-> *x"), 30),
+    _random_operator("RandomNormalLike", first_operand, 30),
+    _random_operator("Multinomial", space_from_notation("b c! -> b 1"), 0, "reduction"),
 )
 
-ROWS = (
+OPERATOR_DEFINITIONS = (
     *ELEMENTWISE,
     *ACTIVATION,
     *GENERATION,

@@ -12,17 +12,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopipe.ir.errors import ModelError
-from autopipe.ir.ops.operator import Operator, Signature, Words, notate, unindexed
-from autopipe.ir.ops.quantized import DOMAIN
+from autopipe.ir.ops.operator import (
+    DimensionWords,
+    Operator,
+    Signature,
+    space_from_words,
+    unindexed_words,
+)
+from autopipe.ir.ops.quantized import MICROSOFT_DOMAIN
 from autopipe.ir.space import Space
 
 EXPERTS = "autopipe.Experts"
-LISTED = "autopipe.ListedExperts"
+LISTED_EXPERTS = "autopipe.ListedExperts"
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerOperands:
     """Operand indices of one layer of all experts. `scales` and `points` (zero points) are None if
     the operator has no such operand.
     """
@@ -33,15 +39,15 @@ class Layer:
     points: int | None = None
 
 
-def layers_of(signature: Signature) -> tuple[Layer, Layer, Layer]:
+def layers_of(signature: Signature) -> tuple[LayerOperands, LayerOperands, LayerOperands]:
     """Return the operand indices of the first layer, the second layer and the gate of the first
     layer. The node may lack the operands of the gate.
     """
     if signature.node.op == "MoE":
-        return Layer(2, 3), Layer(4, 5), Layer(6, 7)
+        return LayerOperands(2, 3), LayerOperands(4, 5), LayerOperands(6, 7)
     if signature.node.op == "Experts":
-        return Layer(3, 4), Layer(5, 6), Layer(7, 8)
-    return Layer(2, 4, 3, 11), Layer(5, 7, 6, 12), Layer(8, 10, 9, 13)
+        return LayerOperands(3, 4), LayerOperands(5, 6), LayerOperands(7, 8)
+    return LayerOperands(2, 4, 3, 11), LayerOperands(5, 7, 6, 12), LayerOperands(8, 10, 9, 13)
 
 
 def experts_per_token(signature: Signature) -> int:
@@ -80,7 +86,7 @@ def activation_of(signature: Signature) -> str:
     return name
 
 
-def interleaves(signature: Signature) -> bool:
+def has_interleaved_gate_rows(signature: Signature) -> bool:
     """True if the rows of the first layer alternate between a row of the gate and the row that it
     gates.
     """
@@ -97,32 +103,34 @@ def mixture(signature: Signature) -> Space:
     each expert. The bias of the second layer is added once. QMoE, and a fused gate whose rows are
     not interleaved, can be split along e but not along i.
     """
-    _require_fitting(signature)
+    _check_shapes(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
     tokens = "t" if signature.rank == 2 else f"({' '.join(lead)})"
     first, second, gate = layers_of(signature)
     fused = activation_of(signature) == "swiglu" and not signature.present(gate.weight)
     packed = signature.node.op == "QMoE"
-    whole = packed or (fused and not interleaves(signature))
+    whole = packed or (fused and not has_interleaved_gate_rows(signature))
     inner = "(i p!)" if fused and not whole else "i"
-    words: list[Words] = []
+    words: list[DimensionWords] = []
     for index, value in enumerate(signature.operands):
         shape = value.shape if value else ()
-        words.append(["e", *unindexed(shape[1:])] if index >= first.weight else unindexed(shape))
+        words.append(
+            ["e", *unindexed_words(shape[1:])] if index >= first.weight else unindexed_words(shape)
+        )
         if value is None or whole:
             continue
         if index in (first.weight, first.bias, gate.weight, gate.bias):
-            words[-1] = ["e", inner.replace("i", "i&"), *unindexed(shape[2:])]
+            words[-1] = ["e", inner.replace("i", "i&"), *unindexed_words(shape[2:])]
         elif index == second.weight:
             words[-1] = ["e", "1", "i"]
     words[: first.weight] = [*lead, "1"], *([tokens, "1"] for _ in range(1, first.weight))
     if packed and signature.present(14):
         words[14] = [tokens, "1"]
     words[first.weight] = [word.replace("e", "e&") for word in words[first.weight]]
-    return notate(signature, words, [[*lead, "1"]], **({"p": 2} if inner != "i" else {}))
+    return space_from_words(signature, words, [[*lead, "1"]], **({"p": 2} if inner != "i" else {}))
 
 
-def _require_fitting(signature: Signature) -> None:
+def _check_shapes(signature: Signature) -> None:
     """Raise ValueError if the shapes of the layers, scores and tokens do not fit together."""
     (tokens, experts) = signature.operand(1).shape
     hidden = signature.operand(0).shape[-1]
@@ -153,7 +161,7 @@ def _require_fitting(signature: Signature) -> None:
         raise ValueError("the shapes of expert weights, router scores and tokens do not match")
 
 
-def _flops(signature: Signature, space: Space) -> float:
+def _mixture_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of the matmuls of each token with the layers of its experts."""
     layers = [
         signature.operand(each.weight)
@@ -166,7 +174,7 @@ def _flops(signature: Signature, space: Space) -> float:
     return 2.0 * tokens * experts_per_token(signature) * weights
 
 
-def _listed(signature: Signature) -> Space:
+def _listed_experts(signature: Signature) -> Space:
     """Return the iteration space `t h, t k, t k, h i, h i, i h, … -> t h`, with three matrices per
     expert. A split along i gives each device a shard of the hidden units of every expert.
     """
@@ -174,7 +182,7 @@ def _listed(signature: Signature) -> Space:
         raise ValueError("the number of expert weights is not a multiple of three")
     matrices = [["1", "i&"], ["1", "i"], ["i", "1"]]
     matrices += [["1", "i"], ["1", "i"], ["i", "1"]] * (len(signature.operands) // 3 - 2)
-    return notate(signature, [["t", "1"]] * 3 + matrices, [["t", "1"]])
+    return space_from_words(signature, [["t", "1"]] * 3 + matrices, [["t", "1"]])
 
 
 def _listed_flops(signature: Signature, space: Space) -> float:
@@ -182,13 +190,29 @@ def _listed_flops(signature: Signature, space: Space) -> float:
     return 2.0 * tokens * k * sum(signature.operand(place).elements for place in (3, 4, 5))
 
 
-ROWS = (
+OPERATOR_DEFINITIONS = (
     *(
         Operator(
-            f"{DOMAIN}{name}", mixture, "matmul", _flops, 3.0, keeps=("0", "1"), recomputes=1.0
+            f"{MICROSOFT_DOMAIN}{name}",
+            mixture,
+            "matmul",
+            _mixture_flops,
+            3.0,
+            keeps=("0", "1"),
+            recomputes=1.0,
         )
         for name in ("MoE", "QMoE")
     ),
-    Operator(EXPERTS, mixture, "matmul", _flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0),
-    Operator(LISTED, _listed, "matmul", _listed_flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0),
+    Operator(
+        EXPERTS, mixture, "matmul", _mixture_flops, 3.0, keeps=("0", "1", "2"), recomputes=1.0
+    ),
+    Operator(
+        LISTED_EXPERTS,
+        _listed_experts,
+        "matmul",
+        _listed_flops,
+        3.0,
+        keeps=("0", "1", "2"),
+        recomputes=1.0,
+    ),
 )

@@ -11,15 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autopipe.ir.ops.normalization import class_statistics, loss_mark, reduction, weighs_labels
-from autopipe.ir.ops.operator import Operator, Signature, Statistic, notate
+from autopipe.ir.ops.normalization import (
+    class_statistics,
+    label_axis_mark,
+    loss_reduction,
+    may_weight_labels,
+)
+from autopipe.ir.ops.operator import Operator, OperatorCollective, Signature, space_from_words
 from autopipe.ir.space import Space
 
 LINEAR_CROSS_ENTROPY = "autopipe.LinearCrossEntropy"
-WEIGHT = 3
-BIAS = 4
+WEIGHT_OPERAND = 3
+BIAS_OPERAND = 4
 """Operand indices of the weight and the bias of the matmul."""
-CLASSES_AT_ONCE = 4096
+MAX_CLASSES_PER_BLOCK = 4096
 """Maximum number of classes per block.
 
 Each block adds to the gradient of x, which reads and writes 12 bytes per element of x. On a GPU
@@ -30,10 +35,10 @@ that computes 300 FLOPs in the time of moving one byte, these bytes take as long
 
 def classes_of(signature: Signature) -> int:
     """Return the number of classes in the weight operand, which may be a shard."""
-    return signature.operand(WEIGHT).shape[0 if signature.node.integer("transB") else 1]
+    return signature.operand(WEIGHT_OPERAND).shape[0 if signature.node.integer("transB") else 1]
 
 
-def score_extents(space: Space, degrees: Mapping[str, int]) -> tuple[int, int]:
+def local_label_and_class_counts(space: Space, degrees: Mapping[str, int]) -> tuple[int, int]:
     """Return the numbers of labels and of classes on one device."""
     local = {axis.name: axis.size // degrees.get(axis.name, 1) for axis in space.axes}
     return math.prod(extent for name, extent in local.items() if name not in ("c", "k")), local["c"]
@@ -44,8 +49,8 @@ def scratch_bytes(space: Space, degrees: Mapping[str, int], width: int, narrow: 
     the matmuls are `narrow` (16 bits), add the bytes of a 16-bit copy of the scores and of the sum
     of the gradient of x.
     """
-    labels, classes = score_extents(space, degrees)
-    block = labels * min(classes, CLASSES_AT_ONCE) * (width + 2 * narrow)
+    labels, classes = local_label_and_class_counts(space, degrees)
+    block = labels * min(classes, MAX_CLASSES_PER_BLOCK) * (width + 2 * narrow)
     return block + narrow * labels * space.axis("k").size * width
 
 
@@ -53,37 +58,37 @@ def _linear_cross_entropy(signature: Signature) -> Space:
     """Return the iteration space `n *d k!, n *d, 1, k! c&, c -> n *d`. With a reduction, the result
     is a scalar, as in `class_loss`.
     """
-    mark = loss_mark(signature)
+    mark = label_axis_mark(signature)
     labels = f"n{mark} *d{mark}"
     weight = "c& k!" if signature.node.integer("transB") else "k! c&"
-    result = labels if reduction(signature) == "none" else ""
-    return notate(signature, [f"{labels} k!", labels, "1", weight, "c"], [result])
+    result = labels if loss_reduction(signature) == "none" else ""
+    return space_from_words(signature, [f"{labels} k!", labels, "1", weight, "c"], [result])
 
 
-def _flops(signature: Signature, space: Space) -> float:
+def _linear_cross_entropy_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of a matmul, and six per score."""
     return (2.0 + 6.0 / space.axis("k").size) * space.points
 
 
 def _statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int]
-) -> tuple[Statistic, ...]:
-    return class_statistics(signature, space, degrees, (0, WEIGHT, BIAS))
+) -> tuple[OperatorCollective, ...]:
+    return class_statistics(signature, space, degrees, (0, WEIGHT_OPERAND, BIAS_OPERAND))
 
 
-ROWS = (
+OPERATOR_DEFINITIONS = (
     Operator(
         LINEAR_CROSS_ENTROPY,
         _linear_cross_entropy,
         "matmul",
-        _flops,
+        _linear_cross_entropy_flops,
         3.0,  # The recomputed matmul, and one matmul for each of two gradients.
         ("0", "rows"),
-        mixes_samples=weighs_labels,
+        mixes_samples=may_weight_labels,
         statistics=_statistics,
         recomputes=1.0,
         loss=True,
-        copied_weights=(WEIGHT,),
+        copied_weights=(WEIGHT_OPERAND,),
         index_range=lambda use, slot: (0, classes_of(use)) if slot == 1 else None,
     ),
 )

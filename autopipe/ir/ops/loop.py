@@ -22,9 +22,9 @@ from autopipe.ir.ops.operator import (
     OPERATORS,
     Operator,
     Signature,
-    notate,
     qualified_name,
     signature_of,
+    space_from_words,
 )
 from autopipe.ir.space import AxisKind, Space
 
@@ -32,7 +32,7 @@ LOOP = "autopipe.Loop"
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class LoopPort:
     """The name in the body of an operand or result of a loop. If each iteration has a slice of this
     operand or result, also the axis and direction of the slices.
     """
@@ -54,30 +54,30 @@ def body_of(node: Node) -> Graph:
     return node.body
 
 
-def operand_ports(node: Node) -> tuple[Port, ...]:
+def operand_ports(node: Node) -> tuple[LoopPort, ...]:
     body = body_of(node)
     return _ports(node, "scan", [*body.inputs[1:], *(each.value for each in body.constants)])
 
 
-def result_ports(node: Node) -> tuple[Port, ...]:
+def result_ports(node: Node) -> tuple[LoopPort, ...]:
     body = body_of(node)
     return _ports(node, "gather", [body.type_of(name) for name in body.outputs])
 
 
-def _ports(node: Node, title: str, values: list[Value]) -> tuple[Port, ...]:
+def _ports(node: Node, title: str, values: list[Value]) -> tuple[LoopPort, ...]:
     states = node.integer("states")
     axes = node.integers(f"{title}_axes")
     names = [value.name for value in values]
     sliced = zip(names[states:], axes, node.integers(f"{title}_directions"), strict=False)
     return (
-        *map(Port, names[:states]),
-        *(Port(name, axis, bool(way)) for name, axis, way in sliced),
-        *map(Port, names[states + len(axes) :]),
+        *map(LoopPort, names[:states]),
+        *(LoopPort(name, axis, bool(way)) for name, axis, way in sliced),
+        *map(LoopPort, names[states + len(axes) :]),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class RunAxis:
+class SplittableLoopAxis:
     """An axis along which a loop can be split into independent loops, such as the batch."""
 
     name: str
@@ -92,29 +92,29 @@ class RunAxis:
     """
 
 
-Place = tuple[str, int]
+BodyDimension = tuple[str, int]
 """A dimension of a value of the body: (name of the value, index of the dimension)."""
 
 
-class _Sets:
+class _DimensionSets:
     """Union-find over dimensions of values and axes of nodes. Each set is a candidate for an axis
     of the loop.
     """
 
     def __init__(self) -> None:
-        self.following: dict[Place, Place] = {}
+        self.following: dict[BodyDimension, BodyDimension] = {}
 
-    def first(self, place: Place) -> Place:
+    def first(self, place: BodyDimension) -> BodyDimension:
         while (following := self.following.setdefault(place, place)) != place:
             place = following
         return place
 
-    def join(self, one: Place, other: Place) -> None:
+    def join(self, one: BodyDimension, other: BodyDimension) -> None:
         self.following[self.first(other)] = self.first(one)
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def run_axes(node: Node) -> tuple[RunAxis, ...]:
+def splittable_axes(node: Node) -> tuple[SplittableLoopAxis, ...]:
     """Return the axes along which a loop can be split.
 
     The dimensions of the body's values and the axes of the nodes that index these dimensions form
@@ -127,10 +127,10 @@ def run_axes(node: Node) -> tuple[RunAxis, ...]:
     - this size divides the sizes of all its dimensions and axes
     """
     body = body_of(node)
-    spaces = _spaces(body_of(node))
-    sets = _Sets()
-    whole = list[Place]()
-    marks: dict[Place, tuple[int, str]] = {}
+    spaces = _body_spaces(body_of(node))
+    sets = _DimensionSets()
+    whole = list[BodyDimension]()
+    marks: dict[BodyDimension, tuple[int, str]] = {}
     for index, (each, space) in enumerate(zip(body.nodes, spaces, strict=True)):
         own = {axis.name: (f"\0{index}\0{axis.name}", 0) for axis in space.axes}
         marks |= {own[name]: (index, name) for name in own}
@@ -147,12 +147,12 @@ def run_axes(node: Node) -> tuple[RunAxis, ...]:
     for before, after in zip(body.inputs[1 : 1 + states], body.outputs[:states], strict=True):
         for at in range(len(before.shape)):
             sets.join((before.name, at), (after, at))
-    members: dict[Place, list[Place]] = {}
+    members: dict[BodyDimension, list[BodyDimension]] = {}
     for place in list(sets.following):
         members.setdefault(sets.first(place), []).append(place)
     ends = {port.name for port in (*operand_ports(node), *result_ports(node))}
     inner = {sets.first(place) for place in whole}
-    found: list[RunAxis] = []
+    found: list[SplittableLoopAxis] = []
     for first, places in members.items():
         values = [place for place in places if place not in marks]
         axes = [marks[place] for place in places if place in marks]
@@ -165,26 +165,30 @@ def run_axes(node: Node) -> tuple[RunAxis, ...]:
         extents += [spaces[index].axis(axis).size for index, axis in axes]
         # A dimension that merges several axes has this axis outermost.
         if not any(each % extent for each in extents):
-            found.append(RunAxis(f"d{len(found)}", extent, dict(values), dict(axes)))
+            found.append(SplittableLoopAxis(f"d{len(found)}", extent, dict(values), dict(axes)))
     return tuple(found)
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def _spaces(body: Graph) -> tuple[Space, ...]:
+def _body_spaces(body: Graph) -> tuple[Space, ...]:
     return tuple(
         OPERATORS[qualified_name(node)].space(signature_of(body, node)) for node in body.nodes
     )
 
 
-def _notation(signature: Signature) -> Space:
-    """Return the iteration space of the loop, with the axes of `run_axes`. The axis of iterations
-    and all other dimensions are not indexed.
+def _loop_space(signature: Signature) -> Space:
+    """Return the iteration space of the loop, with the axes of `splittable_axes`. The axis of
+    iterations and all other dimensions are not indexed.
     """
     names = {
-        place: axis.name for axis in run_axes(signature.node) for place in axis.dimensions.items()
+        place: axis.name
+        for axis in splittable_axes(signature.node)
+        for place in axis.dimensions.items()
     }
 
-    def words(ports: tuple[Port, ...], values: tuple[Value | None, ...]) -> list[list[str]]:
+    def dimension_words(
+        ports: tuple[LoopPort, ...], values: tuple[Value | None, ...]
+    ) -> list[list[str]]:
         places = (
             port.places(len(value.shape) if value else 0)
             for port, value in zip(ports, values, strict=False)
@@ -193,16 +197,20 @@ def _notation(signature: Signature) -> Space:
 
     operands = operand_ports(signature.node)
     results = result_ports(signature.node)
-    return notate(signature, words(operands, signature.operands), words(results, signature.results))
+    return space_from_words(
+        signature,
+        dimension_words(operands, signature.operands),
+        dimension_words(results, signature.results),
+    )
 
 
-def _flops(signature: Signature, space: Space) -> float:
+def _loop_flops(signature: Signature, space: Space) -> float:
     body = body_of(signature.node)
     flops = (
         OPERATORS[qualified_name(node)].flops(signature_of(body, node), own)
-        for node, own in zip(body.nodes, _spaces(body), strict=True)
+        for node, own in zip(body.nodes, _body_spaces(body), strict=True)
     )
     return signature.node.integer("count") * sum(flops)
 
 
-ROWS = (Operator(LOOP, _notation, "recurrent", _flops),)
+OPERATOR_DEFINITIONS = (Operator(LOOP, _loop_space, "recurrent", _loop_flops),)

@@ -14,30 +14,30 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.ir.ops.normalization import extreme_statistics
 from autopipe.ir.ops.operator import (
+    DimensionWords,
     Operator,
+    OperatorCollective,
     Signature,
-    Statistic,
-    Words,
-    aligned,
+    axis_names,
+    broadcast_words,
     joint_splits,
-    names,
-    notate,
-    notated,
+    local_points,
     per_point,
-    points,
-    unindexed,
+    space_from_notation,
+    space_from_words,
+    unindexed_words,
     window_of,
 )
 from autopipe.ir.space import Space
 
 
-def is_matrix_product(signature: Signature) -> bool:
+def is_matmul_of_matrices(signature: Signature) -> bool:
     """True if the node is an ONNX MatMul whose second operand is a matrix (rank 2)."""
     node = signature.node
     return node.op == "MatMul" and not node.domain and len(signature.operand(1).shape) == 2
 
 
-def takes_bias(product: Value, bias: Value) -> bool:
+def can_fuse_bias(product: Value, bias: Value) -> bool:
     """True if the addition of `bias` can be fused with the matmul that computes `product`."""
     return (
         len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
@@ -48,13 +48,13 @@ def matmul(signature: Signature) -> Space:
     """Return the iteration space `*b m k, *b k n -> *b m n`. Vectors and leading dimensions follow
     the rules of numpy.matmul.
     """
-    first, second, result = batched(
+    first, second, result = batched_matmul_words(
         signature.operand(0).shape, signature.operand(1).shape, signature.result().shape
     )
-    return notate(signature, [first, second], [result])
+    return space_from_words(signature, [first, second], [result])
 
 
-def batched(
+def batched_matmul_words(
     left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+"
 ) -> list[str]:
     """Return the words of the two operands and the result of a batched matmul. `k` is the
@@ -63,9 +63,9 @@ def batched(
     row = ["m"] * (len(left) > 1)
     column = ["n"] * (len(right) > 1)
     lead = result[: len(result) - len(row) - len(column)]
-    stacks = names(len(lead), "b")
-    first = aligned(left[:-2], lead, stacks)
-    second = aligned(right[:-2], lead, stacks)
+    stacks = axis_names(len(lead), "b")
+    first = broadcast_words(left[:-2], lead, stacks)
+    second = broadcast_words(right[:-2], lead, stacks)
     return [
         " ".join(words)
         for words in ([*first, *row, k], [*second, k, *column], [*stacks, *row, *column])
@@ -81,11 +81,11 @@ def gemm(signature: Signature) -> Space:
     first = f"{k} m" if signature.node.integer("transA") else f"m {k}"
     second = "n k" if signature.node.integer("transB") else "k n"
     bias = (
-        [aligned(signature.operand(2).shape, signature.result().shape, ["m", "n"])]
+        [broadcast_words(signature.operand(2).shape, signature.result().shape, ["m", "n"])]
         if biased
         else []
     )
-    return notate(signature, [first, second, *bias], ["m n"])
+    return space_from_words(signature, [first, second, *bias], ["m n"])
 
 
 def has_bias(signature: Signature) -> bool:
@@ -142,7 +142,7 @@ def einsum(signature: Signature) -> Space:
     spread = result[start : start + lead] if lead else ()
     diagonal = {letter for word in equation.operands for letter in word if word.count(letter) > 1}
 
-    def tensor(word: str, shape: tuple[int, ...]) -> str:
+    def operand_words(word: str, shape: tuple[int, ...]) -> str:
         dims: list[str] = []
         hidden = len(shape) - len(word.replace(".", ""))
         for letter in word:
@@ -158,11 +158,13 @@ def einsum(signature: Signature) -> Space:
                 dims.append(f"e{place}" if place >= 0 and extent == spread[place] else "1")
         return " ".join(dims)
 
-    words = [tensor(word, signature.operand(i).shape) for i, word in enumerate(equation.operands)]
-    return notate(signature, words, [tensor(equation.result, result)])
+    words = [
+        operand_words(word, signature.operand(i).shape) for i, word in enumerate(equation.operands)
+    ]
+    return space_from_words(signature, words, [operand_words(equation.result, result)])
 
 
-def _with_scales(signature: Signature, second: int, k: str) -> Space:
+def _quantized_matmul_space(signature: Signature, second: int, k: str) -> Space:
     """Return the iteration space of a quantized matmul, whose other operands are scales and zero
     points. The axes of the factors are splittable only if each scale and zero point is one number
     for its matrix.
@@ -172,7 +174,7 @@ def _with_scales(signature: Signature, second: int, k: str) -> Space:
         for index, value in enumerate(signature.operands)
         if index not in (0, second) and value
     ]
-    words = batched(
+    words = batched_matmul_words(
         signature.operand(0).shape, signature.operand(second).shape, signature.result().shape, k
     )
     if any(value.elements > 1 for value in scales):
@@ -180,15 +182,17 @@ def _with_scales(signature: Signature, second: int, k: str) -> Space:
             " ".join(name if name == "1" else f"{name.rstrip('+')}!" for name in word.split())
             for word in words
         ]
-    between = [unindexed(value.shape if value else ()) for value in signature.operands[1:second]]
-    return notate(signature, [words[0], *between, words[1]], [words[2]])
+    between = [
+        unindexed_words(value.shape if value else ()) for value in signature.operands[1:second]
+    ]
+    return space_from_words(signature, [words[0], *between, words[1]], [words[2]])
 
 
 def _factor_flops(signature: Signature, space: Space) -> float:
     return float(space.points * max(len(signature.operands), 1))
 
 
-PRODUCTS = (
+MATMULS = (
     Operator(
         "MatMul",
         matmul,
@@ -229,14 +233,14 @@ PRODUCTS = (
     ),
     Operator(
         "MatMulInteger",
-        lambda use: _with_scales(use, 1, "k+"),
+        lambda use: _quantized_matmul_space(use, 1, "k+"),
         "matmul",
         per_point(2.0),
         differentiable=False,
     ),
     Operator(
         "QLinearMatMul",
-        lambda use: _with_scales(use, 3, "k"),
+        lambda use: _quantized_matmul_space(use, 3, "k"),
         "matmul",
         per_point(2.0),
         differentiable=False,
@@ -244,7 +248,7 @@ PRODUCTS = (
 )
 
 
-def windowed(
+def spatial_window_words(
     signature: Signature, kernel: tuple[int, ...], indexed: bool = False, *, averages: bool = False
 ) -> tuple[str, str]:
     """Return the words (operand, result) of the spatial axes of a convolution or pooling.
@@ -277,10 +281,12 @@ def conv(signature: Signature) -> Space:
     one device adds the bias.
     """
     weight = signature.operand(1).shape
-    read, written = windowed(signature, weight[2:])
+    read, written = spatial_window_words(signature, weight[2:])
     c = "c&" if signature.present(2) else "c+"
     tensors = f"n (g {c}) {read}", "(g m) c *k!", "(g m)"
-    return notate(signature, tensors, [f"n (g m) {written}"], **_channels(signature, 1))
+    return space_from_words(
+        signature, tensors, [f"n (g m) {written}"], **_channel_sizes(signature, 1)
+    )
 
 
 def conv_transpose(signature: Signature) -> Space:
@@ -289,33 +295,35 @@ def conv_transpose(signature: Signature) -> Space:
     groups = signature.node.integer("group", 1)
     c = "c&" if signature.present(2) else "c+"
     extents = {"g": groups, "c": weight[0] // groups, "m": weight[1]}
-    return notate(signature, [f"n (g {c}) *i!", "(g c) m *k!", "(g m)"], ["n (g m) *o!"], **extents)
+    return space_from_words(
+        signature, [f"n (g {c}) *i!", "(g c) m *k!", "(g m)"], ["n (g m) *o!"], **extents
+    )
 
 
 def conv_integer(signature: Signature) -> Space:
     """Return the iteration space of ConvInteger: a convolution with zero points. If the weights
     have one zero point per output channel, the axes g and m index these zero points.
     """
-    tensors: list[Words] = ["n (g c+) *i!", "(g m) c *k!"]
+    tensors: list[DimensionWords] = ["n (g c+) *i!", "(g m) c *k!"]
     if len(signature.operands) > 3 and signature.operand(3).shape not in ((), (1,)):
         point = signature.operands[2]
-        tensors += [unindexed(point.shape if point else ()), "(g m)"]
-    return notate(signature, tensors, ["n (g m) *o!"], **_channels(signature, 1))
+        tensors += [unindexed_words(point.shape if point else ()), "(g m)"]
+    return space_from_words(signature, tensors, ["n (g m) *o!"], **_channel_sizes(signature, 1))
 
 
 def conv_quantized(signature: Signature) -> Space:
     """Return the iteration space of QLinearConv: a convolution with bias. The weights may have one
     scale and one zero point per output channel.
     """
-    extents = _channels(signature, 3)
-    tensors: list[Words] = []
+    extents = _channel_sizes(signature, 3)
+    tensors: list[DimensionWords] = []
     for index, value in enumerate(signature.operands):
         shape = value.shape if value else ()
         is_channels = index in (4, 5, 8) and shape == (extents["g"] * extents["m"],)
-        tensors.append("(g m)" if is_channels else unindexed(shape))
+        tensors.append("(g m)" if is_channels else unindexed_words(shape))
     tensors[0] = "n (g c) *i!"
     tensors[3] = "(g m) c *k!"
-    return notate(signature, tensors, ["n (g m) *o!"], **extents)
+    return space_from_words(signature, tensors, ["n (g m) *o!"], **extents)
 
 
 def deform_conv(signature: Signature) -> Space:
@@ -323,12 +331,12 @@ def deform_conv(signature: Signature) -> Space:
     splittable if there is one group.
     """
     m, c = ("m", "c!") if signature.node.integer("group", 1) == 1 else ("m!", "d!")
-    return notate(
+    return space_from_words(
         signature, ["n c! *i!", f"{m} {c} *k!", "n q! *o!", m, "n r! *o!"], [f"n {m} *o!"]
     )
 
 
-def _channels(signature: Signature, weight: int) -> dict[str, int]:
+def _channel_sizes(signature: Signature, weight: int) -> dict[str, int]:
     """Return the sizes of g (groups), c (input channels per group) and m (output channels per
     group).
     """
@@ -385,12 +393,12 @@ def pool(signature: Signature) -> Space:
     """
     indexed = any(value is not None for value in signature.results[1:])
     kernel = signature.node.integers("kernel_shape")
-    read, written = windowed(
+    read, written = spatial_window_words(
         signature, kernel, indexed, averages=signature.node.op == "AveragePool"
     )
     lead = "n! c!" if indexed else "n c"
     fill = -math.inf if signature.node.op == "MaxPool" else 0.0
-    return notate(signature, [f"{lead} {read}"], [f"{lead} {written}"], fill=fill)
+    return space_from_words(signature, [f"{lead} {read}"], [f"{lead} {written}"], fill=fill)
 
 
 def _window_flops(signature: Signature, space: Space) -> float:
@@ -405,10 +413,16 @@ POOLING = (
     Operator("MaxPool", pool, "reduction", _window_flops, 1.0, keeps=("0", "places")),
     Operator("AveragePool", pool, "reduction", _window_flops, 1.0),
     Operator("LpPool", pool, "reduction", _window_flops, 2.0, keeps=("0", ">0")),
-    Operator("GlobalAveragePool", notated("n c *i~ -> n c *1"), "reduction", _source_flops, 1.0),
+    Operator(
+        "GlobalAveragePool",
+        space_from_notation("n c *i~ -> n c *1"),
+        "reduction",
+        _source_flops,
+        1.0,
+    ),
     Operator(
         "GlobalMaxPool",
-        lambda use: notate(
+        lambda use: space_from_words(
             use, ["n c *i=" if use.operand(0).dtype.is_floating else "n c *i!"], ["n c *1"]
         ),
         "reduction",
@@ -418,7 +432,7 @@ POOLING = (
     ),
     Operator(
         "GlobalLpPool",
-        notated("n c *i! -> n c *1"),
+        space_from_notation("n c *i! -> n c *1"),
         "reduction",
         _source_flops,
         2.0,
@@ -427,7 +441,7 @@ POOLING = (
     # The indices of MaxUnpool refer to the full tensor.
     Operator(
         "MaxUnpool",
-        notated("n! c! *i!, n! c! *i! -> n c *o!"),
+        space_from_notation("n! c! *i!, n! c! *i! -> n c *o!"),
         "memory",
         keeps=("1",),
         static=(2,),
@@ -491,10 +505,10 @@ def recurrent(signature: Signature) -> Space:
         state = "e! b h&"
         whole = "s! e! b h&"
     operands = [data, "e! gh! i!", "e! gh! k!", "e! gates!", "b", before, state, "e! peepholes!"]
-    return notate(signature, operands, [whole, state])
+    return space_from_words(signature, operands, [whole, state])
 
 
-def _flops(signature: Signature, space: Space) -> float:
+def _recurrent_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of two matmuls per step, direction and gate: one of the input and one of the
     state.
     """
@@ -503,9 +517,9 @@ def _flops(signature: Signature, space: Space) -> float:
     return 2.0 * shape[0] * shape[1] * directions * rows * (shape[2] + hidden)
 
 
-def _statistics(
+def _recurrent_collectives(
     signature: Signature, space: Space, degrees: Mapping[str, int]
-) -> tuple[Statistic, ...]:
+) -> tuple[OperatorCollective, ...]:
     """Return the collectives of a recurrent layer that is split along its hidden units.
 
     An all-gather before each step except the first collects the outputs of all hidden units. A GRU
@@ -521,12 +535,18 @@ def _statistics(
     steps = space.axis("s").size
     directions = space.axis("e").size
     times = directions * (steps - 1 + steps * before_product)
-    size = points(space, degrees, "b") * space.axis("h").size * signature.operand(2).dtype.itemsize
+    size = (
+        local_points(space, degrees, "b")
+        * space.axis("h").size
+        * signature.operand(2).dtype.itemsize
+    )
     # Operand 4 has the number of steps per sample, and no gradient.
     operands = tuple(index for index in range(len(signature.operands)) if index != 4)
     return (
-        Statistic(axes, size, "all_gather", times=times),
-        Statistic(axes, size, "reduce_scatter", times=times, backward=True, through=operands),
+        OperatorCollective(axes, size, "all_gather", times=times),
+        OperatorCollective(
+            axes, size, "reduce_scatter", times=times, backward=True, through=operands
+        ),
     )
 
 
@@ -535,10 +555,10 @@ RECURRENT = tuple(
         name,
         recurrent,
         "recurrent",
-        _flops,
+        _recurrent_flops,
         2.0,
         ("0", ">0"),
-        statistics=_statistics,
+        statistics=_recurrent_collectives,
         gates=gates,
         reads_axis=True,
         layer_weights=weights,
@@ -550,4 +570,4 @@ RECURRENT = tuple(
     )
 )
 
-ROWS = (*PRODUCTS, *CONVOLUTION, *POOLING, *RECURRENT)
+OPERATOR_DEFINITIONS = (*MATMULS, *CONVOLUTION, *POOLING, *RECURRENT)

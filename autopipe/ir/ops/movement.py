@@ -17,24 +17,24 @@ from autopipe.ir.ops.operator import (
     Operator,
     Range,
     Signature,
-    aligned,
-    along,
     axes_of,
-    changed,
+    axis_names,
+    broadcast_words,
     first_broadcast,
-    marked,
-    names,
-    notate,
-    opaque,
-    positive,
-    replaced,
+    mark_words,
+    nonnegative_axis,
+    replace_words,
     reshaped,
-    unindexed,
+    space_along_axes,
+    space_from_words,
+    space_with_changed_axes,
+    unindexed_words,
+    unsplittable_space,
 )
 from autopipe.ir.space import Space
 
 
-def permutation(signature: Signature) -> tuple[int, ...]:
+def transpose_permutation(signature: Signature) -> tuple[int, ...]:
     """Return the attribute `perm` of a Transpose. Without the attribute, the dimensions are
     reversed.
     """
@@ -43,16 +43,20 @@ def permutation(signature: Signature) -> tuple[int, ...]:
 
 def _transpose(signature: Signature) -> Space:
     words = signature.words
-    return notate(signature, [words], [[words[axis] for axis in permutation(signature)]])
+    return space_from_words(
+        signature, [words], [[words[axis] for axis in transpose_permutation(signature)]]
+    )
 
 
 def _expand(signature: Signature) -> Space:
     result = signature.result().shape
-    words = names(len(result))
-    return notate(signature, [aligned(signature.operand(0).shape, result, words), "1"], [words])
+    words = axis_names(len(result))
+    return space_from_words(
+        signature, [broadcast_words(signature.operand(0).shape, result, words), "1"], [words]
+    )
 
 
-def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
+def slice_ranges(signature: Signature) -> tuple[tuple[int, int, int], ...]:
     """Return the range that a Slice takes of each dimension: (first index, number of elements,
     step). The step may be negative.
     """
@@ -69,7 +73,7 @@ def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
         steps = signature.integers(4) or (1,) * len(starts)
     taken = [(0, extent, 1) for extent in shape]
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        axis = positive(axis, len(shape))
+        axis = nonnegative_axis(axis, len(shape))
         span = range(*slice(start, end, step).indices(shape[axis]))
         taken[axis] = (span.start, len(span), step)
     return tuple(taken)
@@ -77,13 +81,17 @@ def slices(signature: Signature) -> tuple[tuple[int, int, int], ...]:
 
 def _slice(signature: Signature) -> Space:
     shape = signature.operand(0).shape
-    return changed(
+    return space_with_changed_axes(
         signature,
-        [axis for axis, taken in enumerate(slices(signature)) if taken != (0, shape[axis], 1)],
+        [
+            axis
+            for axis, taken in enumerate(slice_ranges(signature))
+            if taken != (0, shape[axis], 1)
+        ],
     )
 
 
-def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
+def pad_widths(signature: Signature) -> tuple[tuple[int, int], ...]:
     """Return the number of elements that a Pad adds (before, after) each dimension. A negative
     number removes elements.
     """
@@ -99,12 +107,12 @@ def padding(signature: Signature) -> tuple[tuple[int, int], ...]:
 
 def _tile(signature: Signature) -> Space:
     shapes = zip(signature.operand(0).shape, signature.result().shape, strict=True)
-    return changed(
+    return space_with_changed_axes(
         signature, [axis for axis, (before, after) in enumerate(shapes) if before != after]
     )
 
 
-def _blocks(signature: Signature) -> Space:
+def _depth_and_space(signature: Signature) -> Space:
     """Return the iteration space of DepthToSpace or SpaceToDepth, which converts between `b (c r!
     s!) h w` and `b c (h r!) (w s!)`.
     """
@@ -112,28 +120,32 @@ def _blocks(signature: Signature) -> Space:
     deep = "b (c r! s!) h w" if signature.node.text("mode", "DCR") == "CRD" else "b (r! s! c) h w"
     sides = [deep], ["b c (h r!) (w s!)"]
     source, result = sides if signature.node.op == "DepthToSpace" else sides[::-1]
-    return notate(signature, source, result, r=block, s=block)
+    return space_from_words(signature, source, result, r=block, s=block)
 
 
 def _reverse_sequence(signature: Signature) -> Space:
     words = signature.words
     time = signature.node.integer("time_axis")
     batch = signature.node.integer("batch_axis", 1)
-    return notate(signature, [marked(words, [time], "!"), [words[batch]]], [words])
+    return space_from_words(signature, [mark_words(words, [time], "!"), [words[batch]]], [words])
 
 
 def _col2im(signature: Signature) -> Space:
-    return notate(signature, ["b (c k!) 1"], ["b c *1"], k=math.prod(signature.integers(2)))
+    return space_from_words(
+        signature, ["b (c k!) 1"], ["b c *1"], k=math.prod(signature.integers(2))
+    )
 
 
 def _compress(signature: Signature) -> Space:
     return (
-        changed(signature, [signature.axis()]) if signature.node.has("axis") else opaque(signature)
+        space_with_changed_axes(signature, [signature.axis()])
+        if signature.node.has("axis")
+        else unsplittable_space(signature)
     )
 
 
 def _concatenated(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
-    axis = positive(signature.node.integer("axis"), array.ndim)
+    axis = nonnegative_axis(signature.node.integer("axis"), array.ndim)
     start = sum(signature.operand(before).shape[axis] for before in range(slot))
     joined = np.full(signature.result(result).shape, -1)
     joined[(slice(None),) * axis + (slice(start, start + array.shape[axis]),)] = array
@@ -144,7 +156,7 @@ def _divided(signature: Signature, slot: int, result: int, array: Integers) -> I
     """Return the elements of one result of a Split."""
     if slot:
         return None
-    axis = positive(signature.node.integer("axis"), array.ndim)
+    axis = nonnegative_axis(signature.node.integer("axis"), array.ndim)
     before = signature.results[:result]
     start = sum(each.shape[axis] for each in before if each is not None)
     extent = signature.result(result).shape[axis]
@@ -154,7 +166,7 @@ def _divided(signature: Signature, slot: int, result: int, array: Integers) -> I
 def _sliced(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
     if slot:
         return None
-    for axis, (first, count, step) in enumerate(slices(signature)):
+    for axis, (first, count, step) in enumerate(slice_ranges(signature)):
         array = np.take(array, first + step * np.arange(count), axis)
     return array
 
@@ -184,7 +196,7 @@ def _repeated(signature: Signature, slot: int, result: int, array: Integers) -> 
 
 
 def _transposed(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
-    return None if slot else array.transpose(permutation(signature))
+    return None if slot else array.transpose(transpose_permutation(signature))
 
 
 MOVEMENT = (
@@ -204,14 +216,14 @@ MOVEMENT = (
     ),
     Operator(
         "Concat",
-        lambda use: changed(use, [use.axis()], len(use.operands)),
+        lambda use: space_with_changed_axes(use, [use.axis()], len(use.operands)),
         "memory",
         linear="together",
         moved=_concatenated,
     ),
     Operator(
         "Split",
-        lambda use: changed(use, [use.axis()]),
+        lambda use: space_with_changed_axes(use, [use.axis()]),
         "view",
         static=(1,),
         shaping=(1,),
@@ -230,7 +242,7 @@ MOVEMENT = (
     ),
     Operator(
         "Pad",
-        lambda use: changed(use, np.flatnonzero(np.any(padding(use), 1))),
+        lambda use: space_with_changed_axes(use, np.flatnonzero(np.any(pad_widths(use), 1))),
         "memory",
         static=(1, 2, 3),
         linear="together",
@@ -238,12 +250,15 @@ MOVEMENT = (
     ),
     Operator("Tile", _tile, "memory", static=(1,), sizes=(1,), linear="together", moved=_repeated),
     Operator("CenterCropPad", _tile, "memory", static=(1,), shaping=(1,)),
-    Operator("DepthToSpace", _blocks, "memory"),
-    Operator("SpaceToDepth", _blocks, "memory"),
+    Operator("DepthToSpace", _depth_and_space, "memory"),
+    Operator("SpaceToDepth", _depth_and_space, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",), reads_axis=True),
     # Each device gets the indices of its rows and columns from its coordinates.
     Operator(
-        "Trilu", lambda use: along(use, [use.rank - 2, use.rank - 1], "&"), "memory", static=(1,)
+        "Trilu",
+        lambda use: space_along_axes(use, [use.rank - 2, use.rank - 1], "&"),
+        "memory",
+        static=(1,),
     ),
     Operator("Compress", _compress, "memory", static=(1,), computable=(1,)),
     Operator("Col2Im", _col2im, "memory", static=(1, 2)),
@@ -260,15 +275,15 @@ def _gather(signature: Signature) -> Space:
     mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
     data = signature.words
     axis = signature.axis()
-    indices = names(len(signature.operand(1).shape), "i")
-    return notate(
+    indices = axis_names(len(signature.operand(1).shape), "i")
+    return space_from_words(
         signature,
-        [marked(data, [axis], mark), indices],
+        [mark_words(data, [axis], mark), indices],
         [[*data[:axis], *indices, *data[axis + 1 :]]],
     )
 
 
-def _shared(signature: Signature) -> list[str]:
+def _words_of_equal_dimensions(signature: Signature) -> list[str]:
     """Return the words that data and indices share. A dimension has an axis if the sizes of both
     tensors are equal and the dimension is not the one of the attribute `axis`.
     """
@@ -278,7 +293,7 @@ def _shared(signature: Signature) -> list[str]:
         for place, (data, other) in enumerate(shapes)
         if data != other or place == signature.axis()
     ]
-    return replaced(signature.words, apart)
+    return replace_words(signature.words, apart)
 
 
 def _gather_elements(signature: Signature) -> Space:
@@ -286,16 +301,16 @@ def _gather_elements(signature: Signature) -> Space:
     a device contributes the elements of its shard, and zeros for the others.
     """
     axis = signature.axis()
-    table = _shared(signature)
+    table = _words_of_equal_dimensions(signature)
     picked = [*table[:axis], signature.words[axis], *table[axis + 1 :]]
     if signature.operand(0).shape[axis] > 1 and signature.operand(0).dtype.is_floating:
         table[axis] = "v&"
-    return notate(signature, [table, picked], [picked])
+    return space_from_words(signature, [table, picked], [picked])
 
 
 def _scatter_elements(signature: Signature) -> Space:
-    table = _shared(signature)
-    return notate(signature, [table, table, table], [table])
+    table = _words_of_equal_dimensions(signature)
+    return space_from_words(signature, [table, table, table], [table])
 
 
 def _gather_nd(signature: Signature) -> Space:
@@ -306,12 +321,12 @@ def _gather_nd(signature: Signature) -> Space:
     data = signature.operand(0).shape
     indices = signature.operand(1).shape
     depth = batch + indices[-1]
-    shared = names(batch, "b")
-    places = [*shared, *names(len(indices) - 1 - batch, "i")]
-    rest = names(len(data) - depth, "t")
-    return notate(
+    shared = axis_names(batch, "b")
+    places = [*shared, *axis_names(len(indices) - 1 - batch, "i")]
+    rest = axis_names(len(data) - depth, "t")
+    return space_from_words(
         signature,
-        [[*shared, *unindexed(data[batch:depth]), *rest], [*places, "1"]],
+        [[*shared, *unindexed_words(data[batch:depth]), *rest], [*places, "1"]],
         [[*places, *rest]],
     )
 
@@ -320,10 +335,12 @@ def _scatter_nd(signature: Signature) -> Space:
     """Return the iteration space `1 t, 1 1, 1 t -> 1 t`."""
     data = signature.operand(0).shape
     indices = signature.operand(1).shape
-    rest = names(len(data) - indices[-1], "t")
-    table = [*unindexed(data[: indices[-1]]), *rest]
-    return notate(
-        signature, [table, unindexed(indices), [*unindexed(indices[:-1]), *rest]], [table]
+    rest = axis_names(len(data) - indices[-1], "t")
+    table = [*unindexed_words(data[: indices[-1]]), *rest]
+    return space_from_words(
+        signature,
+        [table, unindexed_words(indices), [*unindexed_words(indices[:-1]), *rest]],
+        [table],
     )
 
 
@@ -332,15 +349,17 @@ def _one_hot(signature: Signature) -> Space:
     its classes from its coordinate.
     """
     rank = len(signature.result().shape)
-    axis = positive(signature.node.integer("axis", -1), rank)
-    words = names(rank - 1, "i")
-    return notate(signature, [words], [[*words[:axis], "v&", *words[axis:]]])
+    axis = nonnegative_axis(signature.node.integer("axis", -1), rank)
+    words = axis_names(rank - 1, "i")
+    return space_from_words(signature, [words], [[*words[:axis], "v&", *words[axis:]]])
 
 
 def _tensor_scatter(signature: Signature) -> Space:
     """Return the iteration space of writing into a cache `b … s! …` at one position per sample."""
-    cache = replaced(signature.words, [signature.axis(-2)])
-    return notate(signature, [cache, cache, *([["d0"]] if signature.present(2) else [])], [cache])
+    cache = replace_words(signature.words, [signature.axis(-2)])
+    return space_from_words(
+        signature, [cache, cache, *([["d0"]] if signature.present(2) else [])], [cache]
+    )
 
 
 def _axis_range(signature: Signature, slot: int) -> Range | None:
@@ -395,7 +414,7 @@ def _gathered(signature: Signature, slot: int, result: int, array: Integers) -> 
     indices = signature.constant(1)
     if slot or indices is None:
         return None
-    axis = positive(signature.node.integer("axis"), max(array.ndim, 1))
+    axis = nonnegative_axis(signature.node.integer("axis"), max(array.ndim, 1))
     return np.take(array, indices, axis)
 
 
@@ -442,11 +461,13 @@ INDEXING = (
         shaping=(1,),
         index_range=_class_range,
     ),
-    Operator("NonZero", opaque, "memory", static=(0,), computable=(0,), differentiable=False),
+    Operator(
+        "NonZero", unsplittable_space, "memory", static=(0,), computable=(0,), differentiable=False
+    ),
 )
 
 
-def regroup(signature: Signature) -> Space:
+def reshape_space(signature: Signature) -> Space:
     """Return the iteration space of a reshape, such as `(a b) c -> a b c`: the common refinement of
     both shapes, with an axis per factor.
 
@@ -460,8 +481,8 @@ def regroup(signature: Signature) -> Space:
             f"{signature.node.op} makes {target} of {source}, which has another number of elements"
         )
         raise ModelError(message, where=repr(signature.node.name))
-    left = unindexed(source)
-    right = unindexed(target)
+    left = unindexed_words(source)
+    right = unindexed_words(target)
     extents: dict[str, int] = {}
     # `ends` contains the cumulative products of each shape. A segment ends at each product that
     # both shapes have.
@@ -478,7 +499,7 @@ def regroup(signature: Signature) -> Space:
                 if extent > 1 and first < end <= last:
                     group = [axes[cut] for cut in cuts if end // extent < cut <= end]
                     words[place] = group[0] if len(group) == 1 else f"({' '.join(group)})"
-    return notate(signature, [left], [right], **extents)
+    return space_from_words(signature, [left], [right], **extents)
 
 
 def _regrouping(name: str, shape: tuple[int, ...] = (1,), sizes: tuple[int, ...] = ()) -> Operator:
@@ -487,7 +508,7 @@ def _regrouping(name: str, shape: tuple[int, ...] = (1,), sizes: tuple[int, ...]
     """
     return Operator(
         name,
-        regroup,
+        reshape_space,
         "view",
         static=shape,
         shaping=shape,
@@ -525,11 +546,11 @@ def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
     """
     source = signature.operand(0).shape
     result = signature.result().shape
-    axes = [positive(axis, len(source)) for axis in signature.node.integers("axes")] or list(
-        range(len(source))
-    )
-    scales = _scales(signature, axes)
-    roi = _numbers(signature, 1) if len(signature.operands) > 2 else ()
+    axes = [
+        nonnegative_axis(axis, len(source)) for axis in signature.node.integers("axes")
+    ] or list(range(len(source)))
+    scales = _axis_scales(signature, axes)
+    roi = _constant_floats(signature, 1) if len(signature.operands) > 2 else ()
     crops = signature.node.text("coordinate_transformation_mode") == "tf_crop_and_resize" and len(
         roi
     ) == 2 * len(axes)
@@ -541,16 +562,16 @@ def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
     return tuple(found)
 
 
-def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
+def _axis_scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
     """Return the scale of each axis in `axes`, as stated or derived from the sizes. All scales are
     equal if the sizes are stated and the aspect ratio is kept.
     """
     if signature.node.has("scales"):
         return signature.node.numbers("scales")
-    stated = _numbers(signature, 1 if len(signature.operands) == 2 else 2)
+    stated = _constant_floats(signature, 1 if len(signature.operands) == 2 else 2)
     if stated:
         return stated
-    sizes = _numbers(signature, 3)
+    sizes = _constant_floats(signature, 3)
     if not sizes:
         raise ModelError(
             "Resize requires constant scales or constant sizes", where=repr(signature.node.name)
@@ -564,12 +585,12 @@ def _scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
     return ((min if policy == "not_larger" else max)(scales),) * len(scales)
 
 
-def _numbers(signature: Signature, index: int) -> tuple[float, ...]:
+def _constant_floats(signature: Signature, index: int) -> tuple[float, ...]:
     array = signature.constant(index)
     return () if array is None else tuple(array.astype(np.float64).reshape(-1).tolist())
 
 
-_WORDS = {
+_ALLOWED_ATTRIBUTE_TEXTS = {
     "mode": {"nearest", "linear", "cubic"},
     "coordinate_transformation_mode": {
         "half_pixel",
@@ -590,7 +611,7 @@ def resize(signature: Signature) -> Space:
     """Return the iteration space `*d i -> *d o`, with i and o unsplittable. Raise ModelError if a
     text attribute has a value that ONNX does not define.
     """
-    for name, words in _WORDS.items():
+    for name, words in _ALLOWED_ATTRIBUTE_TEXTS.items():
         if signature.node.has(name) and signature.node.text(name) not in words:
             message = (
                 f"Resize has {name} {signature.node.text(name)!r}, not {', '.join(sorted(words))}"
@@ -601,10 +622,10 @@ def resize(signature: Signature) -> Space:
     for axis in (each.axis for each in resized_axes(signature)):
         source[axis] = f"i{axis}!"
         result[axis] = f"o{axis}!"
-    return notate(signature, [source], [result])
+    return space_from_words(signature, [source], [result])
 
 
-def _flops(signature: Signature, space: Space) -> float:
+def _resize_flops(signature: Signature, space: Space) -> float:
     """Return the FLOPs of interpolation: a multiply-add per tap, with two taps per axis for linear
     and four for cubic.
     """
@@ -617,8 +638,12 @@ def _flops(signature: Signature, space: Space) -> float:
 
 
 RESIZE = (
-    Operator("Resize", resize, "memory", _flops, 1.0, static=(1, 2, 3), interpolation="nearest"),
-    Operator("Upsample", resize, "memory", _flops, 1.0, static=(1,), interpolation="nearest"),
+    Operator(
+        "Resize", resize, "memory", _resize_flops, 1.0, static=(1, 2, 3), interpolation="nearest"
+    ),
+    Operator(
+        "Upsample", resize, "memory", _resize_flops, 1.0, static=(1,), interpolation="nearest"
+    ),
 )
 
-ROWS = (*MOVEMENT, *INDEXING, *REGROUP, *RESIZE)
+OPERATOR_DEFINITIONS = (*MOVEMENT, *INDEXING, *REGROUP, *RESIZE)

@@ -9,30 +9,30 @@ from collections.abc import Callable, Mapping
 
 from autopipe.ir.ops.operator import (
     Operator,
+    OperatorCollective,
     Range,
     Signature,
-    Statistic,
     Statistics,
-    aligned,
-    along,
+    all_reduces_of_statistics,
     axes_of,
+    broadcast_words,
+    bytes_per_statistic,
     joint_splits,
-    marked,
+    local_points,
+    mark_words,
     no_statistics,
-    notate,
-    notated,
+    nonnegative_axis,
     per_result,
     per_row,
-    points,
-    positive,
-    reduced,
-    replaced,
-    single,
+    replace_words,
+    space_along_axes,
+    space_from_notation,
+    space_from_words,
 )
 from autopipe.ir.space import Space
 
 
-def trains(signature: Signature) -> bool:
+def uses_batch_statistics(signature: Signature) -> bool:
     """True if a node is a BatchNormalization that normalizes by the statistics of the batch."""
     if signature.node.op != "BatchNormalization":
         return False
@@ -45,9 +45,9 @@ def batch_norm(signature: Signature) -> Space:
     """Return the iteration space `n c *i, c, c, c, c -> n c *i, c, c`. In training mode, the
     statistics include the samples of all devices.
     """
-    mark = "=" if trains(signature) else ""
+    mark = "=" if uses_batch_statistics(signature) else ""
     first = f"n{mark} c *i{mark}"
-    return notate(signature, [first, "c", "c", "c", "c"], [first, "c"])
+    return space_from_words(signature, [first, "c", "c", "c", "c"], [first, "c"])
 
 
 def normalized_axes(signature: Signature) -> range:
@@ -63,9 +63,12 @@ def layer_norm(signature: Signature) -> Space:
     words = signature.words
     axes = normalized_axes(signature)
     scales = [
-        aligned(value.shape if value else (), shape, words) for value in signature.operands[1:]
+        broadcast_words(value.shape if value else (), shape, words)
+        for value in signature.operands[1:]
     ]
-    return notate(signature, [marked(words, axes, "="), *scales], [words, replaced(words, axes)])
+    return space_from_words(
+        signature, [mark_words(words, axes, "="), *scales], [words, replace_words(words, axes)]
+    )
 
 
 def group_norm(signature: Signature) -> Space:
@@ -75,7 +78,7 @@ def group_norm(signature: Signature) -> Space:
     groups = signature.node.integer("num_groups")
     channels = signature.operand(0).shape[1]
     scale = "(g c)" if signature.operand(1).shape == (channels,) else "g"
-    return notate(
+    return space_from_words(
         signature, ["n (g c=) *i=", scale, scale], ["n (g c) *i"], g=groups, c=channels // groups
     )
 
@@ -83,7 +86,8 @@ def group_norm(signature: Signature) -> Space:
 def variance_axes(signature: Signature) -> tuple[int, ...]:
     """Return the axes of MeanVarianceNormalization, counted from the front."""
     return tuple(
-        positive(axis, signature.rank) for axis in signature.node.integers("axes", (0, 2, 3))
+        nonnegative_axis(axis, signature.rank)
+        for axis in signature.node.integers("axes", (0, 2, 3))
     )
 
 
@@ -97,17 +101,19 @@ def softmax_axes(signature: Signature) -> range:
 
 
 def _softmax(signature: Signature) -> Space:
-    return along(signature, softmax_axes(signature), "!" if signature.node.op == "Hardmax" else "&")
+    return space_along_axes(
+        signature, softmax_axes(signature), "!" if signature.node.op == "Hardmax" else "&"
+    )
 
 
-MOMENTS = (), (2,), (16,)
+BYTES_OF_MOMENTS = (), (2,), (16,)
 """Statistics per row: in forward the mean and the second moment in double precision (16 bytes), in
 backward two sums.
 """
-NORM = (1,), (1,)
+BYTES_OF_NORM = (1,), (1,)
 """Statistics per row: in forward the sum of squares or absolute values, in backward a sum."""
-_MOMENTS = per_row(*MOMENTS)
-_NORM = per_row(*NORM)
+_MOMENTS = per_row(*BYTES_OF_MOMENTS)
+_NORM = per_row(*BYTES_OF_NORM)
 _SOFTMAX = per_row((1, 1), (1,))
 """Statistics per row: in forward the maximum and the sum, in backward a sum."""
 extreme_statistics = per_row((1,), (2,))
@@ -146,7 +152,7 @@ NORMALIZATION = (
         "BatchNormalization",
         batch_norm,
         4.0,
-        mixes=trains,
+        mixes=uses_batch_statistics,
         weights=(1, 2, 3, 4),
         affine=(1, 2),
     ),
@@ -154,17 +160,24 @@ NORMALIZATION = (
     _normalization("RMSNormalization", layer_norm, 5.0, _NORM, affine=(1,)),
     _normalization("SimplifiedLayerNormalization", layer_norm, 5.0, _NORM),
     _normalization("GroupNormalization", group_norm, 8.0, affine=(1, 2)),
-    _normalization("InstanceNormalization", notated("n c *i=, c, c -> n c *i"), 8.0, affine=(1, 2)),
+    _normalization(
+        "InstanceNormalization", space_from_notation("n c *i=, c, c -> n c *i"), 8.0, affine=(1, 2)
+    ),
     _normalization(
         "MeanVarianceNormalization",
-        lambda signature: along(signature, variance_axes(signature), "="),
+        lambda signature: space_along_axes(signature, variance_axes(signature), "="),
         7.0,
         mixes=lambda signature: 0 in variance_axes(signature),
     ),
     _normalization(
-        "LpNormalization", lambda signature: along(signature, [signature.axis(-1)], "="), 4.0, _NORM
+        "LpNormalization",
+        lambda signature: space_along_axes(signature, [signature.axis(-1)], "="),
+        4.0,
+        _NORM,
     ),
-    _normalization("LRN", lambda signature: along(signature, [1], "!"), 12.0, no_statistics),
+    _normalization(
+        "LRN", lambda signature: space_along_axes(signature, [1], "!"), 12.0, no_statistics
+    ),
     *(
         Operator(
             name,
@@ -191,32 +204,32 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
     return () if signature.node.integer("noop_with_empty_axes") else tuple(range(signature.rank))
 
 
-def _folded(signature: Signature, axes: tuple[int, ...], mark: str) -> Space:
+def _reduction_space(signature: Signature, axes: tuple[int, ...], mark: str) -> Space:
     """Return the iteration space `a r+ -> a 1`, or `a r+ -> a` without `keepdims`. `mark` is the
     mark of the reduced axes. Integers are unsplittable along axes marked `=` or `~`.
     """
     own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
-    result = replaced(signature.words, axes)
+    result = replace_words(signature.words, axes)
     if not signature.node.integer("keepdims", 1):
         result = [word for axis, word in enumerate(result) if axis not in axes]
-    return notate(signature, [marked(signature.words, axes, own)], [result])
+    return space_from_words(signature, [mark_words(signature.words, axes, own)], [result])
 
 
-def running_axis(signature: Signature) -> int:
+def cumulative_axis(signature: Signature) -> int:
     """Return the axis of CumSum or CumProd, which is a constant operand."""
     array = signature.constant(1)
     assert array is not None, f"{signature.node.op} needs a known axis"
-    return positive(int(array.reshape(())), signature.rank)
+    return nonnegative_axis(int(array.reshape(())), signature.rank)
 
 
-def _running(signature: Signature) -> Space:
-    return along(signature, [running_axis(signature)], "!")
+def _cumulative_space(signature: Signature) -> Space:
+    return space_along_axes(signature, [cumulative_axis(signature)], "!")
 
 
 def _top_k(signature: Signature) -> Space:
     axis = [signature.axis(-1)]
-    return notate(
-        signature, [marked(signature.words, axis, "!")], [replaced(signature.words, axis)]
+    return space_from_words(
+        signature, [mark_words(signature.words, axis, "!")], [replace_words(signature.words, axis)]
     )
 
 
@@ -224,7 +237,7 @@ def _per_operand(coefficient: float) -> Callable[[Signature, Space], float]:
     return lambda signature, space: coefficient * signature.operand(0).elements
 
 
-def _row(
+def _reduce_operator(
     name: str,
     mark: str,
     cost: float = 1.0,
@@ -237,7 +250,7 @@ def _row(
 ) -> Operator:
     return Operator(
         name,
-        lambda signature: _folded(signature, reduced_axes(signature), mark),
+        lambda signature: _reduction_space(signature, reduced_axes(signature), mark),
         "reduction",
         _per_operand(cost),
         keeps=keeps,
@@ -250,13 +263,13 @@ def _row(
     )
 
 
-def _index(name: str, neutral: float) -> Operator:
+def _index_operator(name: str, neutral: float) -> Operator:
     """Return the definition of ArgMax or ArgMin. Devices exchange the maximum or minimum of each
     row, then its index, a 64-bit integer.
     """
     return Operator(
         name,
-        lambda signature: _folded(signature, (signature.axis(),), "="),
+        lambda signature: _reduction_space(signature, (signature.axis(),), "="),
         "reduction",
         _per_operand(1.0),
         0.0,
@@ -268,21 +281,21 @@ def _index(name: str, neutral: float) -> Operator:
 
 
 REDUCTION = (
-    _row("ReduceSum", "+", linear="together"),
-    _row("ReduceMean", "~", linear="together"),
-    _row("ReduceL1", "+", 2.0, keeps=("0",)),
-    _row("ReduceSumSquare", "+", 2.0, keeps=("0",)),
-    _row("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_NORM),
-    _row("ReduceMax", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=-math.inf),
-    _row("ReduceMin", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=math.inf),
-    _row("ReduceProd", "!", keeps=("0", ">0"), neutral=1.0),
-    _row("ReduceLogSum", "=", statistics=_NORM, finite_at=((0, 1),)),
-    _row("ReduceLogSumExp", "=", 6.0, ("0", ">0"), _SOFTMAX, neutral=-math.inf),
-    _index("ArgMax", -math.inf),
-    _index("ArgMin", math.inf),
+    _reduce_operator("ReduceSum", "+", linear="together"),
+    _reduce_operator("ReduceMean", "~", linear="together"),
+    _reduce_operator("ReduceL1", "+", 2.0, keeps=("0",)),
+    _reduce_operator("ReduceSumSquare", "+", 2.0, keeps=("0",)),
+    _reduce_operator("ReduceL2", "=", 2.0, keeps=("0", ">0"), statistics=_NORM),
+    _reduce_operator("ReduceMax", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=-math.inf),
+    _reduce_operator("ReduceMin", "=", 1.0, ("0", ">0"), extreme_statistics, neutral=math.inf),
+    _reduce_operator("ReduceProd", "!", keeps=("0", ">0"), neutral=1.0),
+    _reduce_operator("ReduceLogSum", "=", statistics=_NORM, finite_at=((0, 1),)),
+    _reduce_operator("ReduceLogSumExp", "=", 6.0, ("0", ">0"), _SOFTMAX, neutral=-math.inf),
+    _index_operator("ArgMax", -math.inf),
+    _index_operator("ArgMin", math.inf),
     Operator(
         "CumSum",
-        _running,
+        _cumulative_space,
         "reduction",
         _per_operand(1.0),
         1.0,
@@ -292,7 +305,7 @@ REDUCTION = (
     ),
     Operator(
         "CumProd",
-        _running,
+        _cumulative_space,
         "reduction",
         _per_operand(1.0),
         2.0,
@@ -315,24 +328,24 @@ REDUCTION = (
 )
 
 
-def reduction(signature: Signature) -> str:
+def loss_reduction(signature: Signature) -> str:
     """Return the reduction of a loss: `none`, `mean` or `sum`."""
     return signature.node.text("reduction", "mean")
 
 
-def weighs_labels(signature: Signature) -> bool:
+def may_weight_labels(signature: Signature) -> bool:
     """True if a mean loss may divide by a number other than the number of labels. The loss of the
     batch is then not the average of the losses of its parts.
     """
-    return reduction(signature) == "mean" and (
+    return loss_reduction(signature) == "mean" and (
         signature.present(2) or signature.node.has("ignore_index")
     )
 
 
-def loss_mark(signature: Signature) -> str:
+def label_axis_mark(signature: Signature) -> str:
     """Return the mark of the axes of the labels."""
-    return {"none": "", "sum": "+", "mean": "&" if weighs_labels(signature) else "~"}[
-        reduction(signature)
+    return {"none": "", "sum": "+", "mean": "&" if may_weight_labels(signature) else "~"}[
+        loss_reduction(signature)
     ]
 
 
@@ -344,11 +357,13 @@ def class_loss(signature: Signature) -> Space:
     has weighted or ignored labels and the labels are split, the devices add up the weights of their
     labels, by which the mean divides.
     """
-    mark = loss_mark(signature)
+    mark = label_axis_mark(signature)
     labels = f"n{mark} *d{mark}"
     scores = f"n{mark} c& *d{mark}"
-    return notate(
-        signature, [scores, labels, "1"], [labels if reduction(signature) == "none" else "", scores]
+    return space_from_words(
+        signature,
+        [scores, labels, "1"],
+        [labels if loss_reduction(signature) == "none" else "", scores],
     )
 
 
@@ -358,21 +373,25 @@ def label_axes(signature: Signature) -> tuple[str, ...]:
 
 def _weight_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int]
-) -> tuple[Statistic, ...]:
+) -> tuple[OperatorCollective, ...]:
     axes = joint_splits(space, degrees, label_axes(signature))
-    return reduced(axes, 1, (single(signature.operand(0).dtype),), ())
+    return all_reduces_of_statistics(
+        axes, 1, (bytes_per_statistic(signature.operand(0).dtype),), ()
+    )
 
 
 def class_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
-) -> tuple[Statistic, ...]:
+) -> tuple[OperatorCollective, ...]:
     """Return the collectives of a class loss: per label the maximum score and the sum in forward,
     and a sum in backward. A further all-reduce sums the weights of all labels if their axes are
     joint and split.
     """
-    width = single(signature.operand(0).dtype)
-    labels = points(space, degrees, label_axes(signature))
-    classes = reduced(joint_splits(space, degrees, "c"), labels, (width, width), (width,), through)
+    width = bytes_per_statistic(signature.operand(0).dtype)
+    labels = local_points(space, degrees, label_axes(signature))
+    classes = all_reduces_of_statistics(
+        joint_splits(space, degrees, "c"), labels, (width, width), (width,), through
+    )
     return (*classes, *_weight_statistics(signature, space, degrees))
 
 
@@ -388,7 +407,7 @@ LOSSES = (
         "normalization",
         _per_operand(6.0),
         keeps=("probabilities",),
-        mixes_samples=weighs_labels,
+        mixes_samples=may_weight_labels,
         statistics=class_statistics,
         loss=True,
         finite_at=((1, 0),),
@@ -400,7 +419,7 @@ LOSSES = (
         "reduction",
         lambda signature, space: 2.0 * signature.operand(1).elements,
         keeps=("1",),
-        mixes_samples=weighs_labels,
+        mixes_samples=may_weight_labels,
         statistics=_weight_statistics,
         loss=True,
         finite_at=((1, 0),),
@@ -408,4 +427,4 @@ LOSSES = (
     ),
 )
 
-ROWS = (*NORMALIZATION, *REDUCTION, *LOSSES)
+OPERATOR_DEFINITIONS = (*NORMALIZATION, *REDUCTION, *LOSSES)

@@ -22,7 +22,7 @@ from autopipe.ir.space import NotationError, Space, parse_notation
 
 
 @dataclass(frozen=True, slots=True)
-class Statistic:
+class OperatorCollective:
     """One collective that the implementation of an operator runs `times` times in a forward pass,
     over the devices along the split `axes` (in the order of the iteration space).
 
@@ -53,32 +53,35 @@ def joint_splits(
     )
 
 
-def points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
+def local_points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
     """Return the number of points of the axes in `names` on one device: the product of their local
     sizes.
     """
     return math.prod(space.axis(name).size // degrees.get(name, 1) for name in names)
 
 
-def reduced(
+def all_reduces_of_statistics(
     axes: tuple[str, ...],
     elements: int,
     forward: Iterable[int],
     backward: Iterable[int],
     through: tuple[int, ...] = (0,),
-) -> tuple[Statistic, ...]:
+) -> tuple[OperatorCollective, ...]:
     """Return one all-reduce of `elements` elements for each entry of `forward` and `backward`. An
     entry is the number of bytes per element. Return () if `axes` is empty.
     """
     if not axes:
         return ()
     return (
-        *(Statistic(axes, elements * width) for width in forward),
-        *(Statistic(axes, elements * width, backward=True, through=through) for width in backward),
+        *(OperatorCollective(axes, elements * width) for width in forward),
+        *(
+            OperatorCollective(axes, elements * width, backward=True, through=through)
+            for width in backward
+        ),
     )
 
 
-def single(dtype: DType) -> int:
+def bytes_per_statistic(dtype: DType) -> int:
     """Return the bytes per element of a statistic: 8 (double precision) for float64 values, 4
     (single precision) for all other types.
     """
@@ -108,11 +111,11 @@ class Signature:
     @property
     def words(self) -> list[str]:
         """The axis names of the first operand, one per dimension: d0 d1 …"""
-        return names(self.rank)
+        return axis_names(self.rank)
 
     def axis(self, default: int = 0) -> int:
         """Return the attribute `axis` as a nonnegative axis of the first operand."""
-        return positive(self.node.integer("axis", default), self.rank)
+        return nonnegative_axis(self.node.integer("axis", default), self.rank)
 
     def operand(self, index: int) -> Value:
         value = self.operands[index]
@@ -161,27 +164,27 @@ def signature_of(graph: Graph, node: Node) -> Signature:
     )
 
 
-Words = str | Sequence[str]
+DimensionWords = str | Sequence[str]
 """The dimensions of a tensor in iteration-space notation: a sequence of words, one per dimension,
 or one string of words separated by blanks.
 
 In a string, `*x!` expands to the axes x0! x1! … of the dimensions that no other word describes.
 `*1` expands to 1 (no axis) for each of these dimensions.
 """
-_WORD = re.compile(r"\([^)]*\)|\[[^\]]*\]|\S+")
+_WORD_PATTERN = re.compile(r"\([^)]*\)|\[[^\]]*\]|\S+")
 
 
-def _spelled(value: Value | None, words: Words | None) -> str:
+def _notation_of_tensor(value: Value | None, words: DimensionWords | None) -> str:
     if value is None or words is None:
-        return "?" if value is None else " ".join(unindexed(value.shape))
+        return "?" if value is None else " ".join(unindexed_words(value.shape))
     if not isinstance(words, str):
         return " ".join(words)
-    found = _WORD.findall(words)
+    found = _WORD_PATTERN.findall(words)
     for place, word in enumerate(found):
         if word.startswith("*"):
             name = word[1:].rstrip("!+~&=")
             count = len(value.shape) - len(found) + 1
-            run = ["1"] * count if name == "1" else names(count, name)
+            run = ["1"] * count if name == "1" else axis_names(count, name)
             return " ".join(
                 [
                     *found[:place],
@@ -192,10 +195,10 @@ def _spelled(value: Value | None, words: Words | None) -> str:
     return words
 
 
-def notate(
+def space_from_words(
     signature: Signature,
-    operands: Sequence[Words],
-    results: Sequence[Words],
+    operands: Sequence[DimensionWords],
+    results: Sequence[DimensionWords],
     fill: float = 0.0,
     **extents: int,
 ) -> Space:
@@ -207,10 +210,11 @@ def notate(
     window reads outside of a tensor.
     """
     sides = zip_longest(signature.operands, operands[: len(signature.operands)])
-    left = [_spelled(value, words) for value, words in sides]
+    left = [_notation_of_tensor(value, words) for value, words in sides]
     last = len(results) - 1
     right = [
-        _spelled(value, results[min(place, last)]) for place, value in enumerate(signature.results)
+        _notation_of_tensor(value, results[min(place, last)])
+        for place, value in enumerate(signature.results)
     ]
     read, written = (
         tuple(None if value is None else value.shape for value in side)
@@ -262,7 +266,7 @@ def first_broadcast(
     return None if slot else broadcast_to_result(signature, slot, result, array)
 
 
-Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[Statistic, ...]]
+Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[OperatorCollective, ...]]
 """Function that returns the collectives of a node from its signature, its iteration space, and the
 degree of each split axis.
 """
@@ -270,7 +274,7 @@ degree of each split axis.
 
 def no_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int]
-) -> tuple[Statistic, ...]:
+) -> tuple[OperatorCollective, ...]:
     """Return (): the operator runs no collective."""
     return ()
 
@@ -291,13 +295,17 @@ def per_row(
 
     def statistics(
         signature: Signature, space: Space, degrees: Mapping[str, int]
-    ) -> tuple[Statistic, ...]:
-        width = single(signature.operand(0).dtype)
+    ) -> tuple[OperatorCollective, ...]:
+        width = bytes_per_statistic(signature.operand(0).dtype)
         told = [width * count for count in forward]
         back = [width * count for count in backward]
         axes = {name for dimension in space.operands[0] or () for name in dimension}
-        rows = points(space, degrees, (name for name in axes if not space.axis(name).kind.is_joint))
-        return reduced(joint_splits(space, degrees), rows, [*told, *fixed], back, through)
+        rows = local_points(
+            space, degrees, (name for name in axes if not space.axis(name).kind.is_joint)
+        )
+        return all_reduces_of_statistics(
+            joint_splits(space, degrees), rows, [*told, *fixed], back, through
+        )
 
     return statistics
 
@@ -472,13 +480,13 @@ def qualified_name(node: Node) -> str:
     return f"{node.domain}.{node.op}" if node.domain not in ("", "ai.onnx") else node.op
 
 
-def notated(text: str) -> Callable[[Signature], Space]:
+def space_from_notation(text: str) -> Callable[[Signature], Space]:
     """Return a function that applies one fixed line of notation to each signature."""
     left, _, right = text.partition("->")
     operands, results = (
         [words.strip() for words in side.split(",") if side.strip()] for side in (left, right)
     )
-    return lambda signature: notate(signature, operands, results or [""])
+    return lambda signature: space_from_words(signature, operands, results or [""])
 
 
 def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
@@ -491,28 +499,28 @@ def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
     return lambda signature, space: coefficient * math.prod(signature.result().shape)
 
 
-def names(rank: int, prefix: str = "d") -> list[str]:
+def axis_names(rank: int, prefix: str = "d") -> list[str]:
     """Return one axis name per dimension: d0 d1 … for the default prefix."""
     return [f"{prefix}{axis}" for axis in range(rank)]
 
 
-def unindexed(shape: Sequence[int]) -> list[str]:
+def unindexed_words(shape: Sequence[int]) -> list[str]:
     return ["1"] * len(shape)
 
 
-def marked(words: Sequence[str], axes: Iterable[int], mark: str) -> list[str]:
+def mark_words(words: Sequence[str], axes: Iterable[int], mark: str) -> list[str]:
     chosen = set(axes)
     return [
         word + mark if axis in chosen and word != "1" else word for axis, word in enumerate(words)
     ]
 
 
-def replaced(words: Sequence[str], axes: Iterable[int], word: str = "1") -> list[str]:
+def replace_words(words: Sequence[str], axes: Iterable[int], word: str = "1") -> list[str]:
     chosen = set(axes)
     return [word if axis in chosen else each for axis, each in enumerate(words)]
 
 
-def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -> list[str]:
+def broadcast_words(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -> list[str]:
     """Return the words of an operand of shape `shape` that broadcasts to shape `result`.
 
     `words` are the words of the result. Trailing dimensions are aligned. A dimension whose size
@@ -525,29 +533,31 @@ def aligned(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -
     ]
 
 
-def opaque(signature: Signature) -> Space:
+def unsplittable_space(signature: Signature) -> Space:
     """Return an iteration space without axes, for an operator that cannot be split."""
-    return notate(
-        signature, [], [unindexed(value.shape if value else ()) for value in signature.results]
+    return space_from_words(
+        signature,
+        [],
+        [unindexed_words(value.shape if value else ()) for value in signature.results],
     )
 
 
-def along(signature: Signature, axes: Iterable[int], mark: str) -> Space:
+def space_along_axes(signature: Signature, axes: Iterable[int], mark: str) -> Space:
     """Return the iteration space of an operator whose first operand and results have equal shapes.
     The axes in `axes` carry `mark`. No axis indexes the other operands.
     """
-    return notate(signature, [marked(signature.words, axes, mark)], [signature.words])
+    return space_from_words(signature, [mark_words(signature.words, axes, mark)], [signature.words])
 
 
-def changed(signature: Signature, axes: Iterable[int], operands: int = 1) -> Space:
+def space_with_changed_axes(signature: Signature, axes: Iterable[int], operands: int = 1) -> Space:
     """Return the iteration space of an operator whose first `operands` operands and all results
     differ in shape only along `axes`. No axis indexes these dimensions or the other operands.
     """
-    words = replaced(signature.words, axes)
-    return notate(signature, [words] * operands, [words])
+    words = replace_words(signature.words, axes)
+    return space_from_words(signature, [words] * operands, [words])
 
 
-def positive(axis: int, rank: int) -> int:
+def nonnegative_axis(axis: int, rank: int) -> int:
     """Return `axis` counted from the front. A negative axis counts from the back."""
     return axis + rank if axis < 0 else axis
 
@@ -566,7 +576,7 @@ def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
         given = signature.node.integers("axes")
     else:
         return None
-    return tuple(positive(axis, rank) for axis in given)
+    return tuple(nonnegative_axis(axis, rank) for axis in given)
 
 
 @dataclass(frozen=True, slots=True)

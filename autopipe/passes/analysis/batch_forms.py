@@ -33,7 +33,7 @@ import numpy as np
 from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.graph import Constant, Graph, Node
 from autopipe.ir.ops import is_label_loss, operator_of, operators_with, signature_of, spaces_of
-from autopipe.ir.ops.normalization import reduction, trains
+from autopipe.ir.ops.normalization import loss_reduction, uses_batch_statistics
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.gradients import differentiable_values
@@ -402,7 +402,7 @@ class _Forms:
         has_samples = any(each.has_samples for each in operands)
         if any(each.base in _DIVIDED for each in operands):
             return self._of_divided(node, names, operands)
-        if is_label_loss(node) and reduction(signature) == "mean":
+        if is_label_loss(node) and loss_reduction(signature) == "mean":
             combined = _nonlinear(node, operands)
             if combined.base is _Base.MIXED:
                 return combined
@@ -411,7 +411,7 @@ class _Forms:
             if node.inputs[2] in self._trained or node.op == "LinearCrossEntropy":
                 return _mixed(node, "divides by the weights of the labels of a batch")
             return _Form(_Base.RATIO, divided_by=Divisor(node.name))
-        if trains(signature):
+        if uses_batch_statistics(signature):
             return _nonlinear(node, operands)
         if has_samples and (
             not samples

@@ -19,10 +19,10 @@ from autopipe.ir.attention_kernels import (
 from autopipe.ir.graph import DType, Fill, Graph, Node, Parameter
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of
-from autopipe.ir.ops.attention import is_stepwise
-from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, scratch_bytes
-from autopipe.ir.ops.loop import body_of, operand_ports, run_axes
-from autopipe.ir.ops.operator import single
+from autopipe.ir.ops.attention import needs_stepwise_softmax
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT_OPERAND, scratch_bytes
+from autopipe.ir.ops.loop import body_of, operand_ports, splittable_axes
+from autopipe.ir.ops.operator import bytes_per_statistic
 from autopipe.ir.space import Dimension, Windowed
 from autopipe.passes.analysis.operators import (
     PRODUCT_KINDS,
@@ -231,7 +231,7 @@ def attention_tensors(
             continue
         axes = use.space.axis_sizes()
         value = graph.type_of(node.inputs[0])
-        stepwise = is_stepwise(node, value.dtype)
+        stepwise = needs_stepwise_softmax(node, value.dtype)
         if capability is None and not stepwise:
             continue
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, value.dtype.value)
@@ -301,14 +301,14 @@ def scratch_of(
     if use.row.name != LINEAR_CROSS_ENTROPY:
         return Scratch()
     dtype = graph.type_of(node.inputs[0]).dtype
-    weight = graph.type_of(node.inputs[WEIGHT])
+    weight = graph.type_of(node.inputs[WEIGHT_OPERAND])
     narrow = dtype in _AUTOCAST_TYPES.values() or (narrows(precision) and dtype is DType.FLOAT32)
     gradient = 0
     if weight.name in differentiable_values(graph):
         # The gradient of the 16-bit copy, and its conversion to the type of the parameter.
         width = weight.dtype.itemsize + 2 * (weight.name in low_precision_copies(graph, precision))
         gradient = weight.elements * width // degrees.get("c", 1)
-    return Scratch(scratch_bytes(use.space, degrees, single(dtype), narrow), gradient)
+    return Scratch(scratch_bytes(use.space, degrees, bytes_per_statistic(dtype), narrow), gradient)
 
 
 Dimensions = tuple[Dimension, ...] | None
@@ -381,7 +381,7 @@ def kept_values(
                 )
             elif what == "rows":
                 elements = graph.type_of(read[1]).elements
-                width = 8 + 2 * single(graph.type_of(read[0]).dtype)
+                width = 8 + 2 * bytes_per_statistic(graph.type_of(read[0]).dtype)
                 yield SavedTensor(
                     (f"{result}\0rows", width), elements * width, use.space.operands[1] or ()
                 )
@@ -449,7 +449,9 @@ def _saved_by_iterations(
         port.name: place for place, port in enumerate(operand_ports(node)) if place >= states
     }
     names = {
-        (index, axis): each.name for each in run_axes(node) for index, axis in each.nodes.items()
+        (index, axis): each.name
+        for each in splittable_axes(node)
+        for index, axis in each.nodes.items()
     }
     given = tuple(value.name for value in body_of(node).inputs)
     for index, own in enumerate(kept_values(body, *target, given)):

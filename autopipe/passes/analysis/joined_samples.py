@@ -15,8 +15,8 @@ from autopipe.ir.batch import BatchAxes, BatchAxis, batch_axes_of
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import is_label_loss, operator_of, signature_of
-from autopipe.ir.ops.movement import slices
-from autopipe.ir.ops.normalization import reduction
+from autopipe.ir.ops.movement import slice_ranges
+from autopipe.ir.ops.normalization import loss_reduction
 from autopipe.ir.space import AxisKind
 
 _PLACING: Final = frozenset({"Concat", "GatherND", "Pad", "ScatterElements", "ScatterND", "Tile"})
@@ -130,7 +130,7 @@ def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
         return False
     signature = signature_of(graph, node)
     if node.op == "Slice":
-        taken = slices(signature)
+        taken = slice_ranges(signature)
         shape = signature.operand(0).shape
         return any(taken[dimension] != (0, shape[dimension], 1) for dimension in dimensions)
     if node.op == "Gather":
@@ -143,7 +143,7 @@ def _adds_up(graph: Graph, node: Node, samples: Sequence[BatchAxis]) -> bool:
     row = operator_of(node)
     if row is None or row.kind == "memory" or node.op in _APPROXIMATE:
         return False
-    if is_label_loss(node) and reduction(signature_of(graph, node)) == "mean":
+    if is_label_loss(node) and loss_reduction(signature_of(graph, node)) == "mean":
         return False
     return any(each.kind in _JOINT for each in samples)
 

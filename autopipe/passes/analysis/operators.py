@@ -18,9 +18,9 @@ from autopipe.ir.errors import InfeasibleError, ModelError
 from autopipe.ir.graph import DType, Graph
 from autopipe.ir.layout import is_even_split
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
-from autopipe.ir.ops import operator_of, qualified_name, signature_of, use_keys
+from autopipe.ir.ops import keys_of_nodes, operator_of, qualified_name, signature_of
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from autopipe.ir.ops.matmul_conv import is_matrix_product, takes_bias
+from autopipe.ir.ops.matmul_conv import can_fuse_bias, is_matmul_of_matrices
 from autopipe.ir.ops.operator import Operator
 from autopipe.ir.placement import Split
 from autopipe.ir.space import Space
@@ -47,7 +47,7 @@ def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
     """
     known: dict[Hashable, OpInstance] = {}
     found = []
-    for node, key in zip(graph.nodes, use_keys(graph), strict=True):
+    for node, key in zip(graph.nodes, keys_of_nodes(graph), strict=True):
         if key not in known:
             row = operator_of(node)
             if row is None:
@@ -134,7 +134,7 @@ def bias_additions(graph: Graph) -> dict[int, int]:
             producer = graph.producer(product)
             if producer is None or reads[product] != 1 or producer in found:
                 continue
-            if is_matrix_product(signature_of(graph, graph.nodes[producer])) and takes_bias(
+            if is_matmul_of_matrices(signature_of(graph, graph.nodes[producer])) and can_fuse_bias(
                 graph.type_of(product), graph.type_of(bias)
             ):
                 found[producer] = index

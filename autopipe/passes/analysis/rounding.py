@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from autopipe.ir.graph import DType, Graph, Node, Value
-from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, score_extents
+from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, local_label_and_class_counts
 from autopipe.ir.rounding import Rounding
 from autopipe.passes.analysis.gradients import differentiable_values, trained_body
 from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, uses_of
@@ -104,7 +104,7 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
         return 1 + 2 * sum(extent**2 for extent in _inexact_extents(node, graph))
     if use.row.kind in PRODUCT_KINDS:
         if use.row.name == LINEAR_CROSS_ENTROPY and tensor.name in node.outputs:
-            elements = math.prod(score_extents(use.space, {}))
+            elements = math.prod(local_label_and_class_counts(use.space, {}))
         repeats = graph.type_of(node.inputs[0]).shape[0] if use.row.kind == "recurrent" else 1
         return max(1, math.ceil(use.flops / 2 / elements)) * repeats
     shared = math.prod(axis.size for axis in use.space.axes if axis.kind.is_joint)

@@ -8,7 +8,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import COUNTED_LABELS, Graph, Node
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import is_label_loss, operator_of, operators_with
-from autopipe.ir.ops.normalization import reduction
+from autopipe.ir.ops.normalization import loss_reduction
 from autopipe.ir.ops.operator import signature_of
 from autopipe.ir.problem import PARAMETER_GROUPS_KEY, Optimizer
 from autopipe.passes.analysis.input_ranges import input_ranges
@@ -61,7 +61,7 @@ def check_padding(graph: Graph, loss: str) -> None:
         why = f"the loss is computed by {origin}, which does not ignore labels"
     elif not node.has("ignore_index"):
         why = f"the loss, {node.op} {node.name!r}, has no ignore_index"
-    elif (reduction(signature_of(graph, node)) != "mean" and not by_label) or signature_of(
+    elif (loss_reduction(signature_of(graph, node)) != "mean" and not by_label) or signature_of(
         graph, node
     ).present(2):
         why = f"the loss, {node.op} {node.name!r}, is not an unweighted mean over labels"

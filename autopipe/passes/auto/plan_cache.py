@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from autopipe.ir.codec import Coded, Count, Index, Inline, Record, decode, encode
+from autopipe.ir.codec import Count, CustomCodec, Index, Inline, Record, decode, encode
 from autopipe.ir.errors import (
     CANDIDATE_ERRORS,
     AutopipeError,
@@ -111,7 +111,7 @@ def schedule_of(record: Record) -> Schedule:
     found: _Orders = decode(record, _Orders)
     orders = [tuple(map(Task.parse, each.split())) for each in found.orders]
     if max(found.devices, default=0) >= len(orders):
-        record.refuse("an order for each device")
+        record.reject("an order for each device")
     tasks = tuple(orders[index] for index in found.devices)
     return Schedule(found.micro_batches, tasks, found.repetends or None, found.period, found.proof)
 
@@ -136,7 +136,7 @@ class Answer:
     chosen: Alternative
     decided: PlacementDecision
     step_time_s: float
-    schedule: Annotated[Schedule, Coded(schedule_form, schedule_of)]
+    schedule: Annotated[Schedule, CustomCodec(schedule_form, schedule_of)]
     alternatives: tuple[Alternative, ...]
 
 

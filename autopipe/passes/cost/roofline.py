@@ -20,8 +20,12 @@ from autopipe.ir.attention_kernels import Capability
 from autopipe.ir.cluster import Device
 from autopipe.ir.graph import Graph, Node
 from autopipe.ir.measured_costs import AffineTime
-from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, WEIGHT, score_extents
-from autopipe.ir.ops.loop import run_axes
+from autopipe.ir.ops.linear_cross_entropy import (
+    LINEAR_CROSS_ENTROPY,
+    WEIGHT_OPERAND,
+    local_label_and_class_counts,
+)
+from autopipe.ir.ops.loop import splittable_axes
 from autopipe.ir.problem import BACKWARD_OPERATORS, NodeCost, Problem
 from autopipe.passes.analysis.gradients import (
     attention_tensors,
@@ -312,7 +316,7 @@ def _runs(
     """
     body = trained_body(graph, node)
     count = node.integer("count")
-    cut = next((each for each in run_axes(node) if each.name == axis), None)
+    cut = next((each for each in splittable_axes(node) if each.name == axis), None)
     widths = element_bytes(body, precision)
     sizes = {
         name: width
@@ -442,7 +446,10 @@ def _own_scores(graph: Graph) -> dict[int, int]:
         for index, use in enumerate(uses_of(graph))
         if use.row.name == LINEAR_CROSS_ENTROPY
     )
-    found = {index: _PASSES * 4 * math.prod(score_extents(use.space, {})) for index, use in own}
+    found = {
+        index: _PASSES * 4 * math.prod(local_label_and_class_counts(use.space, {}))
+        for index, use in own
+    }
     return found | {
         index: _STEPS * each.tensor.bytes for index, each in attention_tensors(graph).items()
     }
@@ -455,7 +462,7 @@ def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:
     its logits has one matmul more.
     """
     if use.row.name == LINEAR_CROSS_ENTROPY:
-        return (1 + sum(node.inputs[place] in gradient for place in (0, WEIGHT))) / 3
+        return (1 + sum(node.inputs[place] in gradient for place in (0, WEIGHT_OPERAND))) / 3
     operands = factors(node, use) if use.row.kind in ("matmul", "convolution") else ()
     return sum(name in gradient for name in operands) / len(operands) if operands else 1.0
 

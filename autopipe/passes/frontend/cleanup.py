@@ -15,9 +15,9 @@ import numpy as np
 
 from autopipe.ir.graph import DType, Graph, Node
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.elementwise import is_active
+from autopipe.ir.ops.elementwise import may_drop_elements
 from autopipe.ir.ops.loop import body_of, operand_ports
-from autopipe.ir.ops.normalization import trains
+from autopipe.ir.ops.normalization import uses_batch_statistics
 from autopipe.passes.frontend.inference import RANDOM, ConstantFolder
 from autopipe.passes.frontend.rewriter import GraphEdit, Rewriter
 from autopipe.passes.frontend.uses import VIEWS
@@ -416,7 +416,7 @@ def without_dropout(graph: Graph) -> Graph:
     names: dict[str, str] = {}
     kept: list[Node] = []
     for node in graph.nodes:
-        if node.op != "Dropout" or node.domain or not is_active(signature_of(graph, node)):
+        if node.op != "Dropout" or node.domain or not may_drop_elements(signature_of(graph, node)):
             kept.append(node)
         elif any(_is_used(graph, name) for name in node.outputs[1:]):
             kept.append(
@@ -480,7 +480,9 @@ def _without_batch_statistics(graph: Graph) -> Graph:
     kept: list[Node] = []
     for node in graph.nodes:
         is_plain = (
-            node.op != "BatchNormalization" or node.domain or not trains(signature_of(graph, node))
+            node.op != "BatchNormalization"
+            or node.domain
+            or not uses_batch_statistics(signature_of(graph, node))
         )
         if is_plain or any(_is_used(graph, name) for name in node.outputs[1:3]):
             kept.append(node)

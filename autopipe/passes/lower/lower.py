@@ -20,7 +20,7 @@ from autopipe.ir.batch import BatchAxes, batch_axes_of
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import COUNTED_LABELS, Graph
 from autopipe.ir.layout import total_degree
-from autopipe.ir.ops.normalization import trains
+from autopipe.ir.ops.normalization import uses_batch_statistics
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import AVERAGED_LOSS, LossDivision
 from autopipe.ir.program import (
@@ -253,7 +253,7 @@ def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningStat
             if not isinstance(each, Compute):
                 continue
             node = graph.nodes[each.node]
-            if trains(each.signature):
+            if uses_batch_statistics(each.signature):
                 momentum = float(str(np.float32(node.number("momentum", 0.9))))
                 for name in node.inputs[3:5]:
                     if name in indices:

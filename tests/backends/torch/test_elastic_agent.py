@@ -11,15 +11,18 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from autopipe.backends.torch.elastic_agent import Agent
-from autopipe.backends.torch.rendezvous import Handler, Place
+from autopipe.backends.torch.elastic_agent import RankAgent
+from autopipe.backends.torch.rendezvous import RendezvousConfig, RendezvousHandler
 
 
-def _agent(logs: Path) -> Agent:
+def _agent(logs: Path) -> RankAgent:
     spec = WorkerSpec(
-        role="rank", local_world_size=1, entrypoint="true", rdzv_handler=Handler(Place())
+        role="rank",
+        local_world_size=1,
+        entrypoint="true",
+        rdzv_handler=RendezvousHandler(RendezvousConfig()),
     )
-    return Agent(spec, logs, {}, None, lambda line: None, lambda: None, {})
+    return RankAgent(spec, logs, {}, None, lambda line: None, lambda: None, {})
 
 
 def test_shutdown_of_a_torch_that_accepts_the_signal_only(

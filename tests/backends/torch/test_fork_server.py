@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from autopipe.backends.torch.child import PARENT
+from autopipe.backends.torch.child import PARENT_VARIABLE
 from autopipe.backends.torch.fork_server import (
-    SWITCH,
+    SWITCH_VARIABLE,
     ForkedProcess,
     ForkServer,
     fork_server,
@@ -69,7 +69,7 @@ def start(
     """
     program = folder / "program.py"
     program.write_text(text, encoding="utf-8")
-    changes = {PARENT: str(os.getpid())} | variables
+    changes = {PARENT_VARIABLE: str(os.getpid())} | variables
     with (
         open(os.devnull, encoding="utf-8") as nothing,
         (folder / "output").open("w") as output,
@@ -202,7 +202,7 @@ def children_named_by(parent: int) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if f"{PARENT}={parent}".encode() in path.read_bytes().split(b"\0"):
+            if f"{PARENT_VARIABLE}={parent}".encode() in path.read_bytes().split(b"\0"):
                 found.append(path.parent.name)
     return found
 
@@ -219,7 +219,7 @@ def test_without_a_server_that_works_an_interpreter_starts(tmp_path: Path) -> No
 def test_a_variable_switches_the_server_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setenv(SWITCH_VARIABLE, "0")
     before = set(descendants(os.getpid()))
     with fork_server() as server:
         assert set(descendants(os.getpid())) == before

@@ -27,12 +27,12 @@ def test_every_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of another key are found to differ."""
     cpu = torch.device("cpu")
     assert all(compare(cpu).values())
-    draws = random_comparison._draws()
+    draws = random_comparison._draw_functions()
     expected = {name: draw(cpu) for name, draw in draws.items()}
     monkeypatch.setattr(philox_numpy, "_KEY_STEPS", (1, 2))
     monkeypatch.setattr(philox, "_KEY_STEPS", (1, 2))
     for name, draw in draws.items():
-        assert not random_comparison._equal(expected[name], draw(cpu)), name
+        assert not random_comparison._are_equal(expected[name], draw(cpu)), name
 
 
 _BY_KERNEL = """

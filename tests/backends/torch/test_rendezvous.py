@@ -20,12 +20,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from autopipe.backends.torch import rendezvous
 from autopipe.backends.torch.rendezvous import (
-    Handler,
     Node,
-    Place,
-    StateHolder,
+    RendezvousConfig,
+    RendezvousHandler,
+    SharedState,
     check_nodes,
-    missing_nodes,
+    missing_nodes_text,
 )
 from autopipe.backends.torch.runtime.communication.signed_store import SignedStore, Signer
 from autopipe.backends.torch.runtime.job import LOOPBACK, Endpoint
@@ -37,12 +37,12 @@ STATE = "autopipe/state"
 SOON = timedelta(seconds=5)
 
 
-def node(store: HashStore, signer: Signer = SIGNER) -> StateHolder:
+def node(store: HashStore, signer: Signer = SIGNER) -> SharedState:
     """A node of the run."""
-    return StateHolder(store, signer, SETTINGS)
+    return SharedState(store, signer, SETTINGS)
 
 
-def joined(holder: StateHolder, number: int) -> bool | None:
+def joined(holder: SharedState, number: int) -> bool | None:
     """Let the node take part, and write that."""
     here = _NodeDesc("10.0.0.1", 7, number)
     holder.state.participants[here] = number
@@ -124,19 +124,19 @@ def test_values_of_a_signed_store_are_good_under_their_names_alone() -> None:
 
 
 def test_a_node_with_another_key_is_told() -> None:
-    host = Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0"))
+    host = RendezvousHandler(RendezvousConfig(nodes=2, endpoint=f"{LOOPBACK}:0"))
     assert isinstance(host.raw, TCPStore)
-    place = Place(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}")
+    place = RendezvousConfig(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}")
     with pytest.raises(LaunchError, match="lacks a valid signature of this run") as found:
-        Handler(place)
+        RendezvousHandler(place)
     assert "a node uses another key" in found.value.hint
 
 
 def test_a_node_with_another_key_ends_the_nodes_that_wait() -> None:
-    host = Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0", join_s=60))
+    host = RendezvousHandler(RendezvousConfig(nodes=2, endpoint=f"{LOOPBACK}:0", join_s=60))
     assert isinstance(host.raw, TCPStore)
     with pytest.raises(LaunchError):
-        Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}"))
+        RendezvousHandler(RendezvousConfig(nodes=2, endpoint=f"{LOOPBACK}:{host.raw.port}"))
     with pytest.raises(RendezvousStateError, match="a node uses another rendezvous key"):
         host.next_rendezvous()
 
@@ -151,11 +151,11 @@ def test_a_node_with_another_key_does_not_end_a_run() -> None:
 
 
 def test_a_port_of_a_silent_process_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_NEIGHBOUR_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_LOCAL_STORE_ANSWER_S", 1.0)
     with socket.create_server((LOOPBACK, 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} is in use by another process"):
-            Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:{port}", join_s=600))
+            RendezvousHandler(RendezvousConfig(nodes=2, endpoint=f"{LOOPBACK}:{port}", join_s=600))
 
 
 def test_the_time_to_start_limits_the_wait_for_a_silent_process() -> None:
@@ -165,7 +165,7 @@ def test_the_time_to_start_limits_the_wait_for_a_silent_process() -> None:
         with pytest.raises(
             LaunchError, match=f"the rendezvous node did not answer at {LOOPBACK}:{port}"
         ):
-            rendezvous._store_at(elsewhere, timedelta(seconds=1))
+            rendezvous._make_or_join_store(elsewhere, timedelta(seconds=1))
 
 
 def test_no_thread_is_left_where_nobody_listens() -> None:
@@ -175,14 +175,14 @@ def test_no_thread_is_left_where_nobody_listens() -> None:
     with pytest.raises(
         LaunchError, match=f"the rendezvous node did not answer at {LOOPBACK}:{port}"
     ):
-        rendezvous._store_at(Endpoint(LOOPBACK, port, "127.0.0.2"), timedelta(seconds=1))
+        rendezvous._make_or_join_store(Endpoint(LOOPBACK, port, "127.0.0.2"), timedelta(seconds=1))
     assert "autopipe rendezvous" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_no_thread_is_left_where_a_listener_closes_each_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_NEIGHBOUR_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_LOCAL_STORE_ANSWER_S", 1.0)
     with socket.create_server((LOOPBACK, 0)) as closing:
         port = closing.getsockname()[1]
 
@@ -193,7 +193,9 @@ def test_no_thread_is_left_where_a_listener_closes_each_connection(
 
         threading.Thread(target=close_each, daemon=True).start()
         with pytest.raises(LaunchError, match=f"port {port} is in use by another process"):
-            rendezvous._store_at(Endpoint(LOOPBACK, port, LOOPBACK), timedelta(seconds=600))
+            rendezvous._make_or_join_store(
+                Endpoint(LOOPBACK, port, LOOPBACK), timedelta(seconds=600)
+            )
         assert "autopipe rendezvous" not in [thread.name for thread in threading.enumerate()]
         closing.shutdown(socket.SHUT_RDWR)
 
@@ -225,15 +227,19 @@ def test_nodes_that_fit_come_in_the_order_of_their_numbers() -> None:
 
 
 def test_missing_nodes_are_named_as_far_as_they_are_known() -> None:
-    place = Place(3, hosts=("a", "b", "c"))
-    assert missing_nodes(place, [of(1, "b")]) == "node 0 (a), 2 (c) of 3 never came; there are: b"
+    place = RendezvousConfig(3, hosts=("a", "b", "c"))
     assert (
-        missing_nodes(Place(3), [of(1, "b"), of(0, "a")])
+        missing_nodes_text(place, [of(1, "b")]) == "node 0 (a), 2 (c) of 3 never came; there are: b"
+    )
+    assert (
+        missing_nodes_text(RendezvousConfig(3), [of(1, "b"), of(0, "a")])
         == "node 2 of 3 never came; there are: a, b"
     )
-    assert missing_nodes(Place(3), [of(None, "b")]) == "1 of 3 nodes came: b"
+    assert missing_nodes_text(RendezvousConfig(3), [of(None, "b")]) == "1 of 3 nodes came: b"
 
 
 def test_an_address_of_another_machine_is_no_local_one() -> None:
     with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1 is not the first address"):
-        Handler(Place(nodes=2, endpoint=f"{LOOPBACK}:0", local_address="192.0.2.1"))
+        RendezvousHandler(
+            RendezvousConfig(nodes=2, endpoint=f"{LOOPBACK}:0", local_address="192.0.2.1")
+        )

@@ -34,8 +34,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from autopipe.backends.torch import torch_interfaces
-from autopipe.backends.torch.elastic_agent import Agent
-from autopipe.backends.torch.rendezvous import Handler, Place, StateHolder
+from autopipe.backends.torch.elastic_agent import RankAgent
+from autopipe.backends.torch.rendezvous import RendezvousConfig, RendezvousHandler, SharedState
 
 ROOT = Path(__file__).parents[3]
 MODULE = Path(torch_interfaces.__file__)
@@ -55,7 +55,9 @@ def test_an_unknown_name() -> None:
 
 def test_the_oldest_version_is_the_lower_bound() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert f"torch>={torch_interfaces.OLDEST}" in project["optional-dependencies"]["run"]
+    assert (
+        f"torch>={torch_interfaces.OLDEST_TORCH_VERSION}" in project["optional-dependencies"]["run"]
+    )
 
 
 def test_an_import_takes_no_heavy_module_of_torch_along() -> None:
@@ -134,7 +136,7 @@ def test_each_member_exists(module: str, kind: str, name: str, tmp_path: Path) -
     assert hasattr(owner, name) or hasattr(objects[owner](), name)
 
 
-@pytest.mark.parametrize("kind", [Agent, Handler, StateHolder])
+@pytest.mark.parametrize("kind", [RankAgent, RendezvousHandler, SharedState])
 def test_private_methods_that_are_overridden_are_listed(kind: type) -> None:
     listed = {name for names in torch_interfaces.MEMBERS.values() for name in names}
     bases = [base for base in kind.__mro__[1:] if base is not object]
@@ -183,7 +185,7 @@ def test_elastic_starts_processes_by_a_function_and_afterwards_as_usual(tmp_path
 
 def _spec() -> WorkerSpec:
     return WorkerSpec(
-        role="rank", local_world_size=1, entrypoint="true", args=("x",), rdzv_handler=Handler(Place()), max_restarts=1,
+        role="rank", local_world_size=1, entrypoint="true", args=("x",), rdzv_handler=RendezvousHandler(RendezvousConfig()), max_restarts=1,
         monitor_interval=0.1,
     )  # fmt: skip
 
@@ -268,13 +270,16 @@ def test_methods_of_elastic_accept_these_arguments(
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (Agent._start_workers, LocalElasticAgent._start_workers),
-        (Agent._monitor_workers, LocalElasticAgent._monitor_workers),
-        (Agent._shutdown, LocalElasticAgent._shutdown),
-        (Handler._create_tcp_store_server, DynamicRendezvousHandler._create_tcp_store_server),
-        (Handler.next_rendezvous, DynamicRendezvousHandler.next_rendezvous),
-        (Handler.num_nodes_waiting, DynamicRendezvousHandler.num_nodes_waiting),
-        (StateHolder.sync, torch_interfaces.BackendRendezvousStateHolder.sync),
+        (RankAgent._start_workers, LocalElasticAgent._start_workers),
+        (RankAgent._monitor_workers, LocalElasticAgent._monitor_workers),
+        (RankAgent._shutdown, LocalElasticAgent._shutdown),
+        (
+            RendezvousHandler._create_tcp_store_server,
+            DynamicRendezvousHandler._create_tcp_store_server,
+        ),
+        (RendezvousHandler.next_rendezvous, DynamicRendezvousHandler.next_rendezvous),
+        (RendezvousHandler.num_nodes_waiting, DynamicRendezvousHandler.num_nodes_waiting),
+        (SharedState.sync, torch_interfaces.BackendRendezvousStateHolder.sync),
     ],
 )
 def test_overrides_accept_all_that_elastic_passes(ours: Any, theirs: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopipe.backends.torch.traced_program import InSupportedParts, prepare
+from autopipe.backends.torch.traced_program import DecomposeUnsupported, prepare_for_onnx
 
 CLASSES = 5
 
@@ -29,7 +29,7 @@ def test_a_smoothed_cross_entropy_is_torchs(
     weight = torch.rand(CLASSES, generator=generator) + 0.5 if weighted else None
     settings = {"ignore_index": -1, "label_smoothing": 0.2, "reduction": reduction}
     expected = F.cross_entropy(logits, labels, weight, **settings)  # type: ignore[arg-type]
-    with InSupportedParts():
+    with DecomposeUnsupported():
         found = F.cross_entropy(logits, labels, weight, **settings)  # type: ignore[arg-type]
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
@@ -39,7 +39,7 @@ def test_a_smoothed_cross_entropy_is_torchs(
 def test_smoothed_probabilities_are_torchs() -> None:
     logits = torch.randn(3, CLASSES, generator=torch.Generator().manual_seed(0))
     target = torch.softmax(logits.flip(0), 1)
-    with InSupportedParts():
+    with DecomposeUnsupported():
         found = F.cross_entropy(logits, target, label_smoothing=0.1)
     torch.testing.assert_close(found, F.cross_entropy(logits, target, label_smoothing=0.1))
 
@@ -75,7 +75,7 @@ def test_a_prepared_program_has_the_gradients_of_the_module(
     torch.manual_seed(0)
     original = module()
     program = torch.export.export(original, (example,))
-    program = prepare(program)
+    program = prepare_for_onnx(program)
     targets = [node.target for node in program.graph.nodes]
     assert torch.ops.aten.detach.default in targets
     traced = program.module()
@@ -104,7 +104,7 @@ def test_attention_that_drops_is_computed_from_its_parts() -> None:
     x = torch.randn(2, 2, 3, 4, generator=generator)
     mask = torch.eye(3, dtype=torch.bool).logical_or(torch.ones(3, 3, dtype=torch.bool).tril())
     bias = torch.randn(3, 3, generator=generator)
-    program = prepare(torch.export.export(Attentive(), (x, mask, bias)))
+    program = prepare_for_onnx(torch.export.export(Attentive(), (x, mask, bias)))
     targets = [node.target for node in program.graph.nodes]
     assert torch.ops.aten.scaled_dot_product_attention.default not in targets
     torch.testing.assert_close(program.module()(x, mask, bias), Attentive()(x, mask, bias))

@@ -17,9 +17,9 @@ from autopipe.backends.torch.runtime.modes.records import record_file
 from autopipe.backends.torch.verification import (
     Difference,
     difference,
-    limit_of,
     read_outputs,
     tensor_differences,
+    tensor_limit,
 )
 from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import DType, Value
@@ -201,13 +201,15 @@ BOUND = 4e-6
 
 def test_the_limit_of_a_tensor_follows_what_a_rounding_changes_it_by() -> None:
     gradient = Difference("w", 1e-3)
-    assert limit_of(BOUND, gradient, 0.0) == BOUND
-    assert limit_of(BOUND, gradient, 1e-5) == pytest.approx(4e-5 + BOUND)
-    assert limit_of(BOUND, gradient, 1e-4) < 1e-3, "a factor of 1.001 is found"
+    assert tensor_limit(BOUND, gradient, 0.0) == BOUND
+    assert tensor_limit(BOUND, gradient, 1e-5) == pytest.approx(4e-5 + BOUND)
+    assert tensor_limit(BOUND, gradient, 1e-4) < 1e-3, "a factor of 1.001 is found"
 
 
 def test_what_has_no_digits_is_held_against_all_that_is_compared() -> None:
     """A rounding changes it by a half; of all gradients together it is little or a tenth."""
-    assert limit_of(BOUND, Difference("bias", 0.9, share=1e-6), 0.5) == 1.0
-    assert limit_of(BOUND, Difference("bias", 0.9, share=1e-5), 0.5) == pytest.approx(BOUND * 1e5)
-    assert limit_of(BOUND, Difference("bias", 0.9, share=0.1), 0.5) < 1e-4
+    assert tensor_limit(BOUND, Difference("bias", 0.9, share=1e-6), 0.5) == 1.0
+    assert tensor_limit(BOUND, Difference("bias", 0.9, share=1e-5), 0.5) == pytest.approx(
+        BOUND * 1e5
+    )
+    assert tensor_limit(BOUND, Difference("bias", 0.9, share=0.1), 0.5) < 1e-4

@@ -14,12 +14,12 @@ from autopipe.backends.torch.elastic_agent import (
     Watchdog,
     find_hung_rank,
     run_agent,
-    waits_of,
+    wait_chain_text,
 )
-from autopipe.backends.torch.rendezvous import Place
+from autopipe.backends.torch.rendezvous import RendezvousConfig
 from autopipe.backends.torch.runtime.watch.heartbeat import (
-    DEFAULTS,
-    ENDED,
+    DEFAULT_TIMEOUTS,
+    ENDED_TASK,
     Heartbeat,
     HeartbeatRecord,
     Timeouts,
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[int, HeartbeatRecord | None], int, HungRank | None]]
         HungRank(0, "start", 25),
     ),
     "one that never began": ({0: waits(1, "start"), 1: None}, 1, HungRank(1, "", 70)),
-    "one that has ended": ({0: works(1, ENDED, at=1), 1: works(95)}, 1, None),
+    "one that has ended": ({0: works(1, ENDED_TASK, at=1), 1: works(95)}, 1, None),
     "all for one another": (
         {0: waits(70), 1: waits(65, "1B0"), 2: waits(80)},
         1,
@@ -102,12 +102,15 @@ def test_for_whom_each_waits() -> None:
         "rank 0 waits in task 0B1 for 40 s, and so do all others: for rank 1 (channel 3), which "
         "waits in task 1F2 for rank 0 (channel 2), which waits in task 0B1"
     )
-    assert waits_of({0: on(1, "0B1"), 1: on(4, "1B1")}, 0) == (
+    assert wait_chain_text({0: on(1, "0B1"), 1: on(4, "1B1")}, 0) == (
         "for rank 1 (channel 7), which waits in task 1B1 for rank 4 (channel 7), of another node"
     )
     group = {0: on(1, "0B1"), 1: on(-1, "update", -1)}
-    assert waits_of(group, 0) == "for rank 1 (channel 7), which waits in its update for its group"
-    assert waits_of(group, 1) == ""
+    assert (
+        wait_chain_text(group, 0)
+        == "for rank 1 (channel 7), which waits in its update for its group"
+    )
+    assert wait_chain_text(group, 1) == ""
 
 
 def test_a_heartbeat_says_for_whom_its_rank_waits(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_a_pulse_says_what_its_rank_does(tmp_path: Path) -> None:
         and (after.task, after.waits) == ("12W345", False)
         and after.since >= inside.since
     )
-    heartbeat.sign_of_life()
+    heartbeat.record_alive()
     last = read_heartbeat(file)
     assert last is not None and last.at > after.at and last.since == after.since
 
@@ -176,7 +179,7 @@ def test_the_launch_has_the_defaults_of_a_rank() -> None:
     }
     phases = ("start", "step", "checkpoint")
     assert {each: given[f"{each}_timeout"] for each in phases} == {
-        each: getattr(DEFAULTS, f"{each}_s") for each in phases
+        each: getattr(DEFAULT_TIMEOUTS, f"{each}_s") for each in phases
     }
 
 
@@ -195,14 +198,14 @@ def test_a_rank_that_never_starts_is_named_and_all_are_stopped(tmp_path: Path) -
     with pytest.MonkeyPatch.context() as patch, heartbeat.waiting():
         far = time.monotonic() + 10**6
         patch.setattr(time, "monotonic", lambda: far)
-        heartbeat.sign_of_life()
+        heartbeat.record_alive()
     script = tmp_path / "rank.py"
     script.write_text(NEVER_STARTS.format(heartbeat=str(tmp_path / "waiting.pulse")))
     logs = tmp_path / "logs"
     logs.mkdir()
     notes: list[str] = []
     times = Timeouts(start_s=4.0)
-    failure = run_agent((str(script),), 2, Place(), 1, times, logs, False, notes.append)
+    failure = run_agent((str(script),), 2, RendezvousConfig(), 1, times, logs, False, notes.append)
     assert failure is not None
     error = failure.error()
     assert error.exit_code == 5

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from autopipe.api.comparison import ComparisonPlan, PlanDiff
-from autopipe.api.timeline_figure import one_of_each, plan_picture
+from autopipe.api.timeline_figure import one_device_per_group, plan_picture
 from autopipe.cli.compare import compare_report
 from autopipe.cli.drawing.report import report_page
 from autopipe.cli.drawing.terminal import draw_memories, draw_timelines
@@ -79,12 +79,12 @@ def test_of_devices_with_the_same_tasks_one_is_drawn():
     many = dataclasses.replace(
         one, bars=tuple(bars), memory=one.memory * 10, limits=one.limits * 10, transfers=transfers
     )
-    few = one_of_each(many)
+    few = one_device_per_group(many)
     assert (few.devices, len(few.memory), few.transfers) == ((0, 1, 19), 3, one.transfers)
     assert [[bar.name for bar in row] for row in few.rows][:2] == [
         [bar.name for bar in row] for row in one.rows
     ]
-    assert one_of_each(one) is one
+    assert one_device_per_group(one) is one
     lines = [line.plain for line in draw_timelines([("p", few)], 60, colour=False)]
     assert [line[:3] for line in lines[2:5]] == [" 0 ", " 1 ", "19 "]
     assert lines[5].strip() == "others do what one of these does"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from autopipe.api.explanation import next_best
+from autopipe.api.explanation import next_best_alternative
 from autopipe.cli.output import group_text
 from autopipe.cli.plan_report import candidates_screen, distance_lines
 from autopipe.ir.plan import Alternative, Breakdown, Choice
@@ -98,9 +98,9 @@ def test_the_next_best_of_other_strategies_are_told_alone() -> None:
 
 
 def test_the_next_best_plan_is_not_the_chosen_one() -> None:
-    assert next_best(ALL) == SLOWER
-    assert next_best((CHOSEN, BOUNDED, TOO_LARGE)) is None
-    assert next_best(()) is None
+    assert next_best_alternative(ALL) == SLOWER
+    assert next_best_alternative((CHOSEN, BOUNDED, TOO_LARGE)) is None
+    assert next_best_alternative(()) is None
 
 
 def test_the_distance_to_the_ideal_is_told_by_its_parts() -> None:

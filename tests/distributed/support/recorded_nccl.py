@@ -144,7 +144,7 @@ def recording() -> Iterator[Record]:
     patches = (
         mock.patch.multiple(dist, create=True, **stand_ins),
         mock.patch.object(torch.cuda, "synchronize"),
-        mock.patch.object(Transport, "start", lambda self: self._use(nccl=True)),
+        mock.patch.object(Transport, "start", lambda self: self._select_backend(nccl=True)),
     )
     with contextlib.ExitStack() as stack:
         for each in patches:

@@ -61,7 +61,7 @@ def use_of(*absent: str, transposed: bool = False, **attributes: Any) -> Use:
 def test_it_is_shared_out_by_label_and_by_class(
     use: Use, line: str, mixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalization, "CLASSES_AT_ONCE", 4)
+    monkeypatch.setattr(normalization, "MAX_CLASSES_PER_BLOCK", 4)
     assert str(use.space) == line
     operator = operator_of(use.node)
     assert operator is not None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.ops import OPERATORS
-from autopipe.ir.ops.operator import notated
+from autopipe.ir.ops.operator import space_from_notation
 from autopipe.ir.space import AxisKind
 from tests.ir.ops.splitting import Use, check
 from tests.ir.ops.uses import use_of
@@ -287,7 +287,7 @@ def test_lines_of_notation(
 def test_a_false_line_is_found_out(
     op: str, arrays: list[np.ndarray], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(OPERATORS, op, replace(OPERATORS[op], notation=notated(line)))
+    monkeypatch.setitem(OPERATORS, op, replace(OPERATORS[op], notation=space_from_notation(line)))
     with pytest.raises(AssertionError):
         check(use_of(op, arrays))
 

@@ -8,16 +8,16 @@ from functools import partial
 
 from autopipe.backends.torch.codegen.call import (
     Call,
-    Emitter,
-    called,
-    formula,
-    in_one_type,
+    CodeEmitter,
+    call_code,
+    in_common_type,
+    template_emitter,
     torch_dtype,
 )
-from autopipe.backends.torch.codegen.matmul_conv import multiply
+from autopipe.backends.torch.codegen.matmul_conv import matmul_code
 from autopipe.backends.torch.codegen.normalization import rms_norm
 from autopipe.ir.errors import ModelError
-from autopipe.ir.ops.attention import is_positional, is_stepwise, softmax_type
+from autopipe.ir.ops.attention import is_positional, needs_stepwise_softmax, softmax_type
 
 
 def _attention(call: Call) -> str:
@@ -41,9 +41,9 @@ def _attention(call: Call) -> str:
                 zip(words, (query_heads, groups, groups), strict=True)
             )
         ]
-    if not _is_fused(call):
-        return _general(call, words)
-    fused = called(
+    if not _is_fused_attention(call):
+        return _general_attention(call, words)
+    fused = call_code(
         "operators.fused_attention",
         *words,
         mask=call.arg(3) if call.present(3) else None,
@@ -53,10 +53,14 @@ def _attention(call: Call) -> str:
     return fused if by_head else f"{fused}.transpose(1, 2).flatten(2)"
 
 
-def _is_fused(call: Call) -> bool:
+def _is_fused_attention(call: Call) -> bool:
     """True if a single call of torch's kernel computes the node, which then has one result."""
     node = call.node
-    if is_stepwise(node, call.operand(0).dtype) or any(node.outputs[1:]) or any(node.inputs[4:]):
+    if (
+        needs_stepwise_softmax(node, call.operand(0).dtype)
+        or any(node.outputs[1:])
+        or any(node.inputs[4:])
+    ):
         return False
     if max(node.integer("left_window_size", -1), node.integer("right_window_size", -1)) >= 0:
         return False
@@ -67,7 +71,7 @@ def _is_fused(call: Call) -> bool:
     return mask is None or (not node.integer("is_causal") and len(mask) > 1 and mask[-1] == keys)
 
 
-def _general(call: Call, operands: list[str]) -> str:
+def _general_attention(call: Call, operands: list[str]) -> str:
     node = call.node
     outputs = call.node.outputs
     words = [*operands, *(call.optional(index) for index in range(3, 8))]
@@ -75,7 +79,7 @@ def _general(call: Call, operands: list[str]) -> str:
         words.pop()
     window = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
     precision = softmax_type(node, call.operand(0).dtype)
-    code = called(
+    code = call_code(
         "operators.attention",
         *words,
         scale=call.stated("scale", 0.0) if node.number("scale") else None,
@@ -112,7 +116,7 @@ def _linear_attention(call: Call) -> str:
     heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
     scale = call.stated("scale", 0.0) if node.number("scale") else None
     return call.outputs(
-        called("operators.linear_attention", *words, heads=heads, groups=groups, scale=scale)
+        call_code("operators.linear_attention", *words, heads=heads, groups=groups, scale=scale)
     )
 
 
@@ -121,7 +125,7 @@ def _causal_convolution(call: Call) -> str:
     words = [call.arg(0), call.arg(1), call.optional(2), call.optional(3)]
     while words[-1] == "None":
         words.pop()
-    return call.outputs(called("operators.causal_convolution", *words, silu=active or None))
+    return call.outputs(call_code("operators.causal_convolution", *words, silu=active or None))
 
 
 def _contrib_rotary_embedding(call: Call) -> str:
@@ -135,10 +139,10 @@ def _contrib_rotary_embedding(call: Call) -> str:
         positions = f"({start} + torch.arange({seq}, device=p.device)).expand({shape[0]}, {seq})"
     stated = call.node.integer("num_heads")
     heads = call.share(stated, "h") if stated else shape[-1] // (2 * call.operand(2).shape[1])
-    return _rotary(call, [call.arg(2), call.arg(3), positions], heads)
+    return _rotary_embedding(call, [call.arg(2), call.arg(3), positions], heads)
 
 
-def _rotary(call: Call, words: list[str], heads: int) -> str:
+def _rotary_embedding(call: Call, words: list[str], heads: int) -> str:
     """Return the code of operand 0, rotated by `words` (the code of the cosines, sines and
     positions). If operand 0 has three dimensions, its last dimension has `heads` heads.
     """
@@ -147,7 +151,7 @@ def _rotary(call: Call, words: list[str], heads: int) -> str:
     split = len(shape) != 4
     if split:
         x = f"{x}.unflatten(2, ({heads}, {shape[2] // heads}))"
-    turned = called(
+    turned = call_code(
         "operators.rotary_embedding",
         x,
         *words,
@@ -158,9 +162,9 @@ def _rotary(call: Call, words: list[str], heads: int) -> str:
     return f"{turned}.flatten(2)" if split else turned
 
 
-def _spelled_rotary(call: Call) -> str:
+def _fused_rotary_embedding(call: Call) -> str:
     flags = {name: call.flag(name) for name in ("interleaved", "apart")}
-    return called(
+    return call_code(
         "operators.rotary",
         call.args(3),
         width=call.node.integer("rotary_embedding_dim") or None,
@@ -176,7 +180,7 @@ def _gelu(approximate: str, call: Call) -> str:
 def _fused_matmul(call: Call) -> str:
     left = f"{call.arg(0)}.mT" if call.node.integer("transA") else call.arg(0)
     right = f"{call.arg(1)}.mT" if call.node.integer("transB") else call.arg(1)
-    product = multiply(call, left, right)
+    product = matmul_code(call, left, right)
     return (
         product
         if call.node.number("alpha", 1.0) == 1.0
@@ -184,34 +188,38 @@ def _fused_matmul(call: Call) -> str:
     )
 
 
-def _skip(function: str, last: int, call: Call) -> str:
+def _skip_norm(function: str, last: int, call: Call) -> str:
     """Return the norm of a sum. Operands 2 to `last` are gamma, then beta (for the layer norm
     only), then the bias of the sum.
     """
     vectors = map(call.optional, range(3, last + 1))
     group = call.group(f"d{call.rank - 1}")
     name = f"operators.{'sharded_' if group else ''}{function}"
-    return call.outputs(called(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group))
+    return call.outputs(
+        call_code(name, call.args(3), *vectors, call.stated("epsilon", 1e-12), group)
+    )
 
 
-ATTENTION: dict[str, Emitter] = {
-    "Attention": in_one_type(_attention),
+ATTENTION: dict[str, CodeEmitter] = {
+    "Attention": in_common_type(_attention),
     "LinearAttention": _linear_attention,
     "CausalConvWithState": _causal_convolution,
-    "RotaryEmbedding": lambda call: _rotary(
+    "RotaryEmbedding": lambda call: _rotary_embedding(
         call,
         [call.arg(1), call.arg(2), call.optional(3)],
         call.share(call.node.integer("num_heads"), "h"),
     ),
-    "autopipe.Rotary": _spelled_rotary,
+    "autopipe.Rotary": _fused_rotary_embedding,
     **dict.fromkeys(("com.microsoft.Gelu", "com.microsoft.BiasGelu"), partial(_gelu, "")),
-    "com.microsoft.QuickGelu": formula("{0} * torch.sigmoid({alpha} * {0})", alpha=1.702),
+    "com.microsoft.QuickGelu": template_emitter("{0} * torch.sigmoid({alpha} * {0})", alpha=1.702),
     "com.microsoft.FastGelu": partial(_gelu, ', approximate="tanh"'),
     "com.microsoft.FusedMatMul": _fused_matmul,
-    "com.microsoft.SkipLayerNormalization": in_one_type(partial(_skip, "skip_layer_norm", 4)),
-    "com.microsoft.SkipSimplifiedLayerNormalization": in_one_type(
-        partial(_skip, "skip_rms_norm", 3)
+    "com.microsoft.SkipLayerNormalization": in_common_type(
+        partial(_skip_norm, "skip_layer_norm", 4)
+    ),
+    "com.microsoft.SkipSimplifiedLayerNormalization": in_common_type(
+        partial(_skip_norm, "skip_rms_norm", 3)
     ),
     "com.microsoft.RotaryEmbedding": _contrib_rotary_embedding,
-    "SimplifiedLayerNormalization": in_one_type(rms_norm),
+    "SimplifiedLayerNormalization": in_common_type(rms_norm),
 }

@@ -129,7 +129,9 @@ class Call(Signature):
         )
         if self.samples and (self.samples.outer, self.samples.inner) == (1, 1):
             samples = self.samples.dimension
-        return called("p.random", f"{key:#018x}", cuts=cuts if any(cuts) else None, samples=samples)
+        return call_code(
+            "p.random", f"{key:#018x}", cuts=cuts if any(cuts) else None, samples=samples
+        )
 
     def bias(self, index: int, axis: str) -> str:
         """Return the code of operand `index`, or "None" if it is absent. If `axis` is split, only
@@ -147,7 +149,11 @@ class Call(Signature):
         if array is None or array.size != 1:
             return None
         value = array.reshape(()).item()
-        return number(value) if self.operand(index).dtype is DType.FLOAT32 else literal(value)
+        return (
+            float_literal(value)
+            if self.operand(index).dtype is DType.FLOAT32
+            else python_literal(value)
+        )
 
     def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
         """Return the string attribute `name`. Raise ModelError if its value is not in `choices`."""
@@ -164,7 +170,7 @@ class Call(Signature):
         """
         value = self.node.number(name, default)
         double = any(each is not None and each.dtype is DType.FLOAT64 for each in self.results)
-        return literal(float(np.float32(value))) if double else number(value)
+        return python_literal(float(np.float32(value))) if double else float_literal(value)
 
     def flag(self, name: str) -> bool | None:
         """Return True if the integer attribute `name` is set, otherwise None."""
@@ -178,7 +184,7 @@ class Call(Signature):
         return f"{code}[0]" if count == 1 else f"{code}[:{count}]"
 
 
-def called(function: str, *operands: object, **settings: object) -> str:
+def call_code(function: str, *operands: object, **settings: object) -> str:
     """Return the code `function(a, b, name=value)`, without the operands and settings that are
     None.
     """
@@ -187,14 +193,14 @@ def called(function: str, *operands: object, **settings: object) -> str:
     return f"{function}({', '.join(words)})"
 
 
-def literal(value: bool | int | float | complex) -> str:
+def python_literal(value: bool | int | float | complex) -> str:
     """Return a Python literal. Infinities and NaN become calls of `float`."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
 
 
-def number(value: float) -> str:
+def float_literal(value: float) -> str:
     """Return a literal for a single-precision number: the shortest that rounds to it, such as 1e-05
     for 9.999999747378752e-06.
 
@@ -203,17 +209,19 @@ def number(value: float) -> str:
     """
     short = float(str(np.float32(value)))
     largest = float(np.finfo(np.float32).max)
-    return literal(math.copysign(largest, value) if largest < abs(short) < math.inf else short)
+    return python_literal(
+        math.copysign(largest, value) if largest < abs(short) < math.inf else short
+    )
 
 
 def torch_dtype(dtype: DType) -> str:
     return f"torch.{dtype.held}"
 
 
-Emitter = Callable[[Call], str]
+CodeEmitter = Callable[[Call], str]
 
 
-def formula(template: str, **defaults: float) -> Emitter:
+def template_emitter(template: str, **defaults: float) -> CodeEmitter:
     """Return an emitter that fills in a template, as in `formula("F.elu({0}, {alpha})",
     alpha=1.0)`: operands by position, float attributes by name. `defaults` has the attributes'
     default values.
@@ -223,14 +231,14 @@ def formula(template: str, **defaults: float) -> Emitter:
     )
 
 
-def in_one_type(emit: Emitter) -> Emitter:
+def in_common_type(emit: CodeEmitter) -> CodeEmitter:
     """Return an emitter for torch functions that require operands of one floating-point type.
 
     If the operands and results have several types, the operands are cast to the widest (at least
     float32), and the results to their types.
     """
 
-    def emitted(call: Call) -> str:
+    def emit_in_common_type(call: Call) -> str:
         floating = [
             each.dtype
             for each in (*call.operands, *call.results)
@@ -263,4 +271,4 @@ def in_one_type(emit: Emitter) -> Emitter:
         types = (torch_dtype(each.dtype) if each else "None" for each in call.results)
         return f"operators.converted({code}, ({', '.join(types)}))"
 
-    return emitted
+    return emit_in_common_type

@@ -13,17 +13,17 @@ import numpy as np
 
 from autopipe.backends.torch.codegen.call import (
     Call,
-    Emitter,
-    called,
-    formula,
-    in_one_type,
-    literal,
-    number,
+    CodeEmitter,
+    call_code,
+    float_literal,
+    in_common_type,
+    python_literal,
+    template_emitter,
     torch_dtype,
 )
 from autopipe.ir.graph import DType
-from autopipe.ir.ops.attention import PRECISIONS
-from autopipe.ir.ops.elementwise import is_active, transformed_axis
+from autopipe.ir.ops.attention import DTYPE_BY_ONNX_CODE
+from autopipe.ir.ops.elementwise import may_drop_elements, transformed_axis
 
 
 def cast(call: Call) -> str:
@@ -46,29 +46,29 @@ def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up"
     if dtype is DType.FLOAT4E2M1:
         return f"operators.to_float4({code})"
     if dtype is DType.FLOAT8E8M0:
-        return called(
+        return call_code(
             "operators.to_exponent",
             code,
             None if rounding == "up" else repr(rounding),
             saturate=kept,
         )
     if dtype.is_float8:
-        return called("operators.to_float8", code, torch_dtype(dtype), saturate=kept)
+        return call_code("operators.to_float8", code, torch_dtype(dtype), saturate=kept)
     if dtype.packed_bits:
-        return called("operators.wrapped", code, dtype.packed_bits, dtype.held == "int8")
+        return call_code("operators.wrapped", code, dtype.packed_bits, dtype.held == "int8")
     return f"{code}.to({torch_dtype(dtype)})"
 
 
 def quantize(call: Call) -> str:
     target = call.result().dtype
     if target is DType.FLOAT4E2M1 or target.is_float8:
-        ratio = _linear("scaled_down", call, call.args(2))
+        ratio = _linear_quantization("scaled_down", call, call.args(2))
         return cast_to(ratio, target, bool(call.node.integer("saturate", 1)))
     limits = None
     if target.packed_bits:
         lowest = -(1 << target.packed_bits - 1) if target.held == "int8" else 0
         limits = lowest, lowest + (1 << target.packed_bits) - 1
-    return _linear(
+    return _linear_quantization(
         "quantize_linear", call, call.args(2), call.optional(2), call.dtype, limits=limits
     )
 
@@ -77,7 +77,7 @@ def dequantize(call: Call) -> str:
     wide: Callable[[str], str] = "operators.from_float4({})".format
     plain = call.operand(0).dtype is not DType.FLOAT4E2M1
     point = call.optional(2) if plain or not call.present(2) else wide(call.arg(2))
-    return _linear(
+    return _linear_quantization(
         "dequantize_linear",
         call,
         call.arg(0) if plain else wide(call.arg(0)),
@@ -87,29 +87,29 @@ def dequantize(call: Call) -> str:
     )
 
 
-def _linear(function: str, call: Call, *operands: object, **settings: object) -> str:
+def _linear_quantization(function: str, call: Call, *operands: object, **settings: object) -> str:
     """Return a call of the runtime's function with the axis, block size and precision of the
     scales.
     """
     node = call.node
     precision = call.node.integer("precision")
-    return called(
+    return call_code(
         f"operators.{function}",
         *operands,
         axis=node.integer("axis", 1) if call.operand(1).elements > 1 else None,
         block_size=node.integer("block_size") or None,
-        precision=torch_dtype(PRECISIONS[precision]) if precision else None,
+        precision=torch_dtype(DTYPE_BY_ONNX_CODE[precision]) if precision else None,
         **settings,
     )
 
 
-def unpack(call: Call) -> str:
+def unpack_code(call: Call) -> str:
     dtype = call.result().dtype
     settings = dtype.packed_bits, dtype.held == "int8", call.result().shape
-    return called("operators.unpack", call.arg(0), *settings)
+    return call_code("operators.unpack", call.arg(0), *settings)
 
 
-def element(call: Call, index: int) -> str:
+def element_code(call: Call, index: int) -> str:
     """Return the code of an operand. A constant scalar that is not Boolean becomes a literal if
     another operand, which is not a constant scalar, has the shape of the result.
     """
@@ -124,28 +124,30 @@ def element(call: Call, index: int) -> str:
     return value if shaped else call.arg(index)
 
 
-_MOST_TERMS = 32
+_MAX_NESTED_OPERANDS = 32
 """Maximum number of operands that are written as one nested expression."""
 
 
-def infix(symbol: str) -> Emitter:
+def infix_emitter(symbol: str) -> CodeEmitter:
     """Return an emitter of `a + b + c` for the operator `symbol`."""
-    return lambda call: f" {symbol} ".join(element(call, index) for index in range(len(call.codes)))
+    return lambda call: f" {symbol} ".join(
+        element_code(call, index) for index in range(len(call.codes))
+    )
 
 
 def _div(call: Call) -> str:
     if call.result().dtype.is_integer:
-        return f'torch.div({call.arg(0)}, {element(call, 1)}, rounding_mode="trunc")'
-    return infix("/")(call)
+        return f'torch.div({call.arg(0)}, {element_code(call, 1)}, rounding_mode="trunc")'
+    return infix_emitter("/")(call)
 
 
 def _pow(call: Call) -> str:
     base = call.operand(0).dtype
     exponent = call.operand(1).dtype
-    code = f"torch.pow({call.arg(0)}, {element(call, 1)})"
+    code = f"torch.pow({call.arg(0)}, {element_code(call, 1)})"
     return (
         code
-        if base is exponent or (element(call, 1) != call.arg(1) and base.is_floating)
+        if base is exponent or (element_code(call, 1) != call.arg(1) and base.is_floating)
         else _cast(code, base)
     )
 
@@ -158,34 +160,34 @@ def _sum(call: Call) -> str:
     """Return `a + b`; for many operands `sum((a, b, c))`, because Python's parser limits the depth
     of an expression.
     """
-    if len(call.codes) <= _MOST_TERMS:
-        return infix("+")(call)
-    return _called_sum(call)
+    if len(call.codes) <= _MAX_NESTED_OPERANDS:
+        return infix_emitter("+")(call)
+    return _sum_of_many(call)
 
 
-def _called_sum(call: Call) -> str:
+def _sum_of_many(call: Call) -> str:
     return f"sum(({', '.join(map(call.arg, range(len(call.codes))))}))"
 
 
 def _mean(call: Call) -> str:
-    if len(call.codes) > _MOST_TERMS:
-        return f"{_called_sum(call)} / {len(call.codes)}"
+    if len(call.codes) > _MAX_NESTED_OPERANDS:
+        return f"{_sum_of_many(call)} / {len(call.codes)}"
     total = " + ".join(map(call.arg, range(len(call.codes))))
     return f"({total}) / {len(call.codes)}" if len(call.codes) > 1 else total
 
 
-def _extreme(function: str, bound: str, call: Call) -> str:
+def _maximum_or_minimum(function: str, bound: str, call: Call) -> str:
     """Return `torch.maximum(torch.maximum(a, b), c)`, or `torch.clamp(a, min=0.0)` for a constant
     scalar operand.
     """
     if len(call.codes) == 2:
         for place in (0, 1):
-            value = element(call, place)
+            value = element_code(call, place)
             if value != call.arg(place):
                 return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
     codes = [call.arg(index) for index in range(len(call.codes))]
     # A balanced tree, because Python's parser limits the depth of an expression.
-    while len(codes) > _MOST_TERMS:
+    while len(codes) > _MAX_NESTED_OPERANDS:
         pairs = [codes[index : index + 2] for index in range(0, len(codes), 2)]
         codes = [
             f"{function}({pair[0]}, {pair[1]})" if len(pair) == 2 else pair[0] for pair in pairs
@@ -208,7 +210,7 @@ def _where(call: Call) -> str:
         ):
             codes[side - 1] = value
             break
-    return called("torch.where", call.arg(0), *codes)
+    return call_code("torch.where", call.arg(0), *codes)
 
 
 def _clip(call: Call) -> str:
@@ -221,7 +223,7 @@ def _clip(call: Call) -> str:
             name: str(call.scalar(index)) if known else call.arg(index)
             for name, index in given.items()
         }
-    return called("torch.clamp", call.arg(0), **bounds) if bounds else call.arg(0)
+    return call_code("torch.clamp", call.arg(0), **bounds) if bounds else call.arg(0)
 
 
 def _is_inf(call: Call) -> str:
@@ -240,17 +242,17 @@ def _shift(call: Call) -> str:
     return f"torch.bitwise_{direction}_shift({call.args(2)})"
 
 
-_WIDER = {DType.UINT16: DType.INT32, DType.UINT32: DType.INT64, DType.UINT64: DType.INT64}
+_WIDER_TYPE = {DType.UINT16: DType.INT32, DType.UINT32: DType.INT64, DType.UINT64: DType.INT64}
 """Substitute for each unsigned type for which torch lacks arithmetic. The substitute represents all
 values of the type; 64-bit values wrap.
 """
 
 
-def widened(emit: Emitter, call: Call) -> str:
+def emit_in_wider_type(emit: CodeEmitter, call: Call) -> str:
     """Return the code of `emit`, with unsigned operands cast to a wider type, because torch lacks
     most arithmetic on unsigned integers. The result is cast back.
     """
-    wider = [None if value is None else _WIDER.get(value.dtype) for value in call.operands]
+    wider = [None if value is None else _WIDER_TYPE.get(value.dtype) for value in call.operands]
     if not any(wider):
         return emit(call)
     pairs = zip(call.codes, wider, strict=True)
@@ -259,46 +261,46 @@ def widened(emit: Emitter, call: Call) -> str:
     )
     code = emit(replace(call, codes=codes))
     result = call.result().dtype
-    return _cast(f"({code})", result) if result in _WIDER else code
+    return _cast(f"({code})", result) if result in _WIDER_TYPE else code
 
 
-_NUMERIC: dict[str, Emitter] = {
-    "Add": infix("+"),
-    "Sub": infix("-"),
-    "Mul": infix("*"),
+_NUMERIC_EMITTERS: dict[str, CodeEmitter] = {
+    "Add": infix_emitter("+"),
+    "Sub": infix_emitter("-"),
+    "Mul": infix_emitter("*"),
     "Div": _div,
-    "Mod": lambda call: called(
+    "Mod": lambda call: call_code(
         "torch.fmod" if call.node.integer("fmod") else "torch.remainder",
         call.arg(0),
-        element(call, 1),
+        element_code(call, 1),
     ),
     "Pow": _pow,
     "Sum": _sum,
     "Mean": _mean,
-    "Max": partial(_extreme, "torch.maximum", "min"),
-    "Min": partial(_extreme, "torch.minimum", "max"),
-    "Equal": infix("=="),
-    "Greater": infix(">"),
-    "GreaterOrEqual": infix(">="),
-    "Less": infix("<"),
-    "LessOrEqual": infix("<="),
+    "Max": partial(_maximum_or_minimum, "torch.maximum", "min"),
+    "Min": partial(_maximum_or_minimum, "torch.minimum", "max"),
+    "Equal": infix_emitter("=="),
+    "Greater": infix_emitter(">"),
+    "GreaterOrEqual": infix_emitter(">="),
+    "Less": infix_emitter("<"),
+    "LessOrEqual": infix_emitter("<="),
     "BitShift": _shift,
-    "BitwiseAnd": formula("torch.bitwise_and({0}, {1})"),
-    "BitwiseOr": formula("torch.bitwise_or({0}, {1})"),
-    "BitwiseXor": formula("torch.bitwise_xor({0}, {1})"),
-    "BitwiseNot": formula("torch.bitwise_not({0})"),
+    "BitwiseAnd": template_emitter("torch.bitwise_and({0}, {1})"),
+    "BitwiseOr": template_emitter("torch.bitwise_or({0}, {1})"),
+    "BitwiseXor": template_emitter("torch.bitwise_xor({0}, {1})"),
+    "BitwiseNot": template_emitter("torch.bitwise_not({0})"),
 }
 
 
 def _gelu(call: Call) -> str:
     approximate = call.choice("approximate", "none", ("none", "tanh"))
-    return called("F.gelu", call.arg(0), approximate='"tanh"' if approximate == "tanh" else None)
+    return call_code("F.gelu", call.arg(0), approximate='"tanh"' if approximate == "tanh" else None)
 
 
 def _hard_sigmoid(call: Call) -> str:
     alpha = call.stated("alpha", 0.2)
     beta = call.stated("beta", 0.5)
-    if (alpha, beta) == (number(1 / 6), "0.5"):
+    if (alpha, beta) == (float_literal(1 / 6), "0.5"):
         return f"F.hardsigmoid({call.arg(0)})"
     return f"torch.clamp({alpha} * {call.arg(0)} + {beta}, 0.0, 1.0)"
 
@@ -309,21 +311,21 @@ def _prelu(call: Call) -> str:
     spread = shape[1:2] + (1,) * (len(shape) - 2)
     if call.opset < 7 or (shape[1:] and (slope.elements == 1 or slope.shape == spread)):
         return f"F.prelu({call.arg(0)}, {call.arg(1)}.reshape(-1))"
-    return formula("torch.where({0} < 0, {0} * {1}, {0})")(call)
+    return template_emitter("torch.where({0} < 0, {0} * {1}, {0})")(call)
 
 
-_SCALED_ELU = formula("{gamma} * F.elu({0}, {alpha})", alpha=1.6732632, gamma=1.050701)
+_SCALED_ELU = template_emitter("{gamma} * F.elu({0}, {alpha})", alpha=1.6732632, gamma=1.050701)
 
 
 def _swish(call: Call) -> str:
     return (
         f"F.silu({call.arg(0)})"
-        if (alpha := _sharpness(call)) == "1.0"
+        if (alpha := _swish_alpha(call)) == "1.0"
         else f"F.silu({alpha} * {call.arg(0)}) / {alpha}"
     )
 
 
-def _sharpness(call: Call) -> str:
+def _swish_alpha(call: Call) -> str:
     """Return the literal of α in x · sigmoid(α x) = silu(α x) / α; this form saves one tensor. An α
     of 0 would divide by zero and is replaced by 1e-6.
     """
@@ -331,13 +333,13 @@ def _sharpness(call: Call) -> str:
 
 
 def _swiglu(call: Call) -> str:
-    alpha = _sharpness(call)
-    return called(
+    alpha = _swish_alpha(call)
+    return call_code(
         "operators.gated", call.args(2), '"silu"', alpha=None if alpha == "1.0" else alpha
     )
 
 
-_TORCH = (
+_SAME_NAME_IN_TORCH = (
     "Abs",
     "Reciprocal",
     "Sqrt",
@@ -367,80 +369,86 @@ _TORCH = (
 """Operators whose function in `torch` has their name in lower case."""
 
 
-def _made(call: Call) -> str:
+def _new_tensor_arguments(call: Call) -> str:
     """Return the keyword arguments of a new tensor: `dtype=torch.float32, device=p.device`."""
     return f"dtype={call.dtype}, device=p.device"
 
 
-def _number(call: Call, value: float) -> str:
+def _number_literal(call: Call, value: float) -> str:
     dtype = call.result().dtype
     if dtype is DType.BOOL:
         return repr(bool(value))
     if dtype.is_integer:
         return repr(int(value))
-    return number(value) if dtype is DType.FLOAT32 else literal(value)
+    return float_literal(value) if dtype is DType.FLOAT32 else python_literal(value)
 
 
-def _filled(call: Call) -> str:
+def _constant_of_shape(call: Call) -> str:
     """Return the code of ConstantOfShape. The frontend stores the element of the tensor attribute
     `value` as a number.
     """
     value = call.node.number("value")
     shape = call.result().shape
     if value in (0.0, 1.0):
-        return f"torch.{'ones' if value else 'zeros'}({shape}, {_made(call)})"
-    return f"torch.full({shape}, {_number(call, value)}, {_made(call)})"
+        return f"torch.{'ones' if value else 'zeros'}({shape}, {_new_tensor_arguments(call)})"
+    return f"torch.full({shape}, {_number_literal(call, value)}, {_new_tensor_arguments(call)})"
 
 
-def _constant(call: Call) -> str:
+def _constant_node(call: Call) -> str:
     """Return the code of a Constant node that was not folded: a scalar or a list from its
     attributes.
     """
     for name in ("value_float", "value_int"):
         if call.node.has(name):
-            return f"torch.full((), {_number(call, call.node.number(name))}, {_made(call)})"
+            number = _number_literal(call, call.node.number(name))
+            return f"torch.full((), {number}, {_new_tensor_arguments(call)})"
     values = call.node.numbers("value_floats") or call.node.numbers("value_ints")
-    return _listed(call, values)
+    return _list_of_numbers(call, values)
 
 
 def _range(call: Call) -> str:
     start, limit, step = (call.scalar(index) for index in range(3))
     if call.result().dtype.is_integer:
         ends = limit if (start, step) == ("0", "1") else f"{start}, {limit}, {step}"
-        return f"torch.arange({ends}, {_made(call)})"
+        return f"torch.arange({ends}, {_new_tensor_arguments(call)})"
     # ONNX determines the number of elements first and rounds each product. `torch.arange` with a
     # step could return one element more or less.
-    return f"{start} + torch.arange({call.result().elements}, {_made(call)}) * {step}"
+    return (
+        f"{start} + torch.arange({call.result().elements}, {_new_tensor_arguments(call)}) * {step}"
+    )
 
 
 def _eye_like(call: Call) -> str:
     (rows, columns) = call.result().shape
     offset = call.node.integer("k")
     if not offset:
-        return f"torch.eye({rows}, {columns}, {_made(call)})"
-    return f"torch.ones({rows}, {columns}, {_made(call)}).triu({offset}).tril({offset})"
+        return f"torch.eye({rows}, {columns}, {_new_tensor_arguments(call)})"
+    ones = f"torch.ones({rows}, {columns}, {_new_tensor_arguments(call)})"
+    return f"{ones}.triu({offset}).tril({offset})"
 
 
 def _shape(call: Call) -> str:
     extents = call.operand(0).shape[
         call.node.integer("start") : call.node.integer("end", call.rank)
     ]
-    return _listed(call, extents)
+    return _list_of_numbers(call, extents)
 
 
-def _listed(call: Call, values: Sequence[float]) -> str:
-    return (
-        f"operators.listed([{', '.join(_number(call, value) for value in values)}], {_made(call)})"
+def _list_of_numbers(call: Call, values: Sequence[float]) -> str:
+    numbers = ", ".join(_number_literal(call, value) for value in values)
+    return f"operators.listed([{numbers}], {_new_tensor_arguments(call)})"
+
+
+def _window_function(function: str, call: Call) -> str:
+    return call_code(
+        function,
+        call.scalar(0),
+        f"periodic={bool(call.node.integer('periodic', 1))}",
+        _new_tensor_arguments(call),
     )
 
 
-def _window(function: str, call: Call) -> str:
-    return called(
-        function, call.scalar(0), f"periodic={bool(call.node.integer('periodic', 1))}", _made(call)
-    )
-
-
-_MODES = {
+_INTERPOLATION_MODES = {
     "linear": "bilinear",
     "bilinear": "bilinear",
     "nearest": "nearest",
@@ -451,10 +459,10 @@ _MODES = {
 
 
 def _grid_sample(call: Call) -> str:
-    mode = _MODES[call.choice("mode", "linear", _MODES)]
+    mode = _INTERPOLATION_MODES[call.choice("mode", "linear", _INTERPOLATION_MODES)]
     padding = call.choice("padding_mode", "zeros", ("zeros", "border", "reflection"))
     corners = bool(call.node.integer("align_corners"))
-    return called(
+    return call_code(
         "F.grid_sample",
         call.args(2),
         mode=repr(mode),
@@ -465,7 +473,7 @@ def _grid_sample(call: Call) -> str:
 
 def _affine_grid(call: Call) -> str:
     size = (call.operand(0).shape[0], *call.integers(1)[1:])
-    return called(
+    return call_code(
         "F.affine_grid", call.arg(0), size, align_corners=bool(call.node.integer("align_corners"))
     )
 
@@ -473,13 +481,13 @@ def _affine_grid(call: Call) -> str:
 def _dft(call: Call) -> str:
     length = call.scalar(1) if call.present(1) else None
     flags = {name: call.flag(name) for name in ("inverse", "onesided")}
-    return called("operators.dft", call.arg(0), transformed_axis(call), length=length, **flags)
+    return call_code("operators.dft", call.arg(0), transformed_axis(call), length=length, **flags)
 
 
 def _stft(call: Call) -> str:
     length = call.scalar(3) if call.present(3) else str(call.operand(2).shape[0])
     onesided = bool(call.node.integer("onesided", 1))
-    return called(
+    return call_code(
         "operators.stft", call.arg(0), call.scalar(1), call.optional(2), length, onesided=onesided
     )
 
@@ -489,7 +497,7 @@ def _roi_align(call: Call) -> str:
     half_pixel = node.text(
         "coordinate_transformation_mode", "half_pixel" if call.opset >= 16 else "output_half_pixel"
     )
-    return called(
+    return call_code(
         "operators.roi_align",
         call.args(3),
         size=call.result().shape[2:],
@@ -503,10 +511,10 @@ def _roi_align(call: Call) -> str:
 def _max_roi_pool(call: Call) -> str:
     size = call.result().shape[2:]
     scale = call.stated("spatial_scale", 1.0)
-    return called("operators.max_roi_pool", call.args(2), size=size, scale=scale)
+    return call_code("operators.max_roi_pool", call.args(2), size=size, scale=scale)
 
 
-def _suppressed(call: Call, most: int, slot: int) -> str:
+def _non_max_suppression(call: Call, most: int, slot: int) -> str:
     """Return the call of a non-maximum suppression. Operands `slot` and `slot` + 1 are the
     thresholds: the maximum overlap and the minimum score.
     """
@@ -514,17 +522,19 @@ def _suppressed(call: Call, most: int, slot: int) -> str:
         (call.scalar(at) or call.arg(at)) if call.present(at) else None for at in (slot, slot + 1)
     )
     corners = None if call.node.integer("center_point_box") else True
-    return called(
+    return call_code(
         "operators.suppressed", call.args(2), most, overlap or "0.0", least, corners=corners
     )
 
 
-def _rows_kept(call: Call) -> str:
+def _selected_boxes(call: Call) -> str:
     """Return the first rows [image, class, box] of a NonMaxSuppression, as many as the result shape
     states.
     """
     most = min(max(call.integers(2), default=0), call.operand(1).shape[-1])
-    return called("operators.rows_kept", _suppressed(call, most, 3), call.result().shape[0])
+    return call_code(
+        "operators.rows_kept", _non_max_suppression(call, most, 3), call.result().shape[0]
+    )
 
 
 def _dropout(call: Call) -> str:
@@ -534,10 +544,10 @@ def _dropout(call: Call) -> str:
     # The ratio is an attribute before opset 12, an operand from opset 12 on.
     stated = call.opset < 12 or not call.present(1)
     ratio = call.stated("ratio", 0.5) if stated else call.scalar(1) or call.arg(1)
-    if not is_active(call) or ratio == "0.0":
+    if not may_drop_elements(call) or ratio == "0.0":
         kind = torch_dtype(DType.BOOL if mask is None else mask.dtype)
         return f"({data}, torch.ones_like({data}, dtype={kind}))" if both else data
-    return called(
+    return call_code(
         "operators.dropout_and_mask" if both else "operators.dropout",
         data,
         ratio,
@@ -547,58 +557,58 @@ def _dropout(call: Call) -> str:
     )
 
 
-def _drawn(function: str, call: Call, **defaults: float) -> str:
+def _random_draw(function: str, call: Call, **defaults: float) -> str:
     """Return a call that draws from a distribution whose parameters are float attributes."""
     parameters = (call.stated(*each) for each in defaults.items())
-    return called(
+    return call_code(
         f"operators.{function}", call.result().shape, *parameters, call.stream(), call.dtype
     )
 
 
-_UNIFORM = partial(_drawn, "uniform", low=0.0, high=1.0)
-_NORMAL = partial(_drawn, "normal", mean=0.0, scale=1.0)
+_emit_uniform = partial(_random_draw, "uniform", low=0.0, high=1.0)
+_emit_normal = partial(_random_draw, "normal", mean=0.0, scale=1.0)
 
 
-ELEMENTWISE: dict[str, Emitter] = {
-    **{name: partial(widened, emit) for name, emit in _NUMERIC.items()},
-    **{name: formula(f"torch.{name.lower()}({{0}})") for name in _TORCH},
-    "And": infix("&"),
-    "Or": infix("|"),
-    "Xor": infix("^"),
-    "Not": formula("torch.logical_not({0})"),
+ELEMENTWISE: dict[str, CodeEmitter] = {
+    **{name: partial(emit_in_wider_type, emit) for name, emit in _NUMERIC_EMITTERS.items()},
+    **{name: template_emitter(f"torch.{name.lower()}({{0}})") for name in _SAME_NAME_IN_TORCH},
+    "And": infix_emitter("&"),
+    "Or": infix_emitter("|"),
+    "Xor": infix_emitter("^"),
+    "Not": template_emitter("torch.logical_not({0})"),
     "IsInf": _is_inf,
     "Where": _where,
     "Clip": _clip,
     **dict.fromkeys(("Cast", "CastLike"), cast),
     "BitCast": lambda call: f"{call.arg(0)}.view({call.dtype})",
-    "Neg": formula("-{0}"),
+    "Neg": template_emitter("-{0}"),
     "Gelu": _gelu,
     "HardSigmoid": _hard_sigmoid,
-    "HardSwish": formula("F.hardswish({0})"),
-    "LeakyRelu": formula("F.leaky_relu({0}, {alpha})", alpha=0.01),
+    "HardSwish": template_emitter("F.hardswish({0})"),
+    "LeakyRelu": template_emitter("F.leaky_relu({0}, {alpha})", alpha=0.01),
     "PRelu": _prelu,
-    "Elu": formula("F.elu({0}, {alpha})", alpha=1.0),
-    "Celu": formula("F.celu({0}, {alpha})", alpha=1.0),
+    "Elu": template_emitter("F.elu({0}, {alpha})", alpha=1.0),
+    "Celu": template_emitter("F.celu({0}, {alpha})", alpha=1.0),
     "Selu": lambda call: (
         _SCALED_ELU(call)
         if call.node.has("alpha") or call.node.has("gamma")
         else f"F.selu({call.arg(0)})"
     ),
-    "ThresholdedRelu": formula("F.threshold({0}, {alpha}, 0.0)", alpha=1.0),
-    "Shrink": formula("operators.shrink({0}, {lambd}, {bias})", lambd=0.5, bias=0.0),
-    "Softplus": formula("F.softplus({0})"),
-    "Softsign": formula("F.softsign({0})"),
-    "Mish": formula("F.mish({0})"),
+    "ThresholdedRelu": template_emitter("F.threshold({0}, {alpha}, 0.0)", alpha=1.0),
+    "Shrink": template_emitter("operators.shrink({0}, {lambd}, {bias})", lambd=0.5, bias=0.0),
+    "Softplus": template_emitter("F.softplus({0})"),
+    "Softsign": template_emitter("F.softsign({0})"),
+    "Mish": template_emitter("F.mish({0})"),
     "Swish": _swish,
     "SwiGLU": _swiglu,
-    "autopipe.GatedUnit": lambda call: called(
+    "autopipe.GatedUnit": lambda call: call_code(
         "operators.gated", call.args(2), repr(call.node.text("activation"))
     ),
-    "ConstantOfShape": _filled,
-    "Constant": _constant,
+    "ConstantOfShape": _constant_of_shape,
+    "Constant": _constant_node,
     "Range": _range,
-    "autopipe.StopGradient": formula("{0}.detach()"),
-    "autopipe.Bounded": lambda call: called(
+    "autopipe.StopGradient": template_emitter("{0}.detach()"),
+    "autopipe.Bounded": lambda call: call_code(
         "operators.bounded",
         call.arg(0),
         str(call.node.integer("most")),
@@ -606,31 +616,37 @@ ELEMENTWISE: dict[str, Emitter] = {
     ),
     "EyeLike": _eye_like,
     "Shape": _shape,
-    "Size": lambda call: f"torch.full((), {call.operand(0).elements}, {_made(call)})",
-    "HannWindow": partial(_window, "torch.hann_window"),
-    "HammingWindow": partial(_window, "operators.hamming_window"),
-    "BlackmanWindow": partial(_window, "torch.blackman_window"),
-    "MelWeightMatrix": lambda call: called(
-        "operators.mel_weights", *map(call.scalar, range(5)), _made(call)
+    "Size": lambda call: (
+        f"torch.full((), {call.operand(0).elements}, {_new_tensor_arguments(call)})"
     ),
-    "GridSample": in_one_type(_grid_sample),
+    "HannWindow": partial(_window_function, "torch.hann_window"),
+    "HammingWindow": partial(_window_function, "operators.hamming_window"),
+    "BlackmanWindow": partial(_window_function, "torch.blackman_window"),
+    "MelWeightMatrix": lambda call: call_code(
+        "operators.mel_weights", *map(call.scalar, range(5)), _new_tensor_arguments(call)
+    ),
+    "GridSample": in_common_type(_grid_sample),
     "AffineGrid": _affine_grid,
     "QuantizeLinear": quantize,
     "DequantizeLinear": dequantize,
-    "autopipe.Unpack": unpack,
-    "DynamicQuantizeLinear": formula("operators.dynamic_quantize_linear({0})"),
+    "autopipe.Unpack": unpack_code,
+    "DynamicQuantizeLinear": template_emitter("operators.dynamic_quantize_linear({0})"),
     "DFT": _dft,
     "STFT": _stft,
-    "Det": formula("torch.linalg.det({0})"),
+    "Det": template_emitter("torch.linalg.det({0})"),
     "RoiAlign": _roi_align,
     "MaxRoiPool": _max_roi_pool,
-    "NonMaxSuppression": _rows_kept,
-    "autopipe.NonMaxSuppression": lambda call: _suppressed(call, call.result().shape[-1], 2),
+    "NonMaxSuppression": _selected_boxes,
+    "autopipe.NonMaxSuppression": lambda call: _non_max_suppression(
+        call, call.result().shape[-1], 2
+    ),
     "Dropout": _dropout,
-    "Bernoulli": lambda call: called("operators.bernoulli", call.arg(0), call.stream(), call.dtype),
-    **dict.fromkeys(("RandomUniform", "RandomUniformLike"), _UNIFORM),
-    **dict.fromkeys(("RandomNormal", "RandomNormalLike"), _NORMAL),
-    "Multinomial": lambda call: called(
+    "Bernoulli": lambda call: call_code(
+        "operators.bernoulli", call.arg(0), call.stream(), call.dtype
+    ),
+    **dict.fromkeys(("RandomUniform", "RandomUniformLike"), _emit_uniform),
+    **dict.fromkeys(("RandomNormal", "RandomNormalLike"), _emit_normal),
+    "Multinomial": lambda call: call_code(
         "operators.multinomial", call.arg(0), call.result().shape[1], call.stream(), call.dtype
     ),
 }

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 from autopipe.ir.graph import Value
 from autopipe.ir.ops import signature_of
-from autopipe.ir.ops.loop import body_of, run_axes
+from autopipe.ir.ops.loop import body_of, splittable_axes
 from autopipe.ir.placement import Split
 from autopipe.ir.program import Compute, StageCode
 
 
-def body_code(loop: Compute) -> StageCode:
+def loop_body_stage(loop: Compute) -> StageCode:
     """Return one iteration of a loop as a stage. The inputs of the stage differ between iterations;
     its parameters and constants are loop-invariant.
     """
     node = loop.signature.node
     body = body_of(loop.signature.node)
     degrees = {split.axis: split.degree for split in loop.splits}
-    axes = [axis for axis in run_axes(node) if axis.name in degrees]
+    axes = [axis for axis in splittable_axes(node) if axis.name in degrees]
     cuts = {place: degrees[axis.name] for axis in axes for place in axis.dimensions.items()}
 
     def local(name: str) -> Value | None:

@@ -7,11 +7,11 @@ from string import ascii_lowercase
 
 from autopipe.backends.torch.codegen.call import (
     Call,
-    Emitter,
-    called,
-    formula,
-    in_one_type,
-    number,
+    CodeEmitter,
+    call_code,
+    float_literal,
+    in_common_type,
+    template_emitter,
 )
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.matmul_conv import equation_of, has_bias
@@ -23,10 +23,10 @@ from autopipe.ir.ops.operator import SpatialWindow, window_of
 def _matmul(call: Call) -> str:
     if call.result().dtype.is_integer:
         return f"operators.matmul_whole({call.args(2)})"
-    return multiply(call, call.arg(0), call.arg(1))
+    return matmul_code(call, call.arg(0), call.arg(1))
 
 
-def multiply(call: Call, left: str, right: str) -> str:
+def matmul_code(call: Call, left: str, right: str) -> str:
     """Return the code of the matmul of the first two operands. `left` and `right` are their code,
     transposed if necessary.
 
@@ -57,7 +57,7 @@ def _gemm(call: Call) -> str:
     whole = call.result().dtype.is_integer
     values = {name: node.number(name, 1.0) for name in ("beta", "alpha")}
     factors = {
-        name: repr(int(value)) if whole else number(value)
+        name: repr(int(value)) if whole else float_literal(value)
         for name, value in values.items()
         if value != 1.0
     }
@@ -72,7 +72,7 @@ def _gemm(call: Call) -> str:
         )
     if transposed and not factors and call.operand(2).shape == call.result().shape[1:]:
         return f"F.linear({left}, {call.arg(1)}, {bias})"
-    return called("torch.addmm", bias, left, right, **factors)
+    return call_code("torch.addmm", bias, left, right, **factors)
 
 
 # Convolutions.
@@ -80,33 +80,33 @@ def _gemm(call: Call) -> str:
 Extents = tuple[int, ...]
 
 
-def each(values: Extents) -> str:
+def one_or_tuple(values: Extents) -> str:
     """Return one number if all axes have the same number, otherwise a tuple."""
     return repr(values[0]) if len(set(values)) == 1 else repr(values)
 
 
-def pads(begin: Extents, end: Extents) -> str:
+def torch_pads(begin: Extents, end: Extents) -> str:
     """Return the pads in the order of `F.pad`: last axis first."""
     return repr(
         tuple(pad for axis in reversed(range(len(begin))) for pad in (begin[axis], end[axis]))
     )
 
 
-def _window(call: Call, kernel: Extents) -> SpatialWindow:
+def _local_window(call: Call, kernel: Extents) -> SpatialWindow:
     """Return the windows that this rank computes."""
     window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
     return window.inside(call.is_split)
 
 
-def _kernel(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
+def _window_and_groups(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
     """Return the window and the number of groups of a convolution. `weight` is the index of its
     weight operand.
     """
     shape = call.operand(weight).shape
-    return _window(call, shape[2:]), call.operand(0).shape[1] // shape[1]
+    return _local_window(call, shape[2:]), call.operand(0).shape[1] // shape[1]
 
 
-def _settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
+def _conv_settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
     """Return stride, padding, dilation and groups as keyword arguments, without those that have
     torch's default.
     """
@@ -117,24 +117,26 @@ def _settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str,
     }
     found["groups"] = (groups,), 1
     return {
-        name: each(values) for name, (values, neutral) in found.items() if set(values) != {neutral}
+        name: one_or_tuple(values)
+        for name, (values, neutral) in found.items()
+        if set(values) != {neutral}
     }
 
 
 def _conv(call: Call) -> str:
-    window, groups = _kernel(call)
+    window, groups = _window_and_groups(call)
     source = call.arg(0)
     padding = window.begin
     if window.begin != window.end:
-        source = f"F.pad({source}, {pads(window.begin, window.end)})"
+        source = f"F.pad({source}, {torch_pads(window.begin, window.end)})"
         padding = (0,) * len(window.kernel)
     bias = call.bias(2, "c") if call.present(2) else None
-    return called(
+    return call_code(
         f"F.conv{len(window.kernel)}d",
         source,
         call.arg(1),
         bias,
-        **_settings(window, groups, padding),
+        **_conv_settings(window, groups, padding),
     )
 
 
@@ -174,22 +176,22 @@ def _conv_transpose(call: Call) -> str:
     )
     if fits and all(pad >= 0 for pad in begin):
         bias = call.bias(2, "c") if call.present(2) else None
-        settings = _settings(window, groups, begin) | {
-            "output_padding": each(extra) if any(extra) else None
+        settings = _conv_settings(window, groups, begin) | {
+            "output_padding": one_or_tuple(extra) if any(extra) else None
         }
-        return called(f"F.conv_transpose{len(kernel)}d", call.args(2), bias, **settings)
+        return call_code(f"F.conv_transpose{len(kernel)}d", call.args(2), bias, **settings)
     end = tuple(extent - size + pad for extent, size, pad in zip(result, full, begin, strict=True))
-    crop = pads(tuple(-pad for pad in begin), end)
+    crop = torch_pads(tuple(-pad for pad in begin), end)
     operands = call.args(2), call.bias(2, "c"), window.strides, window.dilations, groups, crop
-    return called("operators.conv_transpose", *operands)
+    return call_code("operators.conv_transpose", *operands)
 
 
 def _runtime_settings(window: SpatialWindow, groups: int) -> str:
-    return f"{window.strides}, {pads(window.begin, window.end)}, {window.dilations}, {groups}"
+    return f"{window.strides}, {torch_pads(window.begin, window.end)}, {window.dilations}, {groups}"
 
 
 def _deform_conv(call: Call) -> str:
-    window, groups = _kernel(call)
+    window, groups = _window_and_groups(call)
     settings = (
         window.strides,
         window.begin,
@@ -197,17 +199,17 @@ def _deform_conv(call: Call) -> str:
         groups,
         call.node.integer("offset_group", 1),
     )
-    return called("operators.deform_conv", call.optionals(5), *settings)
+    return call_code("operators.deform_conv", call.optionals(5), *settings)
 
 
 # Pooling.
 
 
 def _pooling_window(call: Call) -> SpatialWindow:
-    return _window(call, call.node.integers("kernel_shape"))
+    return _local_window(call, call.node.integers("kernel_shape"))
 
 
-def _fits(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
+def _torch_pads_fit(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
     """True if torch's pads, which are equal at both ends and at most half a window, give the shape
     of the result. `ceil` selects torch's `ceil_mode`.
     """
@@ -223,33 +225,33 @@ def _fits(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
     return small and window.begin == window.end and tuple(counts) == call.result().shape[2:]
 
 
-def _exact_pads(call: Call, window: SpatialWindow) -> str:
+def _fitting_pads(call: Call, window: SpatialWindow) -> str:
     """Return the pads with which the windows of the result fit exactly."""
     end = window.needed(call.operand(0).shape[2:], call.result().shape[2:])
-    return pads(window.begin, tuple(max(extent, 0) for extent in end))
+    return torch_pads(window.begin, tuple(max(extent, 0) for extent in end))
 
 
-def _general(function: str, call: Call, *settings: object) -> str:
+def _runtime_pooling(function: str, call: Call, *settings: object) -> str:
     """Return a call of the runtime's pooling, which supports arbitrary windows."""
     window = _pooling_window(call)
     shape = window.kernel, window.strides, window.dilations
-    return called(
-        f"operators.{function}", call.arg(0), *shape, _exact_pads(call, window), *settings
+    return call_code(
+        f"operators.{function}", call.arg(0), *shape, _fitting_pads(call, window), *settings
     )
 
 
 def _pooling_settings(window: SpatialWindow, padding: bool) -> list[str]:
     dilated = set(window.dilations) != {1}
     begin = (
-        [each(window.begin) if padding else "0"]
+        [one_or_tuple(window.begin) if padding else "0"]
         if (padding and any(window.begin)) or dilated
         else []
     )
     return [
-        each(window.kernel),
-        each(window.strides),
+        one_or_tuple(window.kernel),
+        one_or_tuple(window.strides),
         *begin,
-        *([each(window.dilations)] if dilated else []),
+        *([one_or_tuple(window.dilations)] if dilated else []),
     ]
 
 
@@ -258,17 +260,19 @@ def _max_pool(call: Call) -> str:
     source = call.arg(0)
     dtype = call.operand(0).dtype
     if len(call.node.outputs) > 1 and call.node.outputs[1]:
-        return _general("max_pool_with_indices", call, call.node.integer("storage_order"))
+        return _runtime_pooling("max_pool_with_indices", call, call.node.integer("storage_order"))
     narrow = dtype in (DType.INT8, DType.UINT8)
     if narrow:
         source = f"{source}.float()"
-    fits = _fits(call, window)
-    fits_up = _fits(call, window, ceil=True)
+    fits = _torch_pads_fit(call, window)
+    fits_up = _torch_pads_fit(call, window, ceil=True)
     if not fits and not fits_up:
-        source = f'F.pad({source}, {_exact_pads(call, window)}, value=float("-inf"))'
+        source = f'F.pad({source}, {_fitting_pads(call, window)}, value=float("-inf"))'
     function = f"F.max_pool{len(window.kernel)}d"
     settings = _pooling_settings(window, fits or fits_up)
-    pooled = called(function, source, *settings, ceil_mode=True if fits_up and not fits else None)
+    pooled = call_code(
+        function, source, *settings, ceil_mode=True if fits_up and not fits else None
+    )
     pooled = f"{pooled}.to({call.dtype})" if narrow else pooled
     return f"({pooled}, None)" if len(call.node.outputs) > 1 else pooled
 
@@ -276,30 +280,32 @@ def _max_pool(call: Call) -> str:
 def _average_pool(call: Call) -> str:
     window = _pooling_window(call)
     counted = bool(call.node.integer("count_include_pad"))
-    if _fits(call, window) and set(window.dilations) == {1}:
+    if _torch_pads_fit(call, window) and set(window.dilations) == {1}:
         function = f"F.avg_pool{len(window.kernel)}d"
         settings = _pooling_settings(window, True)
         excluded = False if any(window.begin + window.end) and not counted else None
-        return called(function, call.arg(0), *settings, count_include_pad=excluded)
+        return call_code(function, call.arg(0), *settings, count_include_pad=excluded)
     none = (0,) * len(window.kernel)
-    return _general(
-        "average_pool", call, pads(window.begin, window.end) if counted else pads(none, none)
+    return _runtime_pooling(
+        "average_pool",
+        call,
+        torch_pads(window.begin, window.end) if counted else torch_pads(none, none),
     )
 
 
-def _global(template: str, call: Call) -> str:
+def _global_pool(template: str, call: Call) -> str:
     axes = tuple(range(2, call.rank))
     return template.format(x=call.arg(0), axes=axes, p=call.node.integer("p", 2))
 
 
-def _global_max(call: Call) -> str:
+def _global_max_pool(call: Call) -> str:
     axes = tuple(range(2, call.rank))
     if group := call.group(*(f"i{axis - 2}" for axis in axes)):
         return f"operators.sharded_extreme({call.arg(0)}, {axes}, True, True, {group})"
     return f"torch.amax({call.arg(0)}, {axes}, keepdim=True)"
 
 
-def _unpool(call: Call) -> str:
+def _max_unpool(call: Call) -> str:
     """Return the code of a MaxUnpool. The indices refer to a tensor whose shape follows from the
     window. The result may have another shape.
     """
@@ -318,9 +324,22 @@ def _unpool(call: Call) -> str:
 
 # Recurrent layers: the runtime uses torch's fused layers if they support the settings.
 
-_OPERANDS = ("x", "weight", "recurrence", "bias", "lengths", "hidden", "cell", "peepholes")
+_RECURRENT_OPERANDS = (
+    "x",
+    "weight",
+    "recurrence",
+    "bias",
+    "lengths",
+    "hidden",
+    "cell",
+    "peepholes",
+)
 
-_USUAL = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh")}
+_DEFAULT_ACTIVATIONS = {
+    "RNN": ("tanh",),
+    "GRU": ("sigmoid", "tanh"),
+    "LSTM": ("sigmoid", "tanh", "tanh"),
+}
 """Default activations of one direction."""
 
 
@@ -330,54 +349,60 @@ def _recurrent(call: Call) -> str:
     """
     node = call.node
     settings: dict[str, object] = {
-        _OPERANDS[index]: call.arg(index)
+        _RECURRENT_OPERANDS[index]: call.arg(index)
         for index in range(3, len(call.codes))
         if call.present(index)
     }
     if node.text("direction", "forward") != "forward":
         settings["direction"] = repr(node.text("direction"))
     activations = tuple(name.lower() for name in node.texts("activations"))
-    if activations and activations != _USUAL[node.op] * (len(activations) // len(_USUAL[node.op])):
+    if activations and activations != _DEFAULT_ACTIVATIONS[node.op] * (
+        len(activations) // len(_DEFAULT_ACTIVATIONS[node.op])
+    ):
         settings["activations"] = repr(activations)
     for name in ("alpha", "beta"):
         if values := node.numbers(f"activation_{name}"):
-            settings[name] = f"({', '.join(map(number, values))},)"
-    settings["clip"] = number(node.number("clip")) if node.has("clip") else None
+            settings[name] = f"({', '.join(map(float_literal, values))},)"
+    settings["clip"] = float_literal(node.number("clip")) if node.has("clip") else None
     flags = {
         "linear_before_reset": "reset_after",
         "input_forget": "coupled",
         "layout": "batch_first",
     }
     settings |= {word: call.flag(name) for name, word in flags.items()}
-    code = called(f"operators.{node.op.lower()}", call.args(3), **settings, group=call.group("h"))
+    code = call_code(
+        f"operators.{node.op.lower()}", call.args(3), **settings, group=call.group("h")
+    )
     return call.outputs(code)
 
 
-PRODUCTS: dict[str, Emitter] = {
+MATMUL_CONV: dict[str, CodeEmitter] = {
     "MatMul": _matmul,
-    "autopipe.Linear": formula("F.linear({0}, {1}.t(), {2})"),
-    "Gemm": in_one_type(_gemm),
+    "autopipe.Linear": template_emitter("F.linear({0}, {1}.t(), {2})"),
+    "Gemm": in_common_type(_gemm),
     "Einsum": lambda call: f"torch.einsum({str(equation_of(call))!r}, {call.args()})",
     "MatMulInteger": lambda call: f"operators.matmul_integer({call.optionals(4)})",
     "QLinearMatMul": lambda call: f"operators.matmul_quantized({call.args(8)}, {call.dtype})",
-    "Conv": in_one_type(_conv),
-    "ConvTranspose": in_one_type(_conv_transpose),
-    "ConvInteger": lambda call: called(
-        "operators.conv_integer", call.optionals(4), _runtime_settings(*_kernel(call))
+    "Conv": in_common_type(_conv),
+    "ConvTranspose": in_common_type(_conv_transpose),
+    "ConvInteger": lambda call: call_code(
+        "operators.conv_integer", call.optionals(4), _runtime_settings(*_window_and_groups(call))
     ),
-    "QLinearConv": lambda call: called(
+    "QLinearConv": lambda call: call_code(
         "operators.conv_quantized",
         call.optionals(9),
         call.dtype,
-        _runtime_settings(*_kernel(call, 3)),
+        _runtime_settings(*_window_and_groups(call, 3)),
     ),
     "DeformConv": _deform_conv,
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
-    "LpPool": lambda call: _general("lp_pool", call, call.node.integer("p", 2)),
-    "GlobalAveragePool": partial(_global, "torch.mean({x}, {axes}, keepdim=True)"),
-    "GlobalMaxPool": _global_max,
-    "GlobalLpPool": partial(_global, "torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"),
-    "MaxUnpool": _unpool,
+    "LpPool": lambda call: _runtime_pooling("lp_pool", call, call.node.integer("p", 2)),
+    "GlobalAveragePool": partial(_global_pool, "torch.mean({x}, {axes}, keepdim=True)"),
+    "GlobalMaxPool": _global_max_pool,
+    "GlobalLpPool": partial(
+        _global_pool, "torch.linalg.vector_norm({x}, {p}, {axes}, keepdim=True)"
+    ),
+    "MaxUnpool": _max_unpool,
     **dict.fromkeys(("RNN", "GRU", "LSTM"), _recurrent),
 }

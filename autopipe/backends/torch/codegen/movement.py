@@ -5,10 +5,23 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-from autopipe.backends.torch.codegen.call import Call, Emitter, called, formula, literal, number
+from autopipe.backends.torch.codegen.call import (
+    Call,
+    CodeEmitter,
+    call_code,
+    float_literal,
+    python_literal,
+    template_emitter,
+)
 from autopipe.ir.graph import DType
-from autopipe.ir.ops.movement import ResizedAxis, padding, permutation, resized_axes, slices
-from autopipe.ir.ops.operator import axes_of, positive
+from autopipe.ir.ops.movement import (
+    ResizedAxis,
+    pad_widths,
+    resized_axes,
+    slice_ranges,
+    transpose_permutation,
+)
+from autopipe.ir.ops.operator import axes_of, nonnegative_axis
 
 
 def shape_arguments(shape: tuple[int, ...]) -> str:
@@ -16,22 +29,22 @@ def shape_arguments(shape: tuple[int, ...]) -> str:
     return ", ".join(map(str, shape)) or "()"
 
 
-def reshaped(code: str, shape: tuple[int, ...]) -> str:
+def reshape_code(code: str, shape: tuple[int, ...]) -> str:
     """Return `x.reshape(8, 128, 768)` for the code `x`."""
     return f"{code}.reshape({shape_arguments(shape)})"
 
 
 def _reshape(call: Call) -> str:
-    return reshaped(call.arg(0), call.result().shape)
+    return reshape_code(call.arg(0), call.result().shape)
 
 
-def _squeezed(method: str, call: Call) -> str:
+def _squeeze_or_unsqueeze(method: str, call: Call) -> str:
     axes = axes_of(call, 1) or ()
     return f"{call.arg(0)}.{method}({axes[0]})" if len(axes) == 1 else _reshape(call)
 
 
 def _transpose(call: Call) -> str:
-    order = permutation(call)
+    order = transpose_permutation(call)
     moved = [axis for axis, source in enumerate(order) if axis != source]
     if not moved:
         return call.arg(0)
@@ -61,18 +74,19 @@ def _split(call: Call) -> str:
 
 
 def _slice(call: Call) -> str:
-    taken = slices(call)
+    taken = slice_ranges(call)
     backwards = [str(axis) for axis, (_, count, step) in enumerate(taken) if step < 0 and count]
     code = f"{call.arg(0)}.flip({', '.join(backwards)})" if backwards else call.arg(0)
     parts = [
-        _range(*each, extent) for each, extent in zip(taken, call.operand(0).shape, strict=True)
+        _slice_range(*each, extent)
+        for each, extent in zip(taken, call.operand(0).shape, strict=True)
     ]
     while parts and parts[-1] == ":":
         parts.pop()
     return f"{code}[{', '.join(parts)}]" if parts else code
 
 
-def _range(start: int, count: int, step: int, extent: int) -> str:
+def _slice_range(start: int, count: int, step: int, extent: int) -> str:
     """Return the code of one dimension's slice. If the step is negative, the slice applies to the
     flipped dimension.
     """
@@ -89,23 +103,23 @@ def _range(start: int, count: int, step: int, extent: int) -> str:
 
 
 def _pad(call: Call) -> str:
-    pads = padding(call)
+    pads = pad_widths(call)
     mode = call.choice("mode", "constant", ("constant", "reflect", "edge", "wrap"))
     if all(pair == (0, 0) for pair in pads):
         return call.arg(0)
     if mode != "constant":
         return f'operators.pad({call.arg(0)}, {pads}, "{mode}")'
-    return padded(
+    return pad_code(
         call.arg(0), pads, call.stated("value", 0.0) if call.opset < 11 else call.scalar(2) or "0"
     )
 
 
-def padded(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
+def pad_code(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
     """Return `F.pad(x, (left, right, top, bottom))`. `F.pad` starts at the last dimension."""
     inner = itertools.dropwhile(lambda pair: pair == (0, 0), pads)
     flat = tuple(count for pair in reversed([*inner]) for count in pair)
     return (
-        called("F.pad", code, flat, value=None if value in ("0", "0.0") else value)
+        call_code("F.pad", code, flat, value=None if value in ("0", "0.0") else value)
         if flat
         else code
     )
@@ -121,16 +135,16 @@ def _center_crop_pad(call: Call) -> str:
     pads = []
     for extent, target in zip(before, after, strict=True):
         start = max(0, (extent - target) // 2)
-        parts.append(_range(start, min(extent, target), 1, extent))
+        parts.append(_slice_range(start, min(extent, target), 1, extent))
         missing = max(0, target - extent)
         pads.append((missing // 2, missing - missing // 2))
     cut = (
         f"{call.arg(0)}[{', '.join(parts)}]" if any(part != ":" for part in parts) else call.arg(0)
     )
-    return padded(cut, tuple(pads))
+    return pad_code(cut, tuple(pads))
 
 
-def _blocks(call: Call, to_space: bool) -> str:
+def _depth_and_space(call: Call, to_space: bool) -> str:
     """Return the code of DepthToSpace (`to_space`) or SpaceToDepth."""
     block = call.node.integer("blocksize")
     (batch, channels, height, width) = call.operand(0).shape
@@ -142,7 +156,9 @@ def _blocks(call: Call, to_space: bool) -> str:
     else:
         extents = (batch, channels, height // block, block, width // block, block)
         order = "0, 3, 5, 1, 2, 4"
-    return reshaped(f"{reshaped(call.arg(0), extents)}.permute({order})", call.result().shape)
+    return reshape_code(
+        f"{reshape_code(call.arg(0), extents)}.permute({order})", call.result().shape
+    )
 
 
 def _trilu(call: Call) -> str:
@@ -160,17 +176,17 @@ def _col2im(call: Call) -> str:
     ones = (1,) * len(block)
     settings = {name: call.node.integers(name, ones) for name in ("dilations", "strides")}
     pads = call.node.integers("pads", (0,) * (2 * len(block)))
-    return called("operators.col2im", call.arg(0), image, block, **settings, pads=pads)
+    return call_code("operators.col2im", call.arg(0), image, block, **settings, pads=pads)
 
 
 def _gather(call: Call) -> str:
     axis = call.axis()
-    fixed = _indexing_range(call)
+    fixed = _constant_index(call)
     if group := call.group(f"d{axis}"):
         return f"operators.sharded_gather({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
     # Indices that are not constant are assumed to be nonnegative, as for an embedding table
     # (`F.embedding` raises an error otherwise).
-    may_count = call.constant(1) is None or _counted_from_front(call)
+    may_count = call.constant(1) is None or _has_nonnegative_indices(call)
     if (
         not fixed
         and axis == 0
@@ -182,7 +198,7 @@ def _gather(call: Call) -> str:
     return f"{call.arg(0)}[{', '.join([*[':'] * axis, fixed or call.arg(1)])}]"
 
 
-def _indexing_range(call: Call) -> str:
+def _constant_index(call: Call) -> str:
     """Return constant indices as a Python index: one integer, or a slice if they are consecutive.
     Return "" otherwise.
     """
@@ -190,7 +206,7 @@ def _indexing_range(call: Call) -> str:
     if indices is None or indices.ndim > 1 or not indices.size:
         return ""
     first, *others = (
-        positive(index, call.operand(0).shape[call.axis()]) for index in call.integers(1)
+        nonnegative_axis(index, call.operand(0).shape[call.axis()]) for index in call.integers(1)
     )
     if indices.ndim == 0:
         return str(first)
@@ -201,7 +217,7 @@ def _indexing_range(call: Call) -> str:
     )
 
 
-def _counted_from_front(call: Call) -> bool:
+def _has_nonnegative_indices(call: Call) -> bool:
     """True if the indices are constant and nonnegative."""
     indices = call.constant(1)
     return indices is not None and bool((indices >= 0).all())
@@ -211,7 +227,7 @@ def _gather_elements(call: Call) -> str:
     axis = call.axis()
     if group := call.group("v"):
         return f"operators.sharded_gather_elements({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
-    function = "torch.gather" if _counted_from_front(call) else "operators.gather_elements"
+    function = "torch.gather" if _has_nonnegative_indices(call) else "operators.gather_elements"
     return f"{function}({call.arg(0)}, {axis}, {call.arg(1)})"
 
 
@@ -221,31 +237,31 @@ def _gather_nd(call: Call) -> str:
     return f"{call.arg(0)}[{call.arg(1)}.unbind(-1)]"
 
 
-_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+_SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 """torch's name by ONNX's name of the reduction for elements that are written several times."""
 
 
-def _reduced(call: Call) -> str | None:
-    reduction = call.choice("reduction", "none", ("none", *_REDUCTIONS))
-    return f'"{_REDUCTIONS[reduction]}"' if reduction != "none" else None
+def _scatter_reduction(call: Call) -> str | None:
+    reduction = call.choice("reduction", "none", ("none", *_SCATTER_REDUCTIONS))
+    return f'"{_SCATTER_REDUCTIONS[reduction]}"' if reduction != "none" else None
 
 
 def _scatter_elements(call: Call) -> str:
     operands = call.arg(0), call.axis(), call.arg(1), call.arg(2)
-    return called("operators.scatter_elements", *operands, _reduced(call))
+    return call_code("operators.scatter_elements", *operands, _scatter_reduction(call))
 
 
 def _tensor_scatter(call: Call) -> str:
     circular = call.choice("mode", "linear", ("linear", "circular")) == "circular"
-    return called(
+    return call_code(
         "operators.tensor_scatter", call.args(2), call.optional(2), call.axis(-2), circular=circular
     )
 
 
 def _one_hot(call: Call) -> str:
-    axis = positive(call.node.integer("axis", -1), len(call.result().shape))
+    axis = nonnegative_axis(call.node.integer("axis", -1), len(call.result().shape))
     operands = call.arg(0), call.result().shape[axis], call.arg(2)
-    return called("operators.one_hot", *operands, axis, call.group("v"))
+    return call_code("operators.one_hot", *operands, axis, call.group("v"))
 
 
 def _resize(call: Call) -> str:
@@ -263,10 +279,11 @@ def _resize(call: Call) -> str:
     if code := _interpolate(call, axes, mode, places, rounding):
         return code
     entries = (
-        f"({each.axis}, {each.result}, {', '.join(map(literal, (each.scale, *each.region)))})"
+        f"({each.axis}, {each.result}, "
+        f"{', '.join(map(python_literal, (each.scale, *each.region)))})"
         for each in axes
     )
-    return called(
+    return call_code(
         "operators.resize",
         call.arg(0),
         f"[{', '.join(entries)}]",
@@ -276,13 +293,13 @@ def _resize(call: Call) -> str:
         coefficient=call.stated("cubic_coeff_a", -0.75) if mode == "cubic" else None,
         antialias=call.flag("antialias"),
         exclude_outside=call.flag("exclude_outside"),
-        outside=number(node.number("extrapolation_value"))
+        outside=float_literal(node.number("extrapolation_value"))
         if places == "tf_crop_and_resize"
         else None,
     )
 
 
-_LINEAR = {3: "linear", 4: "bilinear", 5: "trilinear"}
+_LINEAR_MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 
 
 def _interpolate(
@@ -299,7 +316,7 @@ def _interpolate(
         and floating
         and plain
         and node.number("cubic_coeff_a", -0.75) == -0.75
-        and rank in _LINEAR
+        and rank in _LINEAR_MODES
     ):
         return ""
     size = call.result().shape[2:]
@@ -312,20 +329,20 @@ def _interpolate(
     known = corners or places == "half_pixel" or (places == "pytorch_half_pixel" and min(size) > 1)
     if not known or (mode == "cubic" and rank != 4):
         return ""
-    method = repr("bicubic" if mode == "cubic" else _LINEAR[rank])
-    return called("F.interpolate", call.arg(0), size, mode=method, align_corners=corners)
+    method = repr("bicubic" if mode == "cubic" else _LINEAR_MODES[rank])
+    return call_code("F.interpolate", call.arg(0), size, mode=method, align_corners=corners)
 
 
 def _compress(call: Call) -> str:
     axis = call.axis() if call.node.has("axis") else None
-    return called("operators.compress", call.args(2), str(axis), call.result().shape[axis or 0])
+    return call_code("operators.compress", call.args(2), str(axis), call.result().shape[axis or 0])
 
 
-MOVEMENT: dict[str, Emitter] = {
+MOVEMENT: dict[str, CodeEmitter] = {
     **dict.fromkeys(("Reshape", "Flatten"), _reshape),
-    "Squeeze": partial(_squeezed, "squeeze"),
-    "Unsqueeze": partial(_squeezed, "unsqueeze"),
-    "Identity": formula("{0}"),
+    "Squeeze": partial(_squeeze_or_unsqueeze, "squeeze"),
+    "Unsqueeze": partial(_squeeze_or_unsqueeze, "unsqueeze"),
+    "Identity": template_emitter("{0}"),
     "Transpose": _transpose,
     "Expand": _expand,
     "Concat": lambda call: (
@@ -336,9 +353,9 @@ MOVEMENT: dict[str, Emitter] = {
     "Pad": _pad,
     "Tile": lambda call: f"{call.arg(0)}.repeat({shape_arguments(call.integers(1))})",
     "CenterCropPad": _center_crop_pad,
-    "DepthToSpace": partial(_blocks, to_space=True),
-    "SpaceToDepth": partial(_blocks, to_space=False),
-    "ReverseSequence": lambda call: called(
+    "DepthToSpace": partial(_depth_and_space, to_space=True),
+    "SpaceToDepth": partial(_depth_and_space, to_space=False),
+    "ReverseSequence": lambda call: call_code(
         "operators.reverse_sequence",
         call.args(2),
         call.node.integer("time_axis"),
@@ -351,9 +368,11 @@ MOVEMENT: dict[str, Emitter] = {
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     **dict.fromkeys(("Scatter", "ScatterElements"), _scatter_elements),
-    "ScatterND": lambda call: called("operators.scatter_nd", call.args(3), _reduced(call)),
+    "ScatterND": lambda call: call_code(
+        "operators.scatter_nd", call.args(3), _scatter_reduction(call)
+    ),
     "TensorScatter": _tensor_scatter,
     "OneHot": _one_hot,
-    "NonZero": lambda call: called("operators.nonzero", call.arg(0), call.result().shape[1]),
+    "NonZero": lambda call: call_code("operators.nonzero", call.arg(0), call.result().shape[1]),
     **dict.fromkeys(("Resize", "Upsample"), _resize),
 }

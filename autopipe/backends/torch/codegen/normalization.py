@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from autopipe.backends.torch.codegen.call import Call, Emitter, called, in_one_type
+from autopipe.backends.torch.codegen.call import Call, CodeEmitter, call_code, in_common_type
 from autopipe.ir.graph import DType
 from autopipe.ir.ops.linear_cross_entropy import (
-    BIAS,
-    CLASSES_AT_ONCE,
+    BIAS_OPERAND,
     LINEAR_CROSS_ENTROPY,
-    WEIGHT,
+    MAX_CLASSES_PER_BLOCK,
+    WEIGHT_OPERAND,
     classes_of,
 )
 from autopipe.ir.ops.normalization import (
+    cumulative_axis,
     label_axes,
+    loss_reduction,
+    may_weight_labels,
     normalized_axes,
     reduced_axes,
-    reduction,
-    running_axis,
     softmax_axes,
-    trains,
+    uses_batch_statistics,
     variance_axes,
-    weighs_labels,
 )
 
 
@@ -31,30 +31,32 @@ def _batch_norm(call: Call) -> str:
     x, scale, bias, mean, variance = (call.arg(index) for index in range(5))
     momentum = call.stated("momentum", 0.9)
     epsilon = call.stated("epsilon", 1e-5)
-    if not trains(call):
+    if not uses_batch_statistics(call):
         if mean.startswith("p.") and variance.startswith("p."):
             return f"F.batch_norm({x}, {mean}, {variance}, {scale}, {bias}, eps={epsilon})"
-        return called("operators.batch_norm_by", x, mean, variance, scale, bias, epsilon)
-    group = call.group("n", *_spatial(call))
+        return call_code("operators.batch_norm_by", x, mean, variance, scale, bias, epsilon)
+    group = call.group("n", *_spatial_dimensions(call))
     unbiased = True if call.node.integer("unbiased") else None
     running = "p.running" if mean.startswith("p.w") and variance.startswith("p.w") else None
     if not group and not any(call.results[1:]):
         if running is not None:
-            return called(
+            return call_code(
                 "p.running.batch_norm", call.args(5), momentum, epsilon, unbiased=unbiased
             )
         return f"F.batch_norm({x}, None, None, {scale}, {bias}, training=True, eps={epsilon})"
     function = f"operators.{'sharded_' if group else ''}batch_norm"
     return call.outputs(
-        called(function, call.args(5), momentum, epsilon, group, running=running, unbiased=unbiased)
+        call_code(
+            function, call.args(5), momentum, epsilon, group, running=running, unbiased=unbiased
+        )
     )
 
 
-def _spatial(call: Call) -> list[str]:
+def _spatial_dimensions(call: Call) -> list[str]:
     return [f"i{axis}" for axis in range(call.rank - 2)]
 
 
-def _dimensions(call: Call, axes: Iterable[int]) -> str | None:
+def _group_of_dimensions(call: Call, axes: Iterable[int]) -> str | None:
     """Return the code of the process group over which the dimensions `axes` of the first operand
     are split, or None if none is split.
     """
@@ -67,15 +69,15 @@ def _layer_norm(call: Call) -> str:
     shape = call.operand(0).shape[axes[0] :]
     x = call.arg(0)
     vectors = f"{call.arg(1)}, {call.optional(2)}"
-    if group := _dimensions(call, axes):
+    if group := _group_of_dimensions(call, axes):
         return call.outputs(
-            called("operators.sharded_layer_norm", x, axes, vectors, epsilon, group)
+            call_code("operators.sharded_layer_norm", x, axes, vectors, epsilon, group)
         )
     own_shape = all(call.operand(index).shape == shape for index in (1, 2) if call.present(index))
     if own_shape and len(call.node.outputs) == 1:
-        return called("F.layer_norm", x, shape, vectors, epsilon)
+        return call_code("F.layer_norm", x, shape, vectors, epsilon)
     function = "torch.native_layer_norm" if own_shape else "operators.layer_norm"
-    return call.outputs(called(function, x, shape, vectors, epsilon))
+    return call.outputs(call_code(function, x, shape, vectors, epsilon))
 
 
 def rms_norm(call: Call) -> str:
@@ -85,7 +87,7 @@ def rms_norm(call: Call) -> str:
     axes = tuple(normalized_axes(call))
     epsilon = call.stated("epsilon", 1e-5)
     shape = call.operand(0).shape[axes[0] :]
-    if group := _dimensions(call, axes):
+    if group := _group_of_dimensions(call, axes):
         return (
             f"operators.sharded_rms_norm({call.arg(0)}, {axes}, {call.arg(1)}, {epsilon}, {group})"
         )
@@ -100,14 +102,14 @@ def _group_norm(call: Call) -> str:
     vectors = [call.arg(1), call.arg(2)]
     if call.operand(1).shape != (channels,):
         vectors = [f"{code}.repeat_interleave({channels // groups})" for code in vectors]
-    group = call.group("c", *_spatial(call))
+    group = call.group("c", *_spatial_dimensions(call))
     function = "operators.sharded_group_norm" if group else "F.group_norm"
-    return called(function, call.arg(0), groups, *vectors, call.stated("epsilon", 1e-5), group)
+    return call_code(function, call.arg(0), groups, *vectors, call.stated("epsilon", 1e-5), group)
 
 
 def _instance_norm(call: Call) -> str:
     epsilon = call.stated("epsilon", 1e-5)
-    if group := call.group(*_spatial(call)):
+    if group := call.group(*_spatial_dimensions(call)):
         return f"operators.sharded_instance_norm({call.args(3)}, {epsilon}, {group})"
     return (
         f"F.instance_norm({call.arg(0)}, weight={call.arg(1)}, bias={call.arg(2)}, eps={epsilon})"
@@ -116,24 +118,24 @@ def _instance_norm(call: Call) -> str:
 
 def _variance(call: Call) -> str:
     axes = variance_axes(call)
-    group = _dimensions(call, axes)
-    return called(
+    group = _group_of_dimensions(call, axes)
+    return call_code(
         f"operators.{'sharded_' if group else ''}mean_variance_norm", call.arg(0), axes, group
     )
 
 
-def _norm(call: Call) -> str:
+def _lp_normalization(call: Call) -> str:
     p = call.node.integer("p", 2)
     axis = call.node.integer("axis", -1)
-    if group := _dimensions(call, [call.axis(-1)]):
+    if group := _group_of_dimensions(call, [call.axis(-1)]):
         return f"operators.sharded_normalize({call.arg(0)}, {p}, {axis}, {group})"
     return f"F.normalize({call.arg(0)}, p={p}, dim={axis})"
 
 
-def _response(call: Call) -> str:
+def _local_response_norm(call: Call) -> str:
     size = call.node.integer("size")
     settings = call.stated("alpha", 1e-4), call.stated("beta", 0.75), call.stated("bias", 1.0)
-    return called(
+    return call_code(
         f"{'F' if size % 2 else 'operators'}.local_response_norm", call.arg(0), size, *settings
     )
 
@@ -141,74 +143,82 @@ def _response(call: Call) -> str:
 def _softmax(function: str, call: Call) -> str:
     axes = softmax_axes(call)
     shape = call.operand(0).shape
-    group = _dimensions(call, softmax_axes(call))
+    group = _group_of_dimensions(call, softmax_axes(call))
     name = f"operators.sharded_{function}" if group else f"F.{function}"
     if len(axes) == 1 or (
         not group and all(extent == 1 for extent in shape[axes.start + 1 : axes.stop])
     ):
-        return called(
+        return call_code(
             name, call.arg(0), axes.start if group or axes.start < call.rank - 1 else -1, group
         )
-    flat = called(name, f"{call.arg(0)}.flatten({axes.start})", axes.start if group else -1, group)
+    flat = call_code(
+        name, f"{call.arg(0)}.flatten({axes.start})", axes.start if group else -1, group
+    )
     return f"{flat}.reshape({shape})"
 
 
-def _kept(call: Call) -> str:
+def _keepdim(call: Call) -> str:
     return ", keepdim=True" if call.node.integer("keepdims", 1) else ""
 
 
-def _axes(call: Call) -> str:
+def _axes_arguments(call: Call) -> str:
     """Return the axes as keyword arguments: `dim=1, keepdim=True`."""
     axes = reduced_axes(call)
-    return f"dim={axes[0] if len(axes) == 1 else axes}{_kept(call)}"
+    return f"dim={axes[0] if len(axes) == 1 else axes}{_keepdim(call)}"
 
 
-def _exact(call: Call) -> str:
+def _integer_dtype_argument(call: Call) -> str:
     """Return the `dtype` argument that keeps integers in their type, because torch's sums convert
     integers to int64. Return "" for other types.
     """
     return f", dtype={call.dtype}" if call.result().dtype.is_integer else ""
 
 
-def _together(call: Call, function: str, *settings: bool) -> str:
+def _sharded_reduction(call: Call, function: str, *settings: bool) -> str:
     """Return a call of the runtime's sharded reduction, or "" if no reduced axis is split."""
     axes = reduced_axes(call)
     keep = bool(call.node.integer("keepdims", 1))
-    group = _dimensions(call, axes)
+    group = _group_of_dimensions(call, axes)
     return (
-        called(f"operators.{function}", call.arg(0), axes, keep, *settings, group) if group else ""
+        call_code(f"operators.{function}", call.arg(0), axes, keep, *settings, group)
+        if group
+        else ""
     )
 
 
 def _sum(call: Call, code: str) -> str:
-    return f"{code}.sum({_axes(call)}{_exact(call)})"
+    return f"{code}.sum({_axes_arguments(call)}{_integer_dtype_argument(call)})"
 
 
 def _mean(call: Call) -> str:
     if call.result().dtype.is_integer:
-        return f"{call.arg(0)}.mean({_axes(call)}, dtype=torch.float64).to({call.dtype})"
-    return f"{call.arg(0)}.mean({_axes(call)})"
+        return f"{call.arg(0)}.mean({_axes_arguments(call)}, dtype=torch.float64).to({call.dtype})"
+    return f"{call.arg(0)}.mean({_axes_arguments(call)})"
 
 
 def _reduction_norm(call: Call) -> str:
     if call.result().dtype.is_integer:
-        return f"{call.arg(0)}.double().square().sum({_axes(call)}).sqrt().to({call.dtype})"
+        return (
+            f"{call.arg(0)}.double().square().sum({_axes_arguments(call)}).sqrt().to({call.dtype})"
+        )
     return (
-        _together(call, "sharded_norm") or f"torch.linalg.vector_norm({call.arg(0)}, {_axes(call)})"
+        _sharded_reduction(call, "sharded_norm")
+        or f"torch.linalg.vector_norm({call.arg(0)}, {_axes_arguments(call)})"
     )
 
 
-def _product(call: Call) -> str:
+def _reduce_product(call: Call) -> str:
     """Return one `prod` call per axis, because torch multiplies along one axis per call. The last
     axis is first, so that the indices of the other axes stay valid.
     """
     calls = (
-        f".prod(dim={axis}{_kept(call)}{_exact(call)})" for axis in reversed(reduced_axes(call))
+        f".prod(dim={axis}{_keepdim(call)}{_integer_dtype_argument(call)})"
+        for axis in reversed(reduced_axes(call))
     )
     return call.arg(0) + "".join(calls)
 
 
-def _extreme(method: str, call: Call) -> str:
+def _reduce_extreme(method: str, call: Call) -> str:
     """Return the code of ReduceMax or ReduceMin. For an operand without elements, torch raises an
     error; ONNX defines the smallest (for ReduceMax) or largest value of the type.
     """
@@ -220,33 +230,35 @@ def _extreme(method: str, call: Call) -> str:
             limit = f"torch.iinfo({call.dtype}).{'min' if method == 'amax' else 'max'}"
         return f"torch.full({call.result().shape}, {limit}, dtype={call.dtype}, device=p.device)"
     return (
-        _together(call, "sharded_extreme", method == "amax")
-        or f"{call.arg(0)}.{method}({_axes(call)})"
+        _sharded_reduction(call, "sharded_extreme", method == "amax")
+        or f"{call.arg(0)}.{method}({_axes_arguments(call)})"
     )
 
 
-def _reduction(emit: Emitter, alone: Callable[[str], str] = lambda code: code) -> Emitter:
+def _reduction_emitter(
+    emit: CodeEmitter, alone: Callable[[str], str] = lambda code: code
+) -> CodeEmitter:
     """Return an emitter that is `emit`, or applies `alone` to the operand if there are no axes to
     reduce.
     """
     return lambda call: emit(call) if reduced_axes(call) else alone(call.arg(0))
 
 
-def _index(function: str, call: Call) -> str:
+def _index_of_extreme(function: str, call: Call) -> str:
     axis = call.axis()
-    keep = _kept(call)
+    keep = _keepdim(call)
     last = bool(call.node.integer("select_last_index"))
-    if group := _dimensions(call, [axis]):
+    if group := _group_of_dimensions(call, [axis]):
         settings = bool(keep), function == "argmax", last
-        return called("operators.sharded_index_of_extreme", call.arg(0), axis, *settings, group)
+        return call_code("operators.sharded_index_of_extreme", call.arg(0), axis, *settings, group)
     if last:
         end = call.operand(0).shape[axis] - 1
         return f"{end} - torch.{function}({call.arg(0)}.flip({axis}), dim={axis}{keep})"
     return f"torch.{function}({call.arg(0)}, dim={axis}{keep})"
 
 
-def _running(function: str, call: Call) -> str:
-    axis = running_axis(call)
+def _cumulative(function: str, call: Call) -> str:
+    axis = cumulative_axis(call)
     exclusive = bool(call.node.integer("exclusive"))
     backwards = bool(call.node.integer("reverse"))
     if exclusive or backwards:
@@ -254,12 +266,12 @@ def _running(function: str, call: Call) -> str:
             f"operators.{function}({call.arg(0)}, {axis}, exclusive={exclusive}, "
             f"reverse={backwards})"
         )
-    return f"torch.{function}({call.arg(0)}, dim={axis}{_exact(call)})"
+    return f"torch.{function}({call.arg(0)}, dim={axis}{_integer_dtype_argument(call)})"
 
 
 def _top_k(call: Call) -> str:
     count = call.scalar(1) if call.present(1) else call.node.integer("k")
-    return called(
+    return call_code(
         "operators.top_k",
         call.arg(0),
         count,
@@ -268,21 +280,21 @@ def _top_k(call: Call) -> str:
     )
 
 
-def _loss(call: Call, name: str, alone: str) -> str:
+def _class_loss(call: Call, name: str, alone: str) -> str:
     """Return the call of a loss whose classes or labels may be split. `alone` is the function for a
     rank that needs no communication. Labels are converted to int64, the type that torch requires.
     """
     labels = label_axes(call)
     classes = call.group("c")
-    batch = call.group(*labels) if weighs_labels(call) else None
+    batch = call.group(*labels) if may_weight_labels(call) else None
     ignored = call.node.integer("ignore_index", -100)
-    averaged = reduction(call)
+    averaged = loss_reduction(call)
     function = alone
     if classes:
         function = f"operators.sharded_{name}"
     elif batch:
         function = f"operators.{name}_partial"
-    return called(
+    return call_code(
         function,
         call.arg(0),
         call.arg(1) if call.operand(1).dtype is DType.INT64 else f"{call.arg(1)}.long()",
@@ -294,21 +306,23 @@ def _loss(call: Call, name: str, alone: str) -> str:
     )
 
 
-def _linear_loss(call: Call) -> str:
+def _linear_cross_entropy(call: Call) -> str:
     """Return the call of a fused matmul and cross-entropy. The weight has torch's order [classes,
     features].
     """
     labels = label_axes(call)
-    batch = call.group(*labels) if weighs_labels(call) else None
+    batch = call.group(*labels) if may_weight_labels(call) else None
     ignored = call.node.integer("ignore_index", -100)
-    averaged = reduction(call)
-    code = called(
+    averaged = loss_reduction(call)
+    code = call_code(
         "operators.linear_cross_entropy",
         call.arg(0),
         call.arg(1) if call.operand(1).dtype is DType.INT64 else f"{call.arg(1)}.long()",
-        call.arg(WEIGHT) if call.node.integer("transB") else f"{call.arg(WEIGHT)}.t()",
-        call.arg(BIAS) if call.present(BIAS) else None,
-        step=min(classes_of(call), CLASSES_AT_ONCE),
+        call.arg(WEIGHT_OPERAND)
+        if call.node.integer("transB")
+        else f"{call.arg(WEIGHT_OPERAND)}.t()",
+        call.arg(BIAS_OPERAND) if call.present(BIAS_OPERAND) else None,
+        step=min(classes_of(call), MAX_CLASSES_PER_BLOCK),
         class_weight=call.arg(2) if call.present(2) else None,
         softcap=call.stated("softcap", 0.0) if call.node.has("softcap") else None,
         ignore_index=ignored if ignored != -100 else None,
@@ -320,52 +334,54 @@ def _linear_loss(call: Call) -> str:
     return f"{code}.to({call.dtype})" if narrow else code
 
 
-NORMALIZATION: dict[str, Emitter] = {
-    "BatchNormalization": lambda call: (_batch_norm if trains(call) else in_one_type(_batch_norm))(
-        call
-    ),
-    "LayerNormalization": in_one_type(_layer_norm),
-    "RMSNormalization": in_one_type(rms_norm),
-    "GroupNormalization": in_one_type(_group_norm),
-    "InstanceNormalization": in_one_type(_instance_norm),
+NORMALIZATION: dict[str, CodeEmitter] = {
+    "BatchNormalization": lambda call: (
+        _batch_norm if uses_batch_statistics(call) else in_common_type(_batch_norm)
+    )(call),
+    "LayerNormalization": in_common_type(_layer_norm),
+    "RMSNormalization": in_common_type(rms_norm),
+    "GroupNormalization": in_common_type(_group_norm),
+    "InstanceNormalization": in_common_type(_instance_norm),
     "MeanVarianceNormalization": _variance,
-    "LpNormalization": _norm,
-    "LRN": _response,
+    "LpNormalization": _lp_normalization,
+    "LRN": _local_response_norm,
     "Softmax": partial(_softmax, "softmax"),
     "LogSoftmax": partial(_softmax, "log_softmax"),
-    "ReduceSum": _reduction(lambda call: _sum(call, call.arg(0))),
-    "ReduceMean": _reduction(_mean),
-    "ReduceL1": _reduction(
+    "ReduceSum": _reduction_emitter(lambda call: _sum(call, call.arg(0))),
+    "ReduceMean": _reduction_emitter(_mean),
+    "ReduceL1": _reduction_emitter(
         lambda call: _sum(call, f"{call.arg(0)}.abs()"), lambda code: f"{code}.abs()"
     ),
-    "ReduceL2": _reduction(_reduction_norm, lambda code: f"{code}.abs()"),
-    "ReduceSumSquare": _reduction(
+    "ReduceL2": _reduction_emitter(_reduction_norm, lambda code: f"{code}.abs()"),
+    "ReduceSumSquare": _reduction_emitter(
         lambda call: _sum(call, f"{call.arg(0)}.square()"), lambda code: f"{code}.square()"
     ),
-    "ReduceLogSum": _reduction(
-        lambda call: _together(call, "sharded_log_sum") or f"{_sum(call, call.arg(0))}.log()",
+    "ReduceLogSum": _reduction_emitter(
+        lambda call: (
+            _sharded_reduction(call, "sharded_log_sum") or f"{_sum(call, call.arg(0))}.log()"
+        ),
         lambda code: f"{code}.log()",
     ),
-    "ReduceLogSumExp": _reduction(
+    "ReduceLogSumExp": _reduction_emitter(
         lambda call: (
-            _together(call, "sharded_log_sum_exp")
-            or f"torch.logsumexp({call.arg(0)}, {_axes(call)})"
+            _sharded_reduction(call, "sharded_log_sum_exp")
+            or f"torch.logsumexp({call.arg(0)}, {_axes_arguments(call)})"
         )
     ),
-    "ReduceMax": _reduction(partial(_extreme, "amax")),
-    "ReduceMin": _reduction(partial(_extreme, "amin")),
-    "ReduceProd": _reduction(_product),
-    "ArgMax": partial(_index, "argmax"),
-    "ArgMin": partial(_index, "argmin"),
-    "CumSum": partial(_running, "cumsum"),
-    "CumProd": partial(_running, "cumprod"),
+    "ReduceMax": _reduction_emitter(partial(_reduce_extreme, "amax")),
+    "ReduceMin": _reduction_emitter(partial(_reduce_extreme, "amin")),
+    "ReduceProd": _reduction_emitter(_reduce_product),
+    "ArgMax": partial(_index_of_extreme, "argmax"),
+    "ArgMin": partial(_index_of_extreme, "argmin"),
+    "CumSum": partial(_cumulative, "cumsum"),
+    "CumProd": partial(_cumulative, "cumprod"),
     "TopK": _top_k,
     "Hardmax": lambda call: f"operators.hardmax({call.arg(0)}, {tuple(softmax_axes(call))})",
     "SoftmaxCrossEntropyLoss": lambda call: (
-        _loss(call, "cross_entropy", "F.cross_entropy")
+        _class_loss(call, "cross_entropy", "F.cross_entropy")
         if len(call.node.outputs) == 1
-        else _loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
+        else _class_loss(call, "cross_entropy_and_logarithms", "operators.cross_entropy")
     ),
-    LINEAR_CROSS_ENTROPY: _linear_loss,
-    "NegativeLogLikelihoodLoss": lambda call: _loss(call, "nll", "F.nll_loss"),
+    LINEAR_CROSS_ENTROPY: _linear_cross_entropy,
+    "NegativeLogLikelihoodLoss": lambda call: _class_loss(call, "nll", "F.nll_loss"),
 }

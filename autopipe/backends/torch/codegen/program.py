@@ -66,7 +66,7 @@ class Provenance:
     """Value of `model.inputs` in the configuration."""
 
 
-def manifest_of(
+def program_manifest(
     program: Program,
     provenance: Provenance,
     home: Path,
@@ -117,7 +117,7 @@ def manifest_of(
         "inputs": [encode(each) for each in program.inputs],
         "outputs": [encode(each) for each in program.outputs],
         "parameters": [encode(each) for each in program.parameters],
-        "stages": [_stage(each, each.stage in host_bound) for each in program.stages],
+        "stages": [_stage_entry(each, each.stage in host_bound) for each in program.stages],
         "channels": [encode(each) for each in program.channels],
         "ranks": [
             {
@@ -131,7 +131,7 @@ def manifest_of(
         **({"eval": encode(evaluation)} if evaluation != Evaluation() else {}),
         **({"memory_limits": memory_limits} if memory_limits else {}),
         **({} if data == DataSettings() else {"data": encode(data)}),
-        **({"metrics": metrics} if (metrics := _metrics(provenance)) else {}),
+        **({"metrics": metrics} if (metrics := _predicted_metrics(provenance)) else {}),
         **(
             {"running_calls": [*map(encode, program.running_calls)]}
             if program.running_calls
@@ -141,7 +141,7 @@ def manifest_of(
     }
 
 
-def _metrics(provenance: Provenance) -> dict[str, float]:
+def _predicted_metrics(provenance: Provenance) -> dict[str, float]:
     """Return the predicted metrics that a launch compares with measured metrics. Unknown metrics
     are omitted.
     """
@@ -153,7 +153,7 @@ def _metrics(provenance: Provenance) -> dict[str, float]:
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def _stage(stage: StageCode, host_bound: bool) -> dict[str, Any]:
+def _stage_entry(stage: StageCode, host_bound: bool) -> dict[str, Any]:
     """Return the manifest entry of a stage. `meshes` contains the axes of the sub-groups of its
     ranks that communicate.
     """
@@ -168,7 +168,7 @@ def _stage(stage: StageCode, host_bound: bool) -> dict[str, Any]:
     return found if stage.ratio == 1 else found | {"turns": stage.ratio}
 
 
-_ENTRY = '''\
+_RUN_FILE_TEXT = '''\
 """Runs the rank that the environment names; torch elastic, torchrun or SLURM start it on every \
 process."""
 
@@ -235,7 +235,7 @@ def write_program(
     the generated code is not valid Python, ConfigurationError if the folder cannot be written.
     """
     home = (home or folder).absolute()
-    rendered = [(each, _files(each, provenance, home / each.name)) for each in programs]
+    rendered = [(each, _file_texts(each, provenance, home / each.name)) for each in programs]
 
     def write(target: Path) -> None:
         for each, files in rendered:
@@ -248,14 +248,14 @@ def write_program(
             for index, constant in (
                 pair for stage in each.program.stages for pair in stage.constants
             ):
-                stored[f"c{index}"] = _stored(constant)
+                stored[f"c{index}"] = _as_numpy_storable(constant)
             write_arrays(inside / "constants.npz", stored)
-            add_digests(inside, MANIFEST)
+            add_digests(inside, MANIFEST_FILE)
 
     replace_folder(folder, write, force)
 
 
-def _stored(constant: Constant) -> np.ndarray:
+def _as_numpy_storable(constant: Constant) -> np.ndarray:
     """Return the data of a constant in a type that numpy can write. For other types, return the
     bits, if necessary in a field that has the name of the type.
     """
@@ -270,12 +270,12 @@ def _stored(constant: Constant) -> np.ndarray:
     return array
 
 
-def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str, str]:
+def _file_texts(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str, str]:
     """Return the text of each file by name, for the folder `home`. Raise CodegenError if a Python
     file does not parse.
     """
     program = files.program
-    found = {"run.py": _ENTRY.format(ranks=files.program.world_size)}
+    found = {"run.py": _RUN_FILE_TEXT.format(ranks=files.program.world_size)}
     for stage, title in zip(program.stages, files.stage_titles, strict=True):
         found[f"{stage_module(stage.stage)}.py"] = emit_stage(stage, title)
     for rank, rank_title in zip(program.ranks, files.rank_titles, strict=True):
@@ -288,12 +288,12 @@ def _files(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str,
             raise CodegenError(
                 f"the generated code is not valid Python: {error}", where=name
             ) from error
-    manifest = manifest_of(program, provenance, home, files.memory_limits, files.host_bound)
+    manifest = program_manifest(program, provenance, home, files.memory_limits, files.host_bound)
     found["manifest.json"] = json.dumps(manifest, indent=1) + "\n"
     return found
 
 
-MANIFEST: Final = "manifest.json"
+MANIFEST_FILE: Final = "manifest.json"
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = False) -> None:
@@ -308,7 +308,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
     missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with open_replacement_folder(folder, MANIFEST) as made:
+        with open_replacement_folder(folder, MANIFEST_FILE) as made:
             write(made)
     except OSError as error:
         where = str(error.filename or "")
@@ -323,7 +323,9 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
                     parent.rmdir()
 
 
-_OURS = re.compile(r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz")
+_PROGRAM_FILE_PATTERN = re.compile(
+    r"rank_\d+\.py|stage_\d+\.py|run\.py|manifest\.json|constants\.npz"
+)
 
 
 def check_program_folder(folder: Path, force: bool = False) -> None:
@@ -332,11 +334,11 @@ def check_program_folder(folder: Path, force: bool = False) -> None:
     """
     if not folder.exists():
         return
-    foreign = folder if not folder.is_dir() else next(_foreign(folder), None)
+    foreign = folder if not folder.is_dir() else next(_foreign_entries(folder), None)
     if foreign is not None:
         message = f"folder {folder} contains a file that is not part of a program: {foreign}"
         raise ConfigurationError(message, hint="choose another folder with -o, or move the file")
-    edited = None if force else next(_edited(folder), None)
+    edited = None if force else next(_edited_files(folder), None)
     if edited is not None:
         path, holder = edited
         what = "was edited" if holder else "was edited, or an earlier version of autopipe wrote it"
@@ -346,7 +348,7 @@ def check_program_folder(folder: Path, force: bool = False) -> None:
         )
 
 
-def _foreign(folder: Path) -> Iterator[Path]:
+def _foreign_entries(folder: Path) -> Iterator[Path]:
     """Yield the entries of a program folder that belong neither to a program nor to the bytecode of
     its modules.
     """
@@ -361,28 +363,28 @@ def _foreign(folder: Path) -> Iterator[Path]:
             yield from (
                 (each for each in entry.iterdir() if each.suffix != ".pyc")
                 if is_bytecode
-                else _foreign(entry)
+                else _foreign_entries(entry)
             )
-        elif _OURS.fullmatch(entry.name) is None:
+        elif _PROGRAM_FILE_PATTERN.fullmatch(entry.name) is None:
             yield entry
 
 
 def _is_program(folder: Path) -> bool:
     """Return True if a folder has the manifest of a program."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
-def _edited(folder: Path) -> Iterator[tuple[Path, FolderDigests | None]]:
+def _edited_files(folder: Path) -> Iterator[tuple[Path, FolderDigests | None]]:
     """Yield each file of a program that was changed after it was written, with the digests of its
     folder. The digests are None if the folder has none.
     """
-    holder = read_digests(folder / MANIFEST)
+    holder = read_digests(folder / MANIFEST_FILE)
     for path in sorted(folder.iterdir()):
         if path.is_file() and (holder is None or not holder.holds(path)):
             yield path, holder
         elif path.is_dir() and path.name != "__pycache__":
-            yield from _edited(path)
+            yield from _edited_files(path)

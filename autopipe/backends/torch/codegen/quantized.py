@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from autopipe.backends.torch.codegen.call import Call, Emitter, called
+from autopipe.backends.torch.codegen.call import Call, CodeEmitter, call_code
 from autopipe.ir.ops.experts import (
     EXPERTS,
-    LISTED,
-    Layer,
+    LISTED_EXPERTS,
+    LayerOperands,
     activation_of,
     bits_of_experts,
-    interleaves,
+    has_interleaved_gate_rows,
     layers_of,
 )
-from autopipe.ir.ops.quantized import DOMAIN, bits_of
+from autopipe.ir.ops.quantized import MICROSOFT_DOMAIN, bits_per_weight
 
 
 def _matmul_nbits(call: Call) -> str:
     optional = [call.optional(index) if index < len(call.codes) else "None" for index in (3, 4)]
     while optional and optional[-1] == "None":
         optional.pop()
-    return called("operators.matmul_nbits", call.args(3), *optional, bits=bits_of(call))
+    return call_code("operators.matmul_nbits", call.args(3), *optional, bits=bits_per_weight(call))
 
 
 def _gather_blocks(call: Call) -> str:
-    return called(
+    return call_code(
         "operators.gather_blocks",
         call.args(3),
         call.optional(3),
         call.group("v"),
-        bits=bits_of(call),
+        bits=bits_per_weight(call),
     )
 
 
@@ -40,7 +40,7 @@ _ACTIVATIONS = {
 }
 
 
-def _activation(call: Call, gated: bool) -> str:
+def _activation_code(call: Call, gated: bool) -> str:
     """Return the code of the activation function. If the experts have a separate gate (`gated`),
     the activation of SwiGLU is `F.silu`.
     """
@@ -53,13 +53,15 @@ def _activation(call: Call, gated: bool) -> str:
     settings = {
         word: call.stated(own, 0.0) for word, own in attributes.items() if call.node.has(own)
     }
-    return called("operators.swiglu", **settings, turns=None if interleaves(call) else False)
+    return call_code(
+        "operators.swiglu", **settings, turns=None if has_interleaved_gate_rows(call) else False
+    )
 
 
-def _mixture(call: Call) -> str:
+def _mixture_of_experts(call: Call) -> str:
     first, second, gate = layers_of(call)
 
-    def layer(each: Layer) -> str | None:
+    def layer_operands(each: LayerOperands) -> str | None:
         if not call.present(each.weight):
             return None
         bias = call.bias(each.bias, "i") if each is second else call.optional(each.bias)
@@ -70,31 +72,41 @@ def _mixture(call: Call) -> str:
         )
         return f"({', '.join([call.arg(each.weight), bias, *packed])})"
 
-    gated = layer(gate)
+    gated = layer_operands(gate)
     if call.node.op == "Experts":
-        settings = {"activation": _activation(call, gated is not None), "group": call.group("e")}
-        return called(
-            "operators.experts", call.args(3), layer(first), layer(second), gated, **settings
+        settings = {
+            "activation": _activation_code(call, gated is not None),
+            "group": call.group("e"),
+        }
+        return call_code(
+            "operators.experts",
+            call.args(3),
+            layer_operands(first),
+            layer_operands(second),
+            gated,
+            **settings,
         )
     weights = call.optional(14) if call.node.op == "QMoE" and call.present(14) else None
-    return called(
+    return call_code(
         "operators.mixture",
         call.args(2),
-        layer(first),
-        layer(second),
+        layer_operands(first),
+        layer_operands(second),
         gated,
         k=call.node.integer("k", 1),
         weights=weights,
-        activation=_activation(call, gated is not None),
+        activation=_activation_code(call, gated is not None),
         normalize=call.flag("normalize_routing_weights"),
         bits=bits_of_experts(call) if call.node.op == "QMoE" else None,
         group=call.group("e"),
     )
 
 
-QUANTIZED: dict[str, Emitter] = {
-    LISTED: lambda call: called("operators.listed_experts", call.args()),
-    f"{DOMAIN}MatMulNBits": _matmul_nbits,
-    f"{DOMAIN}GatherBlockQuantized": _gather_blocks,
-    **dict.fromkeys((f"{DOMAIN}MoE", f"{DOMAIN}QMoE", EXPERTS), _mixture),
+QUANTIZED: dict[str, CodeEmitter] = {
+    LISTED_EXPERTS: lambda call: call_code("operators.listed_experts", call.args()),
+    f"{MICROSOFT_DOMAIN}MatMulNBits": _matmul_nbits,
+    f"{MICROSOFT_DOMAIN}GatherBlockQuantized": _gather_blocks,
+    **dict.fromkeys(
+        (f"{MICROSOFT_DOMAIN}MoE", f"{MICROSOFT_DOMAIN}QMoE", EXPERTS), _mixture_of_experts
+    ),
 }

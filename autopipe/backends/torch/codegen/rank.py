@@ -35,20 +35,20 @@ def emit_rank(program: Program, rank: RankCode, title: str) -> str:
     from the model.
     """
     modules = "".join(f"import {stage_module(stage.stage)}\n" for stage in rank.stages)
-    stages = "\n".join(_stage(program, stage) for stage in rank.stages)
+    stages = "\n".join(_stage_declaration(program, stage) for stage in rank.stages)
     return (
         f'"""{title}"""\n\n'
         f"{modules}"
         "from autopipe.backends.torch import runtime\n\n"
         f"rank = runtime.Rank({rank.rank}, __file__)\n\n"
         f"{stages}\n\n\n"
-        f"{_step(rank)}\n\n"
+        f"{_step_function(rank)}\n\n"
         'if __name__ == "__main__":\n'
         "    rank.main(step)\n"
     )
 
 
-def _stage(program: Program, wired: StageOnRank) -> str:
+def _stage_declaration(program: Program, wired: StageOnRank) -> str:
     code = program.stages[wired.stage]
     inputs = {value.name: (f"x{position}", value) for position, value in enumerate(code.inputs)}
     outputs = [value.name for value in code.outputs]
@@ -58,18 +58,17 @@ def _stage(program: Program, wired: StageOnRank) -> str:
         f"    {stage_module(wired.stage)},",
     ]
     for data in wired.data:
-        lines.append(
-            f"    runtime.Data({inputs[data.tensor][0]!r}, {data.tensor!r}, {_slices(data.box)}),"
-        )
+        slices = _slices_code(data.box)
+        lines.append(f"    runtime.Data({inputs[data.tensor][0]!r}, {data.tensor!r}, {slices}),")
     for block in wired.receives:
         argument, value = inputs[block.tensor]
-        ends = _block(block, block.source_rank, block.source_stage)
-        part = _part(block, block.received, value, block.target_slice, block.source_slice)
+        ends = _port_declaration(block, block.source_rank, block.source_stage)
+        part = _slice_argument(block, block.received, value, block.target_slice, block.source_slice)
         lines.append(f"    runtime.Recv({argument!r}, {ends}{part}),")
     for block in wired.sends:
         position = outputs.index(block.tensor)
-        ends = _block(block, block.target_rank, block.target_stage)
-        part = _part(
+        ends = _port_declaration(block, block.target_rank, block.target_stage)
+        part = _slice_argument(
             block, block.sent, code.outputs[position], block.source_slice, block.target_slice
         )
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
@@ -87,12 +86,12 @@ def _stage(program: Program, wired: StageOnRank) -> str:
     return "\n".join([*lines, ")"])
 
 
-def _block(block: MessageSlice, rank: int, stage: int) -> str:
+def _port_declaration(block: MessageSlice, rank: int, stage: int) -> str:
     gradient = "" if block.needs_gradient else ", gradient=False"
     return f"rank={rank}, stage={stage}, channel={block.channel}{gradient}"
 
 
-def _part(
+def _slice_argument(
     block: MessageSlice,
     box: TensorSlice,
     value: Value,
@@ -100,16 +99,16 @@ def _part(
     other: MicroBatchSlice,
 ) -> str:
     part = "" if block.dtype is value.dtype else f", dtype={block.dtype.value!r}"
-    part += "" if box.shape == value.shape else f", offsets={_slices(box)}"
+    part += "" if box.shape == value.shape else f", offsets={_slices_code(box)}"
     part += "" if turn.of == 1 else f", slice=({turn.index}, {turn.of})"
     return part if other.of == 1 else f"{part}, part={other.index}"
 
 
-def _slices(box: TensorSlice) -> str:
+def _slices_code(box: TensorSlice) -> str:
     return repr(tuple(zip(box.starts, box.stops, strict=True)))
 
 
-def _step(rank: RankCode) -> str:
+def _step_function(rank: RankCode) -> str:
     lines: list[str] = []
     for title, section in (
         ("warm-up", rank.warm_up),
@@ -117,25 +116,25 @@ def _step(rank: RankCode) -> str:
         ("cool-down", rank.cool_down),
     ):
         if section:
-            lines += [f"    # {title}", *_section(section)]
+            lines += [f"    # {title}", *_section_lines(section)]
     return "\n".join(["def step():", *(lines or ["    pass"]), ""])
 
 
-def _section(section: Section) -> list[str]:
+def _section_lines(section: Section) -> list[str]:
     lines: list[str] = []
     for _, group in groupby(section, key=type):
         items = list(group)
         straight = [each for each in items if isinstance(each, Instruction)]
-        lines += _lines(straight, "    ", [str(each.micro_batch) for each in straight])
+        lines += _task_lines(straight, "    ", [str(each.micro_batch) for each in straight])
         for loop in (each for each in items if isinstance(each, Loop)):
             lines += [
-                f"    for i in range({_range(loop)}):",
-                *_lines(loop.body, "        ", _indices(loop)),
+                f"    for i in range({_range_arguments(loop)}):",
+                *_task_lines(loop.body, "        ", _micro_batch_indices(loop)),
             ]
     return lines
 
 
-def _range(loop: Loop) -> str:
+def _range_arguments(loop: Loop) -> str:
     """Return the arguments of `range` for a loop. The loop variable is the micro-batch of the first
     instruction in the body. If the instructions have different strides, the loop variable counts
     iterations from 0.
@@ -149,10 +148,15 @@ def _range(loop: Loop) -> str:
     return f"{start}, {stop}" if start else str(stop)
 
 
-_TASKS = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+_COMPUTING_OPCODES = (
+    Opcode.FORWARD,
+    Opcode.BACKWARD,
+    Opcode.BACKWARD_INPUT,
+    Opcode.BACKWARD_WEIGHT,
+)
 
 
-def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
+def _task_lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
     """Return one line per task: the calls before the task, the task, and its sends. `indices`
     contains the code of the micro-batch of each instruction.
     """
@@ -165,18 +169,21 @@ def _lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) ->
         source = "" if item.source is None else f", source={item.source}"
         part = "" if item.part is None else f", part={item.part}"
         lines[-1].append(f"s{item.stage}.{item.opcode.value}({index}{source}{part})")
-        done = done or item.opcode in _TASKS
+        done = done or item.opcode in _COMPUTING_OPCODES
     return [indent + "; ".join(calls) for calls in lines]
 
 
-def _indices(loop: Loop) -> list[str]:
+def _micro_batch_indices(loop: Loop) -> list[str]:
     """Return the code of each micro-batch in the body of a loop, in terms of the loop variable."""
     if loop.strides:
         terms = ("i" if stride == 1 else f"{stride} * i" for stride in loop.strides)
-        return [_moved(term, each.micro_batch) for term, each in zip(terms, loop.body, strict=True)]
+        return [
+            _offset_term(term, each.micro_batch)
+            for term, each in zip(terms, loop.body, strict=True)
+        ]
     first = loop.body[0].micro_batch
-    return [_moved("i", each.micro_batch - first) for each in loop.body]
+    return [_offset_term("i", each.micro_batch - first) for each in loop.body]
 
 
-def _moved(term: str, offset: int) -> str:
+def _offset_term(term: str, offset: int) -> str:
     return f"{term} {'+' if offset > 0 else '-'} {abs(offset)}" if offset else term

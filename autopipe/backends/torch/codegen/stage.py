@@ -18,15 +18,15 @@ import numpy as np
 from autopipe.backends.torch.codegen.attention import ATTENTION
 from autopipe.backends.torch.codegen.call import (
     Call,
-    Emitter,
-    called,
+    CodeEmitter,
+    call_code,
     group_code,
-    literal,
+    python_literal,
     torch_dtype,
 )
 from autopipe.backends.torch.codegen.elementwise import ELEMENTWISE
-from autopipe.backends.torch.codegen.loop import body_code
-from autopipe.backends.torch.codegen.matmul_conv import PRODUCTS
+from autopipe.backends.torch.codegen.loop import loop_body_stage
+from autopipe.backends.torch.codegen.matmul_conv import MATMUL_CONV
 from autopipe.backends.torch.codegen.movement import MOVEMENT
 from autopipe.backends.torch.codegen.normalization import NORMALIZATION
 from autopipe.backends.torch.codegen.quantized import QUANTIZED
@@ -35,26 +35,26 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import Layout, total_degree
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.loop import LOOP, operand_ports, result_ports
-from autopipe.ir.ops.matmul_conv import is_matrix_product, takes_bias
+from autopipe.ir.ops.matmul_conv import can_fuse_bias, is_matmul_of_matrices
 from autopipe.ir.program import Collective, Compute, Operation, StageCode
 from autopipe.ir.words import plural
 
-EMITTERS: dict[str, Emitter] = {
+EMITTERS: dict[str, CodeEmitter] = {
     **ELEMENTWISE,
     **MOVEMENT,
-    **PRODUCTS,
+    **MATMUL_CONV,
     **NORMALIZATION,
     **ATTENTION,
     **QUANTIZED,
 }
 
-LINEAR = "Linear"
+LINEAR_OPERATOR = "Linear"
 """Operator type of a matmul with a fused bias. Operands: x, weight [in, out], bias [out]."""
 
 Names = tuple[str, ...]
 
 
-def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
+def _fuse_biases(stage: StageCode) -> tuple[Operation, ...]:
     """Return the operations of a stage, with each matmul fused with the addition of its bias if no
     other operation reads the matmul's result.
 
@@ -66,7 +66,7 @@ def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
     products = {
         operation.signature.result().name: operation
         for operation in stage.operations
-        if isinstance(operation, Compute) and is_matrix_product(operation.signature)
+        if isinstance(operation, Compute) and is_matmul_of_matrices(operation.signature)
     }
     operations: dict[int, Operation] = {}
     for operation in stage.operations:
@@ -75,33 +75,33 @@ def _with_linear(stage: StageCode) -> tuple[Operation, ...]:
             second = operation.signature.operand(1)
             for value, bias in ((first, second), (second, first)):
                 product = products.get(value.name)
-                if product is not None and reads[value.name] == 1 and takes_bias(value, bias):
+                if product is not None and reads[value.name] == 1 and can_fuse_bias(value, bias):
                     del operations[id(product)]
-                    operation = _with_bias(product, operation, bias)
+                    operation = _fuse_bias(product, operation, bias)
                     break
         operations[id(operation)] = operation
     return tuple(operations.values())
 
 
-def _with_bias(product: Compute, addition: Compute, bias: Value) -> Compute:
+def _fuse_bias(product: Compute, addition: Compute, bias: Value) -> Compute:
     """Return one operation for `product` and `addition`. It has the node of the matmul and the name
     of the addition.
     """
     signature = addition.signature
-    node = replace(signature.node, op=LINEAR, domain="autopipe")
+    node = replace(signature.node, op=LINEAR_OPERATOR, domain="autopipe")
     operands = (*product.signature.operands, bias)
     joined = replace(signature, node=node, operands=operands, constants=(None, None, None))
     return replace(addition, node=product.node, signature=joined)
 
 
-_LINE = 120
-_PARAMETER = re.compile(r"\bp\.(w\d+)\b")
-_CONSTANT = re.compile(r"\bp\.(c\d+)\b")
-_UNSAFE = re.compile(r"[^\x20-\x7e]")
+_MAX_LINE_LENGTH = 120
+_PARAMETER_PATTERN = re.compile(r"\bp\.(w\d+)\b")
+_CONSTANT_PATTERN = re.compile(r"\bp\.(c\d+)\b")
+_UNSAFE_CHARACTERS = re.compile(r"[^\x20-\x7e]")
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardSource:
     """The source text of `forward(p, …)`, with the variables of its arguments and results."""
 
     text: str
@@ -113,11 +113,11 @@ class Forward:
     """The variable or expression of each local value, by the name of the value."""
 
 
-def emit_forward(stage: StageCode) -> Forward:
+def emit_forward(stage: StageCode) -> ForwardSource:
     """Return the forward of a stage. Raise CodegenError for an operator that codegen does not
     support.
     """
-    return _Writer(replace(stage, operations=_with_linear(stage))).forward()
+    return _ForwardWriter(replace(stage, operations=_fuse_biases(stage))).forward()
 
 
 class _Segment(NamedTuple):
@@ -140,7 +140,7 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
     The loop runs from the last segment to the first, because a result is needed only if a later
     segment reads it.
     """
-    held = _held(stage)
+    held = _names_held_by_p(stage)
     wanted = {value.name for value in stage.outputs}
     flowing = frozenset(name for segment in stage.segments for name in segment.flowing)
     found: list[_Segment] = []
@@ -158,7 +158,7 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
     return found[::-1]
 
 
-def _held(stage: StageCode) -> set[str]:
+def _names_held_by_p(stage: StageCode) -> set[str]:
     """Return the names of the parameters and constants of a stage, which `p` holds during the whole
     forward.
     """
@@ -168,7 +168,7 @@ def _held(stage: StageCode) -> set[str]:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _ForwardWriter:
     """Generates the forward of a stage. Identifiers are numbered; they never contain names from the
     model.
     """
@@ -181,57 +181,61 @@ class _Writer:
     loops: dict[str, str] = field(default_factory=dict)
     """Source text of the functions that run the loops of the stage, by function name."""
 
-    def forward(self) -> Forward:
+    def forward(self) -> ForwardSource:
         stage = self.stage
         self.codes |= {value.name: f"p.w{index}" for index, value in stage.parameters}
         self.codes |= {constant.value.name: f"p.c{index}" for index, constant in stage.constants}
-        arguments = tuple(self._fresh(value) for value in stage.inputs)
+        arguments = tuple(self._new_variable(value) for value in stage.inputs)
         outputs = tuple(value.name for value in stage.outputs)
         segments = _segments_of(stage) if stage.segments else []
-        functions = [self._segment(number, segment) for number, segment in enumerate(segments)]
+        functions = [
+            self._write_segment(number, segment) for number, segment in enumerate(segments)
+        ]
         if stage.segments:
-            lines = self._calls(segments, outputs)
+            lines = self._segment_calls(segments, outputs)
         else:
-            lines = self._body(
+            lines = self._body_lines(
                 stage.operations, tuple(value.name for value in stage.inputs), outputs
             )
         head = f"def forward({', '.join(['p', *arguments])}):"
-        text = "\n".join([head, *lines, f"    return {self._tuple(outputs)}", ""])
+        text = "\n".join([head, *lines, f"    return {self._tuple_code(outputs)}", ""])
         own = [
             each + "".join(self.loops[name] for name in self.loops if f"{name}(" in each)
             for each in functions
         ]
-        read = tuple(tuple(dict.fromkeys(_PARAMETER.findall(each))) for each in own)
-        return Forward(
+        read = tuple(tuple(dict.fromkeys(_PARAMETER_PATTERN.findall(each))) for each in own)
+        return ForwardSource(
             "\n\n".join([*self.loops.values(), *functions, text]),
             arguments,
-            self._of(outputs),
+            self._variables_of(outputs),
             read,
             self.codes,
         )
 
-    def _fresh(self, value: Value) -> str:
+    def _new_variable(self, value: Value) -> str:
         self.codes[value.name] = f"x{next(self.numbers)}"
         return self.codes[value.name]
 
-    def _of(self, names: Iterable[str]) -> Names:
+    def _variables_of(self, names: Iterable[str]) -> Names:
         return tuple(self.codes[name] for name in names)
 
-    def _tuple(self, names: Names) -> str:
-        return f"({', '.join(self._of(names))}{',' if len(names) == 1 else ''})"
+    def _tuple_code(self, names: Names) -> str:
+        return f"({', '.join(self._variables_of(names))}{',' if len(names) == 1 else ''})"
 
-    def _drop(self, names: Iterable[str]) -> str:
+    def _del_statement(self, names: Iterable[str]) -> str:
         """Return `; del x1, x2` for the values called `names`, or "" if there are none."""
-        codes = self._of(names)
+        codes = self._variables_of(names)
         return f"; del {', '.join(codes)}" if codes else ""
 
-    def _segment(self, number: int, segment: _Segment) -> str:
-        head = f"def segment_{number}({', '.join(['p', *self._of(segment.arguments)])}):"
-        lines = self._body(segment.operations, segment.arguments, segment.flowing + segment.others)
-        end = f"    return {self._tuple(segment.flowing)}, {self._tuple(segment.others)}"
+    def _write_segment(self, number: int, segment: _Segment) -> str:
+        head = f"def segment_{number}({', '.join(['p', *self._variables_of(segment.arguments)])}):"
+        lines = self._body_lines(
+            segment.operations, segment.arguments, segment.flowing + segment.others
+        )
+        end = f"    return {self._tuple_code(segment.flowing)}, {self._tuple_code(segment.others)}"
         return "\n".join(["@recompute", head, *lines, end, ""])
 
-    def _calls(self, segments: list[_Segment], outputs: Names) -> list[str]:
+    def _segment_calls(self, segments: list[_Segment], outputs: Names) -> list[str]:
         """Return one line per segment: its call, and a `del` of the values that no later segment
         reads.
         """
@@ -239,14 +243,16 @@ class _Writer:
         last = {name: number for number, own in enumerate(names) for name in own}
         lines = []
         for number, segment in enumerate(segments):
-            drop = self._drop(name for name in last if last[name] == number and name not in outputs)
-            call = called(f"segment_{number}", "p", *self._of(segment.arguments))
+            drop = self._del_statement(
+                name for name in last if last[name] == number and name not in outputs
+            )
+            call = call_code(f"segment_{number}", "p", *self._variables_of(segment.arguments))
             lines.append(
-                f"    {self._tuple(segment.flowing + segment.others)[1:-1]} = {call}{drop}"
+                f"    {self._tuple_code(segment.flowing + segment.others)[1:-1]} = {call}{drop}"
             )
         return lines
 
-    def _body(
+    def _body_lines(
         self, operations: tuple[Operation, ...], arguments: Names, results: Names
     ) -> list[str]:
         """Return the lines of operations. Each value is deleted after its last use, to free its
@@ -256,16 +262,16 @@ class _Writer:
         for position, operation in enumerate(operations):
             last |= dict.fromkeys((*operation.reads, *operation.writes), position)
         dead: dict[int, list[str]] = defaultdict(list)
-        kept = {*results, *_held(self.stage)}
+        kept = {*results, *_names_held_by_p(self.stage)}
         for name in (name for name in last if name not in kept):
             dead[last[name]].append(name)
         statements = (
-            self._statement(operation, dead[position])
+            self._statement_lines(operation, dead[position])
             for position, operation in enumerate(operations)
         )
         return [line for lines in statements for line in lines]
 
-    def _statement(self, operation: Operation, dead: list[str]) -> list[str]:
+    def _statement_lines(self, operation: Operation, dead: list[str]) -> list[str]:
         """Return the lines of an operation. `dead` names the values that no later operation reads,
         in the order of their last assignments. Time is linear in the operation's values and in
         `dead`.
@@ -273,32 +279,32 @@ class _Writer:
         unread = frozenset(dead)
         written = frozenset(operation.writes)
         if isinstance(operation, Collective):
-            code, comment = self._collective(operation)
-            target = self._fresh(operation.result)
+            code, comment = self._collective_code(operation)
+            target = self._new_variable(operation.result)
         else:
-            code = self._expression(operation)
-            comment = _comment(operation)
+            code = self._operation_code(operation)
+            comment = _operation_comment(operation)
             results = operation.signature.results
             target = ", ".join(
-                "_" if value is None or value.name in unread else self._fresh(value)
+                "_" if value is None or value.name in unread else self._new_variable(value)
                 for value in results
             )
             if target == "_":
                 return []
         statement = (
             f"{self.margin}{target} = "
-            f"{code}{self._drop(name for name in dead if name not in written)}"
+            f"{code}{self._del_statement(name for name in dead if name not in written)}"
         )
         pad = max(2, 72 - len(statement))
-        if len(statement) + pad + len(comment) <= _LINE:
+        if len(statement) + pad + len(comment) <= _MAX_LINE_LENGTH:
             return [f"{statement}{' ' * pad}# {comment}"]
         return [f"{self.margin}# {comment}", statement]
 
-    def _expression(self, operation: Compute) -> str:
+    def _operation_code(self, operation: Compute) -> str:
         signature = operation.signature
         name = qualified_name(signature.node)
         if name == LOOP:
-            return self._loop(operation)
+            return self._loop_call(operation)
         emitter = EMITTERS.get(name)
         if emitter is None:
             raise CodegenError(
@@ -312,16 +318,20 @@ class _Writer:
             Call.of(signature, codes, operation.splits),
             mesh=operation.mesh, devices=len(self.stage.devices), samples=operation.samples,
         )  # fmt: skip
-        return deferred(emitter, call) if operation.node in self.stage.deferred else emitter(call)
+        return (
+            defer_weight_gradient(emitter, call)
+            if operation.node in self.stage.deferred
+            else emitter(call)
+        )
 
-    def _loop(self, operation: Compute) -> str:
+    def _loop_call(self, operation: Compute) -> str:
         """Return the call of a function that runs all iterations of a loop. Add the function to
         `loops`.
         """
         node = operation.signature.node
-        code = body_code(operation)
-        code = replace(code, operations=_with_linear(code))
-        run = _Writer(code, numbers=self.numbers, margin=" " * 8)
+        code = loop_body_stage(operation)
+        code = replace(code, operations=_fuse_biases(code))
+        run = _ForwardWriter(code, numbers=self.numbers, margin=" " * 8)
         ports = operand_ports(node)
         states = node.integer("states")
         changing = node.integer("states") + len(node.integers("scan_axes"))
@@ -340,12 +350,14 @@ class _Writer:
         count = node.integer("count")
         through = list[tuple[str, str]]()
         if any(number.name in each.reads for each in code.operations) or number in code.outputs:
-            through.append((run._fresh(number), f"torch.arange({count}, device=p.device).unbind()"))
+            through.append(
+                (run._new_variable(number), f"torch.arange({count}, device=p.device).unbind()")
+            )
         for place in range(states, changing):
             rows = f"{own[place]}.unbind({ports[place].axis})"
             rows = f"reversed({rows})" if ports[place].backwards else rows
-            through.append((run._fresh(code.inputs[1 + place]), rows))
-        body = run._body(
+            through.append((run._new_variable(code.inputs[1 + place]), rows))
+        body = run._body_lines(
             code.operations,
             tuple(each.name for each in code.inputs),
             tuple(each.name for each in code.outputs),
@@ -356,7 +368,7 @@ class _Writer:
             else ("_", f"range({count})")
         )
         lists = [f"x{next(self.numbers)}" for _ in code.outputs[states:]]
-        results = run._of(each.name for each in code.outputs)
+        results = run._variables_of(each.name for each in code.outputs)
         lines = [f"    {name} = []" for name in lists]
         lines += [f"    for {names} in {f'zip({rows})' if len(through) > 1 else rows}:", *body]
         lines += [
@@ -377,28 +389,28 @@ class _Writer:
         self.loops[title] = "\n".join(
             [head, *lines, f"    return {', '.join([*own[:states], *stacks])}", ""]
         )
-        return called(title, "p", *(source for _, source in given))
+        return call_code(title, "p", *(source for _, source in given))
 
-    def _collective(self, operation: Collective) -> tuple[str, str]:
+    def _collective_code(self, operation: Collective) -> tuple[str, str]:
         """Return (code, comment) of a redistribution. The comment states the kind, the number of
         ranks and the bytes.
         """
         step = operation.relayout
         group = len(self.stage.devices)
         source = self.codes[operation.source.name]
-        cuts = [_cuts(step.source), _cuts(step.result)]
+        cuts = [_mesh_axes_code(step.source), _mesh_axes_code(step.result)]
         if step.result.windows:
             name = "window" if step.kind == "slice" else step.kind
             if step.source.shard_axes == step.result.shard_axes and step.kind == "redistribute":
                 name = "edges"
                 cuts = cuts[:1]
-            code = called(
-                f"p.group.{name}", source, *cuts, _windows(step.result, operation.source.dtype)
+            code = call_code(
+                f"p.group.{name}", source, *cuts, _windows_code(step.result, operation.source.dtype)
             )
         elif step.kind == "redistribute":
-            code = called("p.group.redistribute", source, *cuts)
+            code = call_code("p.group.redistribute", source, *cuts)
         else:
-            code = called(
+            code = call_code(
                 f"{group_code(step.over, group)}.{step.kind}",
                 source,
                 step.origin if step.kind == "all_to_all" else None,
@@ -413,11 +425,11 @@ class _Writer:
         )
 
 
-def _comment(operation: Compute) -> str:
+def _operation_comment(operation: Compute) -> str:
     """Return the comment of an operation: the node's name as printable ASCII in one line, the local
     shape of the first result, and the splits.
     """
-    name = _UNSAFE.sub("?", repr(operation.signature.node.name))
+    name = _UNSAFE_CHARACTERS.sub("?", repr(operation.signature.node.name))
     name = name if len(name) <= 60 else f"{name[:28]}…{name[-28:]}"
     shapes = ", ".join(
         str(list(value.shape)) for value in operation.signature.results[:1] if value is not None
@@ -426,11 +438,11 @@ def _comment(operation: Compute) -> str:
     return f"{name} {shapes}" + (f"  split {splits}" if splits else "")
 
 
-def _cuts(layout: Layout) -> str:
+def _mesh_axes_code(layout: Layout) -> str:
     return repr(tuple(tuple(map(tuple, axes)) for axes in layout.shard_axes))
 
 
-def _windows(layout: Layout, dtype: DType) -> str:
+def _windows_code(layout: Layout, dtype: DType) -> str:
     """Return the code of the windows of a layout and of the value that fills elements outside of
     the tensor. For integers, the smallest integer replaces minus infinity.
     """
@@ -441,13 +453,13 @@ def _windows(layout: Layout, dtype: DType) -> str:
     )
     lowest = layout.fill == -math.inf and dtype.is_integer
     fill = int(np.iinfo(dtype.value).min) if lowest else layout.fill
-    return f"{windows!r}, {literal(fill)}" if fill else repr(windows)
+    return f"{windows!r}, {python_literal(fill)}" if fill else repr(windows)
 
 
-_LIBRARIES = ("torch", "F", "operators")
+_CALLABLE_LIBRARIES = ("torch", "F", "operators")
 
 
-def deferred(emitter: Emitter, call: Call) -> str:
+def defer_weight_gradient(emitter: CodeEmitter, call: Call) -> str:
     """Return the expression of `call` for the `WeightGradQueue`, such as `p.weight_grads(F.linear,
     x0, p.w1.t(), p.w2)`.
 
@@ -460,7 +472,7 @@ def deferred(emitter: Emitter, call: Call) -> str:
         function = ast.unparse(tree.func)
         names = function.split(".")
         if (
-            names[0] in _LIBRARIES
+            names[0] in _CALLABLE_LIBRARIES
             and all(map(str.isidentifier, names))
             and code.startswith(f"{function}(")
         ):
@@ -496,17 +508,17 @@ def emit_stage(stage: StageCode, title: str) -> str:
     draws = "DRAWS = True\n" if "p.random(" in forward.text else ""
     return (
         f'"""{title}\n\n{"".join(lines)}parameters {elements:,} ({size / 2**20:.1f} MiB)\n"""\n\n'
-        f"{_imports(forward.text)}\n"
-        f"INPUTS = {_types(forward.arguments, stage.inputs)}\n"
-        f"OUTPUTS = {_types(forward.results, stage.outputs)}\n"
+        f"{_import_lines(forward.text)}\n"
+        f"INPUTS = {_type_lines(forward.arguments, stage.inputs)}\n"
+        f"OUTPUTS = {_type_lines(forward.results, stage.outputs)}\n"
         f"PARAMETERS = {tuple(f'w{index}' for index, _ in stage.parameters)!r}\n"
-        f"CONSTANTS = {tuple(dict.fromkeys(_CONSTANT.findall(forward.text)))!r}\n"
+        f"CONSTANTS = {tuple(dict.fromkeys(_CONSTANT_PATTERN.findall(forward.text)))!r}\n"
         f"{draws}{segments}\n\n"
         f"{forward.text}"
     )
 
 
-def _imports(text: str) -> str:
+def _import_lines(text: str) -> str:
     lines = ["import torch\n"]
     if re.search(r"\bF\.", text):
         lines.append("import torch.nn.functional as F\n")
@@ -518,7 +530,7 @@ def _imports(text: str) -> str:
     return "".join([*lines, "\n", *own] if own else lines)
 
 
-def _types(names: Names, values: tuple[Value, ...]) -> str:
+def _type_lines(names: Names, values: tuple[Value, ...]) -> str:
     pairs = zip(names, values, strict=True)
     lines = [
         f"    {name!r}: ({torch_dtype(value.dtype)}, {value.shape!r}),\n" for name, value in pairs

@@ -42,13 +42,15 @@ def build(cache: Path | None) -> Path:
     torch = _torch_folder()
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        raise _unavailable(f"a C++ compiler builds it, and there is none ({', '.join(_COMPILERS)})")
+        raise _unavailable_error(
+            f"a C++ compiler builds it, and there is none ({', '.join(_COMPILERS)})"
+        )
     version = (torch / "version.py").read_bytes()
     digest = hashlib.sha256(
         b"\0".join((version, str(torch).encode(), _SOURCE.read_bytes()))
     ).hexdigest()
     name = f"fake-cuda-{digest[:32]}.so"
-    for folder in _folders(cache):
+    for folder in _library_folders(cache):
         library = folder / name
         if library.is_file():
             return library
@@ -61,10 +63,10 @@ def build(cache: Path | None) -> Path:
         except OSError:
             continue  # The cache cannot be written.
         return library
-    raise _unavailable("there is no folder for it")
+    raise _unavailable_error("there is no folder for it")
 
 
-def _folders(cache: Path | None) -> Iterator[Path]:
+def _library_folders(cache: Path | None) -> Iterator[Path]:
     """Where the library may be: in the cache; else in a folder that goes with this process."""
     if cache is not None:
         yield cache
@@ -79,12 +81,12 @@ def _torch_folder() -> Path:
     """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
-        raise _unavailable("torch is not installed")
+        raise _unavailable_error("torch is not installed")
     folder = Path(found.origin).parent
     if sys.platform != "linux":
-        raise _unavailable("it needs Linux")
+        raise _unavailable_error("it needs Linux")
     if not (folder / "include" / "ATen" / "detail" / "CUDAHooksInterface.h").is_file():
-        raise _unavailable("the installed torch has no headers")
+        raise _unavailable_error("the installed torch has no headers")
     return folder
 
 
@@ -108,10 +110,10 @@ def _compile(compiler: str, torch: Path, library: Path) -> None:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [
             "no error is named"
         ]
-        raise _unavailable(f"{compiler} fails: {errors[0].strip()}")
+        raise _unavailable_error(f"{compiler} fails: {errors[0].strip()}")
 
 
-def _unavailable(why: str) -> ConfigurationError:
+def _unavailable_error(why: str) -> ConfigurationError:
     said = f"this machine lacks a CUDA device, and fake tensors cannot replace it: {why}"
     return ConfigurationError(said, hint="set --device meta", where="--device cuda")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopipe.backends.torch.runtime.operators.attention import form_of
+from autopipe.backends.torch.runtime.operators.attention import attention_properties_of
 from autopipe.backends.torch.torch_interfaces import (
     efficient_attention,
     flash_attention,
@@ -88,10 +88,10 @@ def _on_stream(stream: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _nothing(*_: object, **__: object) -> None: ...
+def _do_nothing(*_: object, **__: object) -> None: ...
 
 
-def _constant(value: object) -> Callable[..., Any]:
+def _constant_function(value: object) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
@@ -99,36 +99,40 @@ def _generator_state(device: object = None) -> torch.Tensor:
     return torch.zeros(16, dtype=torch.uint8)
 
 
-_CUDA: dict[str, object] = {
+_CUDA_REPLACEMENTS: dict[str, object] = {
     "Event": Event,
     "Stream": Stream,
     "stream": _on_stream,
     "get_rng_state": _generator_state,
-    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _constant(True)),
-    **dict.fromkeys(("current_device", "get_sync_debug_mode"), _constant(0)),
-    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), _constant(0)),
-    **dict.fromkeys(("current_stream", "default_stream"), _constant(_STREAM)),
+    **dict.fromkeys(
+        ("is_available", "is_initialized", "is_bf16_supported"), _constant_function(True)
+    ),
+    **dict.fromkeys(("current_device", "get_sync_debug_mode"), _constant_function(0)),
+    **dict.fromkeys(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved"), _constant_function(0)
+    ),
+    **dict.fromkeys(("current_stream", "default_stream"), _constant_function(_STREAM)),
     **dict.fromkeys(
         ("set_device", "set_stream", "synchronize", "set_rng_state", "empty_cache", "init"),
-        _nothing,
+        _do_nothing,
     ),
     **dict.fromkeys(
         ("reset_peak_memory_stats", "set_per_process_memory_fraction", "set_sync_debug_mode"),
-        _nothing,
+        _do_nothing,
     ),
-    "device_count": _constant(1),
-    "is_current_stream_capturing": _constant(False),
-    "mem_get_info": _constant((_MEMORY_BYTES, _MEMORY_BYTES)),
-    "get_device_name": _constant(_PROPERTIES.name),
-    "get_device_properties": _constant(_PROPERTIES),
-    "get_device_capability": _constant(_CAPABILITY),
+    "device_count": _constant_function(1),
+    "is_current_stream_capturing": _constant_function(False),
+    "mem_get_info": _constant_function((_MEMORY_BYTES, _MEMORY_BYTES)),
+    "get_device_name": _constant_function(_PROPERTIES.name),
+    "get_device_properties": _constant_function(_PROPERTIES),
+    "get_device_capability": _constant_function(_CAPABILITY),
 }
 """By name in `torch.cuda`."""
 
 _scaled_dot_product_attention = F.scaled_dot_product_attention
 
 
-def _attention(
+def _attention_by_gpu_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -144,7 +148,7 @@ def _attention(
     if query.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         narrow = torch.get_autocast_dtype("cuda")
         query, key, value = (each.to(narrow) for each in (query, key, value))
-    kernel = _kernel(query, key, value, attn_mask, is_causal)
+    kernel = _attention_kernel(query, key, value, attn_mask, is_causal)
     if kernel is Kernel.FLASH:
         return flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if kernel is Kernel.EFFICIENT:
@@ -161,7 +165,7 @@ def _attention(
     )
 
 
-def _kernel(
+def _attention_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -171,7 +175,7 @@ def _kernel(
     """The kernel that programs pin, which is the one that torch would choose without."""
     if query.device.type != "cuda":
         return Kernel.MATH
-    form = form_of(query, key, value, mask, causal)
+    form = attention_properties_of(query, key, value, mask, causal)
     return (
         Kernel.MATH
         if must_repeat_heads(form, _CAPABILITY)
@@ -181,10 +185,10 @@ def _kernel(
 
 def install() -> None:
     """Replace functions of torch by the stand-ins, for the rest of the process."""
-    for name, stand_in in _CUDA.items():
+    for name, stand_in in _CUDA_REPLACEMENTS.items():
         setattr(torch.cuda, name, stand_in)
-    F.scaled_dot_product_attention = _attention
+    F.scaled_dot_product_attention = _attention_by_gpu_kernel
     # The only fused update that torch cannot run on fake tensors: it changes its operands and gives
     # nothing.
-    torch.library.register_fake("aten::_fused_sgd_", _nothing)
+    torch.library.register_fake("aten::_fused_sgd_", _do_nothing)
     stop_device_initialisation()

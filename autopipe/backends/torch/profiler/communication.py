@@ -38,14 +38,16 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
     for about `seconds`. Raise LaunchError if a rank fails.
     """
     from autopipe.backends.torch.elastic_agent import run_agent
-    from autopipe.backends.torch.rendezvous import Place
+    from autopipe.backends.torch.rendezvous import RendezvousConfig
 
     with scratch_folder("profile") as name, rank_environment():
         found = Path(name) / "exchanges.json"
         logs = Path(name) / "logs"
         logs.mkdir()
         command = (__name__, str(found), device, str(seconds))
-        failure = run_agent(command, ranks, Place(), 0, None, logs, False, lambda _: None)
+        failure = run_agent(
+            command, ranks, RendezvousConfig(), 0, None, logs, False, lambda _: None
+        )
         if failure is not None:
             raise failure.error()
         rows = json.loads(found.read_text(encoding="utf-8"))
@@ -54,12 +56,12 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
         case = row.pop("kind"), row.pop("ranks")
         samples.setdefault(case, []).append((row.pop("bytes"), Timing(**row)))
     return tuple(
-        ExchangeCost(kind, size, fit_line(each), tuple(TimedBytes(*one) for one in each))
+        ExchangeCost(kind, size, fit_time_to_bytes(each), tuple(TimedBytes(*one) for one in each))
         for (kind, size), each in samples.items()
     )
 
 
-def fit_line(samples: Sequence[tuple[int, Timing]]) -> AffineTime:
+def fit_time_to_bytes(samples: Sequence[tuple[int, Timing]]) -> AffineTime:
     """Return the line through times by size in bytes with the minimum squared relative error.
     Neither of its coefficients is negative.
     """
@@ -74,9 +76,9 @@ def fit_line(samples: Sequence[tuple[int, Timing]]) -> AffineTime:
     return AffineTime(float(fixed), float(per_byte))
 
 
-_STEPS = 32
+_MEASURED_STEPS = 32
 _WARM_UP_STEPS = 4
-Spans = dict[str, tuple[float, float]]
+TaskSpans = dict[str, tuple[float, float]]
 """Start and end of each task of a step, in seconds."""
 
 
@@ -94,7 +96,7 @@ def measure_post_overhead(
     take. Raise LaunchError if a program fails.
     """
 
-    def between(spans: Spans, index: int, until: str) -> float:
+    def seconds_until_task(spans: TaskSpans, index: int, until: str) -> float:
         """Return the seconds from a micro-batch's forward in the second stage until the task
         `until` starts, without the micro-batch's own backward in the second stage.
         """
@@ -102,18 +104,21 @@ def measure_post_overhead(
         backward = spans[f"1B{index}"]
         return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
 
-    def until_first_stage(spans: Spans, micro_batches: int) -> float:
+    def until_first_stage(spans: TaskSpans, micro_batches: int) -> float:
         return statistics.median(
-            between(spans, index, f"0B{index}") for index in range(1, micro_batches)
+            seconds_until_task(spans, index, f"0B{index}") for index in range(1, micro_batches)
         )
 
-    def until_next_forward(spans: Spans, micro_batches: int) -> float:
+    def until_next_forward(spans: TaskSpans, micro_batches: int) -> float:
         return statistics.median(
-            between(spans, index, f"1F{index + 1}") for index in range(1, micro_batches - 1)
+            seconds_until_task(spans, index, f"1F{index + 1}")
+            for index in range(1, micro_batches - 1)
         )
 
-    alone = _of_steps(together, device, 0, until_first_stage)
-    with_one, with_all = (_of_steps(each, device, 1, until_next_forward) for each in (apart, laden))
+    alone = _median_over_steps(together, device, 0, until_first_stage)
+    with_one, with_all = (
+        _median_over_steps(each, device, 1, until_next_forward) for each in (apart, laden)
+    )
     return max(0.0, (with_one - alone) / 2), max(0.0, (with_all - with_one) / (2 * (messages - 1)))
 
 
@@ -123,23 +128,25 @@ def measure_period(program: Path, device: str) -> float:
     stage. Raise LaunchError if the program fails.
     """
 
-    return _of_steps(
+    return _median_over_steps(
         program,
         device,
         1,
-        lambda spans, count: period_of([spans[f"1F{each}"][0] for each in range(count)]),
+        lambda spans, count: median_forward_interval(
+            [spans[f"1F{each}"][0] for each in range(count)]
+        ),
     )
 
 
-def period_of(starts: Sequence[float]) -> float:
+def median_forward_interval(starts: Sequence[float]) -> float:
     """Return the median time between two consecutive forwards of a stage. `starts` are the start
     times of its forwards; the first one is not counted, because the pipeline is being filled.
     """
     return statistics.median(second - first for first, second in itertools.pairwise(starts[1:]))
 
 
-def _of_steps(
-    program: Path, device: str, rank: int, seconds: Callable[[Spans, int], float]
+def _median_over_steps(
+    program: Path, device: str, rank: int, seconds: Callable[[TaskSpans, int], float]
 ) -> float:
     """Return the median over the steps of the result of `seconds` for one step."""
     manifest = read_manifest(program)
@@ -151,7 +158,7 @@ def _of_steps(
             "--device",
             device,
             "--steps",
-            str(_STEPS),
+            str(_MEASURED_STEPS),
             "--data",
             str(data),
             "--trace",
@@ -172,37 +179,37 @@ def _of_steps(
 
 # The following code runs in each of several ranks that time communication.
 
-SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
+MESSAGE_SIZES_BYTES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
 """Message sizes in bytes."""
-_LEAST = 7
-_MOST = 100
-_WARM_UP = 2
-_ROUNDS = 8
+_MIN_REPETITIONS = 7
+_MAX_REPETITIONS = 100
+_WARM_UP_REPETITIONS = 2
+_ROUNDS_PER_MEASUREMENT = 8
 """Number of rounds of computing and exchanging messages per measurement."""
-_TASKS = 6
+_COMPUTATIONS_PER_ROUND = 6
 """Number of computations between messages; together they take about half a millisecond."""
-_LEAST_WAY = 0.1
+_MIN_TRANSFER_FRACTION = 0.1
 """Minimum fraction of the measured time that is attributed to the transfer of a message, whatever
 time sending and receiving take.
 """
 
 
-Case = tuple[str, int, int, Callable[[], float]]
+CommunicationCase = tuple[str, int, int, Callable[[], float]]
 """Kind of the communication, number of ranks in its group, size in bytes, and a function that
 performs it and returns its seconds.
 """
 
 
-def _cases(transport: Transport, sizes: Sequence[int]) -> Iterator[Case]:
-    for number, size in enumerate(SIZES):
-        yield "send", 2, size, partial(_way, transport, number, size)
-        yield "post", 2, size, partial(_end, transport, number, size)
+def _communication_cases(transport: Transport, sizes: Sequence[int]) -> Iterator[CommunicationCase]:
+    for number, size in enumerate(MESSAGE_SIZES_BYTES):
+        yield "send", 2, size, partial(_time_transfer, transport, number, size)
+        yield "post", 2, size, partial(_time_message_end, transport, number, size)
     for ranks in sizes:
         group = Group(tuple(range(ranks)), transport) if transport.rank < ranks else None
-        for size in SIZES:
+        for size in MESSAGE_SIZES_BYTES:
             tensor = torch.ones(ranks, size // 4 // ranks, device=transport.device)
             for kind in COLLECTIVES:
-                yield kind, ranks, size, partial(_collective, transport, kind, tensor, group)
+                yield kind, ranks, size, partial(_time_collective, transport, kind, tensor, group)
 
 
 def _synchronize(transport: Transport) -> None:
@@ -210,7 +217,7 @@ def _synchronize(transport: Transport) -> None:
         torch.cuda.synchronize()
 
 
-def _collective(
+def _time_collective(
     transport: Transport, kind: str, tensor: torch.Tensor, group: Group | None
 ) -> float:
     """Return the seconds of one collective on a tensor with one row per rank. A rank outside of the
@@ -228,7 +235,7 @@ def _collective(
     return time.perf_counter() - start
 
 
-def _way(transport: Transport, channel: int, size: int) -> float:
+def _time_transfer(transport: Transport, channel: int, size: int) -> float:
     """Return the seconds that a message between ranks 0 and 1 takes to be transferred: half of a
     round trip, without the CPU time that sending and receiving take.
 
@@ -243,7 +250,7 @@ def _way(transport: Transport, channel: int, size: int) -> float:
     first = transport.rank == 0
     if peer not in (0, 1):
         return 0.0
-    _work(transport)
+    _compute_and_fill_caches(transport)
     start = time.perf_counter()
     whole = time.process_time()
     own = time.thread_time()
@@ -258,10 +265,10 @@ def _way(transport: Transport, channel: int, size: int) -> float:
     _synchronize(transport)
     end = (time.process_time() - whole if transport.device.type == "cpu" else posted) / 2
     there = (time.perf_counter() - start) / 2
-    return max(_LEAST_WAY * there, there - 2 * end)
+    return max(_MIN_TRANSFER_FRACTION * there, there - 2 * end)
 
 
-def _end(transport: Transport, channel: int, size: int) -> float:
+def _time_message_end(transport: Transport, channel: int, size: int) -> float:
     """Return the CPU time of rank 0 for one send or receive of a message between ranks 0 and 1:
     half of the difference between its rounds with messages and without. It includes the calls and,
     on a CPU, gloo's threads and waking the other rank.
@@ -294,27 +301,27 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
 
     wait: Callable[[], object] = lambda: None  # noqa: E731 - nothing has been sent yet
     start = time.perf_counter()
-    for number in range(_ROUNDS):
+    for number in range(_ROUNDS_PER_MEASUREMENT):
         # No rank would wait for a message of rank 1 in the last round.
-        goes_on = number + 1 < _ROUNDS
+        goes_on = number + 1 < _ROUNDS_PER_MEASUREMENT
         if slow:
             wait()
-            _work(transport, _TASKS)
+            _compute_and_fill_caches(transport, _COMPUTATIONS_PER_ROUND)
             wait = post_recv() if goes_on else wait
-            _work(transport, _TASKS)
+            _compute_and_fill_caches(transport, _COMPUTATIONS_PER_ROUND)
             send()
         else:
             wait = post_recv()
-            _work(transport, _TASKS)
+            _compute_and_fill_caches(transport, _COMPUTATIONS_PER_ROUND)
             if goes_on:
                 send()
             wait()
     transport.finish()
     _synchronize(transport)
-    return (time.perf_counter() - start) / _ROUNDS
+    return (time.perf_counter() - start) / _ROUNDS_PER_MEASUREMENT
 
 
-def _work(transport: Transport, tasks: int = 1) -> None:
+def _compute_and_fill_caches(transport: Transport, tasks: int = 1) -> None:
     """Compute, which fills the caches as a task before a message does."""
     for _ in range(tasks):
         rows = torch.ones(64, 64, device=transport.device)
@@ -323,7 +330,7 @@ def _work(transport: Transport, tasks: int = 1) -> None:
         _synchronize(transport)
 
 
-def _timed(exchange: Callable[[], float], seconds: float) -> Timing:
+def _repeat_timing(exchange: Callable[[], float], seconds: float) -> Timing:
     """Return the timing on rank 0. The other ranks repeat `exchange` as often as rank 0."""
     found: list[float] = []
     started = time.perf_counter()
@@ -332,9 +339,14 @@ def _timed(exchange: Callable[[], float], seconds: float) -> Timing:
         dist.barrier()
         found.append(exchange())
         short = time.perf_counter() - started < seconds
-        again.fill_(float(len(found) < _LEAST + _WARM_UP or (len(found) < _MOST and short)))
+        again.fill_(
+            float(
+                len(found) < _MIN_REPETITIONS + _WARM_UP_REPETITIONS
+                or (len(found) < _MAX_REPETITIONS and short)
+            )
+        )
         dist.broadcast(again, 0)
-    return Timing.of([max(1e-9, each) for each in found[_WARM_UP:]])
+    return Timing.of([max(1e-9, each) for each in found[_WARM_UP_REPETITIONS:]])
 
 
 def main(target: Path, device: str, seconds: float) -> None:
@@ -345,13 +357,13 @@ def main(target: Path, device: str, seconds: float) -> None:
     transport.start()
     world = transport.world_size
     sizes = [*(2**power for power in range(1, world.bit_length()) if 2**power < world), world]
-    channels = [Channel(number, 0, 1, 2, 2) for number in range(len(SIZES))]
+    channels = [Channel(number, 0, 1, 2, 2) for number in range(len(MESSAGE_SIZES_BYTES))]
     transport.connect([tuple(range(size)) for size in sizes], channels)
-    each = seconds / (len(SIZES) * (2 + 4 * len(sizes)))
+    each = seconds / (len(MESSAGE_SIZES_BYTES) * (2 + 4 * len(sizes)))
     with torch.no_grad():
         found = [
-            {"kind": kind, "ranks": ranks, "bytes": size, **asdict(_timed(exchange, each))}
-            for kind, ranks, size, exchange in _cases(transport, sizes)
+            {"kind": kind, "ranks": ranks, "bytes": size, **asdict(_repeat_timing(exchange, each))}
+            for kind, ranks, size, exchange in _communication_cases(transport, sizes)
         ]
     if transport.rank == 0:
         target.write_text(json.dumps(found), encoding="utf-8")

@@ -22,16 +22,21 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.codegen.stage import emit_stage
-from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated
+from autopipe.backends.torch.profiler.timed_program import (
+    Stopwatch,
+    average_timings,
+    measure_in_process,
+    repeat_timed,
+)
 from autopipe.backends.torch.runtime.communication.transport import PendingRecv, Transport
 from autopipe.backends.torch.runtime.host import keep_freed_memory
 from autopipe.backends.torch.runtime.random_numbers.random_streams import Random
 from autopipe.backends.torch.runtime.state.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.state.running_statistics import RunningStatistics
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction
-from autopipe.backends.torch.runtime.step.precision import autocast, set_products
+from autopipe.backends.torch.runtime.step.precision import autocast, set_matmul_precision
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
-from autopipe.backends.torch.runtime.watch.clock import Mark
+from autopipe.backends.torch.runtime.watch.clock import TimeMark
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.layout import mesh_axes_of
@@ -44,13 +49,13 @@ from autopipe.ir.measured_costs import (
 )
 from autopipe.ir.program import Bucket, BucketShard, Compute, StageCode
 
-_LARGE_BYTES = 2**16
+_FREED_GRADIENT_BYTES = 2**16
 """Size in bytes from which the gradient of an activation is freed at once. In a model, the
 gradients of the next operator reuse its memory.
 """
 
 Tensors = tuple[torch.Tensor, ...]
-Pool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
+TensorPool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
 """Tensors by type, shape and limit of their values. Operators share them, so that a tensor is in
 the caches as it is in a model.
 """
@@ -70,14 +75,14 @@ class Operand:
         tensor = (self.numbers.clone() if self.parameter else self.numbers.detach()).requires_grad_(
             self.wanted
         )
-        if self.wanted and not self.parameter and tensor.nbytes >= _LARGE_BYTES:
+        if self.wanted and not self.parameter and tensor.nbytes >= _FREED_GRADIENT_BYTES:
             filler = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand_as(tensor)
             tensor.register_hook(lambda _: filler)
         return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Runnable:
+class RunnableOperation:
     """The generated forward function of one operation, bound to its argument `p`, and its
     operands.
     """
@@ -87,8 +92,8 @@ class Runnable:
 
     @staticmethod
     def of(
-        sample: OperationSample, watch: Stopwatch, folder: Path, train: bool, pool: Pool
-    ) -> Runnable:
+        sample: OperationSample, watch: Stopwatch, folder: Path, train: bool, pool: TensorPool
+    ) -> RunnableOperation:
         """Return the operation of a sample on a device, after one run. The generated file goes to
         `folder`. Raise CodegenError with the reason if the operation does not run, or needs a
         process group.
@@ -124,11 +129,11 @@ class Runnable:
         )
         for index, constant in stage.constants:
             setattr(place, f"c{index}", torch.from_numpy(constant.array.copy()).to(device))
-        operands = _operands(sample, stage.inputs, device, train, pool)
-        runnable = Runnable(partial(runpy.run_path(str(path))["forward"], place), operands)
+        operands = _make_operands(sample, stage.inputs, device, train, pool)
+        runnable = RunnableOperation(partial(runpy.run_path(str(path))["forward"], place), operands)
         try:
-            with _as_run(sample.operation.precision, device):
-                _run([runnable.step()], watch, 0.0)
+            with _forward_context(sample.operation.precision, device):
+                _time_lap([runnable.step()], watch, 0.0)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CodegenError(
@@ -140,15 +145,19 @@ class Runnable:
     def trains(self) -> bool:
         return any(each.wanted for each in self.operands)
 
-    def step(self) -> tuple[Runnable, Tensors]:
+    def step(self) -> tuple[RunnableOperation, Tensors]:
         """Return this operation with new operands, for one position in a lap. Each layer of a model
         has its own operands, too.
         """
         return self, tuple(each.leaf() for each in self.operands)
 
 
-def _operands(
-    sample: OperationSample, inputs: Sequence[Value], device: torch.device, train: bool, pool: Pool
+def _make_operands(
+    sample: OperationSample,
+    inputs: Sequence[Value],
+    device: torch.device,
+    train: bool,
+    pool: TensorPool,
 ) -> tuple[Operand, ...]:
     limits = dict(sample.below)
     generator = np.random.default_rng(0)
@@ -166,8 +175,8 @@ def _operands(
     return tuple(found)
 
 
-_CHAIN = 64
-_CHAIN_S = 0.05
+_HOOK_CHAIN_LENGTH = 64
+_HOOK_MEASUREMENT_S = 0.05
 """Number of autograd nodes with which the overhead of the measuring hook is determined, and the
 seconds that this takes.
 """
@@ -184,35 +193,37 @@ def measure_operations(
     """
     if watch.device.type == "cpu":
         keep_freed_memory()  # Ranks do so, too.
-    known: dict[Operation, Runnable] = {}
-    pool: Pool = {}
+    known: dict[Operation, RunnableOperation] = {}
+    pool: TensorPool = {}
     refused: dict[Operation, str] = {}
     for sample in lap:
         if sample.operation not in known and sample.operation not in refused:
             try:
-                known[sample.operation] = Runnable.of(sample, watch, folder, train, pool)
+                known[sample.operation] = RunnableOperation.of(sample, watch, folder, train, pool)
             except CodegenError as error:
                 refused[sample.operation] = error.message
     if not known:
         return (), tuple(refused.values())
     run = [sample for sample in lap if sample.operation in known]
     steps = [known[sample.operation].step() for sample in run]
-    noting = _noting_seconds(watch)
-    with _as_run(lap[0].operation.precision, watch.device):
-        timings = repeated(lambda: _run(steps, watch, noting), seconds)
+    noting = _hook_seconds(watch)
+    with _forward_context(lap[0].operation.precision, watch.device):
+        timings = repeat_timed(lambda: _time_lap(steps, watch, noting), seconds)
     places: dict[Operation, list[int]] = {}
     for place, sample in enumerate(run):
         places.setdefault(sample.operation, []).append(place)
     found = []
     for operation, own in places.items():
         forward, backward = (
-            averaged([timings[first + place] for place in own]) for first in (0, len(run))
+            average_timings([timings[first + place] for place in own]) for first in (0, len(run))
         )
         found.append(run[own[0]].cost(forward, backward if known[operation].trains else None))
     return tuple(found), tuple(refused.values())
 
 
-def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: float) -> list[float]:
+def _time_lap(
+    steps: Sequence[tuple[RunnableOperation, Tensors]], watch: Stopwatch, noting: float
+) -> list[float]:
     """Return the seconds of each forward, then of each backward (0 if an operation has none).
     `noting` is the overhead in seconds of marking the start of a backward.
     """
@@ -221,11 +232,11 @@ def _run(steps: Sequence[tuple[Runnable, Tensors]], watch: Stopwatch, noting: fl
     for runnable, leaves in steps:
         results.append(runnable.forward(*leaves))
         marks.append(watch.mark())
-    backward = _backwards(results, [leaf for _, leaves in steps for leaf in leaves], watch)
+    backward = _time_backwards(results, [leaf for _, leaves in steps for leaf in leaves], watch)
     return watch.spans(marks) + [max(0.0, each - noting) for each in backward]
 
 
-def _backwards(
+def _time_backwards(
     results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Stopwatch
 ) -> list[float]:
     """Run all backwards in one call of autograd and return the seconds of each.
@@ -234,7 +245,7 @@ def _backwards(
     gradients are returned instead of accumulated in leaves, because accumulation would copy some of
     them. In a model, they are passed to the next operator.
     """
-    marks: list[Mark] = []
+    marks: list[TimeMark] = []
     order: list[int] = []
     ends: list[torch.Tensor] = []
 
@@ -267,7 +278,7 @@ def _backwards(
     return found
 
 
-def _noting_seconds(watch: Stopwatch) -> float:
+def _hook_seconds(watch: Stopwatch) -> float:
     """Return the seconds that the Python hook takes to mark the start of a backward."""
     if watch.device.type != "cpu":
         return 0.0  # The device does not wait for the hook.
@@ -276,30 +287,32 @@ def _noting_seconds(watch: Stopwatch) -> float:
         spans = []
         for noted in (False, True):
             end = torch.ones(8, requires_grad=True)
-            seen: list[Mark] = []
-            for _ in range(_CHAIN):
+            seen: list[TimeMark] = []
+            for _ in range(_HOOK_CHAIN_LENGTH):
                 end = -end
                 if noted and end.grad_fn is not None:
                     # Backward calls the hook before the next iteration replaces `seen`.
                     end.grad_fn.register_prehook(lambda _: seen.append(watch.mark()))  # noqa: B023
             spans.append(watch.seconds(partial(torch.autograd.backward, end, torch.ones_like(end))))
-        return [(spans[1] - spans[0]) / _CHAIN]
+        return [(spans[1] - spans[0]) / _HOOK_CHAIN_LENGTH]
 
-    return max(0.0, repeated(run, _CHAIN_S)[0].seconds)
+    return max(0.0, repeat_timed(run, _HOOK_MEASUREMENT_S)[0].seconds)
 
 
-def _as_run(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
+def _forward_context(
+    precision: str, device: torch.device
+) -> contextlib.AbstractContextManager[object]:
     """Return the context in which a rank runs its forwards."""
-    set_products(precision)
+    set_matmul_precision(precision)
     return autocast(precision, device)
 
 
-_TENSORS = 16
-_ELEMENTS = (2**8, 2**18)
+_TIMED_TENSORS = 16
+_ELEMENTS_PER_TENSOR = (2**8, 2**18)
 """Number of elements of each tensor: few, to measure the time per tensor, and many, to measure the
 time per byte.
 """
-_OPTIMIZERS: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
+_OPTIMIZERS_BY_STATES: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
     lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     torch.optim.AdamW,
@@ -330,7 +343,8 @@ def measure_starts(
     fails.
     """
     few, many = (
-        numbers_of("whole", each, watch.device.type, seconds / 2)[:2] for each in (short, long)
+        measure_in_process("whole", each, watch.device.type, seconds / 2)[:2]
+        for each in (short, long)
     )
     return TaskStartOverhead(
         *(
@@ -348,51 +362,59 @@ def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float)
     the second stage is split, and `waiting` of its operators defer their weight gradients. Raise
     LaunchError if the program fails.
     """
-    forward, backward, split, update = numbers_of("tasks", program, watch.device.type, seconds / 2)
-    sums, buckets = (
-        _by_tensor(watch, timed, seconds / 16) for timed in (_accumulation, _bucketing)
+    forward, backward, split, update = measure_in_process(
+        "tasks", program, watch.device.type, seconds / 2
     )
-    updates = tuple(_by_tensor(watch, partial(_update, make), seconds / 24) for make in _OPTIMIZERS)
+    sums, buckets = (
+        _fit_tensor_costs(watch, timed, seconds / 16)
+        for timed in (_timed_accumulation, _timed_bucketing)
+    )
+    updates = tuple(
+        _fit_tensor_costs(watch, partial(_timed_update, make), seconds / 24)
+        for make in _OPTIMIZERS_BY_STATES
+    )
     return TaskCosts(forward, backward, split / waiting, update, sums, buckets, updates)
 
 
-Timed = Callable[[Stopwatch, int], Callable[[], float]]
-"""Takes a number of elements. Returns a function that performs the work on `_TENSORS` tensors of
-that size and returns the seconds that it took.
+MakeTimedFunction = Callable[[Stopwatch, int], Callable[[], float]]
+"""Takes a number of elements. Returns a function that performs the work on `_TIMED_TENSORS` tensors
+of that size and returns the seconds that it took.
 """
 
 
 def _seconds_per_tensor(run: Callable[[], float], seconds: float) -> float:
     """Return the median seconds of `run` per tensor, measured for about `seconds`."""
-    return repeated(lambda: [run()], seconds)[0].seconds / _TENSORS
+    return repeat_timed(lambda: [run()], seconds)[0].seconds / _TIMED_TENSORS
 
 
-def _by_tensor(watch: Stopwatch, timed: Timed, seconds: float) -> TensorCosts:
+def _fit_tensor_costs(watch: Stopwatch, timed: MakeTimedFunction, seconds: float) -> TensorCosts:
     """Return the time per tensor and per byte, from tensors of few and of many elements. Each of
     the two sizes is measured for about `seconds`.
     """
-    runs = (timed(watch, count) for count in _ELEMENTS)
+    runs = (timed(watch, count) for count in _ELEMENTS_PER_TENSOR)
     few, many = (_seconds_per_tensor(run, seconds) for run in runs)
-    per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS[1] - _ELEMENTS[0])))
-    return TensorCosts(max(0.0, few - 4 * _ELEMENTS[0] * per_byte), per_byte)
+    per_byte = max(0.0, (many - few) / (4 * (_ELEMENTS_PER_TENSOR[1] - _ELEMENTS_PER_TENSOR[0])))
+    return TensorCosts(max(0.0, few - 4 * _ELEMENTS_PER_TENSOR[0] * per_byte), per_byte)
 
 
-def _parameters(watch: Stopwatch, count: int) -> list[torch.Tensor]:
-    return [torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TENSORS)]
+def _make_parameters(watch: Stopwatch, count: int) -> list[torch.Tensor]:
+    return [
+        torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TIMED_TENSORS)
+    ]
 
 
-def _gradients(watch: Stopwatch, count: int) -> list[torch.Tensor]:
-    return [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TENSORS)]
+def _make_gradients(watch: Stopwatch, count: int) -> list[torch.Tensor]:
+    return [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TIMED_TENSORS)]
 
 
-def _update(
+def _timed_update(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], watch: Stopwatch, count: int
 ) -> Callable[[], float]:
     """Return a function that times an optimizer update, including the reset of the gradients, as
     ranks run it.
     """
-    parameters = _parameters(watch, count)
-    gradients = _gradients(watch, count)
+    parameters = _make_parameters(watch, count)
+    gradients = _make_gradients(watch, count)
     optimizer = make(parameters)
 
     def update() -> None:
@@ -407,10 +429,10 @@ def _update(
     return run
 
 
-def _accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
+def _timed_accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
     """Return a function that times adding the gradients of a micro-batch to earlier gradients."""
-    sums = _gradients(watch, count)
-    gradients = _gradients(watch, count)
+    sums = _make_gradients(watch, count)
+    gradients = _make_gradients(watch, count)
 
     def add() -> None:
         for total, gradient in zip(sums, gradients, strict=True):
@@ -419,7 +441,7 @@ def _accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
     return partial(watch.seconds, add)
 
 
-class _Alone(Transport):
+class _SingleRankTransport(Transport):
     """A transport whose all-reduce returns the gradients unchanged, as if they were summed
     already.
     """
@@ -428,16 +450,21 @@ class _Alone(Transport):
         return PendingRecv(None, tensor, tensor.device)
 
 
-def _bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
+def _timed_bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
     """Return a function that times gradient bucketing: the additional seconds of a backward that
     copies gradients into buckets, and of copying the sums back.
     """
-    own = _parameters(watch, count)
-    shared = _parameters(watch, count)
-    gradients = _gradients(watch, count)
-    blocks = tuple(BucketShard(index, count, "fp32", 4, (0, 1), 0) for index in range(_TENSORS))
+    own = _make_parameters(watch, count)
+    shared = _make_parameters(watch, count)
+    gradients = _make_gradients(watch, count)
+    blocks = tuple(
+        BucketShard(index, count, "fp32", 4, (0, 1), 0) for index in range(_TIMED_TENSORS)
+    )
     reduction = GradientReduction(
-        _Alone(watch.device.type), dict(enumerate(shared)), [Bucket(blocks)], shared=False
+        _SingleRankTransport(watch.device.type),
+        dict(enumerate(shared)),
+        [Bucket(blocks)],
+        shared=False,
     )
 
     def backward(parameters: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 selected calls of the program.
 
 `python -m autopipe.backends.torch.profiler.timed_program FILE KIND PROGRAM DEVICE SECONDS` writes
-the result of `numbers_of` to FILE, as JSON.
+the result of `measure_in_process` to FILE, as JSON.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from autopipe.backends.torch.launcher import run_child
 from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.rank import Rank
 from autopipe.backends.torch.runtime.step import output_edges
-from autopipe.backends.torch.runtime.watch.clock import Mark, seconds_between
+from autopipe.backends.torch.runtime.watch.clock import TimeMark, seconds_between
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.measured_costs import Timing
 from autopipe.ir.output_files import scratch_folder
 
-LEAST = 5
+MIN_REPETITIONS = 5
 """Minimum number of timed repetitions, however slow the work is."""
-MOST = 200
+MAX_REPETITIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Stopwatch:
 
     device: torch.device
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
-    def spans(self, marks: Sequence[Mark]) -> list[float]:
+    def spans(self, marks: Sequence[TimeMark]) -> list[float]:
         """Return the seconds from each mark to the next. On a CPU, the time that reading the clock
         takes is subtracted.
         """
@@ -74,7 +74,7 @@ class Stopwatch:
         return self.spans([start, self.mark()])[0]
 
 
-def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:
+def repeat_timed(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:
     """Call `run` repeatedly and return a `Timing` per part.
 
     Each call of `run` returns the seconds of several parts. The first call is a warm-up and is not
@@ -84,12 +84,14 @@ def repeated(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]
     run()
     started = time.perf_counter()
     found: list[Sequence[float]] = []
-    while len(found) < LEAST or (len(found) < MOST and time.perf_counter() - started < seconds):
+    while len(found) < MIN_REPETITIONS or (
+        len(found) < MAX_REPETITIONS and time.perf_counter() - started < seconds
+    ):
         found.append(run())
     return [Timing.of(each) for each in zip(*found, strict=True)]
 
 
-def averaged(timings: Sequence[Timing]) -> Timing:
+def average_timings(timings: Sequence[Timing]) -> Timing:
     return Timing(
         statistics.fmean(each.seconds for each in timings),
         statistics.fmean(each.spread for each in timings),
@@ -97,12 +99,12 @@ def averaged(timings: Sequence[Timing]) -> Timing:
     )
 
 
-def numbers_of(kind: str, program: Path, device: str, seconds: float) -> list[float]:
+def measure_in_process(kind: str, program: Path, device: str, seconds: float) -> list[float]:
     """Measure a program in another process for about `seconds`, and return the seconds of its
     parts.
 
-    `kind` is a key of `KINDS`; the functions listed there define the parts. Raise LaunchError with
-    the last line of the process's output if the process fails.
+    `kind` is a key of `MEASUREMENTS`; the functions listed there define the parts. Raise
+    LaunchError with the last line of the process's output if the process fails.
     """
     with scratch_folder("profile") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"
@@ -134,7 +136,7 @@ class TimedProgram:
         rank.set_up()
         return TimedProgram(rank, names["step"], Stopwatch(device))
 
-    def seconds_inside(self) -> dict[str, float]:
+    def seconds_in_stages(self) -> dict[str, float]:
         """Return the seconds that generated functions and autograd take. The keys are a stage and a
         phase, for example `0F`.
         """
@@ -152,7 +154,7 @@ class TimedProgram:
         a key of the result; it is called after the method has returned. Only these calls have
         marks, because marks inside another timed call would count in the time of that call.
         """
-        found: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)
+        found: dict[str, list[tuple[TimeMark, TimeMark]]] = defaultdict(list)
 
         def timed(call: Callable[..., Any], name: str, /, *arguments: Any, **settings: Any) -> Any:
             start = self.watch.mark()
@@ -172,7 +174,7 @@ class TimedProgram:
         }
 
 
-def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
+def _time_whole_step(timed: TimedProgram) -> Callable[[], list[float]]:
     """Return a function that times the parts of a program of one stage.
 
     The function returns [forward operators, backward operators, rest of the forward task, rest of
@@ -183,7 +185,7 @@ def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
     tasks = [(timed.rank.stages[0], task) for task in ("forward", "backward")]
 
     def run() -> list[float]:
-        inside = timed.seconds_inside()
+        inside = timed.seconds_in_stages()
         whole = timed.seconds_of(tasks)
         own = inside["0F"], inside.get("0B", 0.0)
         around = whole["forward"] - own[0], whole.get("backward", 0.0) - own[1]
@@ -192,7 +194,7 @@ def _whole(timed: TimedProgram) -> Callable[[], list[float]]:
     return run
 
 
-def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
+def _time_tasks(timed: TimedProgram) -> Callable[[], list[float]]:
     """Return a function that times the parts of a program of two equal stages. The backward of the
     second stage is split into the gradients of inputs and of weights.
 
@@ -205,7 +207,7 @@ def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
     update = [(rank.update.optimizer, "step"), (rank.update.optimizer, "zero_grad")]
 
     def run() -> list[float]:
-        own = timed.seconds_inside()
+        own = timed.seconds_in_stages()
         found = timed.seconds_of([*tasks, *update])
         around = [found["forward"] - own["0F"], found["backward"] - own["0B"]]
         lengths = [0.0, 0.0]
@@ -218,13 +220,13 @@ def _tasks(timed: TimedProgram) -> Callable[[], list[float]]:
     return run
 
 
-KINDS = {"whole": _whole, "tasks": _tasks}
+MEASUREMENTS = {"whole": _time_whole_step, "tasks": _time_tasks}
 
 
 def main() -> None:
     target, kind, program, device, seconds = sys.argv[1:]
     timed = TimedProgram.of(Path(program), Path(target).with_suffix(".npz"), torch.device(device))
-    numbers = [each.seconds for each in repeated(KINDS[kind](timed), float(seconds))]
+    numbers = [each.seconds for each in repeat_timed(MEASUREMENTS[kind](timed), float(seconds))]
     Path(target).write_text(json.dumps(numbers), encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ def warn_of_old_name(old: str, new: str) -> None:
     )
 
 
-OPERATORS = {
+NEW_OPERATOR_NAMES = {
     "batch_norm_part": "sharded_batch_norm",
     "cross_entropy_and_logarithms_part": "sharded_cross_entropy_and_logarithms",
     "cross_entropy_and_logarithms_share": "cross_entropy_and_logarithms_partial",

@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from autopipe.backends.torch.runtime.job import numbers_of
+from autopipe.backends.torch.runtime.job import parse_number_ranges
 
 
 @contextmanager
-def patient_threads() -> Iterator[None]:
+def non_preempting_threads() -> Iterator[None]:
     """Give threads that are started in the block the scheduling policy SCHED_BATCH, under which
     they preempt no other thread. Does nothing on systems other than Linux.
     """
@@ -40,7 +40,7 @@ def patient_threads() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset[int]:
+def cores_of_rank(rank: int, ranks: int, processors: Sequence[int]) -> frozenset[int]:
     """Return the cores of one of a machine's ranks: neighbours, divided as evenly as possible. If
     there are more ranks than cores, several ranks get the same core.
     """
@@ -50,7 +50,7 @@ def processors_of(rank: int, ranks: int, processors: Sequence[int]) -> frozenset
     return frozenset(processors[rank * count // ranks : (rank + 1) * count // ranks])
 
 
-def _allowed(process: int = 0) -> set[int]:
+def _allowed_cores(process: int = 0) -> set[int]:
     """Return the cores on which a process (0: this one) may run; empty on systems other than
     Linux.
     """
@@ -60,22 +60,22 @@ def _allowed(process: int = 0) -> set[int]:
         return set()
 
 
-def _has_own() -> bool:
+def _is_bound_by_job_manager() -> bool:
     """Return True if this thread may run on other cores than its parent process: a job manager has
     bound it. Also True if the parent's cores are unknown.
     """
-    return _allowed() != _allowed(os.getppid())
+    return _allowed_cores() != _allowed_cores(os.getppid())
 
 
 def pin_to_cores(rank: int, ranks: int) -> None:
     """Pin this thread, and threads that it starts later, to the cores of one of a machine's ranks.
     Does nothing for a single rank, or if a job manager has already bound it.
     """
-    if ranks > 1 and (processors := _allowed()) and not _has_own():
-        os.sched_setaffinity(0, processors_of(rank, ranks, sorted(processors)))
+    if ranks > 1 and (processors := _allowed_cores()) and not _is_bound_by_job_manager():
+        os.sched_setaffinity(0, cores_of_rank(rank, ranks, sorted(processors)))
 
 
-def processors_near(bus_id: str, system: Path = Path("/sys")) -> frozenset[int]:
+def cores_near_device(bus_id: str, system: Path = Path("/sys")) -> frozenset[int]:
     """Return the cores of the NUMA node of the PCI device with this address; empty if unknown."""
     try:
         node = int((system / "bus/pci/devices" / bus_id / "numa_node").read_text(encoding="ascii"))
@@ -84,40 +84,42 @@ def processors_near(bus_id: str, system: Path = Path("/sys")) -> frozenset[int]:
         )
     except (OSError, ValueError):
         return frozenset()
-    return frozenset(map(int, numbers_of(cores))) if cores else frozenset()
+    return frozenset(map(int, parse_number_ranges(cores))) if cores else frozenset()
 
 
-def pin_near(bus_id: str, system: Path = Path("/sys")) -> None:
+def pin_near_device(bus_id: str, system: Path = Path("/sys")) -> None:
     """Pin this thread, and threads that it starts later, to the cores of a GPU's NUMA node. Memory
     then comes from this node too, because Linux allocates it where a thread first writes it. Does
     nothing if a job manager has already bound the rank, or if none of its cores is near.
     """
-    if not _has_own() and (near := processors_near(bus_id, system) & _allowed()):
+    if not _is_bound_by_job_manager() and (
+        near := cores_near_device(bus_id, system) & _allowed_cores()
+    ):
         os.sched_setaffinity(0, near)
 
 
 def has_more_ranks_than_cores(ranks: int) -> bool:
     """Return True if this machine runs more ranks than the process that started them has cores."""
-    return 0 < len(_allowed(os.getppid())) < ranks
+    return 0 < len(_allowed_cores(os.getppid())) < ranks
 
 
-def processors_of_this_rank() -> int:
+def core_count_of_this_rank() -> int:
     """Return the number of cores that the rank's threads can use without sharing them with other
     ranks.
     """
-    if _has_own():
-        return processor_count()
-    return max(1, processor_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if _is_bound_by_job_manager():
+        return usable_core_count()
+    return max(1, usable_core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def processor_count() -> int:
+def usable_core_count() -> int:
     """Return the number of cores on which this process may run."""
-    return len(_allowed()) or os.cpu_count() or 1
+    return len(_allowed_cores()) or os.cpu_count() or 1
 
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
-_KEPT_BYTES = 1 << 30
+_KEPT_HEAP_BYTES = 1 << 30
 """Free bytes at the end of the heap that glibc keeps (1 GiB)."""
 
 
@@ -132,4 +134,4 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_HEAP_BYTES)

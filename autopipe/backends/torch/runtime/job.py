@@ -25,7 +25,7 @@ from autopipe.ir.words import plural
 LOOPBACK = "127.0.0.1"
 """The loopback address of IPv4."""
 _SIOCGIFADDR = 0x8915
-_REQUEST = 256
+_IFREQ_BYTES = 256
 """Bytes of a buffer that is large enough for the kernel's `struct ifreq`."""
 
 
@@ -39,7 +39,7 @@ class Endpoint:
     """Address of this machine's interface on the route to `address`."""
 
 
-def endpoint_of(text: str) -> Endpoint:
+def parse_endpoint(text: str) -> Endpoint:
     """Return the endpoint in `HOST:PORT` or `[HOST]:PORT`. Raise ConfigurationError if the text is
     invalid, the host has no address, or other machines cannot reach the address.
     """
@@ -69,7 +69,7 @@ def endpoint_of(text: str) -> Endpoint:
             where=where,
         )
     # Connecting a UDP socket selects the local address of the route; it sends no packet.
-    with socket.socket(family(address), socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, int(digits)))
         except OSError as error:
@@ -86,7 +86,7 @@ def _is_address(host: str) -> bool:
         return False
 
 
-def family(address: str) -> socket.AddressFamily:
+def socket_family(address: str) -> socket.AddressFamily:
     """Return the socket family of an IPv4 or IPv6 address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
@@ -99,7 +99,7 @@ def interface_of(address: str) -> str:
     if wanted.is_loopback and wanted.version == 4:
         wanted = ipaddress.ip_address(LOOPBACK)
     for _, name in socket.if_nameindex():
-        if wanted in _addresses(name):
+        if wanted in _addresses_of_interface(name):
             return name
     hint = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface of the ranks"
     raise ConfigurationError(
@@ -107,9 +107,11 @@ def interface_of(address: str) -> str:
     )
 
 
-def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def _addresses_of_interface(
+    interface: str,
+) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """Yield the first IPv4 address of an interface, and all its IPv6 addresses."""
-    request = struct.pack(f"{_REQUEST}s", interface.encode()[:15])
+    request = struct.pack(f"{_IFREQ_BYTES}s", interface.encode()[:15])
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
@@ -124,7 +126,7 @@ def _addresses(interface: str) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv
 
 _FIRST_PORT = 20000
 """First port for the rendezvous of Slurm job steps."""
-_PORTS = 10000
+_PORT_COUNT = 10000
 """Number of ports for the rendezvous of Slurm job steps. They are below Linux's range of ports for
 outgoing connections.
 """
@@ -142,7 +144,7 @@ NETWORK_VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ManagedJob:
     """The job of which a launch on this node is a part."""
 
     manager: str
@@ -158,16 +160,16 @@ class Job:
     """Host names by node; () if unknown."""
 
 
-def job_of(environment: Mapping[str, str]) -> Job | None:
+def detect_job(environment: Mapping[str, str]) -> ManagedJob | None:
     """Return the job whose manager started this launch on several nodes; None without such a
     manager. Raise ConfigurationError if the variables are inconsistent.
     """
     if "PET_NNODES" in environment:  # Set by the training operator of Kubernetes.
-        return _pet_job(environment)
+        return _job_from_pet_variables(environment)
     if "SLURM_STEP_NODELIST" not in environment:
         return None
-    hosts = hosts_of(environment["SLURM_STEP_NODELIST"])
-    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    hosts = parse_hosts(environment["SLURM_STEP_NODELIST"])
+    tasks = _integer_variable(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if tasks > len(hosts):
         hint = (
             "use srun --ntasks-per-node=1 autopipe launch PROGRAM, or srun python "
@@ -184,26 +186,26 @@ def job_of(environment: Mapping[str, str]) -> Job | None:
         return None
     name = f"slurm-{environment.get('SLURM_JOB_ID', '')}.{environment.get('SLURM_STEP_ID', '')}"
     endpoint = f"{hosts[0]}:{_slurm_port(environment)}"
-    return Job(
+    return ManagedJob(
         "Slurm",
         str(len(hosts)),
-        _number(environment, "SLURM_NODEID"),
+        _integer_variable(environment, "SLURM_NODEID"),
         endpoint,
         name=name,
         hosts=hosts,
     )
 
 
-def _pet_job(environment: Mapping[str, str]) -> Job:
+def _job_from_pet_variables(environment: Mapping[str, str]) -> ManagedJob:
     host, port = (
         environment.get(f"PET_MASTER_{name}", environment.get(f"MASTER_{name}"))
         for name in ("ADDR", "PORT")
     )
     ranks = environment.get("PET_NPROC_PER_NODE", "")  # Or `auto`, `gpu`.
-    return Job(
+    return ManagedJob(
         "Kubernetes",
         environment["PET_NNODES"],
-        _number(environment, "PET_NODE_RANK") if "PET_NODE_RANK" in environment else None,
+        _integer_variable(environment, "PET_NODE_RANK") if "PET_NODE_RANK" in environment else None,
         environment.get("PET_RDZV_ENDPOINT") or (f"{host}:{port}" if host and port else ""),
         int(ranks) if ranks.isdecimal() else None,
         environment.get("PET_RDZV_ID", ""),
@@ -217,9 +219,9 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     if "RANK" not in environment and "SLURM_STEP_NODELIST" in environment:
-        hosts = hosts_of(environment["SLURM_STEP_NODELIST"])
-        tasks = _tasks_of(environment)
-        node = _number(environment, "SLURM_NODEID")
+        hosts = parse_hosts(environment["SLURM_STEP_NODELIST"])
+        tasks = _tasks_per_node(environment)
+        node = _integer_variable(environment, "SLURM_NODEID")
         if node >= len(tasks):
             raise ConfigurationError(
                 f"SLURM_NODEID is {node}, but the job step has {len(tasks)} "
@@ -227,9 +229,9 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
                 where="SLURM_STEP_TASKS_PER_NODE",
             )
         found = {
-            "RANK": str(_number(environment, "SLURM_PROCID")),
+            "RANK": str(_integer_variable(environment, "SLURM_PROCID")),
             "WORLD_SIZE": str(sum(tasks)),
-            "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
+            "LOCAL_RANK": str(_integer_variable(environment, "SLURM_LOCALID")),
             "LOCAL_WORLD_SIZE": str(tasks[node]),
             "MASTER_ADDR": environment.get("MASTER_ADDR")
             or (hosts[0] if len(hosts) > 1 else LOOPBACK),
@@ -254,7 +256,7 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         # In this case torch chooses an interface.
         with contextlib.suppress(ConfigurationError):
             endpoint = f"{world['MASTER_ADDR']}:{world.get('MASTER_PORT', '0')}"
-            found |= interface_variables(world, lambda: endpoint_of(endpoint).own)
+            found |= interface_variables(world, lambda: parse_endpoint(endpoint).own)
     return found
 
 
@@ -273,7 +275,7 @@ def interface_variables(
     return {name: form.format(interface) for name, form in names.items()} | given
 
 
-def hosts_of(text: str) -> tuple[str, ...]:
+def parse_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts in Slurm's notation, such as `gpu[01-03,7],login1`. Raise ConfigurationError
     if the text is invalid.
     """
@@ -286,12 +288,14 @@ def hosts_of(text: str) -> tuple[str, ...]:
     found: list[str] = []
     for each in re.findall(entry, text):
         parts = re.split(r"\[([^\]]*)\]", each)  # Odd parts are the texts in brackets.
-        choices = [numbers_of(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        choices = [
+            parse_number_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)
+        ]
         found += map("".join, product(*choices))
     return tuple(found)
 
 
-def numbers_of(text: str) -> list[str]:
+def parse_number_ranges(text: str) -> list[str]:
     """Return the numbers in `01-03,7` as texts, with leading zeros as in a range's first number."""
     found = []
     for each in text.split(","):
@@ -300,7 +304,7 @@ def numbers_of(text: str) -> list[str]:
     return found
 
 
-def _tasks_of(environment: Mapping[str, str]) -> list[int]:
+def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
     """Return the number of tasks on each node from Slurm's notation `2(x3),1`. Raise
     ConfigurationError if the text is invalid.
     """
@@ -323,10 +327,10 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
     job, step = (
         re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) for name in ("JOB", "STEP")
     )
-    return _FIRST_PORT + (int(job or 0) * 31 + int(step or 0)) % _PORTS
+    return _FIRST_PORT + (int(job or 0) * 31 + int(step or 0)) % _PORT_COUNT
 
 
-def _number(environment: Mapping[str, str], *names: str) -> int:
+def _integer_variable(environment: Mapping[str, str], *names: str) -> int:
     """Return the value of the first of the variables that is set. Raise ConfigurationError if it is
     not a number.
     """

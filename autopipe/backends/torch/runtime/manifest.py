@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from autopipe.ir.codec import AtLeast, Coded, Count, Index, KeyPath, OmitDefault, decode
+from autopipe.ir.codec import AtLeast, Count, CustomCodec, Index, KeyPath, OmitDefault, decode
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.graph import COUNTED_LABELS, Parameter, tokens_per_sample
@@ -29,9 +29,9 @@ from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training, change_data_path
 from autopipe.ir.words import plural
 
-_PATH = Coded(str, lambda record: Path(decode(record, str)))
-_TRAINS = Coded(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
-_SHARDS = Coded(
+_PATH_CODEC = CustomCodec(str, lambda record: Path(decode(record, str)))
+_MODE_CODEC = CustomCodec(str, lambda record: decode(record, Literal["train", "infer"]) == "train")
+_SHARDS_CODEC = CustomCodec(
     list,
     lambda ranks: tuple(rank.get("shards", tuple[ParameterShard, ...]) for rank in ranks.items()),
 )
@@ -69,12 +69,12 @@ class Manifest:
     """The manifest in `folder`, written by `codegen.program`."""
 
     folder: Path
-    model: Annotated[Path, KeyPath("model.path"), _PATH]
+    model: Annotated[Path, KeyPath("model.path"), _PATH_CODEC]
     """The ONNX file from which ranks read weights; absolute."""
     model_digest: Annotated[str, KeyPath("model.sha256")]
     plan: str
     world_size: Count
-    train: Annotated[bool, KeyPath("mode"), _TRAINS]
+    train: Annotated[bool, KeyPath("mode"), _MODE_CODEC]
     micro_batches: Count
     micro_batch_size: Count
     loss: str | None
@@ -87,7 +87,7 @@ class Manifest:
     inputs: tuple[InputRange, ...]
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
-    shards: Annotated[tuple[tuple[ParameterShard, ...], ...], KeyPath("ranks"), _SHARDS]
+    shards: Annotated[tuple[tuple[ParameterShard, ...], ...], KeyPath("ranks"), _SHARDS_CODEC]
     """By rank the shards of parameters."""
     stages: tuple[StageEntry, ...]
     channels: tuple[Channel, ...]
@@ -128,7 +128,7 @@ class Manifest:
         while another output has this name.
         """
         names = [output.value.name for output in self.outputs]
-        plain = {name for name in names if _is_plain(name)}
+        plain = {name for name in names if _is_plain_file_name(name)}
         keys = []
         for index, name in enumerate(names):
             key = name if name in plain else f"output_{index}"
@@ -184,7 +184,7 @@ def partial_folder(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-_PARTIAL = re.compile(r"\d+\.(npy|moved)|whole\.npz")
+_PARTIAL_FILE_PATTERN = re.compile(r"\d+\.(npy|moved)|whole\.npz")
 
 
 def remove_partial(path: Path) -> None:
@@ -194,12 +194,12 @@ def remove_partial(path: Path) -> None:
     folder = partial_folder(path)
     with contextlib.suppress(OSError):
         for each in folder.iterdir():
-            if _PARTIAL.fullmatch(each.name):
+            if _PARTIAL_FILE_PATTERN.fullmatch(each.name):
                 each.unlink()
         folder.rmdir()
 
 
-def _is_plain(name: str) -> bool:
+def _is_plain_file_name(name: str) -> bool:
     """Return True if a name is a valid relative path inside an archive and numpy does not treat it
     as a file name with its extension.
     """
@@ -251,14 +251,14 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
     if model is not None:
         manifest = replace(manifest, model=model.absolute())
     if len(manifest.shards) != manifest.world_size:
-        record.at("world_size").refuse(f"the number of ranks, which is {len(manifest.shards)}")
+        record.at("world_size").reject(f"the number of ranks, which is {len(manifest.shards)}")
     if len(manifest.memory_limits) not in (0, manifest.world_size):
-        record.at("memory_limits").refuse(
+        record.at("memory_limits").reject(
             f"one limit per rank, for {manifest.world_size} {plural(manifest.world_size, 'rank')}"
         )
     for stage in manifest.stages:
         if manifest.micro_batch_size % stage.micro_batch_ratio:
-            record.at("micro_batch_size").refuse(
+            record.at("micro_batch_size").reject(
                 f"a multiple of the {stage.micro_batch_ratio} "
                 f"{plural(stage.micro_batch_ratio, 'micro-batch')} of a stage"
             )
@@ -270,13 +270,13 @@ def _with_absolute_paths(manifest: Manifest) -> Manifest:
     program folder.
     """
 
-    def found(path: str) -> str:
+    def absolute_path(path: str) -> str:
         return resolve_path(manifest.folder, path)
 
-    data = replace(manifest.data, path=change_data_path(manifest.data.path, found))
+    data = replace(manifest.data, path=change_data_path(manifest.data.path, absolute_path))
     evaluation = replace(
-        manifest.evaluation, data=change_data_path(manifest.evaluation.data, found)
+        manifest.evaluation, data=change_data_path(manifest.evaluation.data, absolute_path)
     )
     return replace(
-        manifest, model=Path(found(str(manifest.model))), data=data, evaluation=evaluation
+        manifest, model=Path(absolute_path(str(manifest.model))), data=data, evaluation=evaluation
     )

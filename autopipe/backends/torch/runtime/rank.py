@@ -15,20 +15,20 @@ from autopipe.backends.torch.runtime.data.batch_reader import (
     StepData,
 )
 from autopipe.backends.torch.runtime.data.outputs import OutputCollector
-from autopipe.backends.torch.runtime.data.sample_order import START, Position
-from autopipe.backends.torch.runtime.data.sample_source import Source
+from autopipe.backends.torch.runtime.data.sample_order import START_OF_RUN, RunProgress
+from autopipe.backends.torch.runtime.data.sample_source import SampleSource
 from autopipe.backends.torch.runtime.data.sources import open_source
-from autopipe.backends.torch.runtime.modes.evaluation import Evaluator, evaluation_of
+from autopipe.backends.torch.runtime.modes.evaluation import Evaluator, evaluation_settings
 from autopipe.backends.torch.runtime.startup import connect, start_process
 from autopipe.backends.torch.runtime.state.loading import load_stages
-from autopipe.backends.torch.runtime.state.saving import Saving
+from autopipe.backends.torch.runtime.state.saving import CheckpointPolicy
 from autopipe.backends.torch.runtime.step.capture import capture_stages, captures_by_default
 from autopipe.backends.torch.runtime.step.compiled import compile_stages
 from autopipe.backends.torch.runtime.step.ports import Port
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
-from autopipe.backends.torch.runtime.step.update import Update
+from autopipe.backends.torch.runtime.step.update import ParameterUpdate
 from autopipe.backends.torch.runtime.watch.clock import StepProfiler
-from autopipe.backends.torch.runtime.watch.heartbeat import ENDED
+from autopipe.backends.torch.runtime.watch.heartbeat import ENDED_TASK
 from autopipe.ir.words import plural
 
 
@@ -72,7 +72,7 @@ class Rank(RankContext):
             if not any(mode.run(self, step) for mode in self.modes):
                 self._run_steps(step)
             self.transport.stop()
-            self.heartbeat.task = ENDED
+            self.heartbeat.task = ENDED_TASK
 
     def set_up(self) -> None:
         """Connect the ranks and load everything that stages need. Collective over all ranks; called
@@ -82,16 +82,16 @@ class Rank(RankContext):
         options = self.options
         connect(self)
         load_stages(self, self.execution.has_values)
-        self.update = Update(self, self.execution.can_skip_updates)
+        self.update = ParameterUpdate(self, self.execution.can_skip_updates)
         self.reduction = self.update.reduction
         self.loss_scaler = self.update.loss_scaler
         self.execution.on_optimizer(self.update)
-        self.saving: Saving | None = None
+        self.saving: CheckpointPolicy | None = None
         if options.checkpoint is not None:
-            self.saving = Saving(self, self.update, options.checkpoint)
-        self.reader = BatchReader(manifest, self._open_source(START), self.device)
+            self.saving = CheckpointPolicy(self, self.update, options.checkpoint)
+        self.reader = BatchReader(manifest, self._open_source(START_OF_RUN), self.device)
         self.evaluator: Evaluator | None = None
-        evaluation = evaluation_of(manifest, options)
+        evaluation = evaluation_settings(manifest, options)
         if evaluation.data is not None and not self._probes:
             self.evaluator = Evaluator(self, evaluation, options.steps)
         self.collector = OutputCollector(manifest, self.transport, options.outputs)
@@ -104,14 +104,14 @@ class Rank(RankContext):
         if options.compile:
             self.heartbeat.task = "compile"
             for line in compile_stages(self.stages, self.transport):
-                self.reporter.say(line)
+                self.reporter.print_on_rank_0(line)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # The first step's time must not include set-up.
             torch.cuda.reset_peak_memory_stats(self.device)
         for notice in self.transport.notices:
-            self.reporter.say(notice)
+            self.reporter.print_on_rank_0(notice)
 
-    def _open_source(self, begin: Position) -> Source:
+    def _open_source(self, begin: RunProgress) -> SampleSource:
         """Return the samples of the run from position `begin` on. Options override the plan's data
         settings.
         """
@@ -136,7 +136,9 @@ class Rank(RankContext):
         self.reader = BatchReader(self.manifest, self._open_source(self.saving.begin), self.device)
         if self.evaluator is not None and (best := self.saving.best()) is not None:
             self.evaluator.restore(best)
-        self.reporter.say(f"resuming at step {saved.step} from {self.options.checkpoint}")
+        self.reporter.print_on_rank_0(
+            f"resuming at step {saved.step} from {self.options.checkpoint}"
+        )
 
     def _run_steps(self, step: Callable[[], None]) -> None:
         """Run steps until their number is reached, the data end, a rank is requested to stop, or
@@ -159,7 +161,7 @@ class Rank(RankContext):
             save, stop = (False, False) if self.saving is None else self.saving.requests()
             if stop and self.steps_done < self.options.steps:
                 self._must_end = True
-                self.reporter.say(
+                self.reporter.print_on_rank_0(
                     f"stopped after {self.steps_done} {plural(self.steps_done, 'step')}; "
                     f"saving the state in {self.options.checkpoint}"
                 )
@@ -175,7 +177,9 @@ class Rank(RankContext):
     def _end_of_data(self, step: Callable[[], None]) -> None:
         """Report that the data have no samples for the next step; validate and save a last time."""
         self.reporter.report()
-        self.reporter.say(f"{self.data} has no samples for step {self.steps_done}: the run ends")
+        self.reporter.print_on_rank_0(
+            f"{self.data} has no samples for step {self.steps_done}: the run ends"
+        )
         self._evaluate(step, last=True)
         if self.saving is not None:
             self.heartbeat.task = "checkpoint"
@@ -193,7 +197,7 @@ class Rank(RankContext):
             if left
             else ""
         )
-        self.reporter.say(
+        self.reporter.print_on_rank_0(
             f"step {self.steps_done - 1} begins epoch {data.epoch} of {self.data}{omitted}"
         )
 
@@ -208,9 +212,9 @@ class Rank(RankContext):
         self.reporter.publish(report)
         if self.saving is not None and report.best_step == report.step:
             self.saving.save_best(report.eval_loss)
-        if self.evaluator.has_no_patience_left():
+        if self.evaluator.has_run_out_of_patience():
             self._must_end = True
-            self.reporter.say(
+            self.reporter.print_on_rank_0(
                 f"the validation loss has not improved since step {report.best_step}: the run ends"
             )
 
@@ -285,4 +289,4 @@ class Rank(RankContext):
         if wanted:
             self._has_tried_capture = True
             self.heartbeat.task = "capture"
-            self.reporter.say(capture_stages(self, self.update.capture))
+            self.reporter.print_on_rank_0(capture_stages(self, self.update.capture))

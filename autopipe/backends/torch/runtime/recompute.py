@@ -36,13 +36,13 @@ class recompute:
         # Autograd runs the backward of an operator only if an operand requires a gradient. The
         # parameters are not operands, so this one stands in for them.
         trigger = torch.empty(0, device=p.device, requires_grad=True)
-        results: Tensors = _Recompute.apply(  # type: ignore[no-untyped-call]
+        results: Tensors = _RecomputeSegment.apply(  # type: ignore[no-untyped-call]
             self.segment, p, trigger, *arguments
         )
         return results
 
 
-class _Recompute(torch.autograd.Function):
+class _RecomputeSegment(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor

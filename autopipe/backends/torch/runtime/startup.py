@@ -15,16 +15,16 @@ from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.job import variables_of_rank
 from autopipe.backends.torch.runtime.manifest import Manifest, read_manifest
 from autopipe.backends.torch.runtime.modes.execution import Execution
-from autopipe.backends.torch.runtime.modes.selection import execution_of, modes_of
-from autopipe.backends.torch.runtime.options import Options, parse_options
+from autopipe.backends.torch.runtime.modes.selection import choose_execution, choose_modes
+from autopipe.backends.torch.runtime.options import RankOptions, parse_options
 from autopipe.backends.torch.runtime.state.running_statistics import (
+    groups_with_shared_statistics,
     shared_statistics,
-    sharing_groups,
 )
 from autopipe.backends.torch.runtime.step.gradients import groups_of
-from autopipe.backends.torch.runtime.step.precision import set_products
+from autopipe.backends.torch.runtime.step.precision import set_matmul_precision
 from autopipe.backends.torch.runtime.step.stage import Mode, RankContext
-from autopipe.backends.torch.runtime.watch.failures import end_on_error, live_with_launcher
+from autopipe.backends.torch.runtime.watch.failures import end_on_error, end_with_launcher
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
@@ -34,7 +34,7 @@ from autopipe.ir.words import plural
 class RankProcess:
     """Everything that a rank's process has before it connects to the other ranks."""
 
-    options: Options
+    options: RankOptions
     manifest: Manifest
     transport: Transport
     heartbeat: Heartbeat
@@ -51,12 +51,12 @@ def start_process(number: int, file: str) -> RankProcess:
     """
     heartbeat = Heartbeat.of(number)
     end_on_error(number, heartbeat)
-    live_with_launcher(heartbeat)
+    end_with_launcher(heartbeat)
     os.environ.update(variables_of_rank(os.environ))
     options = parse_options(sys.argv[1:])
     manifest = read_manifest(Path(file).resolve().parent, options.model)
     timeouts = Timeouts(options.start_timeout, options.step_timeout, options.checkpoint_timeout)
-    execution = execution_of(options)
+    execution = choose_execution(options)
     transport = execution.make_transport(options.device, timeouts, heartbeat)
     if transport.world_size != manifest.world_size:
         count = manifest.world_size
@@ -69,7 +69,7 @@ def start_process(number: int, file: str) -> RankProcess:
         raise ConfigurationError(
             f"the process with RANK {transport.rank} runs the program file of rank {number}"
         )
-    return RankProcess(options, manifest, transport, heartbeat, execution, modes_of(options))
+    return RankProcess(options, manifest, transport, heartbeat, execution, choose_modes(options))
 
 
 def connect(rank: RankContext) -> None:
@@ -79,7 +79,7 @@ def connect(rank: RankContext) -> None:
     manifest = rank.manifest
     transport = rank.transport
     transport.start()
-    set_products(manifest.precision, exact=any(mode.exact_matmuls for mode in rank.modes))
+    set_matmul_precision(manifest.precision, exact=any(mode.exact_matmuls for mode in rank.modes))
     groups = groups_of(manifest)
     if (
         manifest.scales_loss
@@ -88,7 +88,7 @@ def connect(rank: RankContext) -> None:
         or manifest.training.max_norm is not None
     ):
         groups.add(tuple(range(manifest.world_size)))
-    groups |= sharing_groups(manifest, shared_statistics(manifest))
+    groups |= groups_with_shared_statistics(manifest, shared_statistics(manifest))
     transport.connect(groups, manifest.channels)
     if rank.device.type == "cuda" and manifest.memory_limits:
         limit_memory(manifest.memory_limits[rank.number], rank.device)

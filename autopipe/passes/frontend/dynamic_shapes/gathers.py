@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     WITNESS,
     Counted,
@@ -95,7 +95,7 @@ def _depth(
     GatherND; None if it is not supported.
     """
     if context.node.op_type == "Gather":
-        return positive(context.integer("axis"), len(data.row_type.shape))
+        return nonnegative_axis(context.integer("axis"), len(data.row_type.shape))
     if context.integer("batch_dims"):
         return None
     if positions is None:
@@ -135,7 +135,7 @@ def gather_static(context: NodeContext) -> bool:
     shape = indices.constants.shape
     outer = shape[:-1] if is_nd else shape
     columns = None if context.integer("batch_dims") else indices.index_columns(is_nd)
-    first = 0 if is_nd else positive(context.integer("axis"), len(data.shape))
+    first = 0 if is_nd else nonnegative_axis(context.integer("axis"), len(data.shape))
     if columns is None or math.prod(outer) != 1:
         return False
     found = read_at_indices(context.write, indices.selection, columns, data, first)
@@ -169,7 +169,9 @@ def slice_rows(context: NodeContext) -> bool:
     is_prefix = fact.selection.first_rows is not None
     if step < 1 or (step > 1 and not is_prefix):
         return False
-    axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(fact.row_type.shape))
+    axis = (
+        0 if axes is None else nonnegative_axis(int(axes.reshape(-1)[0]), len(fact.row_type.shape))
+    )
     if axis != fact.axis:
         return False
     if isinstance(starts, SizeArray):
@@ -233,7 +235,7 @@ def split_rows(context: NodeContext) -> bool:
     write = context.write
     if not isinstance(fact, Indices | SelectedRows) or len(context.operands) < 2:
         return False
-    axis = positive(context.integer("axis"), len(fact.row_type.shape))
+    axis = nonnegative_axis(context.integer("axis"), len(fact.row_type.shape))
     if fact.axis != axis or context.fact(1) is not None:
         return False
     rows = as_selected_rows(write, fact)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops import OPERATORS, operators_with
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
     Indices,
@@ -134,7 +134,7 @@ def sort_rows(context: NodeContext) -> bool:
     limit = context.fact(1)
     if not isinstance(fact, Indices | SelectedRows):
         return False
-    if fact.axis != positive(context.integer("axis", -1), len(fact.row_type.shape)):
+    if fact.axis != nonnegative_axis(context.integer("axis", -1), len(fact.row_type.shape)):
         return False
     write = context.write
     k = context.number(1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
     Indices,
@@ -195,7 +195,7 @@ def _select_by_condition(context: NodeContext, data: Value, roots: MaskRoots) ->
     write = context.write
     name = data.name
     shape = data.shape
-    axis = positive(context.integer("axis"), len(shape))
+    axis = nonnegative_axis(context.integer("axis"), len(shape))
     if not context.has_attribute("axis"):
         shape = (data.elements,)
         name = write.reshape(name, shape)

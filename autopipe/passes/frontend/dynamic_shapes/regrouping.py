@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
     Indices,
@@ -142,7 +142,7 @@ def join_rows(context: NodeContext) -> bool:
         context.types[name] if each is None else each.row_type
         for name, each in zip(context.operands, facts, strict=True)
     ]
-    axis = positive(context.integer("axis"), len(types[0].shape))
+    axis = nonnegative_axis(context.integer("axis"), len(types[0].shape))
     if any(each is not None and each.axis != axis for each in facts):
         return False
     parts: list[Value | SelectedRows] = []

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 from autopipe.ir.graph import Value
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
     Fact,
@@ -39,7 +39,7 @@ def scatter(context: NodeContext) -> bool:
     reduction = next(stated, b"none").decode(errors="replace")
     if isinstance(target, Indices | SelectedRows):
         rank = len(target.row_type.shape)
-        axis = 0 if operator == "ScatterND" else positive(context.integer("axis"), rank)
+        axis = 0 if operator == "ScatterND" else nonnegative_axis(context.integer("axis"), rank)
         return target.axis == axis and _scatter_into_rows(context, target, reduction)
     if not isinstance(indices, Indices | SelectedRows) or reduction not in REDUCTIONS:
         raise context.unsupported()
@@ -123,7 +123,7 @@ def _scatter_into_static(
     rows = _updates(context, indices)
     operator = "ScatterND" if context.node.op_type == "ScatterND" else "ScatterElements"
     is_nd = operator == "ScatterND"
-    axis = 0 if is_nd else positive(context.integer("axis"), len(data.shape))
+    axis = 0 if is_nd else nonnegative_axis(context.integer("axis"), len(data.shape))
     columns = _columns(indices, is_nd, data, axis) if reduction in ("none", "add") else None
     if columns is not None:
         around = (*data.shape[:axis], *data.shape[axis + len(columns) :])

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from autopipe.ir.graph import DType, Value
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     WITNESS,
     Counted,
@@ -300,7 +300,7 @@ def cut_to_count(context: NodeContext) -> bool:
     starts, axes, steps = (context.number(slot) for slot in (1, 3, 4))
     if isinstance(axes, SizeArray) or isinstance(steps, SizeArray):
         raise context.unsupported()
-    axis = 0 if axes is None else positive(int(axes.reshape(-1)[0]), len(source.shape))
+    axis = 0 if axes is None else nonnegative_axis(int(axes.reshape(-1)[0]), len(source.shape))
     starts_at_zero = isinstance(starts, np.ndarray) and not starts.any()
     ends_at_n = isinstance(end, Counted) and end.numbers.elements() == [_N]
     has_steps = steps is not None and bool((steps != 1).any())

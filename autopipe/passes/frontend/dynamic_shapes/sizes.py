@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from autopipe.ir.ops import operators_with
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 
 if TYPE_CHECKING:
     import onnx
@@ -318,7 +318,7 @@ def _reduce_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[Si
         axes = listed.reshape(-1).tolist()
     if not axes and "noop_with_empty_axes" in named and named["noop_with_empty_axes"].i:
         return [data]
-    reduced = sorted({positive(int(each), rank) for each in axes} or set(range(rank)))
+    reduced = sorted({nonnegative_axis(int(each), rank) for each in axes} or set(range(rank)))
     kept = [axis for axis in range(rank) if axis not in reduced]
     rows = math.prod(data.shape[axis] for axis in kept)
     flat = [each.transpose([*kept, *reduced]).reshape(rows, -1) for each in data.coefficients]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from autopipe.ir.graph import Value
-from autopipe.ir.ops.operator import positive
+from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     Indices,
     SelectedRows,
@@ -105,7 +105,7 @@ def _padding(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection
     axes_array = arrays.get(3)
     axes = [*range(rank)]
     if axes_array is not None:
-        axes = [positive(int(each), rank) for each in axes_array.reshape(-1)]
+        axes = [nonnegative_axis(int(each), rank) for each in axes_array.reshape(-1)]
     if pads is None or len(pads) != 2 * len(axes) or rows.axis not in axes:
         return _UNSUPPORTED
     place = axes.index(rows.axis)

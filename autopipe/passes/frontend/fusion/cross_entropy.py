@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from autopipe.ir.graph import Attribute, DType, Graph, Node
 from autopipe.ir.ops import qualified_name
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, classes_of
-from autopipe.ir.ops.movement import slices
-from autopipe.ir.ops.operator import positive, signature_of
+from autopipe.ir.ops.movement import slice_ranges
+from autopipe.ir.ops.operator import nonnegative_axis, signature_of
 from autopipe.passes.frontend.cleanup import without_unread
 from autopipe.passes.frontend.fusion.view import View, is_near
 
@@ -173,7 +173,7 @@ def _find_logits(view: View, node: Node) -> str:
     if softmax is None or view.graph.opset < 13:
         return ""
     rank = len(view.shape(softmax.inputs[0]))
-    return softmax.inputs[0] if positive(softmax.integer("axis", -1), rank) == 1 else ""
+    return softmax.inputs[0] if nonnegative_axis(softmax.integer("axis", -1), rank) == 1 else ""
 
 
 def _find_sole_producer(view: View, name: str, *operators: str) -> Node | None:
@@ -198,7 +198,7 @@ def _find_row_move(view: View, name: str) -> Node | None:
     if len(before.shape) < 2 or before.shape[-1] != after.shape[-1]:
         return None
     all_classes = 0, before.shape[-1], 1
-    if node.op == "Reshape" or slices(signature_of(view.graph, node))[-1] == all_classes:
+    if node.op == "Reshape" or slice_ranges(signature_of(view.graph, node))[-1] == all_classes:
         return node
     return None
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import operator_of, space_of
-from autopipe.ir.ops.linear_cross_entropy import WEIGHT
+from autopipe.ir.ops.linear_cross_entropy import WEIGHT_OPERAND
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.pase.paper_costs import (
@@ -731,7 +731,7 @@ def project_classes(builder: LayerGraphBuilder, index: int) -> None:
     space = space_of(builder.graph, node)
     x = space.operands[0]
     labels = space.operands[1]
-    weight = space.operands[WEIGHT]
+    weight = space.operands[WEIGHT_OPERAND]
     assert x is not None and labels is not None and weight is not None
     logits: AxisNames = (*labels, ("c",))
     axes = {axis_name: space.axis(axis_name).size for (axis_name,) in logits}

@@ -9,13 +9,13 @@ import pytest
 
 from autopipe.backends.torch.checkpoint import (
     FolderLock,
-    check_free,
-    check_savable,
-    check_unused,
+    check_can_save,
+    check_has_no_checkpoints,
+    check_not_in_use,
     commit,
     committed_steps,
-    prune,
     remove_leftovers,
+    remove_old_checkpoints,
 )
 from autopipe.ir.errors import ConfigurationError
 
@@ -38,8 +38,8 @@ def test_only_committed_ones_count(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_can_be_made_is_left_as_it_was(tmp_path: Path) -> None:
-    check_savable(tmp_path)
-    check_savable(tmp_path / "new" / "run")
+    check_can_save(tmp_path)
+    check_can_save(tmp_path / "new" / "run")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -47,7 +47,7 @@ def test_a_link_to_nothing_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for folder in (tmp_path / "link", tmp_path / "link" / "run"):
         with pytest.raises(ConfigurationError, match="link is a link to nothing"):
-            check_savable(folder)
+            check_can_save(folder)
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         try:
             if os.getuid() == 0:
                 os.setuid(NOBODY)
-            check_savable(tmp_path / "run")
+            check_can_save(tmp_path / "run")
         except ConfigurationError as error:
             status = 0 if error.message.endswith("cannot be written to: Permission denied") else 2
         finally:
@@ -70,17 +70,17 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_lock_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ConfigurationError, match="lock cannot be opened: Is a directory"):
-        check_free(tmp_path)
+        check_not_in_use(tmp_path)
 
 
 def test_a_run_that_starts_anew_needs_a_folder_without_checkpoints(tmp_path: Path) -> None:
-    check_unused(tmp_path / "none")
+    check_has_no_checkpoints(tmp_path / "none")
     for name in OTHERS:
         (tmp_path / name).mkdir()
-    check_unused(tmp_path)
+    check_has_no_checkpoints(tmp_path)
     (tmp_path / "step_00000012").mkdir()
     with pytest.raises(ConfigurationError, match="contains a checkpoint after 12 steps") as caught:
-        check_unused(tmp_path)
+        check_has_no_checkpoints(tmp_path)
     assert "--resume" in caught.value.hint
 
 
@@ -97,13 +97,13 @@ def test_without_locks_of_the_file_system_nothing_is_said_to_be_held(
 
 
 def test_a_folder_that_a_run_holds_is_refused_to_one_that_starts_anew(tmp_path: Path) -> None:
-    check_free(tmp_path)
+    check_not_in_use(tmp_path)
     assert not list(tmp_path.iterdir()), "a check writes nothing"
     lock = FolderLock(tmp_path)
     with pytest.raises(ConfigurationError, match="another run is writing checkpoints"):
-        check_free(tmp_path)
+        check_not_in_use(tmp_path)
     lock.release()
-    check_free(tmp_path)
+    check_not_in_use(tmp_path)
 
 
 def test_a_folder_with_checkpoints_is_that_of_the_run_that_saved_them(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_checkpoint_with_files_of_others_is_never_removed(tmp_path: Path, extr
         (tmp_path / name / extra).write_text("mine")
     (tmp_path / "step_00000008.tmp-crashed").mkdir()
     remove_leftovers(tmp_path)
-    prune(tmp_path, 1)
+    remove_old_checkpoints(tmp_path, 1)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step_00000001", "step_00000004", "step_00000009.tmp-crashed"]
     temporary = tmp_path / "step_00000001.tmp-again"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from autopipe.backends.torch.checkpoint import (
-    Block,
     Checkpoint,
     StoredFile,
     StoredGenerator,
     StoredParameter,
+    StoredSlice,
     StoredTensor,
-    merged,
+    merge_manifests,
 )
 from autopipe.ir.layout import TensorSlice
 
 
 def rows(start: int, stop: int, file: int = 0) -> StoredTensor:
     return StoredTensor(
-        "float32", (4,), (Block(TensorSlice((start,), (stop,)), file, 8 * start, f"p{start}"),)
+        "float32",
+        (4,),
+        (StoredSlice(TensorSlice((start,), (stop,)), file, 8 * start, f"p{start}"),),
     )
 
 
@@ -36,7 +38,7 @@ def test_blocks_of_a_parameter_come_together() -> None:
     )
     own = rows(1, 4, file=1)
     second = part(1, StoredParameter("w", True, own, (("exp_avg", own),), (("step", 2.0),)))
-    found = merged([first, second])
+    found = merge_manifests([first, second])
     assert [file.name for file in found.files] == ["rank_0.safetensors", "rank_1.safetensors"]
     assert [each.name for each in found.parameters] == ["b", "w"]
     b, w = found.parameters

@@ -14,17 +14,17 @@ from safetensors import safe_open
 
 from autopipe.backends.torch import checkpoint as document
 from autopipe.backends.torch.checkpoint import (
-    Block,
     Checkpoint,
-    Content,
-    Reader,
+    CheckpointReader,
     StoredFile,
     StoredGenerator,
     StoredParameter,
+    StoredSlice,
     StoredTensor,
+    TensorContent,
+    manifest_text,
     numpy_type,
     read_checkpoint,
-    text_of,
     verify_file,
     write_shard,
 )
@@ -71,12 +71,12 @@ def stored(
     files = []
     places = []
     for number in range(2):
-        contents = [Content("random", "uint8", (3,), memoryview(b"abc"))]
+        contents = [TensorContent("random", "uint8", (3,), memoryview(b"abc"))]
         for index, (box, home) in enumerate(blocks):
             if home == number:
                 region = tuple(slice(*each) for each in zip(box.starts, box.stops, strict=True))
                 part = np.ascontiguousarray(data[region]).reshape(-1).view(np.uint8)
-                contents.append(Content(f"b{index}", dtype, box.shape, memoryview(part)))
+                contents.append(TensorContent(f"b{index}", dtype, box.shape, memoryview(part)))
         file, offsets = write_shard(folder / f"rank_{number}.safetensors", contents)
         files.append(file)
         places.append(offsets)
@@ -84,16 +84,17 @@ def stored(
         dtype,
         shape,
         tuple(
-            Block(box, home, places[home][f"b{i}"], f"b{i}") for i, (box, home) in enumerate(blocks)
+            StoredSlice(box, home, places[home][f"b{i}"], f"b{i}")
+            for i, (box, home) in enumerate(blocks)
         ),
     )
     state = StoredTensor(
-        "uint8", (3,), (Block(TensorSlice((0,), (3,)), 1, places[1]["random"], "random"),)
+        "uint8", (3,), (StoredSlice(TensorSlice((0,), (3,)), 1, places[1]["random"], "random"),)
     )
     parameter = StoredParameter(HOSTILE, True, tensor, (("exp_avg", tensor),), (("step", 3.0),))
     found = Checkpoint("m.onnx", "digest", "plan", 2, 5, 40, 7, {"name": "adamw", "lr": 0.1}, tuple(files),
                        (parameter,), (StoredGenerator(1, "cpu", state),))  # fmt: skip
-    (folder / "manifest.json").write_text(text_of(found), encoding="utf-8")
+    (folder / "manifest.json").write_text(manifest_text(found), encoding="utf-8")
     return data, found
 
 
@@ -108,7 +109,7 @@ def test_any_block_comes_back(tmp_path: Path, dtype: str, shape: tuple[int, ...]
     assert checkpoint == written
     parameter = checkpoint.parameter(HOSTILE)
     assert parameter is not None and checkpoint.parameter("other") is None
-    reader = Reader(tmp_path, checkpoint)
+    reader = CheckpointReader(tmp_path, checkpoint)
     assert reader.read(parameter.value).tobytes() == data.tobytes()
     assert reader.read(checkpoint.random[0].state).tobytes() == b"abc"
     for box in boxes_of(shape, random):
@@ -124,8 +125,10 @@ def test_files_are_what_safetensors_reads(tmp_path: Path, dtype: str) -> None:
 
     numbers = torch.arange(6).reshape(2, 3).to(getattr(torch, dtype))
     contents = [
-        Content("three", "uint8", (3,), memoryview(b"abc")),
-        Content("w", dtype, (2, 3), memoryview(numbers.view(torch.uint8).numpy().reshape(-1))),
+        TensorContent("three", "uint8", (3,), memoryview(b"abc")),
+        TensorContent(
+            "w", dtype, (2, 3), memoryview(numbers.view(torch.uint8).numpy().reshape(-1))
+        ),
     ]
     file, _ = write_shard(tmp_path / "rank_00000.safetensors", contents)
     assert file.size == (tmp_path / file.name).stat().st_size
@@ -136,26 +139,28 @@ def test_files_are_what_safetensors_reads(tmp_path: Path, dtype: str) -> None:
 
 def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
     contents = [
-        Content(f"b{row}", "float32", (1, 2), memoryview(np.full(2, row, "<f4")).cast("B"))
+        TensorContent(f"b{row}", "float32", (1, 2), memoryview(np.full(2, row, "<f4")).cast("B"))
         for row in range(4)
     ]
     file, offsets = write_shard(tmp_path / "rank_00000.safetensors", contents[:3])
     rows = [
-        Block(TensorSlice((row, 0), (row + 1, 2)), 0, offsets[f"b{row}"], f"b{row}")
+        StoredSlice(TensorSlice((row, 0), (row + 1, 2)), 0, offsets[f"b{row}"], f"b{row}")
         for row in range(3)
     ]
-    elsewhere = Block(TensorSlice((3, 0), (4, 2)), 1, 0, "b3")
+    elsewhere = StoredSlice(TensorSlice((3, 0), (4, 2)), 1, 0, "b3")
     gone = StoredFile("rank_00001.safetensors", 0, "")
     tensor = StoredTensor("float32", (4, 2), (*rows, elsewhere))
     checkpoint = Checkpoint("", "", "", 2, 0, 0, 0, {}, (file, gone), (), ())
-    assert Reader(tmp_path, checkpoint).read(tensor, TensorSlice((1, 1), (3, 2))).tolist() == [
+    assert CheckpointReader(tmp_path, checkpoint).read(
+        tensor, TensorSlice((1, 1), (3, 2))
+    ).tolist() == [
         [1.0],
         [2.0],
     ]
     with pytest.raises(LaunchError, match="cannot be read"):
-        Reader(tmp_path, checkpoint).read(tensor, TensorSlice((1, 1), (4, 2)))
+        CheckpointReader(tmp_path, checkpoint).read(tensor, TensorSlice((1, 1), (4, 2)))
     with pytest.raises(LaunchError, match="lacks 2 of 4 elements"):
-        Reader(tmp_path, checkpoint).read(
+        CheckpointReader(tmp_path, checkpoint).read(
             StoredTensor("float32", (4, 2), tuple(rows)), TensorSlice((2, 0), (4, 2))
         )
 
@@ -190,9 +195,9 @@ def test_a_short_or_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["..", "a/b", "/etc/passwd"])
 def test_files_elsewhere_are_refused(tmp_path: Path, change: str) -> None:
     _, checkpoint = stored(tmp_path, "float32", (2,), Random(1))
-    form = document.document_of(checkpoint)
+    form = document.manifest_document(checkpoint)
     form["files"][0]["name"] = change
     with pytest.raises(
         ConfigurationError, match=r"files\[0\]\.name is .*expected a file of the checkpoint"
     ):
-        document.parsed(json.loads(json.dumps(form)))
+        document.parse_manifest(json.loads(json.dumps(form)))

@@ -12,7 +12,7 @@ import pytest
 
 from autopipe.backends.torch.codegen.call import Call
 from autopipe.backends.torch.codegen.rank import emit_rank
-from autopipe.backends.torch.codegen.stage import deferred
+from autopipe.backends.torch.codegen.stage import defer_weight_gradient
 from autopipe.ir.graph import Graph
 from autopipe.ir.ops import signature_of
 from autopipe.ir.placement import Placement, Split, Stage
@@ -144,4 +144,4 @@ def test_what_is_deferred_is_spelled_as_the_call_it_was(
             text = text.replace(operand, str(name))
         return text
 
-    assert deferred(emitter, call) == spelled
+    assert defer_weight_gradient(emitter, call) == spelled

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.codegen.call import Call, number
+from autopipe.backends.torch.codegen.call import Call, float_literal
 from autopipe.backends.torch.codegen.stage import EMITTERS
 from autopipe.ir.errors import ModelError
 from autopipe.ir.ops import OPERATORS, signature_of
@@ -181,6 +181,6 @@ def test_spelling(op: str, arrays: list[np.ndarray], settings: dict[str, Any], c
     "value", [0.1, 1e-5, 1e-12, 3.4e38, -3.4028234663852886e38, float("inf"), float("nan"), -0.0]
 )
 def test_short_numbers_round_to_the_same_single(value: float) -> None:
-    written = eval(number(float(np.float32(value))))
+    written = eval(float_literal(float(np.float32(value))))
     assert np.float32(written).tobytes() == np.float32(value).tobytes()
     assert not abs(written) > np.finfo(np.float32).max or np.isinf(value)

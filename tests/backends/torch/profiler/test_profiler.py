@@ -14,7 +14,7 @@ import torch
 from autopipe.api.profile_programs import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.backends import onnxruntime as onnxruntime_profiler
 from autopipe.backends.torch.profiler.communication import (
-    fit_line,
+    fit_time_to_bytes,
     measure_exchanges,
     measure_post_overhead,
 )
@@ -24,7 +24,12 @@ from autopipe.backends.torch.profiler.operators import (
     measure_starts,
     measure_tasks,
 )
-from autopipe.backends.torch.profiler.timed_program import Stopwatch, averaged, numbers_of, repeated
+from autopipe.backends.torch.profiler.timed_program import (
+    Stopwatch,
+    average_timings,
+    measure_in_process,
+    repeat_timed,
+)
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.ir.errors import LaunchError
 from autopipe.ir.graph import Graph
@@ -123,22 +128,22 @@ def test_onnxruntime_measures_forwards_of_the_same_operations(tmp_path: Path) ->
 def test_medians_spreads_and_means() -> None:
     assert Timing.of([3.0, 1.0, 2.0]) == Timing(2.0, 1.0, 3)
     assert Timing.of([2.0]) == Timing(2.0, 0.0, 1)
-    assert averaged([Timing(1.0, 0.5, 7), Timing(3.0, 0.5, 7)]) == Timing(2.0, 0.5, 7)
+    assert average_timings([Timing(1.0, 0.5, 7), Timing(3.0, 0.5, 7)]) == Timing(2.0, 0.5, 7)
     calls = []
-    (found,) = repeated(lambda: calls.append(0) or (float(len(calls)),), seconds=0.0)
+    (found,) = repeat_timed(lambda: calls.append(0) or (float(len(calls)),), seconds=0.0)
     assert found == Timing(4.0, 0.75, 5), "the first run is warm-up"
 
 
 def test_a_line_is_found_and_never_falls() -> None:
     line = AffineTime(1e-4, 1e-9)
     sizes = np.array([2**12, 2**16, 2**20, 2**24])
-    found = fit_line([(int(size), Timing(line.seconds(size), 0.0, 5)) for size in sizes])
+    found = fit_time_to_bytes([(int(size), Timing(line.seconds(size), 0.0, 5)) for size in sizes])
     assert found.fixed_s == pytest.approx(1e-4)
     assert found.per_byte_s == pytest.approx(1e-9)
-    falling = fit_line([(1000, Timing(2.0, 0.0, 5)), (2000, Timing(1.0, 0.0, 5))])
+    falling = fit_time_to_bytes([(1000, Timing(2.0, 0.0, 5)), (2000, Timing(1.0, 0.0, 5))])
     assert falling.per_byte_s == 0.0
     assert falling.fixed_s > 0
-    steep = fit_line([(1000, Timing(1.0, 0.0, 5)), (2000, Timing(3.0, 0.0, 5))])
+    steep = fit_time_to_bytes([(1000, Timing(1.0, 0.0, 5)), (2000, Timing(3.0, 0.0, 5))])
     assert steep.fixed_s == 0.0
     assert steep.per_byte_s > 0
 
@@ -185,4 +190,4 @@ def test_a_program_that_fails_ends_with_its_last_line(tmp_path: Path) -> None:
     with pytest.raises(
         LaunchError, match=r"the process that measures a program failed: .*rank_000\.py"
     ):
-        numbers_of("whole", tmp_path, "cpu", 0.1)
+        measure_in_process("whole", tmp_path, "cpu", 0.1)

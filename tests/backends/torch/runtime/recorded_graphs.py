@@ -202,7 +202,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     generator = SimpleNamespace(
         clone_state=lambda: "a copy", graphsafe_set_state=device.generator_states.append
     )
-    monkeypatch.setattr(cuda_graphs, "_DEVICE", "cpu")
+    monkeypatch.setattr(cuda_graphs, "_DEVICE_NAME", "cpu")
     # A graph records operators, but not NumPy.
     monkeypatch.setattr(philox, "_kernel_for", lambda tensor: None)
     monkeypatch.setattr(optimizers, "_is_fused", lambda tensor: True)

@@ -37,9 +37,9 @@ def test_other_ranks_do_not_warn(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("old", deprecated.OPERATORS)
+@pytest.mark.parametrize("old", deprecated.NEW_OPERATOR_NAMES)
 def test_operators(old: str) -> None:
-    assert getattr(operators, old) is getattr(operators, deprecated.OPERATORS[old])
+    assert getattr(operators, old) is getattr(operators, deprecated.NEW_OPERATOR_NAMES[old])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime.communication import transport
-from autopipe.backends.torch.runtime.job import Job, hosts_of, job_of, variables_of_rank
+from autopipe.backends.torch.runtime.job import (
+    ManagedJob,
+    detect_job,
+    parse_hosts,
+    variables_of_rank,
+)
 from autopipe.ir.errors import ConfigurationError
 
 STEP = {
@@ -43,13 +48,13 @@ POD = {
     ],
 )
 def test_hosts_of_slurms_list(text: str, hosts: list[str]) -> None:
-    assert list(hosts_of(text)) == hosts
+    assert list(parse_hosts(text)) == hosts
 
 
 @pytest.mark.parametrize("text", ["", "gpu[a-b]", "gpu[1-]x]", "gpu[]"])
 def test_a_list_that_is_none(text: str) -> None:
     with pytest.raises(ConfigurationError, match="SLURM_STEP_NODELIST"):
-        hosts_of(text)
+        parse_hosts(text)
 
 
 def test_a_task_of_srun_has_torchs_variables() -> None:
@@ -116,26 +121,26 @@ def test_a_pod_has_one_rank_of_its_own() -> None:
 
 
 def test_the_job_of_a_launch() -> None:
-    assert job_of({}) is None
+    assert detect_job({}) is None
     launch = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert job_of(launch) == Job(
+    assert detect_job(launch) == ManagedJob(
         "Slurm", "2", 1, f"gpu09:{PORT}", name="slurm-4711.2", hosts=("gpu09", "gpu10")
     )
-    assert job_of(launch | {"SLURM_STEP_NODELIST": "gpu9", "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert job_of(POD) == Job("Kubernetes", "2", 1, "job-master-0:23456")
+    assert detect_job(launch | {"SLURM_STEP_NODELIST": "gpu9", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert detect_job(POD) == ManagedJob("Kubernetes", "2", 1, "job-master-0:23456")
     elastic = {
         "PET_NNODES": "1:4",
         "PET_RDZV_ENDPOINT": "w-0:1",
         "PET_RDZV_ID": "w",
         "PET_NPROC_PER_NODE": "8",
     }
-    assert job_of(elastic) == Job("Kubernetes", "1:4", None, "w-0:1", 8, "w")
-    assert job_of(POD | {"PET_NPROC_PER_NODE": "gpu"}) == job_of(POD)
+    assert detect_job(elastic) == ManagedJob("Kubernetes", "1:4", None, "w-0:1", 8, "w")
+    assert detect_job(POD | {"PET_NPROC_PER_NODE": "gpu"}) == detect_job(POD)
 
 
 def test_a_launch_for_each_task_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="srun starts 3 launches on 2 nodes") as found:
-        job_of(STEP)
+        detect_job(STEP)
     assert "--ntasks-per-node=1" in found.value.hint
 
 

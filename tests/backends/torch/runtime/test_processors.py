@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime.communication.transport import pci_address
 from autopipe.backends.torch.runtime.host import (
+    cores_near_device,
+    cores_of_rank,
     has_more_ranks_than_cores,
-    pin_near,
+    pin_near_device,
     pin_to_cores,
-    processors_near,
-    processors_of,
 )
 
 BOUND = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds threads")
@@ -51,7 +51,7 @@ os._exit(0)
     st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True).map(sorted),
 )
 def test_ranks_have_neighbouring_processors_in_equal_shares_or_take_them_in_turn(ranks, processors):
-    shares = [processors_of(rank, ranks, processors) for rank in range(ranks)]
+    shares = [cores_of_rank(rank, ranks, processors) for rank in range(ranks)]
     if len(processors) >= ranks:
         assert [each for share in shares for each in sorted(share)] == processors
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -67,7 +67,7 @@ def test_ranks_have_neighbouring_processors_in_equal_shares_or_take_them_in_turn
 def test_all_threads_of_a_rank_keep_to_its_processors(tmp_path: Path) -> None:
     processors = sorted(os.sched_getaffinity(0))
     for rank, found in enumerate(_ranks(tmp_path, 2)):
-        own = sorted(processors_of(rank, 2, processors))
+        own = sorted(cores_of_rank(rank, 2, processors))
         # Some threads are there before the rank joins the others: those of numerical libraries,
         # which one uses not.
         assert found["threads"].count(own) >= 4, "the rank's own and gloo's"
@@ -100,7 +100,7 @@ def test_a_gpus_processors_are_those_of_its_numa_node(tmp_path: Path) -> None:
     devices = {"0000:19:00.0": 0, "0000:cd:00.0": 1, "0000:01:00.0": -1, "0000:02:00.0": 2}
     system = machine(tmp_path, devices, {0: "0-1,8-9", 1: "2-3,10", 2: ""})
     near = {
-        device: sorted(processors_near(device, system)) for device in (*devices, "0000:ff:00.0")
+        device: sorted(cores_near_device(device, system)) for device in (*devices, "0000:ff:00.0")
     }
     assert list(near.values()) == [[0, 1, 8, 9], [2, 3, 10], [], [], []]
 
@@ -127,7 +127,7 @@ def test_a_rank_keeps_to_the_processors_near_its_gpu_of_those_that_it_may_use(
     found: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: parents if process else own)
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: found.append(set(cores)))
-    pin_near("0000:cd:00.0", system)
+    pin_near_device("0000:cd:00.0", system)
     assert found == ([] if bound is None else [bound])
 
 

@@ -70,7 +70,7 @@ def test_fused_and_unfused_losses_agree(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes, inputs, expected = CASES[case]
-    monkeypatch.setattr(normalization, "CLASSES_AT_ONCE", 5)
+    monkeypatch.setattr(normalization, "MAX_CLASSES_PER_BLOCK", 5)
     plain, fused = both(nodes, inputs, tmp_path)
     assert [each.op for each in fused.graph.nodes] == expected
     assert fused.fused == {"LinearCrossEntropy": 1}

@@ -30,9 +30,9 @@ from autopipe.ir.layout import (
     total_degree,
 )
 
-Exchange = Callable[[torch.Tensor], torch.Tensor]
+TensorCollective = Callable[[torch.Tensor], torch.Tensor]
 
-Cuts = tuple[tuple[tuple[int, int], ...], ...]
+ShardAxes = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension of a tensor the mesh axes that shard it, outer to inner, as (degree, stride).
 """
 
@@ -41,8 +41,8 @@ Windows = tuple[tuple[int, int, int, int], ...]
 convolutions: see `WindowedShards`.
 """
 
-Slices = tuple[slice, ...]
-Blocks = tuple[tuple[Slices, ...], ...]
+TensorSlices = tuple[slice, ...]
+SlicesByPosition = tuple[tuple[TensorSlices, ...], ...]
 """For each position in the group, the slices of a tensor that the rank there sends or receives."""
 
 
@@ -90,12 +90,12 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
         """Return the sum of all ranks' tensors divided by `divisor`."""
-        total = _exchange(tensor, self._sum, self._sum)
+        total = _apply_collective(tensor, self._sum, self._sum)
         return total / divisor if divisor > 1 else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """Return the ranks' shards concatenated along `dimension`."""
-        return _exchange(
+        return _apply_collective(
             tensor, partial(self._gather, dimension), partial(self._scatter, dimension)
         )
 
@@ -105,14 +105,14 @@ class Group:
         """Return this rank's shard along `dimension` of the sum of all ranks' tensors divided by
         `divisor`.
         """
-        total = _exchange(
+        total = _apply_collective(
             tensor, partial(self._scatter, dimension), partial(self._gather, dimension)
         )
         return total / divisor if divisor > 1 else total
 
     def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
         """Turn shards along `origin` into shards along `dimension`; return this rank's."""
-        return _exchange(
+        return _apply_collective(
             tensor,
             partial(self._reshard, origin, dimension),
             partial(self._reshard, dimension, origin),
@@ -121,8 +121,8 @@ class Group:
     def redistribute(
         self,
         tensor: torch.Tensor,
-        source: Cuts,
-        target: Cuts,
+        source: ShardAxes,
+        target: ShardAxes,
         windows: Windows = (),
         fill: float = 0.0,
     ) -> torch.Tensor:
@@ -135,24 +135,26 @@ class Group:
         up.
         """
         origin = tuple(tensor.shape)
-        shape, sent, received = _moves(origin, self.size, self.position, source, target, windows)
+        shape, sent, received = _plan_slice_exchange(
+            origin, self.size, self.position, source, target, windows
+        )
 
-        def there(before: torch.Tensor) -> torch.Tensor:
+        def redistribute_forward(before: torch.Tensor) -> torch.Tensor:
             after = before.new_full(shape, fill)
-            for box, block in self._swap(before, sent, after, received):
+            for box, block in self._exchange_slices(before, sent, after, received):
                 after[box] = block
             return after
 
-        def back(gradient: torch.Tensor) -> torch.Tensor:
+        def redistribute_backward(gradient: torch.Tensor) -> torch.Tensor:
             total = gradient.new_zeros(origin)
-            for box, block in self._swap(gradient, received, total, sent):
+            for box, block in self._exchange_slices(gradient, received, total, sent):
                 total[box] += block
             return total
 
-        return _exchange(tensor, there, back)
+        return _apply_collective(tensor, redistribute_forward, redistribute_backward)
 
     def edges(
-        self, tensor: torch.Tensor, cuts: Cuts, windows: Windows, fill: float = 0.0
+        self, tensor: torch.Tensor, cuts: ShardAxes, windows: Windows, fill: float = 0.0
     ) -> torch.Tensor:
         """Return this rank's shard extended by the neighbours' elements that `windows` read (a halo
         exchange). The mesh axes of each dimension stay the same.
@@ -160,12 +162,17 @@ class Group:
         return self.redistribute(tensor, cuts, cuts, windows, fill)
 
     def window(
-        self, tensor: torch.Tensor, source: Cuts, target: Cuts, windows: Windows, fill: float = 0.0
+        self,
+        tensor: torch.Tensor,
+        source: ShardAxes,
+        target: ShardAxes,
+        windows: Windows,
+        fill: float = 0.0,
     ) -> torch.Tensor:
         """Return the result of `redistribute` if no rank lacks an element of its new shard. Sends
         nothing.
         """
-        shape, sent, received = _moves(
+        shape, sent, received = _plan_slice_exchange(
             tuple(tensor.shape), self.size, self.position, source, target, windows
         )
         result = tensor.new_full(shape, fill)
@@ -215,9 +222,13 @@ class Group:
         )
         return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
 
-    def _swap(
-        self, before: torch.Tensor, sent: Blocks, after: torch.Tensor, received: Blocks
-    ) -> Iterator[tuple[Slices, torch.Tensor]]:
+    def _exchange_slices(
+        self,
+        before: torch.Tensor,
+        sent: SlicesByPosition,
+        after: torch.Tensor,
+        received: SlicesByPosition,
+    ) -> Iterator[tuple[TensorSlices, torch.Tensor]]:
         """Send the slices `sent[i]` of `before` to position i. Yield (slice of `after`, received
         tensor) for each slice in `received`.
         """
@@ -259,12 +270,12 @@ class Group:
         return [by_rank[place] for place in self.order]
 
 
-class _Transposed(torch.autograd.Function):
+class _CollectiveWithTranspose(torch.autograd.Function):
     """A collective whose backward is another collective, its transpose."""
 
     @staticmethod
     def forward(
-        context: Any, tensor: torch.Tensor, run: Exchange, transpose: Exchange
+        context: Any, tensor: torch.Tensor, run: TensorCollective, transpose: TensorCollective
     ) -> torch.Tensor:
         context.transpose = transpose
         return run(tensor)
@@ -274,17 +285,24 @@ class _Transposed(torch.autograd.Function):
         return context.transpose(gradients[0]), None, None
 
 
-def _exchange(tensor: torch.Tensor, run: Exchange, transpose: Exchange) -> torch.Tensor:
-    result: torch.Tensor = _Transposed.apply(  # type: ignore[no-untyped-call]
+def _apply_collective(
+    tensor: torch.Tensor, run: TensorCollective, transpose: TensorCollective
+) -> torch.Tensor:
+    result: torch.Tensor = _CollectiveWithTranspose.apply(  # type: ignore[no-untyped-call]
         tensor, run, transpose
     )
     return result
 
 
 @lru_cache(maxsize=4096)
-def _moves(
-    shape: tuple[int, ...], size: int, position: int, source: Cuts, target: Cuts, windows: Windows
-) -> tuple[tuple[int, ...], Blocks, Blocks]:
+def _plan_slice_exchange(
+    shape: tuple[int, ...],
+    size: int,
+    position: int,
+    source: ShardAxes,
+    target: ShardAxes,
+    windows: Windows,
+) -> tuple[tuple[int, ...], SlicesByPosition, SlicesByPosition]:
     """Return (shape, sent, received) of a redistribution for the rank at `position` of `size`,
     whose shard under `source` has the given shape.
 
@@ -301,8 +319,8 @@ def _moves(
     need = Layout(
         whole, after, windows=tuple(map(through.get, range(len(whole)))) if windows else ()
     )
-    sent: list[list[Slices]] = [[] for _ in range(size)]
-    received: list[list[Slices]] = [[] for _ in range(size)]
+    sent: list[list[TensorSlices]] = [[] for _ in range(size)]
+    received: list[list[TensorSlices]] = [[] for _ in range(size)]
     for move in slice_transfers(have, need, size):
         if move.source == position:
             sent[move.target].append(move.part.within(have.shard(position)).slices)

@@ -29,7 +29,7 @@ from autopipe.ir.words import plural
 MessagePath = tuple[int, int]
 """(source, target) ranks of P2P communication."""
 
-_MOST_CTAS = 4
+_MAX_P2P_CTAS = 4
 """Maximum number of CTAs (CUDA thread blocks) of a P2P communicator."""
 
 
@@ -102,7 +102,9 @@ class NcclCommunicators:
         for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
             # Both ends compute the same value: the smaller of their fractions of the CTAs.
             fraction = MAX_P2P_CTAS // max(of_rank[rank] for rank in path)
-            if (made := self._make(path, most_ctas=max(1, min(_MOST_CTAS, fraction)))) is not None:
+            if (
+                made := self._make(path, most_ctas=max(1, min(_MAX_P2P_CTAS, fraction)))
+            ) is not None:
                 self.messages[path] = made
                 source, target = path
                 act, peer = (dist.isend, target) if self._rank == source else (dist.irecv, source)
@@ -210,7 +212,7 @@ def agree_on_nccl(store: Store, rank: int, world_size: int, gpu: str) -> tuple[b
     store.set(f"gpu of rank {rank}", gpu)
     if rank == 0:
         gpus = [store.get(f"gpu of rank {each}").decode() for each in range(world_size)]
-        store.set("transport", _reason_against_nccl(gpus))
+        store.set("transport", _reason_not_to_use_nccl(gpus))
     against = store.get("transport").decode()
     if against == _NO_GPU:
         return False, ""
@@ -221,7 +223,7 @@ def agree_on_nccl(store: Store, rank: int, world_size: int, gpu: str) -> tuple[b
 _NO_GPU = "no rank has a GPU"
 
 
-def _reason_against_nccl(gpus: list[str]) -> str:
+def _reason_not_to_use_nccl(gpus: list[str]) -> str:
     """Return the reason why NCCL cannot be used, "" if it can. `gpus` has `gpu_of_rank` of each
     rank.
     """

@@ -12,8 +12,8 @@ from autopipe.backends.torch.torch_interfaces import Store
 from autopipe.ir.errors import LaunchError
 
 # Environment variable with the key that a launcher gives its ranks, in hexadecimal.
-KEY = "AUTOPIPE_STORE_KEY"
-_SIZE = hashlib.sha256().digest_size
+KEY_VARIABLE = "AUTOPIPE_STORE_KEY"
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class Signer:
@@ -31,8 +31,8 @@ class Signer:
 
     def value(self, name: str, signed: bytes) -> bytes:
         """The value. Raises LaunchError where no process of this run signed it under this name."""
-        signature = signed[:_SIZE]
-        value = signed[_SIZE:]
+        signature = signed[:_SIGNATURE_BYTES]
+        value = signed[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(name, value)):
             raise LaunchError(
                 "a value in the rendezvous store lacks a valid signature of this run",

@@ -34,16 +34,20 @@ from autopipe.backends.torch.runtime.communication.communicators import (
     gpu_of_rank,
     message_path,
 )
-from autopipe.backends.torch.runtime.communication.signed_store import KEY, SignedStore, Signer
+from autopipe.backends.torch.runtime.communication.signed_store import (
+    KEY_VARIABLE,
+    SignedStore,
+    Signer,
+)
 from autopipe.backends.torch.runtime.host import (
     has_more_ranks_than_cores,
     keep_freed_memory,
-    patient_threads,
-    pin_near,
+    non_preempting_threads,
+    pin_near_device,
     pin_to_cores,
 )
-from autopipe.backends.torch.runtime.watch.failures import Failure, failure_of
-from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULTS, Heartbeat, Timeouts
+from autopipe.backends.torch.runtime.watch.failures import Failure, describe_failure
+from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULT_TIMEOUTS, Heartbeat, Timeouts
 from autopipe.backends.torch.torch_interfaces import (
     PrefixStore,
     Store,
@@ -55,7 +59,7 @@ from autopipe.backends.torch.torch_interfaces import (
 from autopipe.ir.errors import AutopipeError, LaunchError
 from autopipe.ir.program import HARDWARE_QUEUES, Channel
 
-Form = tuple[torch.dtype, tuple[int, ...]]  # A tensor's type and shape.
+TensorForm = tuple[torch.dtype, tuple[int, ...]]  # A tensor's type and shape.
 
 
 @dataclass(slots=True)
@@ -113,7 +117,7 @@ class PendingSend:
             self.tensor = None
 
 
-_HELD_BYTES = 4 * 2**20
+_MAX_HELD_BYTES = 4 * 2**20
 """Maximum bytes of sent tensors that a rank may still hold. Waiting for a send on a thread costs
 the rank up to 0.1 ms, more than a small send takes.
 """
@@ -122,7 +126,7 @@ the rank up to 0.1 ms, more than a small send takes.
 class SendQueue:
     """All sends of a rank that have started and whose tensors are still held."""
 
-    def __init__(self, watched: bool, most_bytes: int = _HELD_BYTES) -> None:
+    def __init__(self, watched: bool, most_bytes: int = _MAX_HELD_BYTES) -> None:
         """`watched` is True if only a wait shows that a send has ended, as with gloo. Then all
         tensors are held until the end of the step, up to `most_bytes`; beyond that, a thread waits
         for the earliest sends.
@@ -137,7 +141,7 @@ class SendQueue:
     def add(self, message: PendingSend) -> None:
         """Hold a tensor until it has been sent. Raise the error of an earlier send that failed."""
         while self._waited_for and self._waited_for[0].done():
-            self._forget_one()
+            self._wait_for_first()
         self._under_way.append(message)
         self._held_bytes += message.bytes
         if not self._watched:
@@ -152,7 +156,7 @@ class SendQueue:
         self._held_bytes -= earliest.bytes
         return earliest
 
-    def _forget_one(self) -> None:
+    def _wait_for_first(self) -> None:
         """Wait for the first send that the thread waits for. A send that failed stays in the queue
         and fails all later calls.
         """
@@ -164,7 +168,7 @@ class SendQueue:
         while self._under_way:
             self._earliest().wait()
         while self._waited_for:
-            self._forget_one()
+            self._wait_for_first()
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -201,13 +205,13 @@ class RecvBufferPool:
         return found.detach()
 
 
-_SMALL_BYTES = 1 << 17
+_MAX_DIRECT_BYTES = 1 << 17
 """Maximum bytes of a tensor whose all-reduce sends each rank's tensor to all others. The traffic of
 this method grows with the number of ranks, so larger tensors use a ring.
 """
 
 
-def is_direct(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+def uses_direct_exchange(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Return True if every rank sends to all others directly: for tensors in host memory over
     gloo.
     """
@@ -225,10 +229,10 @@ def start_direct_exchange(
     rows = rows.detach().contiguous()
     received = torch.empty_like(rows)
     work = dist.all_to_all_single(received, rows, group=group, async_op=True)
-    return PendingRecv(_started(work), received, received.device, rows, reduce)
+    return PendingRecv(_require_work(work), received, received.device, rows, reduce)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise LaunchError(
             f"rank {dist.get_rank()} called a collective of a process group that does not "
@@ -237,7 +241,7 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def to_all(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def rows_for_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return rows for `start_direct_exchange` that send `tensor` to every rank of the group."""
     return tensor.expand(dist.get_world_size(group), *tensor.shape)
 
@@ -248,8 +252,8 @@ def all_gather(
     """Return the tensors of all ranks of the group in the order of ranks, [ranks, ...]; written
     into `rows` if given.
     """
-    if is_direct(tensor, group):
-        gathered = start_direct_exchange(to_all(tensor, group), group).wait()
+    if uses_direct_exchange(tensor, group):
+        gathered = start_direct_exchange(rows_for_all_ranks(tensor, group), group).wait()
         return gathered if rows is None else rows.copy_(gathered)
     if rows is None:
         rows = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
@@ -271,20 +275,20 @@ def start_all_reduce(
     """Start the all-reduce of a tensor with the operation `how`. With `in_place`, the result may
     overwrite the tensor.
     """
-    if tensor.nbytes <= _SMALL_BYTES and is_direct(tensor, group):
-        return start_direct_exchange(to_all(tensor, group), group, how)
+    if tensor.nbytes <= _MAX_DIRECT_BYTES and uses_direct_exchange(tensor, group):
+        return start_direct_exchange(rows_for_all_ranks(tensor, group), group, how)
     if dist.get_backend(group) == "nccl":
         check_sum(tensor)
     total = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, how, group=group, async_op=True)
-    return PendingRecv(_started(work), total, total.device)
+    return PendingRecv(_require_work(work), total, total.device)
 
 
 def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
     """Start the reduce-scatter of `rows`, [ranks, ...]: the result is the sum over all ranks of
     this rank's row.
     """
-    if is_direct(rows, group):
+    if uses_direct_exchange(rows, group):
         return start_direct_exchange(rows, group, dist.ReduceOp.SUM)
     backend = dist.get_backend(group)
     if rows.is_cuda and backend == "gloo":
@@ -296,7 +300,7 @@ def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) ->
     rows = rows.contiguous()
     shard = torch.empty_like(rows[0])
     work = reduce_scatter_flat(shard.view(-1), rows.view(-1), group=group, async_op=True)
-    return PendingRecv(_started(work), shard, shard.device, rows)
+    return PendingRecv(_require_work(work), shard, shard.device, rows)
 
 
 def all_to_all(
@@ -334,7 +338,7 @@ class ControlGroup:
         self.heartbeat = heartbeat
         self._group = None
         if world_size > 1:
-            with heartbeat.waiting(), patient_threads():
+            with heartbeat.waiting(), non_preempting_threads():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
     def _gather(self, data: bytes) -> list[bytes]:
@@ -364,7 +368,7 @@ class ControlGroup:
         try:
             outcome = {"done": act()}
         except AutopipeError as error:
-            outcome = {"failed": asdict(failure_of(error, self.rank, task))}
+            outcome = {"failed": asdict(describe_failure(error, self.rank, task))}
         outcomes = [json.loads(each) for each in self._gather(json.dumps(outcome).encode())]
         for each in outcomes:
             if "failed" in each:
@@ -377,14 +381,14 @@ class ControlGroup:
             self._group = None
 
 
-ATTEMPT = "AUTOPIPE_ATTEMPT"
+ATTEMPT_VARIABLE = "AUTOPIPE_ATTEMPT"
 """Environment variable with a name of the current attempt of a launch, set if the launcher keeps
 the store.
 """
 
 
-_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_MODULE_LOADING = "CUDA_MODULE_LOADING"
+_QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MODULE_LOADING_VARIABLE = "CUDA_MODULE_LOADING"
 """Environment variable that states when CUDA loads kernels: by default (`LAZY`) at their first
 launch.
 
@@ -404,7 +408,7 @@ class Transport:
     """
 
     def __init__(
-        self, device: str, timeouts: Timeouts = DEFAULTS, heartbeat: Heartbeat | None = None
+        self, device: str, timeouts: Timeouts = DEFAULT_TIMEOUTS, heartbeat: Heartbeat | None = None
     ) -> None:
         self.timeouts = timeouts
         self.heartbeat = heartbeat or Heartbeat()
@@ -434,9 +438,9 @@ class Transport:
         self.store: Store | None = None
         """The store of the ranks of this attempt; None in a world of one rank, and before `start`.
         """
-        self._use(nccl=False)
+        self._select_backend(nccl=False)
 
-    def _use(self, nccl: bool) -> None:
+    def _select_backend(self, nccl: bool) -> None:
         """Exchange tensors of steps over NCCL or over gloo."""
         self.nccl = nccl
         self.staged = self.device.type == "cuda" and not nccl
@@ -450,7 +454,7 @@ class Transport:
         process group in a world of one rank, or if this process is already in a process group.
         """
         if self.device.type == "cuda":
-            pin_near(pci_address(self.device))
+            pin_near_device(pci_address(self.device))
         if self.world_size == 1 or dist.is_initialized():
             return
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -459,7 +463,7 @@ class Transport:
             store = self._join_store()
         if not self.nccl and "LOCAL_RANK" in os.environ:
             pin_to_cores(int(os.environ["LOCAL_RANK"]), self._local_world)
-        with self.heartbeat.waiting(), patient_threads():
+        with self.heartbeat.waiting(), non_preempting_threads():
             dist.init_process_group(
                 "gloo",
                 rank=self.rank,
@@ -473,27 +477,27 @@ class Transport:
     def _join_store(self) -> Store:
         """Return the store of all ranks, after the ranks have agreed on NCCL or gloo."""
         store: Store
-        self._store = _launchers_store(self._patience, signed=True)
+        self._store = _store_of_launcher(self._patience, signed=True)
         if self._store is None:
             store, _, _ = next(
                 rendezvous("env://", self.rank, self.world_size, timeout=self._patience)
             )
         else:
-            store = PrefixStore(os.environ[ATTEMPT], self._store)
+            store = PrefixStore(os.environ[ATTEMPT_VARIABLE], self._store)
         if self._on_cpu:
             return store
         nccl, why = agree_on_nccl(store, self.rank, self.world_size, gpu_of_rank(self.device))
-        self._use(nccl)
+        self._select_backend(nccl)
         self.notices += [why] if why else []
         if nccl:
-            if int(os.environ[_QUEUES]) < HARDWARE_QUEUES:
+            if int(os.environ[_QUEUES_VARIABLE]) < HARDWARE_QUEUES:
                 self.notices.append(
-                    f"{_QUEUES} is {os.environ[_QUEUES]}: the program is proven free of deadlocks "
-                    f"for {HARDWARE_QUEUES}"
+                    f"{_QUEUES_VARIABLE} is {os.environ[_QUEUES_VARIABLE]}: "
+                    f"the program is proven free of deadlocks for {HARDWARE_QUEUES}"
                 )
-            if (plain := _launchers_store(self._patience, signed=False)) is not None:
+            if (plain := _store_of_launcher(self._patience, signed=False)) is not None:
                 self._store = plain
-                store = PrefixStore(os.environ[ATTEMPT], plain)
+                store = PrefixStore(os.environ[ATTEMPT_VARIABLE], plain)
         return store
 
     def make_control_group(self) -> ControlGroup:
@@ -515,7 +519,7 @@ class Transport:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
                 self._buffers[each.number, gradient] = RecvBufferPool(buffers)
                 self._paths[each.number, gradient] = message_path(each, gradient)
-        with self.heartbeat.waiting(), patient_threads():
+        with self.heartbeat.waiting(), non_preempting_threads():
             if self.nccl:
                 self._nccl.make_groups(members)
                 self._nccl.make_message_paths(channels)
@@ -582,7 +586,7 @@ class Transport:
             os.sched_yield()
         return pending
 
-    def recv(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
+    def recv(self, like: TensorForm, rank: int, channel: int, gradient: bool) -> PendingRecv:
         """Post the receive of a tensor with the type and shape `like` from `rank`."""
         dtype, shape = like
         if self.staged:  # Torch's allocator reuses pinned memory when copies from it have ended.
@@ -680,19 +684,19 @@ class Transport:
         self._control_groups.clear()
 
 
-def _launchers_store(patience: timedelta, signed: bool) -> Store | None:
+def _store_of_launcher(patience: timedelta, signed: bool) -> Store | None:
     """Return the launcher's store, None if another program started the rank; torch then finds or
     creates one.
 
     NCCL's threads use the store, also while they are being stopped, when they must not wait for
     Python. So they need the unsigned store.
     """
-    if ATTEMPT not in os.environ:
+    if ATTEMPT_VARIABLE not in os.environ:
         return None
     store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
     )
-    key = os.environ.pop(KEY, "")  # A bare torchrun sets no key.
+    key = os.environ.pop(KEY_VARIABLE, "")  # A bare torchrun sets no key.
     if not signed or not key:
         return store
     return SignedStore(
@@ -704,9 +708,9 @@ def _choose_device(wanted: str) -> torch.device:
     if wanted in ("cpu", "meta"):
         return torch.device("cpu")
     # CUDA reads these variables when it starts.
-    os.environ.setdefault(_QUEUES, str(HARDWARE_QUEUES))
+    os.environ.setdefault(_QUEUES_VARIABLE, str(HARDWARE_QUEUES))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os.environ.setdefault(_MODULE_LOADING, "EAGER")
+        os.environ.setdefault(_MODULE_LOADING_VARIABLE, "EAGER")
     if wanted == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     if not torch.cuda.is_available():

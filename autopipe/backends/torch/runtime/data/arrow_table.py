@@ -16,13 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from autopipe.backends.torch.runtime.data.input_checks import numpy_dtype, per_sample, sample_blocks
+from autopipe.backends.torch.runtime.data.input_checks import (
+    elements_per_sample,
+    numpy_dtype,
+    sample_blocks,
+)
 from autopipe.backends.torch.runtime.data.stored_arrays import Array, StoredArrays
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
-SUFFIXES = (".parquet", ".arrow", ".feather")
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 _FILE_MAGIC = b"ARROW1"
 
 
@@ -30,7 +34,7 @@ def table_files(path: Path) -> list[Path]:
     """Return the files of the table at a path, in order; [] if there is no table. Raise
     ConfigurationError for a folder with several datasets or an invalid dataset.
     """
-    if path.suffix in SUFFIXES:
+    if path.suffix in TABLE_SUFFIXES:
         return [path]
     if (path / "dataset_dict.json").is_file():
         splits = sorted(each.parent.name for each in path.glob("*/state.json"))
@@ -46,7 +50,9 @@ def table_files(path: Path) -> list[Path]:
             raise ConfigurationError(
                 f"the file does not describe a dataset: {error!r}", where=str(path / "state.json")
             ) from error
-    return next((found for suffix in SUFFIXES if (found := sorted(path.glob(f"*{suffix}")))), [])
+    return next(
+        (found for suffix in TABLE_SUFFIXES if (found := sorted(path.glob(f"*{suffix}")))), []
+    )
 
 
 class ArrowTable(StoredArrays):
@@ -78,7 +84,7 @@ class ArrowTable(StoredArrays):
                     opened = parquet.ParquetFile(file, memory_map=True)
                     schemas.append(opened.schema_arrow)
                     self._rows += opened.metadata.num_rows
-                    self._readers.append(partial(_decoded, opened))
+                    self._readers.append(partial(_read_parquet_column, opened))
                 else:
                     table = self._mapped(file)
                     schemas.append(table.schema)
@@ -133,14 +139,16 @@ class ArrowTable(StoredArrays):
         entry = self._entries[name]
         chunks = list[np.ndarray]()
         first = 0
-        elements = per_sample(entry, self._manifest, str(self.path), "a table")
+        elements = elements_per_sample(entry, self._manifest, str(self.path), "a table")
         for read in self._readers:
             with self._reading(repr(name)):
                 for chunk in read(name).chunks:
                     if len(chunk):
                         chunks.append(
                             sample_blocks(
-                                self._numbers(chunk, name, elements, first), entry, self._manifest
+                                self._values_of_chunk(chunk, name, elements, first),
+                                entry,
+                                self._manifest,
                             )
                         )
                         first += len(chunk)
@@ -151,7 +159,7 @@ class ArrowTable(StoredArrays):
             else ChunkedRows(chunks, axis, self.shape(name), numpy_dtype(entry))
         )
 
-    def _numbers(self, chunk: Any, name: str, elements: int, first: int) -> np.ndarray:
+    def _values_of_chunk(self, chunk: Any, name: str, elements: int, first: int) -> np.ndarray:
         """Return the values of a column's chunk, [rows, elements].
 
         `first` is the table row at which the chunk starts. Values are not copied, except booleans,
@@ -206,7 +214,7 @@ class ArrowTable(StoredArrays):
             )
 
 
-def _decoded(file: Any, name: str) -> Any:
+def _read_parquet_column(file: Any, name: str) -> Any:
     """Return a column of a Parquet file."""
     return file.read(columns=[name]).column(0)
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 from autopipe.backends.torch.runtime.data.random_batches import RandomSource
-from autopipe.backends.torch.runtime.data.sample_source import Slices, Source
+from autopipe.backends.torch.runtime.data.sample_source import BlockRanges, SampleSource
 from autopipe.backends.torch.runtime.data.sources import read_block, read_filled_block
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.state.parameters import torch_dtype
@@ -28,13 +28,13 @@ class BlockRequest:
     stage: int
     micro_batch: int
     name: str
-    box: Slices
+    box: BlockRanges
 
 
 @dataclass(frozen=True, slots=True)
 class StepData:
     """Data of one step: the number of its samples that come from the data, its epoch counted from
-    1, and the number of samples at the end of an epoch that are skipped (see `Source`).
+    1, and the number of samples at the end of an epoch that are skipped (see `SampleSource`).
     """
 
     samples: int
@@ -45,7 +45,7 @@ class StepData:
 class BatchReader:
     """Reads each block when a forward pass requests it."""
 
-    def __init__(self, manifest: Manifest, source: Source, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, source: SampleSource, device: torch.device) -> None:
         self.source = source
         self._manifest = manifest
         self._device = device
@@ -89,23 +89,23 @@ class BatchReader:
         return torch_dtype(self._inputs[request.name].value.dtype)
 
 
-_MICRO_BATCHES = 2
+_PREFETCHED_MICRO_BATCHES = 2
 """Number of micro-batches that are read ahead: the device uses one next while the other is copied.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefetched:
+class _PrefetchedBlock:
     request: BlockRequest
     tensor: torch.Tensor
     copied: torch.cuda.Event
 
 
-class _Closed(Exception):
+class _ReaderClosed(Exception):
     pass
 
 
-_Item = TypeVar("_Item", int, StepData, _Prefetched)
+_Item = TypeVar("_Item", int, StepData, _PrefetchedBlock)
 
 
 class PrefetchingReader(BatchReader):
@@ -113,12 +113,12 @@ class PrefetchingReader(BatchReader):
 
     During the first step blocks are read on request, and the order of the requests is recorded.
     Later steps must repeat that order. The thread reads the blocks of later steps in that order
-    into pinned memory, about `_MICRO_BATCHES` micro-batches ahead, and copies them to the GPU on a
-    separate stream. From then on only the thread uses the source.
+    into pinned memory, about `_PREFETCHED_MICRO_BATCHES` micro-batches ahead, and copies them to
+    the GPU on a separate stream. From then on only the thread uses the source.
     """
 
     def __init__(
-        self, manifest: Manifest, source: Source, device: torch.device, steps: int
+        self, manifest: Manifest, source: SampleSource, device: torch.device, steps: int
     ) -> None:
         """Read ahead for steps with an index below `steps`."""
         super().__init__(manifest, source, device)
@@ -126,17 +126,17 @@ class PrefetchingReader(BatchReader):
         self._requests: list[BlockRequest] = []
         self._stream = torch.cuda.Stream(device)
         self._thread: threading.Thread | None = None
-        self._items: queue.Queue[int | StepData | _Prefetched | BaseException]
+        self._items: queue.Queue[int | StepData | _PrefetchedBlock | BaseException]
         self._closing = False
 
     def begin_step(self, step: int) -> int:
-        return super().begin_step(step) if self._thread is None else self._take(int)
+        return super().begin_step(step) if self._thread is None else self._next_item(int)
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
         if self._thread is None:
             self._requests.append(request)
             return super().read(step, request)
-        item = self._take(_Prefetched)
+        item = self._next_item(_PrefetchedBlock)
         assert item.request == request, (
             f"{request} is asked for where a first step asked for {item.request}"
         )
@@ -148,13 +148,13 @@ class PrefetchingReader(BatchReader):
 
     def end_step(self, step: int) -> StepData:
         if self._thread is not None:
-            return self._take(StepData)
+            return self._next_item(StepData)
         found = super().end_step(step)
         if self._requests:
             a_micro_batch = max(
                 Counter((each.stage, each.micro_batch) for each in self._requests).values()
             )
-            self._items = queue.Queue(_MICRO_BATCHES * a_micro_batch)
+            self._items = queue.Queue(_PREFETCHED_MICRO_BATCHES * a_micro_batch)
             self._thread = threading.Thread(
                 target=self._run, args=(step + 1,), name="data", daemon=True
             )
@@ -168,7 +168,7 @@ class PrefetchingReader(BatchReader):
                 self._items.get_nowait()
             self._thread.join(0.01)
 
-    def _take(self, kind: type[_Item]) -> _Item:
+    def _next_item(self, kind: type[_Item]) -> _Item:
         """Return the next item from the thread. Raise the error that ended the thread, if there is
         one.
         """
@@ -178,10 +178,10 @@ class PrefetchingReader(BatchReader):
         assert isinstance(item, kind), f"{item} comes where {kind.__name__} is due"
         return item
 
-    def _give(self, item: int | StepData | _Prefetched | BaseException) -> None:
+    def _queue_item(self, item: int | StepData | _PrefetchedBlock | BaseException) -> None:
         self._items.put(item)
         if self._closing:
-            raise _Closed
+            raise _ReaderClosed
 
     def _run(self, first: int) -> None:
         """Read everything that the steps from `first` on request, in order. Runs on the thread."""
@@ -190,18 +190,18 @@ class PrefetchingReader(BatchReader):
             with torch.cuda.stream(self._stream):
                 for step in range(first, self._steps):
                     found = super().begin_step(step)
-                    self._give(found)
+                    self._queue_item(found)
                     if not found:
                         return
                     for request in self._requests:
-                        self._give(self._prefetched(step, request))
-                    self._give(super().end_step(step))
-        except _Closed:
+                        self._queue_item(self._prefetched(step, request))
+                    self._queue_item(super().end_step(step))
+        except _ReaderClosed:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that takes it
             self._items.put(error)
 
-    def _prefetched(self, step: int, request: BlockRequest) -> _Prefetched:
+    def _prefetched(self, step: int, request: BlockRequest) -> _PrefetchedBlock:
         block = self._block(step, request)
         if block.device.type == "cpu":
             # Torch reuses a pinned buffer only after the copies from it have ended.
@@ -211,4 +211,4 @@ class PrefetchingReader(BatchReader):
         tensor = block.to(self._device, self._dtype(request), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return _Prefetched(request, tensor, copied)
+        return _PrefetchedBlock(request, tensor, copied)

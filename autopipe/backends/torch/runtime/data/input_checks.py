@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopipe.backends.torch.runtime.data.sample_order import Numbers
+from autopipe.backends.torch.runtime.data.sample_order import SampleNumbers
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType
@@ -22,7 +22,7 @@ def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
     return entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
 
 
-def per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> int:
+def elements_per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> int:
     """Return the number of elements per sample of an input. Raise ConfigurationError if the input
     has no batch axis, because files of this kind contain only samples.
     """
@@ -52,7 +52,7 @@ def numpy_dtype(entry: InputRange) -> np.dtype:
     return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.held)
 
 
-def region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
+def bounded_region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
     """Return the slices of the block that the bounds apply to, for all samples."""
     block = [slice(*each) for each in zip(bounds.starts, bounds.stops, strict=True)]
     if batch_axis is not None:
@@ -106,7 +106,7 @@ def count_samples(
     return next(iter(found.values()), None)
 
 
-_ACCEPTED = {"b": "biuf", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
+_ACCEPTED_KINDS = {"b": "biuf", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
 """Kinds of numpy types that an input accepts, by the kind of the input's type. Integer inputs do
 not accept floating-point arrays, because floating-point types round large integers: float16 cannot
 represent 2,049, float32 cannot represent 16,777,217.
@@ -117,7 +117,7 @@ def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
     """Raise ConfigurationError if the input does not accept arrays of this type."""
     name = entry.value.name
     wanted = numpy_dtype(entry)
-    if dtype == wanted or dtype.kind in _ACCEPTED[wanted.kind]:
+    if dtype == wanted or dtype.kind in _ACCEPTED_KINDS[wanted.kind]:
         return
     hint = (
         f"save the array as {wanted}: {name}.astype({wanted.name!r})" if dtype.kind == "f" else ""
@@ -125,8 +125,8 @@ def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
     raise ConfigurationError(f"array {name!r} is of type {dtype}, expected {wanted}", hint, where)
 
 
-def converted(
-    rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None
+def convert_rows(
+    rows: np.ndarray, entry: InputRange, where: str, numbers: range | SampleNumbers | None = None
 ) -> np.ndarray:
     """Return `rows` in the input's type. `numbers` are the numbers of these rows in the array.
     Raise ConfigurationError as `check_rows` does.
@@ -136,7 +136,7 @@ def converted(
 
 
 def check_rows(
-    rows: np.ndarray, entry: InputRange, where: str, numbers: range | Numbers | None = None
+    rows: np.ndarray, entry: InputRange, where: str, numbers: range | SampleNumbers | None = None
 ) -> None:
     """Raise ConfigurationError if a value cannot be represented in the input's type, or if an index
     or label is out of range. An index or label in a floating-point input must also be an integer.
@@ -160,8 +160,8 @@ def check_rows(
                 f"array {name!r} contains numbers that {dtype} cannot represent", where=where
             )
     for bounds in entry.allowed if rows.size else ():
-        block = rows[region(bounds, entry.batch_axis)]
-        bad = _out_of_range(block, bounds)
+        block = rows[bounded_region(bounds, entry.batch_axis)]
+        bad = _mask_of_invalid_values(block, bounds)
         if bad is None:
             continue
         if entry.ignored is not None:
@@ -182,7 +182,7 @@ def check_rows(
         )
 
 
-def _out_of_range(block: np.ndarray, bounds: InputBounds) -> np.ndarray | None:
+def _mask_of_invalid_values(block: np.ndarray, bounds: InputBounds) -> np.ndarray | None:
     """Return a mask of the values that are out of bounds or are not integers. Return None if all
     values are integers in range; for floating-point values a mask is returned in any case.
     """

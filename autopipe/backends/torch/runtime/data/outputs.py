@@ -22,12 +22,12 @@ from autopipe.ir.layout import TensorSlice
 from autopipe.ir.output_files import add_path_to_errors, follow_links, move_into_place
 from autopipe.ir.program import Output, OutputShard, OutputStage
 
-_TAG = 1 << 20  # Larger than the tags of all channels.
-_HEADER = 256
+_OUTPUT_TAG = 1 << 20  # Larger than the tags of all channels.
+_HEADER_BYTES = 256
 """Bytes of a `.npy` file before its data. The header is written at the end, when the shape is
 known; this size suffices for any shape.
 """
-_PIECE = 1 << 24
+_COPY_BYTES = 1 << 24
 """Bytes that are copied at a time when rows are moved to another axis."""
 
 
@@ -37,7 +37,7 @@ class RowFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] = path.open("wb")
-        self._file.write(bytes(_HEADER))
+        self._file.write(bytes(_HEADER_BYTES))
         self._rows = 0
         self._shape: tuple[int, ...] = ()
         self._dtype = np.dtype(np.float32)
@@ -55,21 +55,21 @@ class RowFile:
         shape = self._rows, *self._shape
         with add_path_to_errors(self.path):
             self._file.seek(0)
-            self._file.write(_header(shape, self._dtype))
+            self._file.write(_npy_header(shape, self._dtype))
             self._file.close()
         if not axis:
             return
         rows = np.moveaxis(np.load(self.path, mmap_mode="r", allow_pickle=False), 0, axis)
         moved = self.path.with_suffix(".moved")
         target = np.lib.format.open_memmap(moved, "w+", self._dtype, rows.shape)
-        count = max(1, _PIECE * len(rows) // max(1, rows.nbytes))
+        count = max(1, _COPY_BYTES * len(rows) // max(1, rows.nbytes))
         for start in range(0, len(rows), count):
             target[start : start + count] = rows[start : start + count]
         target.flush()
         os.replace(moved, self.path)
 
 
-def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
     """Return the header of a `.npy` file of format 1.0 in row-major order
     (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
     """
@@ -77,7 +77,7 @@ def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
         {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     )
     magic = b"\x93NUMPY\x01\x00"
-    length = _HEADER - 10
+    length = _HEADER_BYTES - 10
     return (
         magic + length.to_bytes(2, "little") + described.encode("latin1").ljust(length - 1) + b"\n"
     )
@@ -141,7 +141,7 @@ class OutputCollector:
         for index, place, shard in self._blocks():
             if shard.rank == self._transport.rank:
                 block = stacked[index, place.stage]
-                self._sends.append((dist.isend(block, 0, tag=_TAG + index), block))
+                self._sends.append((dist.isend(block, 0, tag=_OUTPUT_TAG + index), block))
 
     def finish(self) -> None:
         """Write the output file after the last step. Called on all ranks."""
@@ -196,12 +196,14 @@ class OutputCollector:
                 dtype = torch_dtype(self._manifest.outputs[index].value.dtype)
                 block = torch.empty((count, *shard.box.shape), dtype=dtype)
                 with self._transport.heartbeat.waiting(shard.rank):
-                    dist.recv(block, shard.rank, tag=_TAG + index)
+                    dist.recv(block, shard.rank, tag=_OUTPUT_TAG + index)
             parts.setdefault(index, []).append((place, shard.box, block))
         for index, found in parts.items():
-            self._files[index].append(self._rows(self._manifest.outputs[index], found, samples))
+            self._files[index].append(
+                self._assemble_output(self._manifest.outputs[index], found, samples)
+            )
 
-    def _rows(
+    def _assemble_output(
         self,
         output: Output,
         parts: Sequence[tuple[OutputStage, TensorSlice, torch.Tensor]],

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.runtime.data.input_checks import numpy_dtype, rows_per_sample
-from autopipe.backends.torch.runtime.data.sample_order import START, Position
-from autopipe.backends.torch.runtime.data.sample_source import Slices, Source
+from autopipe.backends.torch.runtime.data.sample_order import START_OF_RUN, RunProgress
+from autopipe.backends.torch.runtime.data.sample_source import BlockRanges, SampleSource
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.random_numbers.philox import Purpose, integers_below, key_of
@@ -20,7 +20,7 @@ from autopipe.ir.program import InputBounds, InputRange
 _CPU = torch.device("cpu")
 
 
-class RandomSource(Source):
+class RandomSource(SampleSource):
     """Random values within the range of each input, without an end. A sample has equal values on
     every rank.
 
@@ -28,7 +28,7 @@ class RandomSource(Source):
     input's key.
     """
 
-    def __init__(self, manifest: Manifest, seed: int, begin: Position = START) -> None:
+    def __init__(self, manifest: Manifest, seed: int, begin: RunProgress = START_OF_RUN) -> None:
         super().__init__(manifest, begin)
         self._keys = {
             entry.value.name: key_of(seed, Purpose.BATCH, index)
@@ -42,7 +42,7 @@ class RandomSource(Source):
         return self.block(entry, start, tuple(box), _CPU).numpy().astype(numpy_dtype(entry))
 
     def block(
-        self, entry: InputRange, sample: int, box: Slices, device: torch.device
+        self, entry: InputRange, sample: int, box: BlockRanges, device: torch.device
     ) -> torch.Tensor:
         """Return the block `box` of the micro-batch that begins with sample number `sample`, on
         `device`.
@@ -61,27 +61,27 @@ class RandomSource(Source):
         dtype = torch.float32 if entry.below is None else torch.int64
         if not entry.drawn:
             found = draw_block(
-                shape, region, key, partial(_values, below=entry.below), dtype, device
+                shape, region, key, partial(_values_from_words, below=entry.below), dtype, device
             )
         else:
-            words = draw_block(shape, region, key, _unchanged, torch.int32, device)
-            found = _values(words, entry.below)
+            words = draw_block(shape, region, key, _identity, torch.int32, device)
+            found = _values_from_words(words, entry.below)
             for bounds in entry.drawn:
-                part = _part(bounds, axis, region)
+                part = _bounded_part(bounds, axis, region)
                 least = max(0, bounds.least) if bounds.below > 0 else bounds.least
                 found[part] = (integers_below(words[part], bounds.below - least) + least).to(dtype)
         return found.movedim(0, axis).contiguous() if axis else found
 
 
-def _values(words: torch.Tensor, below: int | None) -> torch.Tensor:
+def _values_from_words(words: torch.Tensor, below: int | None) -> torch.Tensor:
     return standard_normal(words) if below is None else integers_below(words, below)
 
 
-def _unchanged(words: torch.Tensor) -> torch.Tensor:
+def _identity(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _part(bounds: InputBounds, axis: int | None, region: TensorSlice) -> tuple[slice, ...]:
+def _bounded_part(bounds: InputBounds, axis: int | None, region: TensorSlice) -> tuple[slice, ...]:
     """Return the slices of the part of a block that the bounds apply to. The batch axis is the
     first dimension of the block.
     """

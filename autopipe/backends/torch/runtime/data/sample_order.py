@@ -14,13 +14,13 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-_ROUNDS = 8
+_FEISTEL_ROUNDS = 8
 
-Numbers = npt.NDArray[np.int64]
+SampleNumbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class RunProgress:
     """The progress of a run. Earlier steps may have had another batch size and another number of
     micro-batches.
     """
@@ -33,19 +33,19 @@ class Position:
     """Number of micro-batches of all steps that have run; None if they were not counted."""
 
 
-START = Position()
+START_OF_RUN = RunProgress()
 
 
-def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
+def shuffle_positions(places: SampleNumbers, samples: int, seed: int, epoch: int) -> SampleNumbers:
     """Return the index of the stored sample at each of `places`, positions in the shuffled order of
     an epoch. The order is a permutation of [0, samples).
 
-    The permutation is a Feistel network of `_ROUNDS` rounds over integers of 2h bits, with the
-    smallest h >= 1 for which 2^(2h) >= samples. A round maps the halves (L, R) to (R, L xor F(R xor
-    key)), with F = `_mixed` reduced to h bits. The network permutes [0, 2^(2h)). If its output is
-    not below `samples`, it is applied again to that output until it is (cycle walking; Black and
-    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which keeps the mapping a
-    permutation of [0, samples).
+    The permutation is a Feistel network of `_FEISTEL_ROUNDS` rounds over integers of 2h bits, with
+    the smallest h >= 1 for which 2^(2h) >= samples. A round maps the halves (L, R) to (R, L xor F(R
+    xor key)), with F = `_mix_bits` reduced to h bits. The network permutes [0, 2^(2h)). If its
+    output is not below `samples`, it is applied again to that output until it is (cycle walking;
+    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which keeps the
+    mapping a permutation of [0, samples).
 
     A position costs about as much at the end of an epoch as at its start, and no rank stores the
     order, which would take 8 GB for 10^9 samples.
@@ -59,7 +59,7 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
         left = found[outside] >> np.uint64(half)
         right = found[outside] & mask
         for key in keys:
-            mixed = left ^ (_mixed(right ^ key) & mask)
+            mixed = left ^ (_mix_bits(right ^ key) & mask)
             left = right
             right = mixed
         found[outside] = left << np.uint64(half) | right
@@ -69,7 +69,9 @@ def shuffled(places: Numbers, samples: int, seed: int, epoch: int) -> Numbers:
 
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """Return the 64-bit round keys of the Feistel network for an epoch, uint64 [_ROUNDS]."""
+    """Return the 64-bit round keys of the Feistel network for an epoch, uint64
+    [_FEISTEL_ROUNDS].
+    """
     # This module must load without torch.
     from autopipe.backends.torch.runtime.random_numbers.philox import (
         Purpose,
@@ -79,14 +81,14 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     )
 
     halves = (
-        as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _ROUNDS))
+        as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _FEISTEL_ROUNDS))
         .numpy()
         .astype(np.uint64)
     )
     return halves[::2] << np.uint64(32) | halves[1::2]
 
 
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix_bits(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return each word after the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA
     2014).
     """
@@ -113,7 +115,7 @@ class SampleOrder:
     """Seed of the shuffle; None for the stored order."""
     epochs: int | None = None
     """Number of epochs after which the data ends; None for data without an end."""
-    begin: Position = START
+    begin: RunProgress = START_OF_RUN
 
     @property
     def steps_per_epoch(self) -> int:
@@ -156,7 +158,7 @@ class SampleOrder:
             return 0
         return min(self.batch_size, self.samples - self.sample(step) % self.samples)
 
-    def stored(self, start: int, stop: int) -> range | Numbers:
+    def stored(self, start: int, stop: int) -> range | SampleNumbers:
         """Return the indices at which the samples with numbers [start, stop) are stored. All of
         these samples must belong to one epoch.
         """
@@ -165,5 +167,5 @@ class SampleOrder:
         return (
             places
             if self.seed is None
-            else shuffled(np.asarray(places), self.samples, self.seed, epoch)
+            else shuffle_positions(np.asarray(places), self.samples, self.seed, epoch)
         )

@@ -8,15 +8,15 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from autopipe.backends.torch.runtime.data.sample_order import Position
+from autopipe.backends.torch.runtime.data.sample_order import RunProgress
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.program import InputRange
 
-Slices = tuple[tuple[int, int], ...]
+BlockRanges = tuple[tuple[int, int], ...]
 """A block of a tensor: (start, stop) for each dimension."""
 
 
-class Source(ABC):
+class SampleSource(ABC):
     """Samples for the inputs of a graph. Sample numbers increase from step to step.
 
     The base class describes data without an end. `left_over` is the number of samples at the end of
@@ -25,7 +25,7 @@ class Source(ABC):
 
     left_over = 0
 
-    def __init__(self, manifest: Manifest, begin: Position) -> None:
+    def __init__(self, manifest: Manifest, begin: RunProgress) -> None:
         self._manifest = manifest
         self._begin = begin
 

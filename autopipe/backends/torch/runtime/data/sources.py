@@ -23,13 +23,18 @@ from autopipe.backends.torch.runtime.data.arrow_table import ArrowTable, table_f
 from autopipe.backends.torch.runtime.data.input_checks import (
     check_rows,
     check_type,
-    converted,
+    convert_rows,
     count_samples,
     numpy_dtype,
     rows_per_sample,
 )
-from autopipe.backends.torch.runtime.data.sample_order import START, Numbers, Position, SampleOrder
-from autopipe.backends.torch.runtime.data.sample_source import Slices, Source
+from autopipe.backends.torch.runtime.data.sample_order import (
+    START_OF_RUN,
+    RunProgress,
+    SampleNumbers,
+    SampleOrder,
+)
+from autopipe.backends.torch.runtime.data.sample_source import BlockRanges, SampleSource
 from autopipe.backends.torch.runtime.data.stored_arrays import (
     Archive,
     Array,
@@ -44,17 +49,17 @@ from autopipe.ir.program import InputRange
 from autopipe.ir.training import DataSettings, is_data_function
 from autopipe.ir.words import plural
 
-_PIECE = 1 << 24  # Bytes of an array that are checked at a time.
-_MOST_CHECKED = 1 << 29  # Bytes of an array that are checked before ranks start.
+_PIECE_BYTES = 1 << 24  # Bytes of an array that are checked at a time.
+_MAX_CHECKED_BYTES = 1 << 29  # Bytes of an array that are checked before ranks start.
 
 
 def open_source(
     manifest: Manifest,
     data: str | None,
     seed: int,
-    begin: Position = START,
+    begin: RunProgress = START_OF_RUN,
     settings: DataSettings | None = None,
-) -> Source:
+) -> SampleSource:
     """Return the source that `data` names (see `DataSettings.path`), for a run that starts or
     resumes at `begin`. None names random values. Raise ConfigurationError if the data does not fit
     the model.
@@ -101,24 +106,29 @@ def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> Stored
 
 
 def read_block(
-    source: Source, manifest: Manifest, entry: InputRange, sample: int, box: Slices
+    source: SampleSource, manifest: Manifest, entry: InputRange, sample: int, box: BlockRanges
 ) -> np.ndarray:
     """Return the block `box` of the micro-batch that starts at sample number `sample`, as a
     row-major copy.
     """
-    return _block(
+    return _assemble_block(
         lambda first, stop: source.rows(entry, sample + first, sample + stop), manifest, entry, box
     )
 
 
 def read_filled_block(
-    source: Source, manifest: Manifest, entry: InputRange, step: int, offset: int, box: Slices
+    source: SampleSource,
+    manifest: Manifest,
+    entry: InputRange,
+    step: int,
+    offset: int,
+    box: BlockRanges,
 ) -> np.ndarray:
     """Return the block `box` of the micro-batch that starts `offset` samples into a step, as
     `read_block` does. The step may have less than a batch; filler samples complete it.
     """
-    return _block(
-        lambda first, stop: filled_rows(
+    return _assemble_block(
+        lambda first, stop: rows_with_filler(
             source, manifest, entry, step, offset + first, offset + stop, offset
         ),
         manifest,
@@ -127,8 +137,8 @@ def read_filled_block(
     )
 
 
-def filled_rows(
-    source: Source,
+def rows_with_filler(
+    source: SampleSource,
     manifest: Manifest,
     entry: InputRange,
     step: int,
@@ -159,8 +169,8 @@ def filled_rows(
     return parts[0] if len(parts) == 1 else np.concatenate(parts, entry.batch_axis)
 
 
-def _block(
-    rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: InputRange, box: Slices
+def _assemble_block(
+    rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: InputRange, box: BlockRanges
 ) -> np.ndarray:
     axis = entry.batch_axis
     block = [slice(*each) for each in box]
@@ -185,7 +195,7 @@ def save_samples(manifest: Manifest, target: Path) -> None:
     np.savez(target, **drawn)  # type: ignore[arg-type]
 
 
-class StoredSource(Source):
+class StoredSource(SampleSource):
     """Stored arrays, one for each input, with samples along the batch axis. All arrays with a batch
     axis have an equal number of samples.
 
@@ -197,7 +207,7 @@ class StoredSource(Source):
         manifest: Manifest,
         arrays: StoredArrays,
         seed: int,
-        begin: Position,
+        begin: RunProgress,
         settings: DataSettings,
     ) -> None:
         super().__init__(manifest, begin)
@@ -258,18 +268,18 @@ class StoredSource(Source):
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
         array = self._array(entry.value.name)
         if entry.batch_axis is None or self._order is None:
-            return converted(np.asarray(array[...]), entry, self._where)
-        found, numbers = self._taken(array, entry, self._order.stored(start, stop))
-        return converted(found, entry, self._where, numbers)
+            return convert_rows(np.asarray(array[...]), entry, self._where)
+        found, numbers = self._rows_and_numbers(array, entry, self._order.stored(start, stop))
+        return convert_rows(found, entry, self._where, numbers)
 
     def check(self, samples: int | None = None) -> str:
-        """Check the arrays against the model, in pieces of about `_PIECE` bytes: the first
+        """Check the arrays against the model, in pieces of about `_PIECE_BYTES` bytes: the first
         `samples` samples, or all if None.
 
-        Of a large array only evenly spaced pieces are checked, about `_MOST_CHECKED` bytes. Arrays
-        whose type alone shows that they fit are not read. Return a line that lists the arrays
-        checked in part, "" if there are none. Raise ConfigurationError for values that the model
-        does not accept.
+        Of a large array only evenly spaced pieces are checked, about `_MAX_CHECKED_BYTES` bytes.
+        Arrays whose type alone shows that they fit are not read. Return a line that lists the
+        arrays checked in part, "" if there are none. Raise ConfigurationError for values that the
+        model does not accept.
         """
         partly = []
         for entry in self._manifest.inputs:
@@ -284,13 +294,15 @@ class StoredSource(Source):
                 continue
             stop = self.samples if samples is None else min(self.samples, samples)
             size = math.prod(array.shape) * array.dtype.itemsize // self.samples
-            piece = max(1, _PIECE // max(size, 1))
+            piece = max(1, _PIECE_BYTES // max(size, 1))
             starts = range(0, stop, piece)
-            if (most := max(2, _MOST_CHECKED // _PIECE)) < len(starts):
+            if (most := max(2, _MAX_CHECKED_BYTES // _PIECE_BYTES)) < len(starts):
                 partly.append(f"{name!r}: {most * piece:,} of {stop:,} {plural(stop, 'sample')}")
                 starts = np.linspace(0, stop - piece, most).astype(int).tolist()
             for first in starts:
-                rows, numbers = self._taken(array, entry, range(first, min(first + piece, stop)))
+                rows, numbers = self._rows_and_numbers(
+                    array, entry, range(first, min(first + piece, stop))
+                )
                 check_rows(rows, entry, self._where, numbers)
         return (
             f"checked {', '.join(partly)}; ranks check the others as they read them"
@@ -298,9 +310,9 @@ class StoredSource(Source):
             else ""
         )
 
-    def _taken(
-        self, array: Array, entry: InputRange, samples: range | Numbers
-    ) -> tuple[np.ndarray, range | Numbers]:
+    def _rows_and_numbers(
+        self, array: Array, entry: InputRange, samples: range | SampleNumbers
+    ) -> tuple[np.ndarray, range | SampleNumbers]:
         """Return (rows, numbers): the rows of the samples, and the numbers of these rows in the
         array. If `samples` is a range, `rows` is one slice of the array.
         """
@@ -358,10 +370,10 @@ class StoredSource(Source):
 
 
 _Batch = Mapping[str, Any]
-CONTRACT = "it takes none, or some, of step, batch_size and seed"
+FUNCTION_PARAMETERS_HINT = "it takes none, or some, of step, batch_size and seed"
 
 
-class FunctionSource(Source):
+class FunctionSource(SampleSource):
     """A Python function `module:function` that returns batches. A batch is a mapping from input
     name to array.
 
@@ -373,7 +385,7 @@ class FunctionSource(Source):
     """
 
     def __init__(
-        self, manifest: Manifest, name: str, seed: int, begin: Position, settings: DataSettings
+        self, manifest: Manifest, name: str, seed: int, begin: RunProgress, settings: DataSettings
     ) -> None:
         module, _, function = name.rpartition(":")
         super().__init__(manifest, begin)
@@ -386,7 +398,7 @@ class FunctionSource(Source):
                 "data.shuffle is not supported for batches of a function", hint, name
             )
         try:
-            self._function = getattr(_module(module), function)
+            self._function = getattr(_import_module(module), function)
             takes = inspect.signature(self._function).parameters
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ConfigurationError(
@@ -402,7 +414,8 @@ class FunctionSource(Source):
             for each in takes.values()
         ):
             raise ConfigurationError(
-                f"data function {name!r} has the parameters {', '.join(takes)}", hint=CONTRACT
+                f"data function {name!r} has the parameters {', '.join(takes)}",
+                hint=FUNCTION_PARAMETERS_HINT,
             )
         if self._by_step and manifest.train and settings.epochs is not None:
             raise ConfigurationError(
@@ -410,7 +423,7 @@ class FunctionSource(Source):
                 hint="set --steps",
                 where=name,
             )
-        self._batches = self._numbered()
+        self._batches = self._batches_with_epoch()
         self._step = begin.steps - 1 if self._by_step else -1
         self._current: tuple[int, _Batch, int] = (1, {}, manifest.batch_size)
 
@@ -445,13 +458,13 @@ class FunctionSource(Source):
             )
         array = np.asarray(batch[name])
         if entry.batch_axis is None:
-            return converted(array, entry, where)
+            return convert_rows(array, entry, where)
         offset = begin.samples + (step - begin.steps) * batch_size
         extent = rows_per_sample(entry, self._manifest)
         first = (start - offset) * extent
         last = (stop - offset) * extent
         rows = array[(slice(None),) * entry.batch_axis + (slice(first, last),)]
-        return converted(rows, entry, where, range(first, last))
+        return convert_rows(rows, entry, where, range(first, last))
 
     def _advance(self, step: int) -> bool:
         """Read batches up to the batch of `step`. Return False if the batches end before it."""
@@ -464,7 +477,7 @@ class FunctionSource(Source):
             self._step += 1
         return True
 
-    def _numbered(self) -> Iterator[tuple[int, _Batch, int]]:
+    def _batches_with_epoch(self) -> Iterator[tuple[int, _Batch, int]]:
         """Yield (epoch, batch, number of samples of the batch). Only the last batch of an epoch may
         have less than a full batch of samples; otherwise raise ConfigurationError.
         """
@@ -474,7 +487,7 @@ class FunctionSource(Source):
                 return
             number = -1
             short = None
-            for number, batch in self._epoch():
+            for number, batch in self._batches_of_epoch():
                 if short is not None:
                     message = (
                         f"batch {number - 1} has {short[1]} {plural(short[1], 'sample')}, "
@@ -510,7 +523,7 @@ class FunctionSource(Source):
                     where=self._name,
                 )
 
-    def _epoch(self) -> Iterator[tuple[int, Any]]:
+    def _batches_of_epoch(self) -> Iterator[tuple[int, Any]]:
         """Yield (number, batch) for the batches of one epoch. A function with a parameter `step` is
         called from the current step on, until it returns None.
         """
@@ -528,7 +541,7 @@ def check_data(
     data: str | None,
     steps: int | None,
     settings: DataSettings | None = None,
-    begin: Position = START,
+    begin: RunProgress = START_OF_RUN,
 ) -> tuple[StoredSource | None, str]:
     """Return (source, note): the stored arrays at `data`, after a check of the values that `steps`
     steps read, and a line about arrays that were checked only in part.
@@ -546,7 +559,7 @@ def check_data(
     )
 
 
-def _module(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     """Import and return the module `name`, from the current folder if it is there, otherwise from
     the module path. If the current folder has it, the folder is appended to `sys.path`, so that the
     module can import its neighbours.

@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from autopipe.backends.torch.runtime.data.input_checks import per_sample, sample_blocks
+from autopipe.backends.torch.runtime.data.input_checks import elements_per_sample, sample_blocks
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
@@ -28,7 +28,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """The header before each member of a ZIP file. Its last two fields are the lengths of the file name
 and of the extra field that follow the header (APPNOTE.TXT, section 4.3.7).
 """
-_DAMAGED = (
+_DAMAGED_FILE_ERRORS = (
     OSError,
     ValueError,
     EOFError,
@@ -101,12 +101,12 @@ class Archive(StoredArrays):
 
     @contextmanager
     def _opened(self, what: str) -> Iterator[zipfile.ZipFile]:
-        with _reading(self.path, what), zipfile.ZipFile(self.path) as archive:
+        with _convert_read_errors(self.path, what), zipfile.ZipFile(self.path) as archive:
             yield archive
 
     def shape(self, name: str) -> tuple[int, ...]:
         with self._opened(repr(name)) as archive, archive.open(self._members[name]) as file:
-            return _array_header(file)[0]
+            return _read_npy_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
         """Return the array: memory-mapped if its member is stored uncompressed, otherwise read into
@@ -122,7 +122,7 @@ class Archive(StoredArrays):
                 file.seek(info.header_offset)
                 *_, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
                 file.seek(name_length + extra_length, 1)
-                return _mapped(self.path, file)
+                return _map_array(self.path, file)
 
 
 class ArrayFiles(StoredArrays):
@@ -152,24 +152,30 @@ class ArrayFiles(StoredArrays):
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with _reading(self._files[name], repr(name)), self._files[name].open("rb") as file:
-            return _array_header(file)[0]
+        with (
+            _convert_read_errors(self._files[name], repr(name)),
+            self._files[name].open("rb") as file,
+        ):
+            return _read_npy_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
-        with _reading(self._files[name], repr(name)), self._files[name].open("rb") as file:
-            return _mapped(self._files[name], file)
+        with (
+            _convert_read_errors(self._files[name], repr(name)),
+            self._files[name].open("rb") as file,
+        ):
+            return _map_array(self._files[name], file)
 
 
 @contextmanager
-def _reading(path: Path, what: str) -> Iterator[None]:
+def _convert_read_errors(path: Path, what: str) -> Iterator[None]:
     try:
         yield
-    except _DAMAGED as error:
+    except _DAMAGED_FILE_ERRORS as error:
         reason = (error.strerror if isinstance(error, OSError) else "") or error
         raise ConfigurationError(f"{what} cannot be read: {reason}", where=str(path)) from error
 
 
-def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Return (shape, is_fortran_order, dtype) from the header of an `.npy` file."""
     form = np.lib.format
     version = form.read_magic(file)
@@ -179,11 +185,11 @@ def _array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     return readers[version](file)
 
 
-def _mapped(path: Path, file: IO[bytes]) -> np.ndarray:
+def _map_array(path: Path, file: IO[bytes]) -> np.ndarray:
     """Return the array whose header starts at the position of `file`, which is open on `path`. The
     array is memory-mapped.
     """
-    shape, fortran, dtype = _array_header(file)
+    shape, fortran, dtype = _read_npy_header(file)
     if dtype.hasobject:
         raise ValueError("the array contains Python objects, expected numbers")
     if 0 in shape:
@@ -195,15 +201,15 @@ def _mapped(path: Path, file: IO[bytes]) -> np.ndarray:
     return np.asarray(mapped)  # Slicing a memmap object is many times slower than slicing an array.
 
 
-_LABELS = re.compile(r"(?:.*[._/])?(?:labels?|targets?)")
+_LABELS_PATTERN = re.compile(r"(?:.*[._/])?(?:labels?|targets?)")
 _CONSTANT_INPUTS = {"attention_mask": 1, "token_type_ids": 0}
-_POSITIONS = "position_ids"
-_SAMPLED = 1 << 16
+_POSITION_INPUT = "position_ids"
+_SAMPLED_WORDS = 1 << 16
 """Number of 16-bit words at the start of a token file from which the size of a token, 16, 32 or 64
 bits, is inferred.
 """
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
-_INDEX_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_INDEX_TYPE_BY_CODE = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Element types by their code in Megatron's `.idx` files
 (megatron/core/datasets/indexed_dataset.py).
 """
@@ -227,7 +233,7 @@ class TokenFile(StoredArrays):
     detected from the loss, which then does not read the first label.
 
     The element type is read from Megatron's `.idx` file of equal name if there is one. Otherwise
-    `_type_of_words` infers uint16, uint32 or int64.
+    `_infer_token_type` infers uint16, uint32 or int64.
     """
 
     def __init__(self, path: Path, manifest: Manifest, sequence_length: int | None) -> None:
@@ -235,13 +241,15 @@ class TokenFile(StoredArrays):
         self._manifest = manifest
         self._entries = {each.value.name: each for each in manifest.inputs}
         sizes = {
-            name: per_sample(each, manifest, str(path), "a file of tokens")
+            name: elements_per_sample(each, manifest, str(path), "a file of tokens")
             for name, each in self._entries.items()
         }
         tokens = [
             name
             for name in sizes
-            if not _LABELS.fullmatch(name) and name not in _CONSTANT_INPUTS and name != _POSITIONS
+            if not _LABELS_PATTERN.fullmatch(name)
+            and name not in _CONSTANT_INPUTS
+            and name != _POSITION_INPUT
         ]
         if len(tokens) != 1:
             hint = (
@@ -271,8 +279,8 @@ class TokenFile(StoredArrays):
                     f"{self._input!r} {self.length}"
                 )
                 raise ConfigurationError(message, where=str(path))
-        self._tokens = self._mapped()
-        moved = any(self._shift(name) for name in sizes)
+        self._tokens = self._map_tokens()
+        moved = any(self._label_shift(name) for name in sizes)
         self._samples = (len(self._tokens) - moved) // self.length
         if self._samples < 1:
             raise ConfigurationError(
@@ -289,7 +297,7 @@ class TokenFile(StoredArrays):
         return self.array(name).shape
 
     def describe(self) -> str:
-        labels = [f"{name!r} moved by one" for name in self.names if self._shift(name)]
+        labels = [f"{name!r} moved by one" for name in self.names if self._label_shift(name)]
         takes = "".join(f", {each}" for each in labels)
         return (
             f"{len(self._tokens):,} {plural(len(self._tokens), 'token')} "
@@ -302,18 +310,18 @@ class TokenFile(StoredArrays):
         entry = self._entries[name]
         if name in _CONSTANT_INPUTS:
             samples = np.broadcast_to(np.uint8(_CONSTANT_INPUTS[name]), (count, length))
-        elif name == _POSITIONS:
+        elif name == _POSITION_INPUT:
             samples = np.broadcast_to(np.arange(length), (count, length))
         else:
-            first = self._shift(name)
+            first = self._label_shift(name)
             samples = self._tokens[first : first + count * length].reshape(count, length)
         return sample_blocks(samples, entry, self._manifest)
 
-    def _shift(self, name: str) -> int:
+    def _label_shift(self, name: str) -> int:
         """Return 1 for labels that are read one token later, 0 for tokens and for labels that the
         graph shifts itself.
         """
-        if not _LABELS.fullmatch(name):
+        if not _LABELS_PATTERN.fullmatch(name):
             return 0
         entry = self._entries[name]
         starts = {
@@ -324,14 +332,14 @@ class TokenFile(StoredArrays):
         }
         return 0 if starts and max(starts) == 1 else 1
 
-    def _mapped(self) -> np.ndarray:
-        with _reading(self.path, "tokens"):
+    def _map_tokens(self) -> np.ndarray:
+        with _convert_read_errors(self.path, "tokens"):
             kind = self._type_in_index() or "<u2"
             if kind == "<u2" and not self.path.with_suffix(".idx").is_file():
                 most = max(
                     (bounds.below for bounds in self._entries[self._input].allowed), default=0
                 )
-                kind = _type_of_words(np.fromfile(self.path, "<u2", _SAMPLED), most)
+                kind = _infer_token_type(np.fromfile(self.path, "<u2", _SAMPLED_WORDS), most)
             dtype = np.dtype(kind)
             if rest := self.path.stat().st_size % dtype.itemsize:
                 raise ValueError(
@@ -347,12 +355,12 @@ class TokenFile(StoredArrays):
             return ""
         with index.open("rb") as file:
             magic, _, code = struct.unpack("<9sQB", file.read(18))
-        if magic != _INDEX_MAGIC or code not in _INDEX_TYPES:
+        if magic != _INDEX_MAGIC or code not in _INDEX_TYPE_BY_CODE:
             raise ValueError(f"{index.name} is not an index of integer tokens")
-        return _INDEX_TYPES[code]
+        return _INDEX_TYPE_BY_CODE[code]
 
 
-def _type_of_words(words: np.ndarray, vocabulary: int) -> str:
+def _infer_token_type(words: np.ndarray, vocabulary: int) -> str:
     """Return the element type of a token file, inferred from the 16-bit words at its start and the
     number of tokens in the vocabulary.
 

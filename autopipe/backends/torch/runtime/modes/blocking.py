@@ -20,7 +20,12 @@ from autopipe.backends.torch.runtime.step.ports import Port, Recv, Send
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.ir.schedule import EVERY_MICRO_BATCH, MicroBatchSlice, Phase, Task
 
-_UNITS = {Phase.FORWARD: 1, Phase.BACKWARD: 2, Phase.INPUT_GRADIENT: 1, Phase.WEIGHT_GRADIENT: 1}
+_DURATION_BY_PHASE = {
+    Phase.FORWARD: 1,
+    Phase.BACKWARD: 2,
+    Phase.INPUT_GRADIENT: 1,
+    Phase.WEIGHT_GRADIENT: 1,
+}
 """Estimated durations of tasks. They select one of several orders, all of which are correct."""
 
 
@@ -108,7 +113,7 @@ def global_event_order(
 
     while ready := [task for task in {tasks[0] for tasks in rest if tasks} if can_run(task)]:
         task = min(ready, key=lambda task: (start(task), task.stage, task.micro_batch))
-        ends_at = start(task) + _UNITS[task.phase]
+        ends_at = start(task) + _DURATION_BY_PHASE[task.phase]
         for rank in ranks[task.stage]:
             rest[rank].popleft()
             clocks[rank] = ends_at
@@ -136,7 +141,7 @@ class BlockingStage(Stage):
         super().__init__(*wiring)
         self._order = order
 
-    def _remote(self, *_: Any, **__: Any) -> list[Any]:
+    def _ports_to_other_ranks(self, *_: Any, **__: Any) -> list[Any]:
         return []  # `recv` and `send` do nothing.
 
     def forward(self, micro_batch: int) -> None:
@@ -177,7 +182,7 @@ class GlobalOrder:
         """
         if self._order is None:
             step()
-            self._order = self._agree()
+            self._order = self._exchange_tasks_and_channels()
         return self._order
 
     def begin(self, step: Callable[[], None]) -> None:
@@ -206,7 +211,7 @@ class GlobalOrder:
                 act(port, MicroBatchSlice(*port.slice).micro_batch(event.number)).wait()
         return True
 
-    def _agree(self) -> list[Event]:
+    def _exchange_tasks_and_channels(self) -> list[Event]:
         """Exchange tasks and channels with the other ranks. Return this rank's events in the global
         order.
         """

@@ -23,7 +23,7 @@ REQUEST_FILE = "request.json"
 """Name of the request in the folder given to the ranks."""
 GENERATED_FILE = "generated.json"
 """Name of rank 0's result in that folder."""
-PREFILL = "prefill"
+PREFILL_FOLDER = "prefill"
 """Name of the folder, within a program folder, of a program whose steps process more tokens of a
 prompt.
 """
@@ -138,7 +138,8 @@ class Decoder:
                 raise ConfigurationError(f"input {name!r} is not supported for generation{missing}")
         length = inputs[TOKENS].value.shape[1]
         cache = {
-            past: _entry(inputs[past], outputs[present], length) for past, present in pairs.items()
+            past: _cache_entry(inputs[past], outputs[present], length)
+            for past, present in pairs.items()
         }
         lengths = {entry.past.value.shape[entry.axis] for entry in cache.values()}
         in_place = not any(entry.grows for entry in cache.values())
@@ -151,7 +152,7 @@ class Decoder:
                 hint="set --dim so that the mask is as long as the sum of cache and step, or as "
                 "long as a cache that is written in place",
             )
-        logits = _logits(
+        logits = _find_logits(
             [output for name, output in outputs.items() if name not in pairs.values()], length
         )
         positions = inputs.get(POSITIONS)
@@ -163,9 +164,9 @@ class Decoder:
         """Raise ConfigurationError if the program cannot process a prompt of the request or
         continue it for `max_new_tokens`.
         """
-        below = _rows(self.tokens) or self.logits.value.shape[2]
+        below = _indexed_rows(self.tokens) or self.logits.value.shape[2]
         places = self.cache_length + (0 if self.in_place else 1)
-        if self.positions is not None and (rows := _rows(self.positions)):
+        if self.positions is not None and (rows := _indexed_rows(self.positions)):
             places = min(places, rows)
         for number, prompt in enumerate(request.prompts):
             if not prompt:
@@ -185,10 +186,10 @@ class Decoder:
                     f"{request.max_new_tokens} new {plural(request.max_new_tokens, 'token')} "
                     f"require a cache of {needed} {plural(needed, 'position')}, but the program "
                     f"has {places}",
-                    hint=self._planned_by(needed),
+                    hint=self._cache_plan_hint(needed),
                 )
 
-    def _planned_by(self, needed: int) -> str:
+    def _cache_plan_hint(self, needed: int) -> str:
         """Return the hint how to plan a cache for sequences of `needed` tokens."""
         if self.in_place:
             dims = f"--dim past_sequence_length={needed} --dim total_sequence_length={needed}"
@@ -199,12 +200,12 @@ class Decoder:
         )
 
 
-def _rows(entry: InputRange) -> int | None:
+def _indexed_rows(entry: InputRange) -> int | None:
     """Return the number of rows of the table that an input indexes, None if it is no index."""
     return min((bounds.below for bounds in entry.allowed), default=None)
 
 
-def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
+def _cache_entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     before = past.value.shape
     behind = present.value.shape
     where = f"{past.value.name!r} {list(before)}, {present.value.name!r} {list(behind)}"
@@ -227,7 +228,7 @@ def _entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     return CacheEntry(past, present, axes[0])
 
 
-def _logits(outputs: list[Output], length: int) -> Output:
+def _find_logits(outputs: list[Output], length: int) -> Output:
     named = [output for output in outputs if output.value.name == LOGITS] or outputs
     if len(named) != 1:
         raise ConfigurationError(
@@ -251,7 +252,7 @@ def _logits(outputs: list[Output], length: int) -> Output:
     return logits
 
 
-class Slot:
+class SequenceSlot:
     """One row of the batch: a queue of sequences that it generates one after the other, and the
     state of the current one. Ranks with equal tokens have equal slots.
     """

@@ -21,16 +21,16 @@ import torch.distributed as dist
 
 from autopipe.backends.torch import fake_cuda
 from autopipe.backends.torch.runtime.communication.transport import (
-    Form,
     PendingRecv,
     PendingSend,
+    TensorForm,
     Transport,
 )
 from autopipe.backends.torch.runtime.modes.execution import Execution
 from autopipe.backends.torch.runtime.state.parameters import dtype_name
 from autopipe.backends.torch.runtime.step.ports import Recv, Send
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage, Tensors
-from autopipe.backends.torch.runtime.step.update import Update
+from autopipe.backends.torch.runtime.step.update import ParameterUpdate
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.watch.report import Reporter, peak_memory
 from autopipe.backends.torch.torch_interfaces import (
@@ -48,7 +48,7 @@ from autopipe.ir.program import in_kind_order
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class DryMessage:
     """A transfer on a channel; `size` in bytes. The dry runs of sender and receiver count equal
     messages.
     """
@@ -68,7 +68,7 @@ class DryTransport(Transport):
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         self.nccl = self.staged = False
-        self.messages: Counter[Message] = Counter()
+        self.messages: Counter[DryMessage] = Counter()
 
     def start(self) -> None:
         if self.world_size > 1:
@@ -82,7 +82,7 @@ class DryTransport(Transport):
         pending.wait()
         return pending
 
-    def recv(self, like: Form, rank: int, channel: int, gradient: bool) -> PendingRecv:
+    def recv(self, like: TensorForm, rank: int, channel: int, gradient: bool) -> PendingRecv:
         pending = super().recv(like, rank, channel, gradient)
         pending.buffer.zero_()
         self._count(pending.buffer, rank, self.rank, channel, gradient)
@@ -92,7 +92,7 @@ class DryTransport(Transport):
         self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool
     ) -> None:
         form = dtype_name(tensor.dtype), tuple(tensor.shape)
-        self.messages[Message(channel, gradient, source, target, *form, tensor.nbytes)] += 1
+        self.messages[DryMessage(channel, gradient, source, target, *form, tensor.nbytes)] += 1
 
 
 class DryStage(Stage):
@@ -103,7 +103,9 @@ class DryStage(Stage):
     def start_send(self, port: Recv | Send, micro_batch: int) -> PendingSend:
         block = self._leaving[micro_batch, isinstance(port, Recv)][port.channel]
         self._compare(
-            f"what goes to rank {port.rank} on channel {port.channel}", block, self._form(port)
+            f"what goes to rank {port.rank} on channel {port.channel}",
+            block,
+            self._form_of_port(port),
         )
         return super().start_send(port, micro_batch)
 
@@ -115,7 +117,7 @@ class DryStage(Stage):
             self._compare(f"result {index}", result, form)
         return results
 
-    def _compare(self, what: str, tensor: torch.Tensor, form: Form) -> None:
+    def _compare(self, what: str, tensor: torch.Tensor, form: TensorForm) -> None:
         """Raise LaunchError if the type or shape of a tensor is not `form`."""
         found = tensor.dtype, tuple(tensor.shape)
         if found != form:
@@ -151,7 +153,7 @@ class DryExecution(Execution):
         assert isinstance(rank.transport, DryTransport)
         return DryReporter(rank, rank.transport, self._tracker)
 
-    def on_optimizer(self, update: Update) -> None:
+    def on_optimizer(self, update: ParameterUpdate) -> None:
         # The memory of a dry run's only step must include the optimizer's state.
         update.make_optimizer_state()
 
@@ -203,8 +205,8 @@ class DryReporter(Reporter):
             rank.options.report.write_text(json.dumps(report) + "\n", encoding="utf-8")
 
 
-_NEED_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-_NO_NUMBERS = "is not supported for tensor subclasses"
+_NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+_FAKE_TENSOR_MESSAGE = "is not supported for tensor subclasses"
 """Part of torch's error message for `tolist` and `numpy` of fake tensors."""
 
 
@@ -220,7 +222,7 @@ def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
         with FakeTensorMode(allow_non_fake_inputs=True), tensors:
             yield tensors
     except RuntimeError as error:
-        if not isinstance(error, _NEED_VALUES) and _NO_NUMBERS not in str(error):
+        if not isinstance(error, _NEEDS_VALUES_ERRORS) and _FAKE_TENSOR_MESSAGE not in str(error):
             raise
         raise LaunchError(
             f"an operator reads values, but the tensors of a dry run have none: {error}",
@@ -252,10 +254,10 @@ class MemoryTracker(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, torch.Tensor) and each.device.type == self._device_type:
-                self._count(each.untyped_storage())
+                self._count_storage(each.untyped_storage())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
         size = storage.nbytes()
         if key in self._storages:

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch.runtime.data.batch_reader import BatchReader
-from autopipe.backends.torch.runtime.data.sample_order import START
-from autopipe.backends.torch.runtime.data.sample_source import Source
+from autopipe.backends.torch.runtime.data.sample_order import START_OF_RUN
+from autopipe.backends.torch.runtime.data.sample_source import SampleSource
 from autopipe.backends.torch.runtime.data.sources import open_source
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.options import Options
+from autopipe.backends.torch.runtime.options import RankOptions
 from autopipe.backends.torch.runtime.step.stage import EvaluationStep, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.program import InputRange
@@ -31,7 +31,7 @@ from autopipe.ir.training import DataSettings, Evaluation, Training
 from autopipe.ir.words import plural
 
 
-def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
+def evaluation_settings(manifest: Manifest, options: RankOptions) -> Evaluation:
     """Return the evaluation settings of a run: those of the manifest, overridden by options."""
     found = manifest.evaluation
     data = options.eval_data or found.data
@@ -39,7 +39,7 @@ def evaluation_of(manifest: Manifest, options: Options) -> Evaluation:
     return replace(found, data=data, interval=interval)
 
 
-class EverySample(Source):
+class AllSamplesOnce(SampleSource):
     """All samples of a finite source, once, in order.
 
     The last batch is filled with copies of the last sample. Another micro-batch of copies of this
@@ -47,8 +47,8 @@ class EverySample(Source):
     follow from the losses of its micro-batches, samples that do not fill a batch are omitted.
     """
 
-    def __init__(self, manifest: Manifest, source: Source) -> None:
-        super().__init__(manifest, START)
+    def __init__(self, manifest: Manifest, source: SampleSource) -> None:
+        super().__init__(manifest, START_OF_RUN)
         self.source = source
         self.samples: int | None = None
         """Number of samples, None until the end of the source is reached."""
@@ -148,7 +148,7 @@ class Evaluator:
             last or done == self._steps or (interval is not None and done % interval == 0)
         )
 
-    def has_no_patience_left(self) -> bool:
+    def has_run_out_of_patience(self) -> bool:
         """Return True if the loss has not improved in `patience` validations."""
         return self._settings.patience is not None and self._failed >= self._settings.patience
 
@@ -170,7 +170,7 @@ class Evaluator:
             rank.counted = torch.zeros((), dtype=torch.float64, device=rank.device)
         data = self._settings.data
         settings = DataSettings(sequence_length=rank.manifest.data.sequence_length)
-        source = EverySample(
+        source = AllSamplesOnce(
             self._manifest, open_source(self._manifest, data, rank.seed, settings=settings)
         )
         reader = BatchReader(self._manifest, source, rank.device)
@@ -213,7 +213,7 @@ class Evaluator:
             self._failed = 0
         return EvaluationReport(done, loss, source.samples, time.perf_counter() - began, *self.best)
 
-    def _loss(self, source: EverySample, number: int) -> float:
+    def _loss(self, source: AllSamplesOnce, number: int) -> float:
         """Return this rank's part of the summed loss of all samples of one batch."""
         total = 0.0
         for index, stage in self._rank.stages.items():

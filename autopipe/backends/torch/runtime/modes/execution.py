@@ -11,7 +11,7 @@ from types import ModuleType
 from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.step.ports import Port
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
-from autopipe.backends.torch.runtime.step.update import Update
+from autopipe.backends.torch.runtime.step.update import ParameterUpdate
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat, Timeouts
 from autopipe.backends.torch.runtime.watch.report import Reporter
 
@@ -45,7 +45,7 @@ class Execution:
         """Return the reporter of the rank's steps. Called when the rank is set up."""
         return Reporter(rank)
 
-    def on_optimizer(self, update: Update) -> None:
+    def on_optimizer(self, update: ParameterUpdate) -> None:
         """Called once when the optimizer of the rank has been created, before the first step."""
 
     def before_step(self, rank: RankContext, step: Callable[[], None]) -> None:

@@ -5,13 +5,13 @@ the previous group. Keys and values of a layer stay on the ranks that computed t
 its shard. A new token goes from the rank that has the logits to all others. All ranks compute the
 other inputs of a step (tokens, mask, positions) from the tokens.
 
-Programs have static shapes. One program processes one token per step; a second one (`PREFILL`)
-processes many tokens of each prompt per step. In the batch, each row is a sequence. The tokens of a
-sequence occupy the end of the cache, and the mask excludes the positions before them. The tokens
-that a step processes come first in the step's positions; filler tokens follow and are discarded. So
-sequences of different lengths, ended sequences, and prompts that are processed in several steps can
-be rows of one batch. In a cache that is written in place, the tokens occupy its front, and the next
-step overwrites what a step wrote behind its last token.
+Programs have static shapes. One program processes one token per step; a second one
+(`PREFILL_FOLDER`) processes many tokens of each prompt per step. In the batch, each row is a
+sequence. The tokens of a sequence occupy the end of the cache, and the mask excludes the positions
+before them. The tokens that a step processes come first in the step's positions; filler tokens
+follow and are discarded. So sequences of different lengths, ended sequences, and prompts that are
+processed in several steps can be rows of one batch. In a cache that is written in place, the tokens
+occupy its front, and the next step overwrites what a step wrote behind its last token.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopipe.backends.torch.runtime.data.batch_reader import BatchReader, Block
 from autopipe.backends.torch.runtime.data.outputs import needed_shards
 from autopipe.backends.torch.runtime.modes.decoder import (
     GENERATED_FILE,
-    PREFILL,
+    PREFILL_FOLDER,
     CacheEntry,
     Decoder,
     GenerationRequest,
-    Slot,
+    SequenceSlot,
 )
 from autopipe.backends.torch.runtime.random_numbers.philox import (
     Purpose,
@@ -43,7 +43,7 @@ from autopipe.backends.torch.runtime.random_numbers.philox import (
     draw_run,
     key_of,
 )
-from autopipe.backends.torch.runtime.state.loading import load_second
+from autopipe.backends.torch.runtime.state.loading import load_second_program
 from autopipe.backends.torch.runtime.step.stage import Mode, RankContext
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
@@ -57,7 +57,7 @@ _NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _SamplingGroup:
     """A micro-batch of the stage that computes the logits: rows of the batch whose tokens rank
     `sampler` chooses together.
     """
@@ -78,7 +78,7 @@ class _Group:
 class TokenExchange:
     """Sends the new tokens of each group from its sampler to all other ranks."""
 
-    def __init__(self, rank: RankContext, groups: Sequence[_Group]) -> None:
+    def __init__(self, rank: RankContext, groups: Sequence[_SamplingGroup]) -> None:
         self._rank = rank
         self._groups = groups
         self._arriving = defaultdict[int, deque[tuple[dist.Work | None, torch.Tensor]]](deque)
@@ -97,7 +97,7 @@ class TokenExchange:
         while len(self._leaving) > 2:
             self._finish(self._leaving.popleft())
 
-    def give(self, group: _Group, tokens: list[int]) -> None:
+    def give(self, group: _SamplingGroup, tokens: list[int]) -> None:
         """Send a group's tokens of this step to all other ranks. Called on the sampler only."""
         made = torch.tensor(tokens)
         self._arriving[group.number].append((None, made))
@@ -108,7 +108,7 @@ class TokenExchange:
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         self._leaving[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
 
-    def take(self, group: _Group) -> list[int]:
+    def take(self, group: _SamplingGroup) -> list[int]:
         """Return a group's tokens of the earliest step for which this was not called; `_NO_TOKEN`
         for rows without a new token. Waits for them.
         """
@@ -132,7 +132,7 @@ class TokenExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class _DecoderProgram:
     """One of this rank's programs: its stages, its step function, and its decoder."""
 
     rank: RankContext
@@ -151,9 +151,9 @@ class Generation(BatchReader):
         self._folder = folder
         self._request = GenerationRequest.read(folder)
         loaded = [(rank, step)]
-        if (second := rank.manifest.folder / PREFILL).is_dir():
-            loaded.append(load_second(rank, second))
-        self._programs = [_Program(*each, Decoder.of(each[0].manifest)) for each in loaded]
+        if (second := rank.manifest.folder / PREFILL_FOLDER).is_dir():
+            loaded.append(load_second_program(rank, second))
+        self._programs = [_DecoderProgram(*each, Decoder.of(each[0].manifest)) for each in loaded]
         for each, _ in loaded:
             each.reader = self
             each.collect = self.collect
@@ -161,13 +161,15 @@ class Generation(BatchReader):
         """The program of this step."""
         self.decoder.check(self._request)
         batch = rank.manifest.batch_size
-        self._slots = [Slot(self._request, row, batch) for row in range(batch)]
+        self._slots = [SequenceSlot(self._request, row, batch) for row in range(batch)]
         places = [
             (place, row)
             for place in self.decoder.logits.places
             for row in self._rows_of(place.stage)
         ]
-        self._groups = [_Group(number, place, rows) for number, (place, rows) in enumerate(places)]
+        self._groups = [
+            _SamplingGroup(number, place, rows) for number, (place, rows) in enumerate(places)
+        ]
         self._steps = [-1] * len(self._groups)
         """By group the step for which its slots are prepared."""
         self._exchange = TokenExchange(rank, self._groups)
@@ -193,7 +195,7 @@ class Generation(BatchReader):
         size = self._rank.manifest.batch_size // self._rank.manifest.micro_batches_at(stage)
         return range(micro_batch * size, (micro_batch + 1) * size)
 
-    def _check_blocks(self, program: _Program) -> None:
+    def _check_blocks(self, program: _DecoderProgram) -> None:
         """Raise ConfigurationError if a stage's shard of an updated cache differs from the shard
         that it reads.
         """
@@ -203,7 +205,7 @@ class Generation(BatchReader):
                 if entry is None:
                     continue
                 box = self._present_box(entry, stage.number)
-                if box is None or _without(entry.axis, box.slices) != _without(
+                if box is None or _without_axis(entry.axis, box.slices) != _without_axis(
                     entry.axis, tuple(slice(*each) for each in data.offsets)
                 ):
                     raise ConfigurationError(
@@ -228,7 +230,7 @@ class Generation(BatchReader):
         rank = self._rank
         began = time.perf_counter()
         first = 0.0
-        while self._goes_on():
+        while self._select_next_program():
             running = self._program.rank
             self._exchange.begin_step()
             running.clock.begin_step()
@@ -237,7 +239,7 @@ class Generation(BatchReader):
             for program in self._programs:
                 program.rank.steps_done += 1
             first = first or time.perf_counter() - began
-        self._begin(rank.steps_done, range(len(self._slots)))
+        self._begin_step_of_slots(rank.steps_done, range(len(self._slots)))
         seconds = time.perf_counter() - began
         self._exchange.finish()
         with rank.heartbeat.waiting():
@@ -252,19 +254,19 @@ class Generation(BatchReader):
             }
             (self._folder / GENERATED_FILE).write_text(json.dumps(report), encoding="utf-8")
 
-    def _goes_on(self) -> bool:
+    def _select_next_program(self) -> bool:
         """Return True if there is another step, and select its program, equally on all ranks.
 
         The last step's tokens are not used, so that no rank waits for them before it needs them. If
         one of them ends the last sequence, one unnecessary step runs.
         """
         if self._rank.steps_done > 0:
-            self._begin(self._rank.steps_done - 1, range(len(self._slots)))
+            self._begin_step_of_slots(self._rank.steps_done - 1, range(len(self._slots)))
         most = max(slot.waiting for slot in self._slots)
         self._program = self._programs[-1 if most > self._programs[0].decoder.step_length else 0]
         return most > 0
 
-    def _begin(self, step: int, rows: range) -> None:
+    def _begin_step_of_slots(self, step: int, rows: range) -> None:
         """Advance the slots of the rows to `step`, from it or the step before; this waits for the
         tokens of the step before.
         """
@@ -294,24 +296,24 @@ class Generation(BatchReader):
             shape = [stop - start for start, stop in request.box]
             return torch.zeros(shape, dtype=self._dtype(request), device=self._rank.device)
         rows = self._rows(request.stage, request.micro_batch)
-        self._begin(step, rows)
+        self._begin_step_of_slots(step, rows)
         first, last = request.box[0]
         slots = [self._slots[row] for row in rows[first:last]]
-        made = {TOKENS: self._tokens, MASK: self._mask, POSITIONS: self._positions}[request.name](
-            slots
-        )
+        made = {TOKENS: self._token_ids, MASK: self._mask, POSITIONS: self._positions}[
+            request.name
+        ](slots)
         block = torch.from_numpy(made[:, slice(*request.box[1])])
         return block.to(self._rank.device, self._dtype(request), non_blocking=True)
 
-    def _tokens(self, slots: Sequence[Slot]) -> np.ndarray:
+    def _token_ids(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
         """Return the token ids that a step processes, [slots, step length], filled with 0."""
         made = np.zeros((len(slots), self.decoder.step_length), np.int64)
         for row, slot in zip(made, slots, strict=True):
-            fed = slot.tokens[self._first(slot) : slot.cached + slot.feed]
+            fed = slot.tokens[self._first_position(slot) : slot.cached + slot.feed]
             row[: len(fed)] = fed
         return made
 
-    def _first(self, slot: Slot) -> int:
+    def _first_position(self, slot: SequenceSlot) -> int:
         """Return the position of the first token that a step processes: that after the cached
         tokens. If less than a step's length is left of a cache that is written in place, the step
         processes some cached tokens again.
@@ -320,26 +322,26 @@ class Generation(BatchReader):
             return slot.cached
         return min(slot.cached, self.decoder.cache_length - self.decoder.step_length)
 
-    def _mask(self, slots: Sequence[Slot]) -> np.ndarray:
+    def _mask(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
         """Return the mask, [slots, length]: 1 for used positions of the cache and the step,
         otherwise 0. Each row has at least one 1, as a softmax over no position is not a number.
         """
         length = self.decoder.cache_length
         step = self.decoder.step_length
         if self.decoder.in_place:
-            filled = [self._first(slot) + step for slot in slots]
+            filled = [self._first_position(slot) + step for slot in slots]
             return (np.arange(length) < np.array(filled)[:, None]).astype(np.int64)
         made = np.zeros((len(slots), length + step), np.int64)
         for row, slot in zip(made, slots, strict=True):
             row[length - slot.cached : length + max(1, slot.feed)] = 1
         return made
 
-    def _positions(self, slots: Sequence[Slot]) -> np.ndarray:
+    def _positions(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
         """Return the position ids of a step's tokens, [slots, step length]. Filler tokens have the
         id of the last token, which is in the range of the model's tables.
         """
         along = np.arange(self.decoder.step_length)
-        ends = [(self._first(slot), slot.cached + slot.feed) for slot in slots]
+        ends = [(self._first_position(slot), slot.cached + slot.feed) for slot in slots]
         return np.stack([np.minimum(first + along, max(first, end - 1)) for first, end in ends])
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
@@ -348,18 +350,18 @@ class Generation(BatchReader):
         """
         step, number = divmod(micro_batch, self._rank.manifest.micro_batches_at(stage))
         rows = self._rows(stage, number)
-        self._begin(step, rows)
+        self._begin_step_of_slots(step, rows)
         for name, entry in self.decoder.cache.items():
             if (box := self._present_box(entry, stage)) is not None:
                 place = next(each for each in entry.present.places if each.stage == stage)
-                self._caches[stage, number, name] = self._kept(
+                self._caches[stage, number, name] = self._next_cache(
                     entry, box, rows, results[place.position]
                 )
         for group in self._groups:
             if group.place.stage == stage and group.rows == rows:
-                self._choose(group, results[group.place.position])
+                self._choose_and_send_tokens(group, results[group.place.position])
 
-    def _kept(
+    def _next_cache(
         self, entry: CacheEntry, box: TensorSlice, rows: range, present: torch.Tensor
     ) -> torch.Tensor:
         """Return a shard of the cache for the next step: in each row the `cache_length` positions
@@ -380,7 +382,7 @@ class Generation(BatchReader):
         ]
         return torch.cat(parts, batch)
 
-    def _choose(self, group: _Group, block: torch.Tensor) -> None:
+    def _choose_and_send_tokens(self, group: _SamplingGroup, block: torch.Tensor) -> None:
         """Send this rank's shard of the logits to the group's sampler; on the sampler, choose
         tokens and send them to all ranks.
         """
@@ -417,13 +419,18 @@ class Generation(BatchReader):
                 tokens[index] = token
         self._exchange.give(group, tokens)
 
-    def _last_rows(self, group: _Group, box: TensorSlice, block: torch.Tensor) -> torch.Tensor:
+    def _last_rows(
+        self, group: _SamplingGroup, box: TensorSlice, block: torch.Tensor
+    ) -> torch.Tensor:
         """Return the logits of the last processed token of each row of a shard, [rows, vocabulary],
         in host memory; zeros for rows whose token is in another shard.
         """
         slots = [self._slots[row] for row in group.rows[box.slices[0]]]
         last = torch.tensor(
-            [slot.cached + slot.feed - 1 - self._first(slot) - box.starts[1] for slot in slots]
+            [
+                slot.cached + slot.feed - 1 - self._first_position(slot) - box.starts[1]
+                for slot in slots
+            ]
         )
         inside = (last >= 0) & (last < block.shape[1])
         places = last.clamp(0, block.shape[1] - 1).to(block.device)
@@ -431,7 +438,7 @@ class Generation(BatchReader):
         return torch.where(inside[:, None], rows, 0.0)
 
 
-def _without(axis: int, slices: Sequence[slice]) -> list[slice]:
+def _without_axis(axis: int, slices: Sequence[slice]) -> list[slice]:
     return [each for index, each in enumerate(slices) if index != axis]
 
 
@@ -468,7 +475,9 @@ def choose_tokens(
             0.0  # The token that reaches top_p is included.
         )
     sums = probabilities.cumsum(-1)
-    drawn = torch.stack([_uniform(request.seed, sequence, number) for sequence, number in draws])
+    drawn = torch.stack(
+        [_uniform_number(request.seed, sequence, number) for sequence, number in draws]
+    )
     below = drawn[:, None] * sums[:, -1:]
     places = (sums <= below).sum(-1, keepdim=True)
     # Rounded sums may exceed the last one.
@@ -476,7 +485,7 @@ def choose_tokens(
     return [int(token) for token in order.gather(-1, places)[:, 0]]
 
 
-def _uniform(seed: int, sequence: int, number: int) -> torch.Tensor:
+def _uniform_number(seed: int, sequence: int, number: int) -> torch.Tensor:
     """Return the random number in [0, 1), float64, that chooses token `number` of a sequence."""
     words = as_unsigned(draw_run(key_of(seed, Purpose.TOKEN, sequence), 2 * number, 2))
     return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53

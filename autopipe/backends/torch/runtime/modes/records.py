@@ -30,11 +30,15 @@ def dump_tensors(
     float64. Tensors that are not floating-point are omitted.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = {str(index): _wide(each) for index, each in tensors.items() if each.is_floating_point()}
+    found = {
+        str(index): _as_float32_or_64(each)
+        for index, each in tensors.items()
+        if each.is_floating_point()
+    }
     np.savez(record_file(folder, kind, step, rank), **found)  # type: ignore[arg-type]
 
 
-def _wide(tensor: torch.Tensor) -> np.ndarray:
+def _as_float32_or_64(tensor: torch.Tensor) -> np.ndarray:
     narrow = tensor.is_floating_point() and tensor.element_size() < 4
     found: np.ndarray = (tensor.float() if narrow else tensor).detach().cpu().numpy()
     return found
@@ -50,21 +54,22 @@ def run_recorded(
 
     found: dict[str, torch.Tensor] = {}
 
-    def look(frame: FrameType, event: str, _argument: object) -> Any:
+    def trace_frame(frame: FrameType, event: str, _argument: object) -> Any:
         if frame.f_code.co_filename != function.__code__.co_filename:
             return None
         found.update(
             (name, each) for name, each in frame.f_locals.items() if isinstance(each, torch.Tensor)
         )
-        return look
+        return trace_frame
 
     before = sys.gettrace()
-    sys.settrace(look)
+    sys.settrace(trace_frame)
     try:
         results = function(*arguments)
     finally:
         sys.settrace(before)
-    np.savez(file, **{name: _wide(each) for name, each in found.items()})  # type: ignore[arg-type]
+    arrays = {name: _as_float32_or_64(each) for name, each in found.items()}
+    np.savez(file, **arrays)  # type: ignore[arg-type]
     return results
 
 

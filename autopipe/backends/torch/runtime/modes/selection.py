@@ -12,11 +12,11 @@ from autopipe.backends.torch.runtime.modes.verification import (
     RecordValues,
     Replay,
 )
-from autopipe.backends.torch.runtime.options import Options
+from autopipe.backends.torch.runtime.options import RankOptions
 from autopipe.backends.torch.runtime.step.stage import Mode
 
 
-def execution_of(options: Options) -> Execution:
+def choose_execution(options: RankOptions) -> Execution:
     """Return how the rank runs its stages; `--dry-run` takes precedence over `--blocking`."""
     if options.dry_run:
         return DryExecution()
@@ -25,7 +25,7 @@ def execution_of(options: Options) -> Execution:
     return Execution()
 
 
-def modes_of(options: Options) -> tuple[Mode, ...]:
+def choose_modes(options: RankOptions) -> tuple[Mode, ...]:
     """Return the modes that the options request. `Record` precedes `Replay`: it writes the rank's
     own gradients before `Replay` replaces them.
     """

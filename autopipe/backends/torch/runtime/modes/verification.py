@@ -58,10 +58,10 @@ class RecordValues(Mode):
     def on_stages(self, rank: RankContext) -> None:
         for stage in rank.stages.values():
             file = record_file(self._folder, "values", stage.number, rank.number)
-            stage.function = _recorded_once(stage, file)
+            stage.function = _record_first_forward(stage, file)
 
 
-def _recorded_once(stage: Stage, file: Path) -> Callable[..., Any]:
+def _record_first_forward(stage: Stage, file: Path) -> Callable[..., Any]:
     """Return a function that calls the stage's forward, writes the values of its variables to
     `file`, and makes later forwards of the stage call the unrecorded function.
     """
@@ -97,23 +97,23 @@ class Perturb(Mode):
 
     def on_parameters(self, parameters: Mapping[int, torch.Tensor]) -> None:
         for index, tensor in parameters.items():
-            tensor.data = perturbed(tensor.data, self._step, index)
+            tensor.data = perturb(tensor.data, self._step, index)
 
     def on_constants(self, constants: dict[str, torch.Tensor]) -> None:
         # In some models the scales of quantized tensors are the only floating-point numbers.
         for key, name in enumerate(sorted(constants)):
             if constants[name].numel() == 1:
-                constants[name] = perturbed(constants[name], self._step, key)
+                constants[name] = perturb(constants[name], self._step, key)
 
     def on_input(
         self, rank: RankContext, request: BlockRequest, tensor: torch.Tensor
     ) -> torch.Tensor:
         size = rank.manifest.micro_batch_size_at(request.stage)
         first_sample = rank.samples_done + request.micro_batch * size
-        return perturbed(tensor, self._step, first_sample)
+        return perturb(tensor, self._step, first_sample)
 
 
-def perturbed(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
+def perturb(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
     """Return the tensor with each number multiplied by 1 + `step` or 1 - `step`; the pseudo-random
     choice depends on `key`. Tensors that are not floating-point are returned unchanged.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopipe.backends.torch.runtime.deprecated import OPERATORS, warn_of_old_name
+from autopipe.backends.torch.runtime.deprecated import NEW_OPERATOR_NAMES, warn_of_old_name
 from autopipe.backends.torch.runtime.operators.attention import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.experts import *  # noqa: F403
 from autopipe.backends.torch.runtime.operators.gated import *  # noqa: F403
@@ -22,8 +22,8 @@ from autopipe.backends.torch.runtime.operators.subbyte import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
-    if name not in OPERATORS:
+    if name not in NEW_OPERATOR_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn_of_old_name(f"operators.{name}", f"operators.{OPERATORS[name]}")
-    found = globals()[name] = globals()[OPERATORS[name]]
+    warn_of_old_name(f"operators.{name}", f"operators.{NEW_OPERATOR_NAMES[name]}")
+    found = globals()[name] = globals()[NEW_OPERATOR_NAMES[name]]
     return found

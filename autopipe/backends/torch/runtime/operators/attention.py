@@ -46,7 +46,7 @@ def fused_attention(
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    form = form_of(query, key, value, mask, causal)
+    form = attention_properties_of(query, key, value, mask, causal)
     capability = torch.cuda.get_device_capability(query.device)
     if must_repeat_heads(form, capability):
         repeats = query.shape[1] // key.shape[1]
@@ -65,7 +65,7 @@ def fused_attention(
         )
 
 
-def form_of(
+def attention_properties_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> AttentionProperties:
     """Return the properties of an attention of [b, h, s, d] tensors on CUDA that determine its
@@ -130,7 +130,7 @@ def attention(
         offset = lengths.reshape(-1, 1, 1, 1) - queries + first
     if causal:
         window = window[0], 0  # No keys after the query.
-    bias = _visible(query, key, mask, offset, window, lengths)
+    bias = _visibility_mask(query, key, mask, offset, window, lengths)
     if softcap == 0 and precision is None and capture is None and sink is None:
         result = fused_attention(query, key, value, bias, scale=scale)
         captured = None
@@ -138,22 +138,22 @@ def attention(
         kind = query.device.type
         narrows = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         autocast = torch.get_autocast_dtype(kind) if narrows else None
-        softmax = _Softmax(scale, softcap, precision, autocast)
+        softmax = _SoftmaxSettings(scale, softcap, precision, autocast)
         if capture is None:
             # Backward then saves the operands in autocast's type.
             operands = (each.to(autocast or each.dtype) for each in (query, key, value))
-            result = _Stepwise.apply(  # type: ignore[no-untyped-call]
+            result = _StepwiseAttention.apply(  # type: ignore[no-untyped-call]
                 softmax, *operands, bias, sink
             )
             captured = None
         else:
             probabilities, captured = softmax.probabilities(query, key, bias, sink, capture)
-            result = torch.matmul(probabilities, _for_each(query, value))
+            result = torch.matmul(probabilities, _repeat_for_query_heads(query, value))
             captured = captured.to(query.dtype)
     return result.transpose(1, 2).flatten(2) if merge else result, key, value, captured
 
 
-def _visible(
+def _visibility_mask(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
@@ -191,7 +191,7 @@ def _visible(
 
 
 @dataclass(frozen=True, slots=True)
-class _Softmax:
+class _SoftmaxSettings:
     """The settings of a softmax over attention scores."""
 
     scale: float | None
@@ -211,7 +211,7 @@ class _Softmax:
         no key has probabilities of zero.
         """
         root = math.sqrt(self.scale if self.scale is not None else 1 / math.sqrt(query.shape[-1]))
-        key = _for_each(query, key)
+        key = _repeat_for_query_heads(query, key)
         scores = torch.matmul(query * root, key.transpose(-1, -2) * root)
         captured = scores
         if self.softcap > 0:
@@ -238,22 +238,29 @@ class _Softmax:
         return probabilities.to(query.dtype), probabilities if capture == 3 else captured
 
 
-def _for_each(query: Tensor, key: Tensor) -> Tensor:
+def _repeat_for_query_heads(query: Tensor, key: Tensor) -> Tensor:
     """Return keys or values, repeated for each query head."""
     repeats = query.shape[1] // key.shape[1]
     return key.repeat_interleave(repeats, 1) if repeats > 1 else key
 
 
-class _Stepwise(torch.autograd.Function):
+class _StepwiseAttention(torch.autograd.Function):
     """Attention that saves only its operands. Backward recomputes the probabilities."""
 
     @staticmethod
     def forward(
-        context: Any, softmax: _Softmax, query: Tensor, key: Tensor, value: Tensor, *others: Any
+        context: Any,
+        softmax: _SoftmaxSettings,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *others: Any,
     ) -> Tensor:
         context.softmax = softmax
         context.save_for_backward(query, key, value, *others)
-        return torch.matmul(softmax.probabilities(query, key, *others)[0], _for_each(query, value))
+        return torch.matmul(
+            softmax.probabilities(query, key, *others)[0], _repeat_for_query_heads(query, value)
+        )
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -278,7 +285,9 @@ class _Stepwise(torch.autograd.Function):
             of_value = torch.matmul(probabilities.detach().transpose(-1, -2), gradient)
             found[2] = of_value.unflatten(1, (value.shape[1], -1)).sum(2)
         if flowing:
-            of_probabilities = torch.matmul(gradient, _for_each(query, value).transpose(-1, -2))
+            of_probabilities = torch.matmul(
+                gradient, _repeat_for_query_heads(query, value).transpose(-1, -2)
+            )
             for place, each in zip(
                 places, torch.autograd.grad(probabilities, flowing, of_probabilities), strict=True
             ):
@@ -322,7 +331,7 @@ def rotary(
     """
     width = width or x.shape[-1]
     cosines, sines = (
-        _pairs(each, interleaved) if each.shape[-1] == width else each.unsqueeze(-2)
+        _view_as_pairs(each, interleaved) if each.shape[-1] == width else each.unsqueeze(-2)
         for each in (cosines, sines)
     )
     form = interleaved, interleaved and not apart, width
@@ -330,13 +339,13 @@ def rotary(
     return found
 
 
-def _pairs(x: Tensor, interleaved: bool) -> Tensor:
+def _view_as_pairs(x: Tensor, interleaved: bool) -> Tensor:
     """Return a view [..., 2, width / 2] of x [..., width]."""
     found: Tensor = x.unflatten(-1, (-1, 2)).mT if interleaved else x.unflatten(-1, (2, -1))
     return found
 
 
-_Form = tuple[bool, bool, int]
+_RotaryForm = tuple[bool, bool, int]
 """(pairs of the operand are adjacent, pairs of the result are adjacent, rotated width)."""
 
 
@@ -346,12 +355,14 @@ class _Rotary(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, cosines: Tensor, sines: Tensor, form: _Form) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, cosines: Tensor, sines: Tensor, form: _RotaryForm
+    ) -> Tensor:
         context.form = form
         context.save_for_backward(
             cosines, sines, *([x] if any(context.needs_input_grad[1:]) else [])
         )
-        return _turned(x, cosines, sines, form)
+        return _rotate_pairs(x, cosines, sines, form)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -360,10 +371,10 @@ class _Rotary(torch.autograd.Function):
         (read, written, width) = context.form
         found: list[Tensor | None] = [None] * 4
         if context.needs_input_grad[0]:
-            found[0] = _turned(gradient, cosines, -sines.flip(-2), (written, read, width))
+            found[0] = _rotate_pairs(gradient, cosines, -sines.flip(-2), (written, read, width))
         for x in kept:
-            pairs = _pairs(x[..., :width], read)
-            back = _pairs(gradient[..., :width], written)
+            pairs = _view_as_pairs(x[..., :width], read)
+            back = _view_as_pairs(gradient[..., :width], written)
             found[1] = (pairs * back).sum_to_size(cosines.shape)
             crossed = pairs.flip(-2) * back
             found[2] = torch.stack((-crossed[..., 0, :], crossed[..., 1, :]), -2).sum_to_size(
@@ -372,9 +383,9 @@ class _Rotary(torch.autograd.Function):
         return tuple(found)
 
 
-def _turned(x: Tensor, cosines: Tensor, sines: Tensor, form: _Form) -> Tensor:
+def _rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor, form: _RotaryForm) -> Tensor:
     read, written, width = form
-    pairs = _pairs(x[..., :width], read)
+    pairs = _view_as_pairs(x[..., :width], read)
     turned = pairs * cosines
     turned[..., 0, :].addcmul_(pairs[..., 1, :], sines[..., 0, :], value=-1)
     turned[..., 1, :].addcmul_(pairs[..., 0, :], sines[..., -1, :])

@@ -25,7 +25,7 @@ scales, and zero points or None.
 
 
 @dataclass(frozen=True, slots=True)
-class _Mixture:
+class _MixtureSettings:
     """The settings of a mixture, without its tensors."""
 
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -66,16 +66,18 @@ class _Mixture:
                 yield expert, order[begin : begin + count]
             begin += count
 
-    def of_one(self, x: Tensor, share: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+    def results_of_expert(
+        self, x: Tensor, share: Tensor, operands: Sequence[Tensor | None]
+    ) -> Tensor:
         """Return the results of one expert for its tokens, multiplied by the tokens' weights
         `share`.
         """
         own = iter(operands)
         first, second, gate = (tuple(itertools.islice(own, size)) for size in self.sizes)
-        hidden = self.activation(_layer(x, first, self.bits))
+        hidden = self.activation(_apply_layer(x, first, self.bits))
         if gate[0] is not None:
-            hidden = hidden * _layer(x, gate, self.bits)
-        return _layer(hidden, second, self.bits) * share.unsqueeze(-1)
+            hidden = hidden * _apply_layer(x, gate, self.bits)
+        return _apply_layer(hidden, second, self.bits) * share.unsqueeze(-1)
 
 
 class _Experts(torch.autograd.Function):
@@ -84,9 +86,11 @@ class _Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, mixture: _Mixture, x: Tensor, *operands: Tensor | None) -> Tensor:
+    def forward(
+        context: Any, mixture: _MixtureSettings, x: Tensor, *operands: Tensor | None
+    ) -> Tensor:
         context.mixture = mixture
-        context.autocast = _autocast(x)
+        context.autocast = _autocast_type(x)
         context.save_for_backward(x, *operands)
         routing = operands[:2]
         layers = operands[2:]
@@ -95,7 +99,7 @@ class _Experts(torch.autograd.Function):
         total = torch.zeros_like(tokens)
         for expert, places in mixture.parts(chosen, mixture.count(layers)):
             rows = places // chosen.shape[-1]
-            result = mixture.of_one(
+            result = mixture.results_of_expert(
                 tokens[rows], shares.flatten()[places], mixture.own(layers, expert)
             )
             total.index_add_(0, rows, result.to(total.dtype))
@@ -108,7 +112,7 @@ class _Experts(torch.autograd.Function):
         layers = operands[2:]
         flows = context.needs_input_grad[4:]
         with torch.enable_grad():
-            routing = [_leaf(each) for each in operands[:2]]
+            routing = [_detached_leaf(each) for each in operands[:2]]
             chosen, shares = mixture.route(*routing)
         tokens = x.reshape(-1, x.shape[-1])
         flat = shares.detach().flatten()
@@ -124,12 +128,12 @@ class _Experts(torch.autograd.Function):
             own = [tokens[rows].requires_grad_(), flat[places].requires_grad_()]
             told_to = mixture.own(found, expert)
             pairs = zip(mixture.own(layers, expert), told_to, strict=True)
-            weights = [each if place is None else _leaf(each) for each, place in pairs]
+            weights = [each if place is None else _detached_leaf(each) for each, place in pairs]
             with (
                 torch.enable_grad(),
                 torch.autocast(x.device.type, context.autocast, context.autocast is not None),
             ):
-                result = mixture.of_one(own[0], own[1], weights)
+                result = mixture.results_of_expert(own[0], own[1], weights)
             own += [
                 each
                 for each, place in zip(weights, told_to, strict=True)
@@ -142,10 +146,15 @@ class _Experts(torch.autograd.Function):
                 (each for each in told_to if each is not None), told[2:], strict=True
             ):
                 place.copy_(part)
-        return None, of_tokens.reshape(x.shape), *_of_routing(routing, shares, of_shares), *found
+        return (
+            None,
+            of_tokens.reshape(x.shape),
+            *_routing_gradients(routing, shares, of_shares),
+            *found,
+        )
 
 
-def _of_routing(
+def _routing_gradients(
     routing: Sequence[Tensor | None], shares: Tensor, gradient: Tensor
 ) -> Iterator[Tensor | None]:
     """Return the gradients of the routing operands from the gradient of the experts' weights
@@ -161,14 +170,14 @@ def _of_routing(
     return (next(found) if each is not None and each.requires_grad else None for each in routing)
 
 
-def _leaf(tensor: Tensor | None) -> Tensor | None:
+def _detached_leaf(tensor: Tensor | None) -> Tensor | None:
     """Return a detached tensor with the data of `tensor`. It requires a gradient if it is
     floating-point.
     """
     return tensor if tensor is None else tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-def _autocast(x: Tensor) -> torch.dtype | None:
+def _autocast_type(x: Tensor) -> torch.dtype | None:
     """Return the autocast type of `x`'s device, or None if autocast is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -209,8 +218,8 @@ def mixture(
         return chosen, shares
 
     layers = first, second, gate or (None,)
-    settings = _Mixture(route, tuple(map(len, layers)), activation, bits, group)
-    return _applied(settings, x, (scores, weights), itertools.chain(*layers))
+    settings = _MixtureSettings(route, tuple(map(len, layers)), activation, bits, group)
+    return _apply_mixture(settings, x, (scores, weights), itertools.chain(*layers))
 
 
 def experts(
@@ -230,8 +239,8 @@ def experts(
     With `group`, each rank has a shard of the experts and returns their partial sum.
     """
     layers = first, second, gate or (None,)
-    settings = _Mixture(_as_given, tuple(map(len, layers)), activation, group=group)
-    return _applied(settings, x, (chosen, shares), itertools.chain(*layers))
+    settings = _MixtureSettings(_identity_route, tuple(map(len, layers)), activation, group=group)
+    return _apply_mixture(settings, x, (chosen, shares), itertools.chain(*layers))
 
 
 def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) -> Tensor:
@@ -242,29 +251,32 @@ def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) 
     for place in range(0, len(weights), 3):
         gate, up, down = weights[place : place + 3]
         operands += [gate.t(), None, down.t(), None, up.t(), None]
-    return _applied(
-        _Mixture(_as_given, (2, 2, 2), F.silu, listed=True), x, (chosen, shares), operands
+    return _apply_mixture(
+        _MixtureSettings(_identity_route, (2, 2, 2), F.silu, listed=True),
+        x,
+        (chosen, shares),
+        operands,
     )
 
 
-def _as_given(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+def _identity_route(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, shares
 
 
-def _applied(
-    settings: _Mixture,
+def _apply_mixture(
+    settings: _MixtureSettings,
     x: Tensor,
     routing: tuple[Tensor | None, Tensor | None],
     operands: Iterable[Tensor | None],
 ) -> Tensor:
-    x = x.to(_autocast(x) or x.dtype)  # Backward then saves x in autocast's type.
+    x = x.to(_autocast_type(x) or x.dtype)  # Backward then saves x in autocast's type.
     found: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         settings, x, *routing, *operands
     )
     return found
 
 
-def _layer(x: Tensor, layer: ExpertLayer, bits: int) -> Tensor:
+def _apply_layer(x: Tensor, layer: ExpertLayer, bits: int) -> Tensor:
     """Return one layer of an expert. Packed weights are unpacked here."""
     weight, bias, *packed = layer
     assert weight is not None

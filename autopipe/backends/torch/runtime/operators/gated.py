@@ -28,7 +28,7 @@ class _Gated(torch.autograd.Function):
     def forward(context: Any, gate: Tensor, up: Tensor, activation: str, alpha: float) -> Tensor:
         context.activation = activation, alpha
         context.save_for_backward(gate, up)
-        return _activated(gate, activation, alpha) * up
+        return _activate(gate, activation, alpha) * up
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -36,16 +36,16 @@ class _Gated(torch.autograd.Function):
         (gradient,) = gradients
         (of_gate, of_up, *_) = context.needs_input_grad
         return (
-            _derived((gradient * up).to(gate.dtype), gate, *context.activation)
+            _gate_gradient((gradient * up).to(gate.dtype), gate, *context.activation)
             if of_gate
             else None,
-            (gradient * _activated(gate, *context.activation)).to(up.dtype) if of_up else None,
+            (gradient * _activate(gate, *context.activation)).to(up.dtype) if of_up else None,
             None,
             None,
         )
 
 
-def _activated(gate: Tensor, activation: str, alpha: float) -> Tensor:
+def _activate(gate: Tensor, activation: str, alpha: float) -> Tensor:
     if activation == "silu":
         return F.silu(gate) if alpha == 1.0 else F.silu(alpha * gate) / alpha
     if activation == "relu2":
@@ -53,7 +53,7 @@ def _activated(gate: Tensor, activation: str, alpha: float) -> Tensor:
     return F.gelu(gate, approximate="tanh" if activation == "tanh" else "none")
 
 
-def _derived(gradient: Tensor, gate: Tensor, activation: str, alpha: float) -> Tensor:
+def _gate_gradient(gradient: Tensor, gate: Tensor, activation: str, alpha: float) -> Tensor:
     """Return the gradient of the gate from the gradient of the activation."""
     found: Tensor
     if activation == "relu2":

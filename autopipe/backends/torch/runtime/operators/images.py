@@ -17,9 +17,9 @@ from torch import Tensor
 from autopipe.backends.torch.runtime.operators.misc import along, centre, nonzero, requantize
 
 Extents = tuple[int, ...]
-_CONV = (F.conv1d, F.conv2d, F.conv3d)
-_CONV_TRANSPOSE = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-_AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+_CONV_BY_RANK = (F.conv1d, F.conv2d, F.conv3d)
+_CONV_TRANSPOSE_BY_RANK = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_AVERAGE_POOL_BY_RANK = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 
 def conv_transpose(
@@ -34,7 +34,7 @@ def conv_transpose(
     """Return a transposed convolution whose full result is cropped (negative entries of `crop`) or
     padded (positive entries), in the order of `F.pad`.
     """
-    full = _CONV_TRANSPOSE[x.dim() - 3](x, weight, None, strides, 0, 0, groups, dilations)
+    full = _CONV_TRANSPOSE_BY_RANK[x.dim() - 3](x, weight, None, strides, 0, 0, groups, dilations)
     cropped = F.pad(full, crop)
     return cropped if bias is None else cropped + along(bias, 1, x.dim())
 
@@ -88,7 +88,7 @@ def _exact_conv(
     (strides, pads, dilations, groups) = window
     kernel = centre(weight, weight_zero_point)
     bias = None if bias is None else bias.double()
-    return _CONV[x.dim() - 3](
+    return _CONV_BY_RANK[x.dim() - 3](
         F.pad(centre(x, x_zero_point), pads), kernel, bias, strides, 0, dilations, groups
     )
 
@@ -172,7 +172,7 @@ def average_pool(
 
     def means(padded: Tensor) -> Tensor:
         if set(dilations) == {1}:
-            return _AVERAGE[len(kernel) - 1](padded, kernel, strides)
+            return _AVERAGE_POOL_BY_RANK[len(kernel) - 1](padded, kernel, strides)
         return _windows(padded, kernel, strides, dilations).mean(tuple(range(-len(kernel), 0)))
 
     ones = F.pad(
@@ -229,7 +229,7 @@ ResizedAxis = tuple[int, int, float, float, float]
 """(axis, size of the result, scale, start and end of the range that is read, in fractions from 0 to
 1).
 """
-_ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {  # Otherwise: ceil.
+_ROUNDING_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # Otherwise: ceil.
     "round_prefer_floor": lambda places: torch.ceil(places - 0.5),
     "round_prefer_ceil": lambda places: torch.floor(places + 0.5),
     "floor": torch.floor,
@@ -257,14 +257,16 @@ def resize(
     for resized in axes:
         axis = resized[0]
         extent = x.shape[resized[0]]
-        source = _places(resized, extent, places, x.device)
+        source = _source_positions(resized, extent, places, x.device)
         beyond = (source < 0) | (source > extent - 1)
         if mode == "nearest":
-            index = _ROUNDINGS.get(rounding, torch.ceil)(source).long().clamp(0, extent - 1)
+            index = (
+                _ROUNDING_FUNCTIONS.get(rounding, torch.ceil)(source).long().clamp(0, extent - 1)
+            )
             x = x.index_select(axis, index)
         else:
             support = 1 if mode == "linear" else 2
-            taps, weights = _taps(
+            taps, weights = _interpolation_taps(
                 source, support, coefficient, min(resized[2], 1.0) if antialias else 1.0
             )
             if exclude_outside:
@@ -280,7 +282,7 @@ def resize(
     return x
 
 
-def _places(resized: ResizedAxis, extent: int, rule: str, device: torch.device) -> Tensor:
+def _source_positions(resized: ResizedAxis, extent: int, rule: str, device: torch.device) -> Tensor:
     """Return the position in x of each element of the result, as float64."""
     _, count, scale, start, stop = resized
     spots = torch.arange(count, dtype=torch.float64, device=device)
@@ -302,7 +304,7 @@ def _places(resized: ResizedAxis, extent: int, rule: str, device: torch.device) 
     return shift + (spots + 0.5) / scale - 0.5
 
 
-def _taps(
+def _interpolation_taps(
     places: Tensor, support: int, coefficient: float, stretch: float
 ) -> tuple[Tensor, Tensor]:
     """Return (taps, weights), each [result, taps]: the indices in x that each element of the result
@@ -350,7 +352,7 @@ def roi_align(
     )
     extents = (ends - starts).clamp(min=-math.inf if half_pixel else 1.0)
     if samples:
-        return _aligned(images, starts, extents, owners, size, (samples, samples), largest)
+        return _align_regions(images, starts, extents, owners, size, (samples, samples), largest)
     # The number of samples is computed on the device: one copy to the host.
     counts = (
         torch.stack([extents[:, axis] / size[axis] for axis in range(2)], 1)
@@ -361,13 +363,13 @@ def roi_align(
     )
     parts = (each.split(1) for each in (starts, extents, owners))
     found = [
-        _aligned(images, start, extent, owner, size, count, largest)
+        _align_regions(images, start, extent, owner, size, count, largest)
         for start, extent, owner, count in zip(*parts, counts, strict=False)
     ]
     return torch.cat(found) if found else images.new_zeros((0, images.shape[1], *size))
 
 
-def _aligned(
+def _align_regions(
     images: Tensor,
     starts: Tensor,
     extents: Tensor,
@@ -380,7 +382,7 @@ def _aligned(
     (down, across) per bin.
     """
     (rows, is_in_y), (columns, is_in_x) = (
-        _samples(
+        _bin_samples(
             starts[:, axis, None],
             extents[:, axis, None],
             size[axis],
@@ -406,7 +408,7 @@ def _aligned(
     return binned.amax((3, 5)) if largest else binned.mean((3, 5))
 
 
-def _samples(
+def _bin_samples(
     starts: Tensor, extents: Tensor, bins: int, samples: int, pixels: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Return the samples of all bins of [start, start + extent) along one axis, each [n, bins *
@@ -485,7 +487,7 @@ def suppressed(
         best = torch.where(left, rank, count).amin(2, keepdim=True)
         number = order.gather(2, best.clamp(max=count - 1))
         kept.append(torch.where(best < count, number, -1))
-        own_low, own_high, own_area = (_picked(each, number) for each in (low, high, area))
+        own_low, own_high, own_area = (_pick_boxes(each, number) for each in (low, high, area))
         extents = torch.minimum(high, own_high) - torch.maximum(low, own_low)
         shared = extents.prod(0)
         both = area + own_area - shared
@@ -494,7 +496,7 @@ def suppressed(
     return torch.cat(kept, 2) if kept else order[..., :0]
 
 
-def _picked(facts: Tensor, number: Tensor) -> Tensor:
+def _pick_boxes(facts: Tensor, number: Tensor) -> Tensor:
     """Return the entries of `facts` [..., images, 1, boxes] for the boxes `number` [images,
     classes, 1].
     """

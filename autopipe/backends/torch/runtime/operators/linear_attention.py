@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-NARROW_CHUNK = 16
-"""Tokens per chunk: `CHUNK` if there is one decay per head or none, `NARROW_CHUNK` if there is one
-decay per feature.
+CHUNK_TOKENS = 64
+NARROW_CHUNK_TOKENS = 16
+"""Tokens per chunk: `CHUNK_TOKENS` if there is one decay per head or none, `NARROW_CHUNK_TOKENS` if
+there is one decay per feature.
 """
 
 
@@ -40,20 +40,20 @@ def linear_attention(
     (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
     """
     with torch.autocast("cuda" if query.is_cuda else "cpu", enabled=False):
-        q = _by_head(query, heads)
-        k = _by_head(key, groups)
-        v = _by_head(value, groups)
-        g = None if decay is None else _by_head(decay, groups)
-        b = None if beta is None else _by_head(beta, min(groups, beta.shape[2]))
+        q = _split_heads(query, heads)
+        k = _split_heads(key, groups)
+        v = _split_heads(value, groups)
+        g = None if decay is None else _split_heads(decay, groups)
+        b = None if beta is None else _split_heads(beta, min(groups, beta.shape[2]))
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         q = scale * q.unflatten(1, (groups, -1))
         state = v.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if past is None else past.float()
-        size = CHUNK if g is None or g.shape[-1] == 1 else NARROW_CHUNK
+        size = CHUNK_TOKENS if g is None or g.shape[-1] == 1 else NARROW_CHUNK_TOKENS
         parts = []
         for start in range(0, query.shape[1], size):
             taken = slice(start, start + size)
             gates = [None if each is None else each[..., taken, :] for each in (g, b)]
-            part, state = _chunk(
+            part, state = _compute_chunk(
                 state, q[..., taken, :], k[..., taken, :], v[..., taken, :], *gates
             )
             parts.append(part)
@@ -61,13 +61,13 @@ def linear_attention(
     return result.to(query.dtype), state.to(query.dtype if past is None else past.dtype)
 
 
-def _by_head(x: Tensor, heads: int) -> Tensor:
+def _split_heads(x: Tensor, heads: int) -> Tensor:
     """Return x [b, t, h · d] as [b, h, t, d] in float32."""
     heads_apart: Tensor = x.float().unflatten(2, (heads, -1))
     return heads_apart.transpose(1, 2)
 
 
-def _chunk(
+def _compute_chunk(
     state: Tensor,
     query: Tensor,
     key: Tensor,
@@ -78,14 +78,14 @@ def _chunk(
     """Return the results of a chunk of tokens, and the state after the chunk."""
     total = None if decay is None else decay.cumsum(2)
     if beta is not None:
-        known = torch.matmul(_decayed(key, total), state)
-        mixing = beta * _scores(key, key, total)
+        known = torch.matmul(_apply_decay(key, total), state)
+        mixing = beta * _decayed_scores(key, key, total)
         value = torch.linalg.solve_triangular(
             mixing, beta * (value - known), upper=False, unitriangular=True
         )
     behind = None if total is None else total.unsqueeze(2)
-    scores = _scores(query, key.unsqueeze(2), behind)
-    result = torch.matmul(_decayed(query, behind), state.unsqueeze(2)) + torch.matmul(
+    scores = _decayed_scores(query, key.unsqueeze(2), behind)
+    result = torch.matmul(_apply_decay(query, behind), state.unsqueeze(2)) + torch.matmul(
         scores, value.unsqueeze(2)
     )
     if total is None:
@@ -94,11 +94,11 @@ def _chunk(
     return result, last.exp().mT * state + torch.matmul((key * (last - total).exp()).mT, value)
 
 
-def _decayed(x: Tensor, total: Tensor | None) -> Tensor:
+def _apply_decay(x: Tensor, total: Tensor | None) -> Tensor:
     return x if total is None else x * total.exp()
 
 
-def _scores(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
+def _decayed_scores(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
     """Return the dot products of each token with itself and the previous tokens, multiplied by the
     decay between the two tokens.
     """

@@ -93,9 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         largest = torch.full_like(own, lowest)
         total = torch.zeros_like(own)
         picked = torch.zeros_like(own)
-        for start, part, shift in _blocks(weight, bias, step):
-            scores = _scores(x, part, shift, softcap)
-            index, inside = _within(places, start, len(part))
+        for start, part, shift in _class_blocks(weight, bias, step):
+            scores = _block_scores(x, part, shift, softcap)
+            index, inside = _index_in_block(places, start, len(part))
             picked = torch.where(inside, scores.gather(1, index).squeeze(1), picked)
             highest = torch.maximum(largest, scores.amax(1))
             total = total * (largest - highest).exp() + scores.sub_(
@@ -122,10 +122,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         to_x = torch.zeros_like(x, dtype=own.dtype) if of_x else None
         to_weight = torch.empty_like(weight) if of_weight else None
         to_bias = torch.empty_like(bias) if of_bias and bias is not None else None
-        for start, part, shift in _blocks(weight, bias, context.step):
-            scores = _scores(x, part, shift, context.softcap)
+        for start, part, shift in _class_blocks(weight, bias, context.step):
+            scores = _block_scores(x, part, shift, context.softcap)
             slope = 1 - (scores / context.softcap).square() if context.softcap else None
-            index, inside = _within(places, start, len(part))
+            index, inside = _index_in_block(places, start, len(part))
             found = scores.sub_(logarithm.unsqueeze(1)).exp_().mul_(whole)
             found.scatter_add_(1, index, -share.masked_fill(~inside.unsqueeze(1), 0))
             if slope is not None:
@@ -151,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _blocks(
+def _class_blocks(
     weight: Tensor, bias: Tensor | None, step: int
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
     """Yield (first class, rows of weight, elements of bias) of each block of `step` classes."""
@@ -163,13 +163,13 @@ def _blocks(
         )
 
 
-def _scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
+def _block_scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
     """Return the scores of a block of classes in float32 or float64. The matmul has x's type."""
     found = wide(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
     return found if not softcap else found.div_(softcap).tanh_().mul_(softcap)
 
 
-def _within(places: Tensor, start: int, extent: int) -> tuple[Tensor, Tensor]:
+def _index_in_block(places: Tensor, start: int, extent: int) -> tuple[Tensor, Tensor]:
     """Return (index, inside). `index` is a column with the index of each label in the block, or 0
     if the label is in another block. `inside` is true if the label is in the block.
     """

@@ -184,12 +184,12 @@ def compress(data: Tensor, condition: Tensor, dim: int | None, count: int) -> Te
     None, return elements of the flattened `data`.
     """
     source, dim = (data.flatten(), 0) if dim is None else (data, dim)
-    return source.index_select(dim, _first_true(condition, count))
+    return source.index_select(dim, _indices_of_first_true(condition, count))
 
 
 def nonzero(data: Tensor, count: int) -> Tensor:
     """Return the indices of the first `count` elements that are not zero: [dimensions, count]."""
-    rest = _first_true(data != 0, count)
+    rest = _indices_of_first_true(data != 0, count)
     found = []
     for extent in reversed(data.shape):
         found.append(rest % extent)
@@ -197,7 +197,7 @@ def nonzero(data: Tensor, count: int) -> Tensor:
     return torch.stack(found[::-1]) if found else rest.new_empty((0, count))
 
 
-def _first_true(condition: Tensor, count: int) -> Tensor:
+def _indices_of_first_true(condition: Tensor, count: int) -> Tensor:
     """Return the flat indices of the first `count` true elements, in order. With `torch.nonzero`,
     the host would wait for the number of true elements.
     """
@@ -278,7 +278,7 @@ def quantize_linear(
     """
     rounded = torch.round(scaled_down(x, scale, axis, block_size, precision))
     if zero_point is not None:
-        rounded = rounded + _spread(zero_point, x, axis, block_size).float()
+        rounded = rounded + _broadcast_scales(zero_point, x, axis, block_size).float()
     return _saturate(rounded, dtype) if limits is None else rounded.clamp(*limits).to(dtype)
 
 
@@ -290,7 +290,7 @@ def scaled_down(
     precision: torch.dtype | None = None,
 ) -> Tensor:
     """Return `x / scale`. The scales are as in `quantize_linear`."""
-    spread = _spread(scale, x, axis, block_size)
+    spread = _broadcast_scales(scale, x, axis, block_size)
     return (x / spread if precision is None else x.to(precision) / spread.to(precision)).float()
 
 
@@ -305,8 +305,8 @@ def dequantize_linear(
     """Return `(x - zero_point) * scale`. Scale and zero point are as in `quantize_linear`."""
     difference = x.float()
     if zero_point is not None:
-        difference = difference - _spread(zero_point, x, axis, block_size).float()
-    return (difference * _spread(scale, x, axis, block_size)).to(dtype)
+        difference = difference - _broadcast_scales(zero_point, x, axis, block_size).float()
+    return (difference * _broadcast_scales(scale, x, axis, block_size)).to(dtype)
 
 
 def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,7 +327,7 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-_PRODUCTS = 2**24
+_MAX_PRODUCTS_IN_MEMORY = 2**24
 """Maximum number of integer products in memory."""
 
 
@@ -348,7 +348,7 @@ def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
         right.shape[-1],
     )
     result = torch.zeros(shape, dtype=a.dtype, device=a.device)
-    together = max(1, _PRODUCTS // max(1, result.numel()))
+    together = max(1, _MAX_PRODUCTS_IN_MEMORY // max(1, result.numel()))
     for columns, rows in zip(left.split(together, -1), right.split(together, -2), strict=True):
         result += (columns.unsqueeze(-1) * rows.unsqueeze(-3)).sum(-2, dtype=a.dtype)
     result = result if a.dim() > 1 else result.squeeze(-2)
@@ -408,7 +408,7 @@ def requantize(
     return _saturate(rounded if zero_point is None else rounded + zero_point, dtype)
 
 
-def _spread(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
+def _broadcast_scales(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
     """Return scales or zero points in a shape that broadcasts with x."""
     if values.numel() == 1:
         return values.reshape(())
@@ -422,7 +422,7 @@ def _saturate(rounded: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.clamp(rounded, limits.min, limits.max).to(torch.int32).to(dtype)
 
 
-def _running(
+def _cumulative(
     run: Callable[..., Tensor],
     neutral: int,
     data: Tensor,
@@ -442,8 +442,8 @@ def _running(
     return result.flip(dim) if reverse else result
 
 
-cumsum = partial(_running, torch.cumsum, 0)
-cumprod = partial(_running, torch.cumprod, 1)
+cumsum = partial(_cumulative, torch.cumsum, 0)
+cumprod = partial(_cumulative, torch.cumprod, 1)
 
 
 def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor, Tensor]:
@@ -466,11 +466,11 @@ def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.zeros_like(flat).scatter(dims[0], place, 1).reshape(data.shape)
 
 
-_WORDS = 1 << 32
+_VALUES_PER_WORD = 1 << 32
 """Number of values of a random word."""
-_LEAST = -(1 << 31)
+_MIN_INT32 = -(1 << 31)
 """Smallest int32."""
-_MOST = (1 << 31) - 1
+_MAX_INT32 = (1 << 31) - 1
 """Largest int32."""
 
 
@@ -497,23 +497,25 @@ def dropout_and_mask(
     scale: float | Tensor
     if isinstance(ratio, Tensor):
         ratio = ratio.reshape(())
-        threshold = (ratio.double() * _WORDS).round().long()
+        threshold = (ratio.double() * _VALUES_PER_WORD).round().long()
         scale = torch.where(ratio < 1, 1 / (1 - ratio), 0).to(data.dtype)
         kept = stream.draw(data.shape, lambda words: as_unsigned(words) >= threshold, torch.bool)
     else:
         # Both sides are reduced by 2³¹, so that they can be compared as signed integers.
-        signed = round(ratio * _WORDS) + _LEAST
+        signed = round(ratio * _VALUES_PER_WORD) + _MIN_INT32
         scale = 1 / (1 - ratio) if ratio < 1 else 0.0
-        if signed > _MOST:
+        if signed > _MAX_INT32:
             kept = torch.zeros_like(data, dtype=torch.bool)
         else:
-            kept = stream.draw(data.shape, lambda words: (words ^ _LEAST) >= signed, torch.bool)
+            kept = stream.draw(data.shape, lambda words: (words ^ _MIN_INT32) >= signed, torch.bool)
     return torch.where(kept, data * scale, 0.0), kept.to(mask)
 
 
 def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor:
     """Return 1 with the probability of each element, else 0."""
-    return (_unsigned(stream, probability.shape) < probability.double() * _WORDS).to(dtype)
+    return (
+        _unsigned_words(stream, probability.shape) < probability.double() * _VALUES_PER_WORD
+    ).to(dtype)
 
 
 def uniform(
@@ -524,7 +526,7 @@ def uniform(
     The product of 29 bits of a word and of a float32 is exact in float64, so it does not matter
     whether a compiler contracts product and sum.
     """
-    step = _single(high - low) * 2.0**-29
+    step = _round_to_float32(high - low) * 2.0**-29
 
     def make(words: Tensor) -> Tensor:
         return as_unsigned(words).bitwise_right_shift_(3).double().mul_(step).add_(low).to(dtype)
@@ -538,7 +540,7 @@ def normal(
     """Return normal numbers, equal on every device: products of two float32 are exact in float64,
     as in `uniform`.
     """
-    factor = _single(scale)
+    factor = _round_to_float32(scale)
     return stream.draw(
         shape,
         lambda words: standard_normal(words).double().mul_(factor).add_(mean).to(dtype),
@@ -546,7 +548,7 @@ def normal(
     )
 
 
-def _single(number: float) -> float:
+def _round_to_float32(number: float) -> float:
     """Return the number rounded to the 24 bits of a float32."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 2**24), exponent - 24)
@@ -557,11 +559,15 @@ def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dty
     to a constant.
     """
     below = logarithms.double().softmax(1).cumsum(1)
-    drawn = _unsigned(stream, (len(logarithms), count)).double() / _WORDS * below[:, -1:]
+    drawn = (
+        _unsigned_words(stream, (len(logarithms), count)).double()
+        / _VALUES_PER_WORD
+        * below[:, -1:]
+    )
     return (
         torch.searchsorted(below, drawn, right=True).clamp_(max=logarithms.shape[1] - 1).to(dtype)
     )
 
 
-def _unsigned(stream: Stream, shape: tuple[int, ...]) -> Tensor:
+def _unsigned_words(stream: Stream, shape: tuple[int, ...]) -> Tensor:
     return stream.draw(shape, as_unsigned, torch.int64)

@@ -13,7 +13,7 @@ from torch import Tensor
 from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.operators.sharded import from_front
 
-_TOGETHER = 1 << 22
+_MAX_UNPACKED_WEIGHTS = 1 << 22
 """Maximum number of weights that are unpacked at a time."""
 
 
@@ -25,7 +25,7 @@ def unpacked(data: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, -1).flatten(-2)
 
 
-def _blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
+def _dequantize_blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
     """Return the dequantized values [rows, values] of packed blocks [rows, blocks, bytes] with
     scales [rows, blocks].
     """
@@ -39,7 +39,7 @@ def _blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> T
     return (numbers * scales.unsqueeze(-1)).flatten(-2)
 
 
-def _rows(
+def _dequantize_rows(
     data: Tensor,
     scales: Tensor,
     points: Tensor | None,
@@ -51,7 +51,7 @@ def _rows(
     per column, the index of the block whose scale applies.
     """
     if groups is None:
-        return _blocks(data, scales, points, bits)[:, :width]
+        return _dequantize_blocks(data, scales, points, bits)[:, :width]
     if points is not None and points.dtype == torch.uint8:
         points = unpacked(points, bits)[:, : scales.shape[1]]
     numbers = unpacked(data, bits).flatten(1)[:, :width].to(scales.dtype)
@@ -60,7 +60,7 @@ def _rows(
     return (numbers - middle) * scales[:, chosen]
 
 
-class _Product(torch.autograd.Function):
+class _PackedMatmul(torch.autograd.Function):
     """x Wᵀ for packed weights W. Only the packed weights are saved for backward."""
 
     @staticmethod
@@ -77,24 +77,26 @@ class _Product(torch.autograd.Function):
         context.bits = bits
         context.width = x.shape[-1]
         context.dtype = x.dtype
-        step = max(1, _TOGETHER // max(1, x.shape[-1]))
+        step = max(1, _MAX_UNPACKED_WEIGHTS // max(1, x.shape[-1]))
         found = []
         for first in range(0, len(data), step):
             own = slice(first, first + step)
             part = None if points is None else points[own]
-            weight = _rows(data[own], scales[own], part, bits, x.shape[-1], groups)
+            weight = _dequantize_rows(data[own], scales[own], part, bits, x.shape[-1], groups)
             found.append(F.linear(x, weight.to(x.dtype)))
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         data, scales, points, groups = context.saved_tensors
-        step = max(1, _TOGETHER // max(1, context.width))
+        step = max(1, _MAX_UNPACKED_WEIGHTS // max(1, context.width))
         total: Tensor | None = None
         for first in range(0, len(data), step):
             own = slice(first, first + step)
             part = None if points is None else points[own]
-            weight = _rows(data[own], scales[own], part, context.bits, context.width, groups)
+            weight = _dequantize_rows(
+                data[own], scales[own], part, context.bits, context.width, groups
+            )
             share = torch.matmul(gradients[0][..., own], weight.to(gradients[0].dtype))
             total = share if total is None else total + share
         return None if total is None else total.to(context.dtype), None, None, None, None, None
@@ -115,7 +117,7 @@ def matmul_nbits(
     is the middle of the range. `groups` contains, per column of W, the index of the block whose
     scale applies.
     """
-    found: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+    found: Tensor = _PackedMatmul.apply(  # type: ignore[no-untyped-call]
         x, data, scales, points, groups, bits
     )
     return found
@@ -140,7 +142,7 @@ def gather_blocks(
     own = places.masked_fill(~mine, 0).reshape(-1)
     picked = data.index_select(0, own).unflatten(1, (scales.shape[1], -1))
     part = None if points is None else points.index_select(0, own)
-    found = _blocks(picked, scales.index_select(0, own), part, bits)
+    found = _dequantize_blocks(picked, scales.index_select(0, own), part, bits)
     return found.reshape(*indices.shape, -1).masked_fill(~mine.unsqueeze(-1), 0)
 
 
@@ -152,4 +154,4 @@ def numbers_of(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -
         if points is not None:
             points = unpacked(points, bits)[: len(scales)].to(scales.dtype).unsqueeze(-1)
         scales = scales.unsqueeze(-1)
-    return _blocks(data.unflatten(-1, (scales.shape[-1], -1)), scales, points, bits)
+    return _dequantize_blocks(data.unflatten(-1, (scales.shape[-1], -1)), scales, points, bits)

@@ -42,7 +42,7 @@ CellFactory = Callable[[int, list[Activation]], Cell]
 
 
 @dataclass(slots=True)
-class Layer:
+class RecurrentLayer:
     """A layer with the batch as second axis. After initialization, weights and states have only
     this rank's hidden units; `start` has the initial outputs of all units.
     """
@@ -132,7 +132,7 @@ class Layer:
         for direction in range(self.weight.shape[0]):
             cell = make(direction, functions[direction * len(usual) :][: len(usual)])
             backward = direction == 1 or self.direction == "reverse"
-            x = _reversed(self.x, self.lengths) if backward else self.x
+            x = _reverse_steps(self.x, self.lengths) if backward else self.x
             from_x = x @ self.weight[direction].t() + self.biases(direction)[0]
             states = [state[direction] for state in self.states]
             found = []
@@ -152,9 +152,9 @@ class Layer:
                 states = after
                 found.append(output)
             y = torch.stack(found)
-            outputs.append(_reversed(y, self.lengths) if backward else y)
+            outputs.append(_reverse_steps(y, self.lengths) if backward else y)
             finals.append(states)
-        return self._arranged(
+        return self._arrange_results(
             torch.stack(outputs, 1), [torch.stack(each) for each in zip(*finals, strict=True)]
         )
 
@@ -186,9 +186,9 @@ class Layer:
         with _without_unsupported_bfloat16(x):
             y, *finals = kernel(x, start, weights, *settings)
         y = y.unflatten(2, (directions, self.width)).transpose(1, 2)
-        return self._arranged(y.flip(0) if backward else y, finals)
+        return self._arrange_results(y.flip(0) if backward else y, finals)
 
-    def _arranged(self, y: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
+    def _arrange_results(self, y: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the outputs [s, directions, b, h] and the final states in the layout of
         `batch_first`.
         """
@@ -208,14 +208,14 @@ def _without_unsupported_bfloat16(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
+def _reverse_steps(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Return x with its steps reversed. With `lengths`, only the valid steps of each sample are
     reversed.
     """
     return x.flip(0) if lengths is None else reverse_sequence(x, lengths, 0, 1)
 
 
-_ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]] = {
+_ACTIVATIONS_BY_NAME: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]] = {
     "relu": (torch.relu, ()),
     "tanh": (torch.tanh, ()),
     "sigmoid": (torch.sigmoid, ()),
@@ -237,9 +237,9 @@ def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> A
     """Return the activation called `name`. It takes its parameters from `alphas` and `betas`. Raise
     ValueError if ONNX does not define the name.
     """
-    if name not in _ACTIVATIONS:
+    if name not in _ACTIVATIONS_BY_NAME:
         raise ValueError(f"activation {name!r} is not defined by ONNX")
-    function, defaults = _ACTIVATIONS[name]
+    function, defaults = _ACTIVATIONS_BY_NAME[name]
     parameters = [
         next(given, default) for given, default in zip((alphas, betas), defaults, strict=False)
     ]
@@ -248,7 +248,7 @@ def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> A
 
 def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple[Tensor, ...]:
     """Elman network: `h' = f(W x + R h + b)`. Return all outputs and the final states."""
-    layer = Layer(x, weight, recurrence, **settings)
+    layer = RecurrentLayer(x, weight, recurrence, **settings)
     kinds = set(layer.activations or ("tanh",))
     if layer.fits_kernels and kinds in ({"tanh"}, {"relu"}):
         return layer.fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
@@ -270,7 +270,7 @@ def gru(
     `reset_after` applies the reset gate after the matmul with the recurrence weights, instead of
     before.
     """
-    layer = Layer(x, weight, recurrence, **settings)
+    layer = RecurrentLayer(x, weight, recurrence, **settings)
     if layer.fits_kernels and reset_after and not layer.activations:
         return layer.fused(torch.gru, (1, 0, 2))
 
@@ -313,7 +313,7 @@ def lstm(
     `cell` is the initial cell. `peepholes` [directions, 3 * h] are weights by which the gates read
     the cell. `coupled` makes the forget gate 1 - input gate.
     """
-    layer = Layer(x, weight, recurrence, **settings)
+    layer = RecurrentLayer(x, weight, recurrence, **settings)
     if cell is None:
         layer.states.append(torch.zeros_like(layer.states[0]))
     else:

@@ -66,7 +66,7 @@ def sharded_gather(table: Tensor, dim: int, indices: Tensor, group: Group) -> Te
     """Return `table` at `indices` along `dim`, along which the table is sharded. Rows of other
     ranks are zeros.
     """
-    places, mine = _places(indices, table.shape[dim], group)
+    places, mine = _own_indices(indices, table.shape[dim], group)
     if dim == 0 and table.dim() == 2:
         found = F.embedding(places, table)
     else:
@@ -79,11 +79,11 @@ def sharded_gather_elements(table: Tensor, dim: int, indices: Tensor, group: Gro
     """Return `torch.gather` from a table that is sharded along `dim`. Elements of other ranks are
     zeros.
     """
-    places, mine = _places(indices, table.shape[dim], group)
+    places, mine = _own_indices(indices, table.shape[dim], group)
     return table.gather(dim, places).masked_fill(~mine, 0)
 
 
-def _places(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
+def _own_indices(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
     """Return `own_places` of indices that may be negative. Fail an asynchronous assertion if an
     index is out of range.
     """
@@ -158,12 +158,14 @@ class _CrossEntropy(torch.autograd.Function):
         return found.scatter_add_(1, places.unsqueeze(1), -share), None, None, None
 
 
-def _likelihoods(logarithms: Tensor, places: Tensor, own: Tensor, group: Group) -> Tensor:
+def _negative_log_likelihoods(
+    logarithms: Tensor, places: Tensor, own: Tensor, group: Group
+) -> Tensor:
     picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
     return -(picked * own).masked_fill(own == 0, 0)
 
 
-def _loss_part(
+def _sharded_loss(
     losses_of: Callable[..., Any],
     scores: Tensor,
     labels: Tensor,
@@ -199,13 +201,13 @@ def _loss_part(
 
 
 def sharded_cross_entropy(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
-    return _loss_part(_CrossEntropy.apply, precise(scores), *labels, **settings)
+    return _sharded_loss(_CrossEntropy.apply, precise(scores), *labels, **settings)
 
 
-sharded_nll = partial(_loss_part, _likelihoods)
+sharded_nll = partial(_sharded_loss, _negative_log_likelihoods)
 
 
-def _share(
+def _partial_mean_loss(
     loss: Callable[..., Tensor],
     scores: Tensor,
     labels: Tensor,
@@ -221,11 +223,11 @@ def _share(
     return losses / batch.total(label_weights(labels, weight, ignore_index, losses.dtype).sum())
 
 
-cross_entropy_partial = partial(_share, F.cross_entropy)
-nll_partial = partial(_share, F.nll_loss)
+cross_entropy_partial = partial(_partial_mean_loss, F.cross_entropy)
+nll_partial = partial(_partial_mean_loss, F.nll_loss)
 
 
-def _and_logarithms(
+def _loss_and_logarithms(
     loss: Callable[..., Tensor], scores: Tensor, *labels: Any, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """Return (loss, logarithms): the softmax cross-entropy over axis 1 and the log-probabilities.
@@ -238,9 +240,9 @@ def _and_logarithms(
     return loss(logarithms, *labels, **settings), logarithms
 
 
-cross_entropy = partial(_and_logarithms, F.nll_loss)
-sharded_cross_entropy_and_logarithms = partial(_and_logarithms, sharded_nll)
-cross_entropy_and_logarithms_partial = partial(_and_logarithms, nll_partial)
+cross_entropy = partial(_loss_and_logarithms, F.nll_loss)
+sharded_cross_entropy_and_logarithms = partial(_loss_and_logarithms, sharded_nll)
+cross_entropy_and_logarithms_partial = partial(_loss_and_logarithms, nll_partial)
 
 
 def label_weights(
@@ -258,7 +260,7 @@ def label_weights(
 Dims = tuple[int, ...]
 
 
-class _Standardized(torch.autograd.Function):
+class _Standardize(torch.autograd.Function):
     """(x - mean) / deviation over sharded dimensions. The deviation is sqrt(variance + epsilon) or,
     if `epsilon` is None, sqrt(variance) + 1e-9, as ONNX defines for MeanVarianceNormalization.
     """
@@ -304,19 +306,19 @@ class _Standardized(torch.autograd.Function):
         return (gradient - mean - y * slope) * factor, None, None, None
 
 
-def _standardized(
+def _standardize(
     x: Tensor, dims: Dims, epsilon: float | None, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (y, mean, variance). y is this rank's shard of x, standardized over the dimensions
     `dims` of all ranks.
     """
-    y, mean, variance = _Standardized.apply(  # type: ignore[no-untyped-call]
+    y, mean, variance = _Standardize.apply(  # type: ignore[no-untyped-call]
         wide(x), dims, epsilon, group
     )
     return y.to(x.dtype), mean, variance
 
 
-def _by_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def _scale_channels(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     shape = (-1, *[1] * (y.dim() - 2))
     return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
 
@@ -328,7 +330,7 @@ def batch_norm_by(
     `F.batch_norm`, this function gives them gradients.
     """
     shape = (-1, *[1] * (x.dim() - 2))
-    return _by_channel(
+    return _scale_channels(
         (x - mean.reshape(shape)) * torch.rsqrt(variance.reshape(shape) + epsilon), scale, bias
     )
 
@@ -339,7 +341,7 @@ def sharded_layer_norm(
     """Return (y, mean, 1 / deviation) of a layer normalization over `dims`, the last dimensions,
     which are sharded.
     """
-    y, mean, variance = _standardized(precise(x), dims, epsilon, group)
+    y, mean, variance = _standardize(precise(x), dims, epsilon, group)
     y = y * scale
     return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
 
@@ -419,8 +421,8 @@ def batch_norm(
         y = F.batch_norm(x, None, None, scale, bias, training=True, eps=epsilon)
         own_variance, own_mean = torch.var_mean(x.detach().to(mean.dtype), axes, correction=0)
     else:
-        y, own_mean, own_variance = _standardized(x, axes, epsilon, group)
-        y = _by_channel(y, scale, bias)
+        y, own_mean, own_variance = _standardize(x, axes, epsilon, group)
+        y = _scale_channels(y, scale, bias)
         own_mean, own_variance = (
             each.reshape(-1).to(mean.dtype) for each in (own_mean, own_variance)
         )
@@ -443,15 +445,17 @@ sharded_batch_norm = batch_norm
 def sharded_instance_norm(
     x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: Group
 ) -> Tensor:
-    return _by_channel(_standardized(x, tuple(range(2, x.dim())), epsilon, group)[0], scale, bias)
+    return _scale_channels(
+        _standardize(x, tuple(range(2, x.dim())), epsilon, group)[0], scale, bias
+    )
 
 
 def sharded_group_norm(
     x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: Group
 ) -> Tensor:
     x = precise(x)
-    y = _standardized(x.reshape(x.shape[0], groups, -1), (2,), epsilon, group)[0]
-    return _by_channel(y.reshape(x.shape), scale, bias)
+    y = _standardize(x.reshape(x.shape[0], groups, -1), (2,), epsilon, group)[0]
+    return _scale_channels(y.reshape(x.shape), scale, bias)
 
 
 def mean_variance_norm(x: Tensor, axes: Dims, group: Group | None = None) -> Tensor:
@@ -459,7 +463,7 @@ def mean_variance_norm(x: Tensor, axes: Dims, group: Group | None = None) -> Ten
     sharded.
     """
     if group is not None:
-        return _standardized(x, axes, None, group)[0]
+        return _standardize(x, axes, None, group)[0]
     variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
     return (x - mean) / (torch.sqrt(variance) + 1e-9)
 

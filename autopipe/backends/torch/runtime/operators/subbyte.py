@@ -15,13 +15,13 @@ from torch import Tensor
 
 from autopipe.backends.torch.runtime.operators.quantized import unpacked
 
-_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SIGN = 8
+_FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FLOAT4_SIGN_BIT = 8
 """The sign bit of a float4."""
-_ROUNDED_DOWN = 464.0
+_MAX_ROUNDED_TO_FINITE = 464.0
 """Largest number that rounds to the largest finite float8_e4m3fn."""
-_FRACTION = 23
-_EXPONENT = 0xFF
+_FLOAT32_FRACTION_BITS = 23
+_FLOAT32_MAX_EXPONENT = 0xFF
 """Bits of a float32's fraction, and the largest exponent of a float32, which marks infinities and
 NaN.
 """
@@ -50,18 +50,18 @@ def to_float4(x: Tensor) -> Tensor:
     """
     size = x.float().abs()
     code = torch.zeros_like(size, dtype=torch.uint8)
-    for lower, (small, large) in enumerate(itertools.pairwise(_FLOAT4)):
+    for lower, (small, large) in enumerate(itertools.pairwise(_FLOAT4_VALUES)):
         middle = (small + large) / 2
         code += (size >= middle) if lower % 2 else (size > middle)
     negative = torch.signbit(x) | torch.isnan(x)
-    return code + negative.to(torch.uint8) * _SIGN
+    return code + negative.to(torch.uint8) * _FLOAT4_SIGN_BIT
 
 
 def from_float4(code: Tensor) -> Tensor:
     size = torch.zeros_like(code, dtype=torch.float32)
-    for place, number in enumerate(_FLOAT4):
-        size = torch.where((code & (_SIGN - 1)) == place, number, size)
-    return torch.where(code >= _SIGN, -size, size)
+    for place, number in enumerate(_FLOAT4_VALUES):
+        size = torch.where((code & (_FLOAT4_SIGN_BIT - 1)) == place, number, size)
+    return torch.where(code >= _FLOAT4_SIGN_BIT, -size, size)
 
 
 def to_float8(x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
@@ -72,17 +72,17 @@ def to_float8(x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)
     elif dtype == torch.float8_e4m3fn:  # torch saturates this type.
-        x = torch.where(x.abs() > _ROUNDED_DOWN, float("nan"), x)
+        x = torch.where(x.abs() > _MAX_ROUNDED_TO_FINITE, float("nan"), x)
     return x.to(dtype)
 
 
 def to_exponent(x: Tensor, rounding: str = "up", saturate: bool = True) -> Tensor:
     """Return x as float8_e8m0fnu (powers of two), from the exponent bits of float32."""
     bits = x.float().view(torch.int32)
-    exponent = (bits >> _FRACTION) & _EXPONENT
-    fraction = bits & ((1 << _FRACTION) - 1)
-    half = 1 << _FRACTION - 1
+    exponent = (bits >> _FLOAT32_FRACTION_BITS) & _FLOAT32_MAX_EXPONENT
+    fraction = bits & ((1 << _FLOAT32_FRACTION_BITS) - 1)
+    half = 1 << _FLOAT32_FRACTION_BITS - 1
     nearest = (fraction > half) | ((fraction == half) & (exponent > 0))
     up = {"up": fraction > 0, "nearest": nearest, "down": torch.zeros_like(nearest)}[rounding]
-    up = up & (exponent < (_EXPONENT - 1 if saturate else _EXPONENT))
+    up = up & (exponent < (_FLOAT32_MAX_EXPONENT - 1 if saturate else _FLOAT32_MAX_EXPONENT))
     return (exponent + up).to(torch.uint8).view(torch.float8_e8m0fnu)

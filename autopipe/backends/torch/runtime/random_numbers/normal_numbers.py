@@ -31,11 +31,11 @@ Doubles = npt.NDArray[np.float64]
 _DROPPED_BITS: Final = 15
 """Low bits of a float32 that do not index the table: 8 bits of the mantissa remain."""
 _INDEX_MASK: Final = (1 << (32 - _DROPPED_BITS)) - 1
-_FIRST: Final = int(np.float32(0.5).view(np.int32)) >> _DROPPED_BITS
+_FIRST_POINT: Final = int(np.float32(0.5).view(np.int32)) >> _DROPPED_BITS
 """Index of the smallest |u|, ½."""
-_LAST: Final = int(np.float32(2.0**31).view(np.int32)) >> _DROPPED_BITS
+_LAST_POINT: Final = int(np.float32(2.0**31).view(np.int32)) >> _DROPPED_BITS
 """Index of the largest |u|, 2³¹, whose number is 0."""
-_NEGATIVE: Final = 1 << (31 - _DROPPED_BITS)
+_NEGATIVE_BIT: Final = 1 << (31 - _DROPPED_BITS)
 """Added to the index if u is negative."""
 
 
@@ -72,41 +72,41 @@ def _(words: Tensor) -> Tensor:
     return torch.empty_like(words, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
-_ON_DEVICE: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_TABLES_BY_DEVICE: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the table on a device. It is copied to a device once."""
-    if device in _ON_DEVICE:
-        return _ON_DEVICE[device]
+    if device in _TABLES_BY_DEVICE:
+        return _TABLES_BY_DEVICE[device]
     # The copies are blocking, because another stream may read the table next.
-    host_intercepts, host_slopes = _tables()
+    host_intercepts, host_slopes = _interpolation_tables()
     intercepts = torch.from_numpy(host_intercepts).to(device)
     slopes = torch.from_numpy(host_slopes).to(device)
     if type(intercepts) is Tensor:  # A fake tensor must not be cached.
-        _ON_DEVICE[device] = intercepts, slopes
+        _TABLES_BY_DEVICE[device] = intercepts, slopes
     return intercepts, slopes
 
 
 @cache
-def _tables() -> tuple[Doubles, Doubles]:
+def _interpolation_tables() -> tuple[Doubles, Doubles]:
     """Return (intercepts, slopes), float64. If u has table index i, its number is intercepts[i] +
     slopes[i] · u.
     """
     ends = (
-        (np.arange(_FIRST, _LAST + 2, dtype=np.int32) << _DROPPED_BITS)
+        (np.arange(_FIRST_POINT, _LAST_POINT + 2, dtype=np.int32) << _DROPPED_BITS)
         .view(np.float32)
         .astype(np.float64)
     )
     numbers = -quantiles(np.minimum(ends, 2.0**31) * 2.0**-32)
     slope = (np.diff(numbers) / np.diff(ends)).astype(np.float32).astype(np.float64)
     intercept = numbers[:-1] - slope * ends[:-1]
-    intercepts = np.zeros(2 * _NEGATIVE)
-    slopes = np.zeros(2 * _NEGATIVE)
-    intercepts[_FIRST : _LAST + 1] = intercept
-    slopes[_FIRST : _LAST + 1] = slope
-    intercepts[_NEGATIVE + _FIRST : _NEGATIVE + _LAST + 1] = -intercept
-    slopes[_NEGATIVE + _FIRST : _NEGATIVE + _LAST + 1] = slope
+    intercepts = np.zeros(2 * _NEGATIVE_BIT)
+    slopes = np.zeros(2 * _NEGATIVE_BIT)
+    intercepts[_FIRST_POINT : _LAST_POINT + 1] = intercept
+    slopes[_FIRST_POINT : _LAST_POINT + 1] = slope
+    intercepts[_NEGATIVE_BIT + _FIRST_POINT : _NEGATIVE_BIT + _LAST_POINT + 1] = -intercept
+    slopes[_NEGATIVE_BIT + _FIRST_POINT : _NEGATIVE_BIT + _LAST_POINT + 1] = slope
     return intercepts, slopes
 
 
@@ -118,9 +118,13 @@ def quantiles(probabilities: Doubles) -> Doubles:
     """
     q = probabilities - 0.5
     central = 0.180625 - q * q
-    found = q * _polynomial(central, _CENTRAL[0]) / _polynomial(central, _CENTRAL[1])
+    found = (
+        q
+        * _polynomial(central, _CENTRAL_COEFFICIENTS[0])
+        / _polynomial(central, _CENTRAL_COEFFICIENTS[1])
+    )
     distance = np.sqrt(-_log(probabilities))
-    for above, coefficients in _TAILS:
+    for above, coefficients in _TAIL_COEFFICIENTS:
         r = distance - above
         tail = -_polynomial(r, coefficients[0]) / _polynomial(r, coefficients[1])
         applies = (q < -0.425) & (distance > (5.0 if above == 5.0 else 0.0))
@@ -142,7 +146,7 @@ _MANTISSA: Final = 52
 """Bits of a float64 below its exponent."""
 _ROOT_OF_HALF: Final = np.float64(math.sqrt(0.5)).view(np.int64)
 _LN_2: Final = 0.6931471805599453
-_ARTANH: Final = tuple(1.0 / n for n in range(19, 0, -2))
+_ARTANH_COEFFICIENTS: Final = tuple(1.0 / n for n in range(19, 0, -2))
 """Coefficients 1 / (2k + 1) of artanh(s) = s · Σ s²ᵏ / (2k + 1), from the last term to the first.
 For s below 0.172 the first omitted term is below 3e-17.
 """
@@ -156,10 +160,10 @@ def _log(values: Doubles) -> Doubles:
     exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
     mantissas = (bits - (exponents << _MANTISSA)).view(np.float64)  # In [√½, √2).
     s = (mantissas - 1.0) / (mantissas + 1.0)
-    return 2.0 * s * _polynomial(s * s, _ARTANH) + exponents * _LN_2
+    return 2.0 * s * _polynomial(s * s, _ARTANH_COEFFICIENTS) + exponents * _LN_2
 
 
-_CENTRAL: Final = (
+_CENTRAL_COEFFICIENTS: Final = (
     (
         2.5090809287301226727e3,
         3.3430575583588128105e4,
@@ -182,7 +186,7 @@ _CENTRAL: Final = (
     ),
 )
 """Numerator and denominator for probabilities within 0.425 of ½."""
-_TAILS: Final = (
+_TAIL_COEFFICIENTS: Final = (
     (
         1.6,
         (

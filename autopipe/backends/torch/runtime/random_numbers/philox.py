@@ -34,13 +34,13 @@ Key = tuple[int, int] | tuple[Tensor, Tensor]
 """The two 32-bit halves of a key, integers in [0, 2³²). As tensors they are int64 without
 dimensions.
 """
-Block = tuple[Tensor, Tensor, Tensor, Tensor]
+CounterBlock = tuple[Tensor, Tensor, Tensor, Tensor]
 """Four int64 tensors of integers in [0, 2³²), with shapes that broadcast together: a counter, or a
 block of words.
 """
 
 WORDS_PER_BLOCK: Final = 4
-LOW: Final = 0xFFFFFFFF
+LOW_32_BITS: Final = 0xFFFFFFFF
 """Mask of the low 32 bits."""
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
@@ -64,11 +64,11 @@ def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
     of any size from 0, distinguish the keys of one purpose.
     """
     state = np.random.SeedSequence([seed, int(purpose), *numbers]).generate_state(2, np.uint64)
-    first, second = (int(word) & LOW for word in state)
+    first, second = (int(word) & LOW_32_BITS for word in state)
     return first, second
 
 
-def philox_4x32(counter: Block, key: Key) -> Block:
+def philox_4x32(counter: CounterBlock, key: Key) -> CounterBlock:
     """Return the block of words for each counter, int64 in [0, 2³²).
 
     Each of ten rounds maps the counter words (c0, c1, c2, c3), with the key words (k0, k1), to
@@ -86,18 +86,18 @@ def philox_4x32(counter: Block, key: Key) -> Block:
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         if number:
-            k0 = (k0 + _KEY_STEPS[0]) & LOW
-            k1 = (k1 + _KEY_STEPS[1]) & LOW
+            k0 = (k0 + _KEY_STEPS[0]) & LOW_32_BITS
+            k1 = (k1 + _KEY_STEPS[1]) & LOW_32_BITS
         # c1 and c3 keep the high halves of the products. Later masks remove them.
-        c0 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(LOW)
-        c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(LOW)
+        c0 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(LOW_32_BITS)
+        c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(LOW_32_BITS)
         c1 = product1
         c3 = product0
-    return c0, c1 & LOW, c2, c3 & LOW
+    return c0, c1 & LOW_32_BITS, c2, c3 & LOW_32_BITS
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CounterRows:
     """Counters of rows of blocks.
 
     Block b of a row has the counter words (low half of n, second, third, fourth), where n = first +
@@ -111,24 +111,26 @@ class Rows:
     """None stands for the high half of n. If it is given, n must be below 2³²."""
 
     @staticmethod
-    def of(first: Tensor) -> Rows:
+    def of(first: Tensor) -> CounterRows:
         """Return rows whose counters are first[i], first[i] + 1, … for row i. `first` is int64
         [rows].
         """
         zero = torch.zeros((1, 1), dtype=torch.int64, device=first.device)
-        return Rows(first[:, None], zero, zero)
+        return CounterRows(first[:, None], zero, zero)
 
-    def slice(self, rows: slice) -> Rows:
+    def slice(self, rows: slice) -> CounterRows:
         """Return some of the rows."""
 
-        def part(tensor: Tensor) -> Tensor:
+        def slice_part(tensor: Tensor) -> Tensor:
             return tensor[rows] if len(tensor) > 1 else tensor
 
-        second = None if self.second is None else part(self.second)
-        return Rows(part(self.first), part(self.third), part(self.fourth), second)
+        second = None if self.second is None else slice_part(self.second)
+        return CounterRows(
+            slice_part(self.first), slice_part(self.third), slice_part(self.fourth), second
+        )
 
 
-def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
+def draw_words(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
     """Return the words of blocks [start, stop) of each row, int32 [rows, 4 · (stop - start)], by
     the fastest implementation for the device.
     """
@@ -138,13 +140,13 @@ def draw_words(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
     return draw_words_by_operators(rows, start, stop, key)
 
 
-def draw_words_by_operators(rows: Rows, start: int, stop: int, key: Key) -> Tensor:
+def draw_words_by_operators(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
     """Return the words of blocks [start, stop) of each row, as `draw_words` does, computed by torch
     operators on any device.
     """
     position = rows.first + torch.arange(start, stop, device=rows.first.device)
     second = position >> 32 if rows.second is None else rows.second
-    block = philox_4x32((position & LOW, second, rows.third, rows.fourth), key)
+    block = philox_4x32((position & LOW_32_BITS, second, rows.third, rows.fourth), key)
     height, width = block[0].shape
     words = torch.empty((height, width, WORDS_PER_BLOCK), dtype=torch.int32, device=position.device)
     for index, word in enumerate(block):
@@ -158,13 +160,13 @@ def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
     """
     first, lead = divmod(start, WORDS_PER_BLOCK)
     blocks = -(-(lead + count) // WORDS_PER_BLOCK)
-    words = draw_words(Rows.of(torch.tensor([first])), 0, blocks, key)
+    words = draw_words(CounterRows.of(torch.tensor([first])), 0, blocks, key)
     return words[0, lead : lead + count]
 
 
 def as_unsigned(words: Tensor) -> Tensor:
     """Return the words as integers in [0, 2³²), int64."""
-    return words.to(torch.int64).bitwise_and_(LOW)
+    return words.to(torch.int64).bitwise_and_(LOW_32_BITS)
 
 
 def integers_below(words: Tensor, below: int) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 Key = tuple[int, int] | tuple[Tensor, Tensor]
 
-_BLOCKS = 1024
+_BLOCKS_PER_PROGRAM = 1024
 """Number of four-word blocks that one program of the kernel draws."""
 
 
-_VARIABLE = [
+_VARIABLE_ARGUMENTS = [
     "first_stride",
     "second_stride",
     "third_stride",
@@ -27,7 +27,7 @@ _VARIABLE = [
 """Arguments for which Triton must not compile a specialised kernel per value."""
 
 
-@triton.jit(do_not_specialize=_VARIABLE)  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_VARIABLE_ARGUMENTS)  # type: ignore[untyped-decorator]
 def _draw(  # type: ignore[no-untyped-def]
     words,
     first,
@@ -85,23 +85,23 @@ def draw_words_by_kernel(
     if not total:
         return words
     strides = [each.stride(0) if len(each) > 1 else 0 for each in counters]
-    grid = (triton.cdiv(total, _BLOCKS),)
+    grid = (triton.cdiv(total, _BLOCKS_PER_PROGRAM),)
     wide = second is None
     _draw[grid](
         words,
         *counters,
-        _key_on(device, key),
+        _key_tensor(device, key),
         *strides,
         start,
         width,
         total,
-        BLOCKS=_BLOCKS,
+        BLOCKS=_BLOCKS_PER_PROGRAM,
         WIDE=wide,
     )
     return words
 
 
-def _key_on(device: torch.device, key: Key) -> Tensor:
+def _key_tensor(device: torch.device, key: Key) -> Tensor:
     """Return both halves of the key as one tensor, int64 [2]."""
     first, second = key
     if isinstance(first, Tensor) and isinstance(second, Tensor):

@@ -15,8 +15,8 @@ Words = npt.NDArray[np.uint64]
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-_HALF = np.uint64(32)
-_LOW = np.uint64(0xFFFFFFFF)
+_HALF_WORD_BITS = np.uint64(32)
+_LOW_32_BITS = np.uint64(0xFFFFFFFF)
 
 
 def draw_words_by_numpy(
@@ -32,9 +32,11 @@ def draw_words_by_numpy(
     `philox.draw_words` does.
     """
     blocks: Words = np.arange(start, stop).astype(np.uint64)
-    position = _unsigned(first) + blocks
-    high = position >> _HALF if second is None else _unsigned(second)
-    counter = np.broadcast_arrays(position & _LOW, high, _unsigned(third), _unsigned(fourth))
+    position = _as_unsigned_array(first) + blocks
+    high = position >> _HALF_WORD_BITS if second is None else _as_unsigned_array(second)
+    counter = np.broadcast_arrays(
+        position & _LOW_32_BITS, high, _as_unsigned_array(third), _as_unsigned_array(fourth)
+    )
     c0, c1, c2, c3 = (np.array(each, order="C") for each in counter)
     product0 = np.empty_like(c0)
     product1 = np.empty_like(c0)
@@ -43,8 +45,8 @@ def draw_words_by_numpy(
     for _ in range(_ROUNDS):
         np.multiply(c0, _MULTIPLIERS[0], out=product0)
         np.multiply(c2, _MULTIPLIERS[1], out=product1)
-        _mix(product1, c1, key0, c0)
-        _mix(product0, c3, key1, c2)
+        _mix_words(product1, c1, key0, c0)
+        _mix_words(product0, c3, key1, c2)
         # The products become the next c1 and c3, with high halves that later steps drop.
         c1, product1 = product1, c1
         c3, product0 = product0, c3
@@ -57,13 +59,13 @@ def draw_words_by_numpy(
     return torch.from_numpy(words.view(np.int32).reshape(height, 4 * width))
 
 
-def _mix(product: Words, other: Words, key: int, out: Words) -> None:
+def _mix_words(product: Words, other: Words, key: int, out: Words) -> None:
     """Write the low 32 bits of (product >> 32) ^ other ^ key to `out`."""
-    np.right_shift(product, _HALF, out=out)
+    np.right_shift(product, _HALF_WORD_BITS, out=out)
     np.bitwise_xor(out, other, out=out)
     np.bitwise_xor(out, np.uint64(key), out=out)
-    np.bitwise_and(out, _LOW, out=out)
+    np.bitwise_and(out, _LOW_32_BITS, out=out)
 
 
-def _unsigned(tensor: Tensor) -> Words:
+def _as_unsigned_array(tensor: Tensor) -> Words:
     return tensor.numpy().view(np.uint64)

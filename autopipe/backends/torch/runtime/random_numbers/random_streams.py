@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.random_numbers.philox import (
-    LOW,
+    LOW_32_BITS,
     WORDS_PER_BLOCK,
+    CounterRows,
     Purpose,
-    Rows,
     draw_words,
     key_of,
     philox_4x32,
@@ -29,11 +29,11 @@ from autopipe.ir.layout import MeshAxis, coordinate_along
 
 Axes = tuple[tuple[int, int], ...]
 
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
+_CHUNK_BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
 """Number of blocks of four words that are drawn at a time, by device type: on a CPU bounded by the
 size of its caches, on a GPU by memory.
 """
-_ALL = 1 << 62
+_NO_CHUNK_LIMIT = 1 << 62
 
 
 class ForwardState:
@@ -111,7 +111,7 @@ class Random:
         tensor without a sample dimension.
         """
         state = self.state.on(self.device)
-        key = state[0] ^ (node >> 32), state[1] ^ (node & LOW)
+        key = state[0] ^ (node >> 32), state[1] ^ (node & LOW_32_BITS)
         along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
         degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
         places = tuple(coordinate_along(axes, self.position) for axes in along)
@@ -145,9 +145,13 @@ class Stream:
         if isinstance(lead, Tensor):
             return make(self._single_words(rows, samples, blocks, lead)).to(dtype).reshape(shape)
         width = -(-(lead + last) // WORDS_PER_BLOCK)
-        counters = Rows(blocks, rows >> 32, samples, rows & LOW)
+        counters = CounterRows(blocks, rows >> 32, samples, rows & LOW_32_BITS)
         height = len(rows)
-        chunk = _ALL if torch.compiler.is_compiling() else _CHUNK.get(self.sample.device.type, _ALL)
+        chunk = (
+            _NO_CHUNK_LIMIT
+            if torch.compiler.is_compiling()
+            else _CHUNK_BLOCKS.get(self.sample.device.type, _NO_CHUNK_LIMIT)
+        )
         across = max(1, min(width, chunk))
         down = max(1, chunk // across)
         if across == width and down >= height:
@@ -168,7 +172,7 @@ class Stream:
         """Return one word for each element, from the block of that element. Used if the last
         dimension counts samples, so that the elements of a row belong to different samples.
         """
-        block = philox_4x32((blocks, rows & LOW, rows >> 32, samples), self.key)
+        block = philox_4x32((blocks, rows & LOW_32_BITS, rows >> 32, samples), self.key)
         words = torch.stack(torch.broadcast_tensors(*block), -1)
         picked = lead.expand(words.shape[:-1]).unsqueeze(-1)
         return words.gather(-1, picked).squeeze(-1).to(torch.int32)
@@ -185,7 +189,7 @@ class Stream:
         rows = samples = torch.zeros((), dtype=torch.int64, device=self.sample.device)
         stride = 1
         for dimension in reversed(range(len(outer))):
-            index, extent, counted = self._along(dimension, outer[dimension])
+            index, extent, counted = self._axis_coordinates(dimension, outer[dimension])
             ones = (1,) * (len(outer) - 1 - dimension)
             rows = rows + (index * stride).reshape(-1, *ones)
             samples = samples if counted is None else samples + counted.reshape(-1, *ones)
@@ -194,7 +198,7 @@ class Stream:
             each.expand(outer).reshape(-1, 1) for each in (rows, samples + self.sample)
         )
         if self.counted is not None and self.counted[0] == len(outer):
-            index, _, counted = self._along(len(outer), last)
+            index, _, counted = self._axis_coordinates(len(outer), last)
             assert counted is not None, "the last dimension counts samples"
             return (
                 rows,
@@ -208,7 +212,7 @@ class Stream:
         )
         return rows, samples, first, start % WORDS_PER_BLOCK
 
-    def _along(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
+    def _axis_coordinates(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
         """Return (index, size, sample) for a dimension that has `extent` elements on this rank.
 
         index: position of each element in the full dimension, or, for the sample dimension, in its

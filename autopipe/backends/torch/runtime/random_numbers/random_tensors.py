@@ -17,13 +17,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.random_numbers.philox import WORDS_PER_BLOCK, Rows, draw_words
+from autopipe.backends.torch.runtime.random_numbers.philox import (
+    WORDS_PER_BLOCK,
+    CounterRows,
+    draw_words,
+)
 from autopipe.ir.layout import TensorSlice
 
 Positions = npt.NDArray[np.int64]
 Key = tuple[int, int]
 
-PIECE: Final = {"cpu": 1 << 17, "cuda": 1 << 25}
+PIECE_ELEMENTS: Final = {"cpu": 1 << 17, "cuda": 1 << 25}
 """Number of words drawn at a time, by device type: on a CPU a number for which words and
 intermediate results fit a core's cache, on a GPU a number that occupies the GPU.
 """
@@ -90,12 +94,12 @@ def draw_block(
     block = torch.empty(box.shape, dtype=dtype, device=device)
     flat = block.view(-1)
     runs = contiguous_runs(shape, box)
-    piece = PIECE.get(device.type, PIECE["cuda"])
+    piece = PIECE_ELEMENTS.get(device.type, PIECE_ELEMENTS["cuda"])
     workers = threads if device.type == "cpu" and len(flat) > piece else 1
 
     def draw(worker: int) -> None:
         with torch.no_grad():
-            for place, starts, length in _pieces(runs, piece, worker, workers):
+            for place, starts, length in _pieces_of_worker(runs, piece, worker, workers):
                 words = _words_of_runs(starts, length, key, device)
                 flat[place : place + words.numel()] = make(words).reshape(-1)
 
@@ -109,7 +113,7 @@ def draw_block(
     return block
 
 
-def _pieces(
+def _pieces_of_worker(
     runs: ContiguousRuns, piece: int, worker: int, workers: int
 ) -> Iterator[tuple[int, Positions, int]]:
     """Yield every `workers`-th piece of a block, starting with piece `worker`: (place, starts,
@@ -148,7 +152,7 @@ def _words_of_runs(starts: Positions, length: int, key: Key, device: torch.devic
         first_blocks = torch.full((1,), int(first[0]), dtype=torch.int64, device=device)
     else:
         first_blocks = torch.from_numpy(first).to(device)
-    words = draw_words(Rows.of(first_blocks), 0, blocks, key)
+    words = draw_words(CounterRows.of(first_blocks), 0, blocks, key)
     if np.all(lead == lead[0]):
         skipped = int(lead[0])
         return words[:, skipped : skipped + length]

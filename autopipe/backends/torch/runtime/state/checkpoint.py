@@ -25,14 +25,14 @@ import numpy as np
 import torch
 
 from autopipe.backends.torch import checkpoint as files
-from autopipe.backends.torch.checkpoint import FolderLock, Reader, verify_file
+from autopipe.backends.torch.checkpoint import CheckpointReader, FolderLock, verify_file
 from autopipe.backends.torch.runtime.communication.transport import ControlGroup
-from autopipe.backends.torch.runtime.data.sample_order import Position
+from autopipe.backends.torch.runtime.data.sample_order import RunProgress
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.state.checkpoint_state import (
     SavedBlock,
     TrainingState,
-    write_blocks,
+    assign_blocks_to_ranks,
 )
 from autopipe.backends.torch.runtime.state.parameters import dtype_name, tensor_of
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
@@ -86,14 +86,14 @@ class HostCopies:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    def contents(self) -> list[files.Content]:
+    def contents(self) -> list[files.TensorContent]:
         """Wait for the copies to end. Return each buffer as a content of a checkpoint file, without
         a copy.
         """
         if self._copied is not None:
             self._copied.synchronize()
         return [
-            files.Content(
+            files.TensorContent(
                 key,
                 dtype_name(each.dtype),
                 tuple(each.shape),
@@ -103,10 +103,10 @@ class HostCopies:
         ]
 
 
-_DIGITS = 12  # Number of leading hex digits of a digest that messages show.
+_DIGEST_DIGITS = 12  # Number of leading hex digits of a digest that messages show.
 
 
-def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[str]:
+def _differences_from_manifest(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[str]:
     """Yield one message for each difference in model or optimizer between a checkpoint and the
     program. Nothing is yielded if the program can resume from the checkpoint.
     """
@@ -124,20 +124,20 @@ def _differences(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[s
         yield f"model: it has a parameter {name!r}, the program has none"
     if checkpoint.model_digest != manifest.model_digest:
         there, here = (
-            digest[:_DIGITS] or "none"
+            digest[:_DIGEST_DIGITS] or "none"
             for digest in (checkpoint.model_digest, manifest.model_digest)
         )
         yield (
             f"model: {checkpoint.model} had digest {there}, the program's {manifest.model} has "
             f"{here}"
         )
-    there = _kind(checkpoint.optimizer)
-    here = _kind(manifest.optimizer)
+    there = _optimizer_name(checkpoint.optimizer)
+    here = _optimizer_name(manifest.optimizer)
     if there != here:
         yield f"optimizer: {there}, the program's is {here}"
 
 
-def _kind(optimizer: dict[str, Any]) -> str:
+def _optimizer_name(optimizer: dict[str, Any]) -> str:
     """Return the optimizer's name, with " with momentum" appended for SGD with momentum: the
     settings that determine which state tensors exist. Other settings, for example the learning
     rate, may change between runs.
@@ -152,7 +152,7 @@ class Snapshot:
     later steps overwrite.
     """
 
-    position: Position
+    position: RunProgress
     seed: int
     blocks: Sequence[SavedBlock]
     # Scalar optimizer state by parameter index.
@@ -171,8 +171,8 @@ class Snapshot:
     def checkpoint(
         self, manifest: Manifest, rank: int, file: files.StoredFile, offsets: Mapping[str, int]
     ) -> files.Checkpoint:
-        """Return this rank's part of the checkpoint manifest, which `files.merged` joins with the
-        parts of the other ranks.
+        """Return this rank's part of the checkpoint manifest, which `files.merge_manifests` joins
+        with the parts of the other ranks.
 
         `file` is the file that the rank wrote, `offsets` gives the position of each tensor in that
         file, in bytes, by the tensor's key.
@@ -182,7 +182,7 @@ class Snapshot:
             key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: TensorSlice
         ) -> files.StoredTensor:
             return files.StoredTensor(
-                dtype_name(tensor.dtype), shape, (files.Block(box, rank, offsets[key], key),)
+                dtype_name(tensor.dtype), shape, (files.StoredSlice(box, rank, offsets[key], key),)
             )
 
         parameters = []
@@ -233,7 +233,7 @@ class Snapshot:
         )
 
 
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 
 class Checkpointer:
@@ -247,17 +247,17 @@ class Checkpointer:
         manifest: Manifest,
         state: TrainingState,
         control_group: ControlGroup,
-        keep_latest_k: int = files.KEPT,
+        keep_latest_k: int = files.DEFAULT_KEPT_CHECKPOINTS,
         keep_every: int = 0,
         run: str | None = None,
     ) -> None:
         """Take the folder for this run: rank 0 locks it.
 
         `control_group` must serve nothing else, because a save uses it while the steps go on.
-        `keep_latest_k` and `keep_every` are `latest` and `every` of `files.prune`. `run` names a
-        launch that starts from the beginning instead of resuming; it requires a folder without
-        checkpoints of other launches. Raise ConfigurationError if another run saves in the folder,
-        and LaunchError if the folder cannot be written.
+        `keep_latest_k` and `keep_every` are `latest` and `every` of `files.remove_old_checkpoints`.
+        `run` names a launch that starts from the beginning instead of resuming; it requires a
+        folder without checkpoints of other launches. Raise ConfigurationError if another run saves
+        in the folder, and LaunchError if the folder cannot be written.
         """
         self._kept = keep_latest_k, keep_every
         self._run = run
@@ -266,18 +266,18 @@ class Checkpointer:
         self._state = state
         self._control_group = control_group
         self._copies = HostCopies(state.device)
-        self._pieces = write_blocks(manifest)[control_group.rank]
+        self._pieces = assign_blocks_to_ranks(manifest)[control_group.rank]
         self._saving: Future[None] | None = None
         self._lock: FolderLock | None = None
-        control_group.run_collectively("checkpoint", self._take_folder)
+        control_group.run_collectively("checkpoint", self._lock_folder)
 
-    def _take_folder(self) -> None:
+    def _lock_folder(self) -> None:
         if self._control_group.rank == 0:
             self._lock = FolderLock(self._folder)
             if self._run is not None:
                 self._lock.claim(self._run)
 
-    def save(self, position: Position, seed: int, eval_loss: float | None = None) -> None:
+    def save(self, position: RunProgress, seed: int, eval_loss: float | None = None) -> None:
         """Start to save the state at `position` on a background thread, and return while the next
         steps run.
 
@@ -332,10 +332,10 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the running save is committed. Raise the error of a save that failed."""
-        while not self.has_ended(_LOOK_S):
+        while not self.has_ended(_POLL_INTERVAL_S):
             if self._control_group.waits:
                 with self._control_group.heartbeat.waiting():
-                    while self._control_group.waits and not self.has_ended(_LOOK_S):
+                    while self._control_group.waits and not self.has_ended(_POLL_INTERVAL_S):
                         pass
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ class Checkpointer:
         rank = self._control_group.rank
         step = snapshot.position.steps
         is_best = snapshot.eval_loss is not None
-        folder = self._folder / files.BEST if is_best else self._folder
+        folder = self._folder / files.BEST_FOLDER if is_best else self._folder
         temporary = folder / together(partial(self._begin, folder, step))[0]
 
         def write() -> dict[str, Any]:
@@ -365,17 +365,20 @@ class Checkpointer:
                     where=str(temporary),
                 )
             written = files.write_shard(temporary / files.rank_file(rank), self._copies.contents())
-            return files.document_of(snapshot.checkpoint(self._manifest, rank, *written))
+            return files.manifest_document(snapshot.checkpoint(self._manifest, rank, *written))
 
         def commit() -> None:
             if rank == 0:
                 files.commit(
-                    temporary, files.text_of(files.merged([files.parsed(each) for each in parts]))
+                    temporary,
+                    files.manifest_text(
+                        files.merge_manifests([files.parse_manifest(each) for each in parts])
+                    ),
                 )
                 if is_best:
                     files.keep_only(folder, step)
                 else:
-                    files.prune(folder, *self._kept)
+                    files.remove_old_checkpoints(folder, *self._kept)
 
         try:
             parts = together(write)
@@ -391,12 +394,12 @@ class Checkpointer:
         """
         if self._lock is None:
             return ""
-        with files.writing(folder):
+        with files.convert_write_errors(folder):
             folder.mkdir(exist_ok=True)
         if self._lock.held:
             files.remove_leftovers(folder)
         temporary = files.temporary_path(folder, step, f"{os.getpid()}-{secrets.token_hex(4)}")
-        with files.writing(temporary):
+        with files.convert_write_errors(temporary):
             temporary.mkdir()
         return temporary.name
 
@@ -404,7 +407,7 @@ class Checkpointer:
         """Return (eval_loss, index): the lowest validation loss of a saved best state, and the
         index, from 0, of the last step before that state. None if no best state is saved.
         """
-        folder = self._folder / files.BEST
+        folder = self._folder / files.BEST_FOLDER
         found = [
             files.read_checkpoint(files.checkpoint_path(folder, step))
             for step in files.committed_steps(folder)
@@ -433,7 +436,9 @@ class Checkpointer:
             """
             step = max(files.committed_steps(self._folder), default=0)
             try:
-                text = (files.checkpoint_path(self._folder, step) / files.MANIFEST).read_bytes()
+                text = (
+                    files.checkpoint_path(self._folder, step) / files.MANIFEST_FILE
+                ).read_bytes()
             except OSError:
                 text = b""  # `read_checkpoint` below reports the error.
             return step, hashlib.sha256(text).hexdigest()
@@ -452,7 +457,7 @@ class Checkpointer:
             return None
         path = files.checkpoint_path(self._folder, step)
         checkpoint = files.read_checkpoint(path)
-        for difference in _differences(checkpoint, manifest):
+        for difference in _differences_from_manifest(checkpoint, manifest):
             hint = "choose another folder with --checkpoint DIR"
             raise ConfigurationError(
                 f"the checkpoint was written for another {difference}", hint=hint, where=str(path)
@@ -463,7 +468,7 @@ class Checkpointer:
                 verify_file(path, file)
 
         group.run_collectively("restore", verify)
-        reader = Reader(path, checkpoint)
+        reader = CheckpointReader(path, checkpoint)
         self._state.restore(reader, {each.name: each for each in checkpoint.parameters})
         if self._state.loss_scaler is not None and (saved := checkpoint.loss_scale) is not None:
             self._state.loss_scaler.restore(saved.scale, saved.good_steps)

@@ -14,7 +14,12 @@ from itertools import pairwise
 
 import torch
 
-from autopipe.backends.torch.checkpoint import AVERAGE, Reader, StoredParameter, StoredTensor
+from autopipe.backends.torch.checkpoint import (
+    AVERAGE_STATE,
+    CheckpointReader,
+    StoredParameter,
+    StoredTensor,
+)
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.state.parameters import tensor_of
 from autopipe.backends.torch.runtime.step.gradients import (
@@ -27,15 +32,15 @@ from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange
 
-_LEAST_BYTES = 2**20  # Minimum size of a part of a split block, in bytes.
-_PIECES = 16
+_MIN_BLOCK_BYTES = 2**20  # Minimum size of a part of a split block, in bytes.
+_MAX_BLOCKS_PER_SHARD = 16
 """Approximate number of blocks per rank for which loads are balanced if all ranks hold everything.
 More blocks would only enlarge the checkpoint manifest.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class WriteBlock:
+class CheckpointBlock:
     """A block `box` of a parameter that one rank writes. `number` distinguishes the blocks of a
     parameter.
     """
@@ -45,7 +50,7 @@ class WriteBlock:
     box: TensorSlice
 
 
-def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
+def assign_blocks_to_ranks(manifest: Manifest) -> tuple[tuple[CheckpointBlock, ...], ...]:
     """Return the blocks that each rank writes, by rank. The result is equal on all ranks, because
     the manifest lists which rank holds which blocks.
 
@@ -56,11 +61,11 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     with the fewest bytes assigned so far.
     """
     numbers = [0] * len(manifest.parameters)
-    found: list[list[WriteBlock]] = [[] for _ in range(manifest.world_size)]
+    found: list[list[CheckpointBlock]] = [[] for _ in range(manifest.world_size)]
 
-    def numbered(parameter: int, box: TensorSlice) -> WriteBlock:
+    def numbered(parameter: int, box: TensorSlice) -> CheckpointBlock:
         numbers[parameter] += 1
-        return WriteBlock(parameter, numbers[parameter] - 1, box)
+        return CheckpointBlock(parameter, numbers[parameter] - 1, box)
 
     if manifest.optimizer["shard"]:
         for rank, pieces in enumerate(found):
@@ -69,7 +74,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
                 run for bucket in buckets_of_rank(manifest, rank) for run in bucket.runs(rank)
             ):
                 pieces.extend(
-                    numbered(run.parameter, box) for box in boxes_of(run, own[run.parameter])
+                    numbered(run.parameter, box) for box in slices_of_range(run, own[run.parameter])
                 )
     holders: dict[tuple[int, TensorSlice], list[int]] = {}
     for rank, shards in enumerate(manifest.shards):
@@ -87,11 +92,12 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
         if not (manifest.optimizer["shard"] and is_reduced(manifest, parameter, ranks))
     ]
     piece_bytes = max(
-        _LEAST_BYTES, sum(size for *_, size in blocks) // (manifest.world_size * _PIECES)
+        _MIN_BLOCK_BYTES,
+        sum(size for *_, size in blocks) // (manifest.world_size * _MAX_BLOCKS_PER_SHARD),
     )
     shared_pieces = []
     for parameter, box, ranks, size in blocks:
-        parts = list(_parts(box, min(len(ranks), size // piece_bytes)))
+        parts = list(_split_slice(box, min(len(ranks), size // piece_bytes)))
         shared_pieces += [(numbered(parameter, part), ranks, size // len(parts)) for part in parts]
     load = [0] * manifest.world_size
     for piece, ranks, size in sorted(shared_pieces, key=lambda each: -each[2]):
@@ -103,7 +109,7 @@ def write_blocks(manifest: Manifest) -> tuple[tuple[WriteBlock, ...], ...]:
     )
 
 
-def _parts(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
+def _split_slice(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
     """Yield about `count` parts of a block, split along its longest dimension."""
     extent = max(box.shape, default=1)
     axis = box.shape.index(extent) if box.shape else 0
@@ -117,7 +123,7 @@ def _parts(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
         yield TensorSlice(starts, (*box.stops[:axis], stop, *box.stops[axis + 1 :]))
 
 
-def boxes_of(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
+def slices_of_range(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
     """Yield the boxes, in coordinates of the full parameter, that together cover a contiguous run
     of elements of its block `block`. The boxes are in row-major order.
     """
@@ -125,7 +131,7 @@ def boxes_of(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
 
 
 # Names of optimizer state that torch stores as one scalar per tensor.
-COUNTERS = frozenset({"step"})
+COUNTER_STATES = frozenset({"step"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +141,7 @@ class SavedBlock:
     """
 
     key: str
-    piece: WriteBlock
+    piece: CheckpointBlock
     state: str
     tensor: torch.Tensor
 
@@ -166,7 +172,7 @@ class TrainingState:
         }
         self._optimizer_shards = {id(shard.tensor): shard for shard in shards}
 
-    def blocks(self, pieces: Sequence[WriteBlock]) -> Iterator[SavedBlock]:
+    def blocks(self, pieces: Sequence[CheckpointBlock]) -> Iterator[SavedBlock]:
         """Yield the blocks to write, as views. For a parameter that is updated in shards, each
         piece must be a part of the run that this rank updates.
         """
@@ -176,8 +182,8 @@ class TrainingState:
             box = piece.box.within(own)
             key = f"p{index}.{piece.number}"
             yield SavedBlock(key, piece, "", self._parameters[index].detach()[box.slices])
-            for name, tensor in self._kept(index).items():
-                if name in COUNTERS:
+            for name, tensor in self._state_tensors(index).items():
+                if name in COUNTER_STATES:
                     continue
                 if index in self._updated_in_shards:
                     _, run = self._updated_in_shards[index]
@@ -196,20 +202,20 @@ class TrainingState:
         """Return the scalar optimizer state, for example the step count, as (name, value) pairs by
         parameter. Values on a GPU are copied to the host in one transfer.
         """
-        kept = {parameter: self._kept(parameter) for parameter in parameters}
+        kept = {parameter: self._state_tensors(parameter) for parameter in parameters}
         found = [
             value.reshape(1)
             for each in kept.values()
             for name, value in each.items()
-            if name in COUNTERS
+            if name in COUNTER_STATES
         ]
         values = iter(torch.cat(found).tolist() if found else ())
         return {
-            parameter: tuple((name, next(values)) for name in each if name in COUNTERS)
+            parameter: tuple((name, next(values)) for name in each if name in COUNTER_STATES)
             for parameter, each in kept.items()
         }
 
-    def _kept(self, parameter: int) -> dict[str, torch.Tensor]:
+    def _state_tensors(self, parameter: int) -> dict[str, torch.Tensor]:
         """Return the optimizer state tensors of a parameter, by torch's names. For a parameter that
         is updated in a shard, return the state tensors of the shard.
         """
@@ -226,13 +232,17 @@ class TrainingState:
             found["cuda"] = torch.cuda.get_rng_state(self.device)
         return found
 
-    def restore(self, reader: Reader, saved: Mapping[str, StoredParameter]) -> None:
+    def restore(self, reader: CheckpointReader, saved: Mapping[str, StoredParameter]) -> None:
         """Copy this rank's blocks of parameters and optimizer state from a checkpoint. `saved` must
         contain all parameters, by name. The checkpoint may have been saved under another plan.
         """
         for index, parameter in self._parameters.items():
             with torch.no_grad():
-                parameter.copy_(_read(reader, self._stored(saved, index).value, self._boxes[index]))
+                parameter.copy_(
+                    _read_tensor(
+                        reader, self._stored_parameter(saved, index).value, self._boxes[index]
+                    )
+                )
         if self._optimizer is None:
             return
         indices = {id(parameter): index for index, parameter in self._parameters.items()}
@@ -242,44 +252,50 @@ class TrainingState:
         for position, tensor in enumerate(updated):
             shard = self._optimizer_shards.get(id(tensor))
             if shard is not None:
-                state = self._restored_shard(reader, saved, shard)
+                state = self._restore_shard(reader, saved, shard)
             else:
                 index = indices[id(tensor)]
-                stored = self._stored(saved, index)
+                stored = self._stored_parameter(saved, index)
                 state = {
-                    name: _read(reader, each, self._boxes[index])
-                    for name, each in self._restored(stored)
+                    name: _read_tensor(reader, each, self._boxes[index])
+                    for name, each in self._restored_tensors(stored)
                 }
-                state |= _scalars([stored])
+                state |= _merge_scalars([stored])
             if state:
                 form["state"][position] = state
         self._optimizer.load_state_dict(form)
 
-    def _stored(self, saved: Mapping[str, StoredParameter], parameter: int) -> StoredParameter:
+    def _stored_parameter(
+        self, saved: Mapping[str, StoredParameter], parameter: int
+    ) -> StoredParameter:
         return saved[self._manifest.parameters[parameter].value.name]
 
-    def _restored(self, stored: StoredParameter) -> Iterator[tuple[str, StoredTensor]]:
+    def _restored_tensors(self, stored: StoredParameter) -> Iterator[tuple[str, StoredTensor]]:
         """Return the state of a parameter that the program uses. An average of weights is skipped
         if the program does not average weights.
         """
         averages = self._manifest.training.ema_decay is not None
-        return (pair for pair in stored.state if averages or pair[0] != AVERAGE)
+        return (pair for pair in stored.state if averages or pair[0] != AVERAGE_STATE)
 
-    def _restored_shard(
-        self, reader: Reader, saved: Mapping[str, StoredParameter], shard: OptimizerShard
+    def _restore_shard(
+        self, reader: CheckpointReader, saved: Mapping[str, StoredParameter], shard: OptimizerShard
     ) -> dict[str, torch.Tensor]:
         """Return the optimizer state of a shard, assembled from the state of its parameters.
         Elements of parameters without saved state are zero.
         """
         found: dict[str, torch.Tensor] = {}
         for run in shard.runs:
-            for name, tensor in self._restored(self._stored(saved, run.parameter)):
+            for name, tensor in self._restored_tensors(
+                self._stored_parameter(saved, run.parameter)
+            ):
                 row = found.setdefault(name, torch.zeros_like(shard.tensor))
                 at = run.at
-                for box in boxes_of(run, self._boxes[run.parameter]):
-                    row[at : at + box.elements] = _read(reader, tensor, box).reshape(-1)
+                for box in slices_of_range(run, self._boxes[run.parameter]):
+                    row[at : at + box.elements] = _read_tensor(reader, tensor, box).reshape(-1)
                     at += box.elements
-        return found | _scalars(self._stored(saved, run.parameter) for run in shard.runs)
+        return found | _merge_scalars(
+            self._stored_parameter(saved, run.parameter) for run in shard.runs
+        )
 
     def restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
@@ -287,7 +303,7 @@ class TrainingState:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
 
-def _scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
+def _merge_scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
     """Return the largest value of each scalar state, by name."""
     found: dict[str, float] = {}
     for name, value in (scalar for each in stored for scalar in each.scalars):
@@ -295,5 +311,5 @@ def _scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value) for name, value in found.items()}
 
 
-def _read(reader: Reader, tensor: StoredTensor, box: TensorSlice) -> torch.Tensor:
+def _read_tensor(reader: CheckpointReader, tensor: StoredTensor, box: TensorSlice) -> torch.Tensor:
     return tensor_of(reader.read(tensor, box), tensor.dtype)

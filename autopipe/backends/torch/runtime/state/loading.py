@@ -24,9 +24,9 @@ from autopipe.backends.torch.runtime.step.precision import LowPrecisionCopies, l
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
 
-_PACKAGE = "autopipe.backends.torch.runtime"
+_RUNTIME_PACKAGE = "autopipe.backends.torch.runtime"
 """The package from which a generated file imports `Rank`."""
-_STAGE = re.compile(r"stage_\d+")
+_STAGE_MODULE_PATTERN = re.compile(r"stage_\d+")
 
 
 def load_stages(rank: RankContext, has_values: bool) -> None:
@@ -70,7 +70,7 @@ def equip_stages(rank: RankContext) -> None:
         stage.p.weight_grads = WeightGradQueue(named[name] for name in stage.module.PARAMETERS)
 
 
-class _Stages:
+class _StageCollector:
     """Replaces `Rank` in a generated file: adds the file's stages to a given context."""
 
     def __init__(self, context: RankContext) -> None:
@@ -82,7 +82,7 @@ class _Stages:
         return made
 
 
-def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[[], None]]:
+def load_second_program(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[[], None]]:
     """Load the part of the program in `folder` for this rank. Return its context and its step
     function. The second program uses the first program's parameters, process groups and channels;
     its tensor shapes may differ.
@@ -104,17 +104,21 @@ def load_second(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Modules of stages have equal names in both programs.
-    own = {name: sys.modules.pop(name) for name in tuple(sys.modules) if _STAGE.fullmatch(name)}
+    own = {
+        name: sys.modules.pop(name)
+        for name in tuple(sys.modules)
+        if _STAGE_MODULE_PATTERN.fullmatch(name)
+    }
     sys.path.insert(0, str(folder))
-    package = vars(sys.modules[_PACKAGE])
-    package["Rank"] = lambda _number, _file: _Stages(context)
+    package = vars(sys.modules[_RUNTIME_PACKAGE])
+    package["Rank"] = lambda _number, _file: _StageCollector(context)
     try:
         spec.loader.exec_module(module)
     finally:
         del package["Rank"]
         sys.path.remove(str(folder))
         for name in tuple(sys.modules):
-            if _STAGE.fullmatch(name):
+            if _STAGE_MODULE_PATTERN.fullmatch(name):
                 del sys.modules[name]
         sys.modules.update(own)
     equip_stages(context)

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from autopipe.backends.torch.runtime.host import processors_of_this_rank
+from autopipe.backends.torch.runtime.host import core_count_of_this_rank
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.random_numbers.philox import Purpose, key_of
@@ -50,9 +50,9 @@ def init_shard(
     dtype = torch_dtype(value.dtype)
     if storage.scheme in ("zeros", "ones"):
         return torch.full(box.shape, float(storage.scheme == "ones"), dtype=dtype, device=device)
-    key = key_of(seed, Purpose.PARAMETER, _number_of(value.name))
+    key = key_of(seed, Purpose.PARAMETER, _key_number(value.name))
     make = partial(
-        _elements,
+        _elements_from_words,
         normal=storage.scheme == "normal",
         scale=storage.scale,
         whole=not dtype.is_floating_point,
@@ -60,7 +60,9 @@ def init_shard(
     return draw_block(value.shape, box, key, make, dtype, device, threads)
 
 
-def _elements(words: torch.Tensor, *, normal: bool, scale: float, whole: bool) -> torch.Tensor:
+def _elements_from_words(
+    words: torch.Tensor, *, normal: bool, scale: float, whole: bool
+) -> torch.Tensor:
     """Return the initial values for random words: integers (int64) if `whole`, otherwise float32,
     which the caller rounds to the parameter's type.
     """
@@ -71,7 +73,7 @@ def _elements(words: torch.Tensor, *, normal: bool, scale: float, whole: bool) -
     return numbers.floor_().to(torch.int64) if whole else numbers
 
 
-def _number_of(name: str) -> int:
+def _key_number(name: str) -> int:
     """Return a number derived from a hash of the name. A parameter's index depends on the graph,
     its name does not.
     """
@@ -116,7 +118,7 @@ def load_parameters(
     parameter's own type. Unless `valued`, the tensors are uninitialised.
     """
     found: dict[int, torch.Tensor] = {}
-    threads = processors_of_this_rank()
+    threads = core_count_of_this_rank()
     for shard in manifest.shards[rank]:
         parameter = manifest.parameters[shard.parameter]
         dtype = torch_dtype(parameter.value.dtype)

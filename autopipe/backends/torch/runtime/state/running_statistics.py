@@ -25,7 +25,7 @@ from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.torch_interfaces import foreach_add_, foreach_mul, foreach_mul_
 
-Calls = tuple[tuple[float, ...], tuple[int, ...]]
+StatisticCalls = tuple[tuple[float, ...], tuple[int, ...]]
 """(momenta, numbers): the momenta of all calls that update a running statistic in one forward pass
 of the model, in their order, and the numbers of the calls that one stage makes.
 """
@@ -107,7 +107,7 @@ class RunningStatistics:
         return y
 
     def changes(
-        self, micro_batches: int, calls: Mapping[int, Calls]
+        self, micro_batches: int, calls: Mapping[int, StatisticCalls]
     ) -> list[tuple[Tensor, float, Tensor]]:
         """Return (running statistic, factor, addend) for each running statistic at the end of a
         step: it becomes factor * r + addend. Forget the forwards of the step.
@@ -120,7 +120,7 @@ class RunningStatistics:
         weights: list[tuple[float, float]] = []
         found: list[NotedStatistic] = []
         for micro_batch, found in sorted(self._by_micro_batch.items()):
-            weights = _weights(found, calls)
+            weights = _statistic_weights(found, calls)
             behind = micro_batches - 1 - micro_batch
             shares = [weight * decay**behind for weight, decay in weights]
             own = list(foreach_mul([own for _, own, _ in found], shares))
@@ -139,8 +139,8 @@ class RunningStatistics:
         return list(totals.values())
 
 
-def _weights(
-    found: Sequence[NotedStatistic], calls: Mapping[int, Calls]
+def _statistic_weights(
+    found: Sequence[NotedStatistic], calls: Mapping[int, StatisticCalls]
 ) -> list[tuple[float, float]]:
     """Return (weight, decay) of each statistic that a forward has noted.
 
@@ -153,7 +153,7 @@ def _weights(
     momenta = defaultdict[int, list[float]](list)
     for running, _, momentum in found:
         momenta[id(running)].append(momentum)
-    places: dict[int, Calls] = {}
+    places: dict[int, StatisticCalls] = {}
     for key, own in momenta.items():
         known = calls.get(key)
         places[key] = known or (tuple(own), tuple(range(len(own))))
@@ -181,13 +181,15 @@ def shared_statistics(manifest: Manifest) -> frozenset[int]:
     return frozenset(each.parameter for each in manifest.running_calls)
 
 
-def sharing_groups(manifest: Manifest, shared: Collection[int]) -> set[tuple[int, ...]]:
+def groups_with_shared_statistics(
+    manifest: Manifest, shared: Collection[int]
+) -> set[tuple[int, ...]]:
     """Return the ranks of each shard of the `shared` statistics, for shards on several ranks."""
     found = (shard for shards in manifest.shards for shard in shards if shard.parameter in shared)
     return {shard.gradient_ranks for shard in found if len(shard.gradient_ranks) > 1}
 
 
-def move(
+def update_shared_statistics(
     manifest: Manifest,
     transport: Transport,
     parameters: dict[int, Tensor],

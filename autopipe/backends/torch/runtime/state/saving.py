@@ -5,22 +5,26 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from autopipe.backends.torch.checkpoint import Checkpoint, check_unused
-from autopipe.backends.torch.runtime.data.sample_order import START, Position
+from autopipe.backends.torch.checkpoint import Checkpoint, check_has_no_checkpoints
+from autopipe.backends.torch.runtime.data.sample_order import START_OF_RUN, RunProgress
 from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
 from autopipe.backends.torch.runtime.step.stage import RankContext
-from autopipe.backends.torch.runtime.step.update import Update
+from autopipe.backends.torch.runtime.step.update import ParameterUpdate
 from autopipe.backends.torch.runtime.watch.failures import stop_on_signal
-from autopipe.backends.torch.runtime.watch.step_agreement import SAVE, STOP, StepAgreement
+from autopipe.backends.torch.runtime.watch.step_agreement import (
+    SAVE_REQUEST,
+    STOP_REQUEST,
+    StepAgreement,
+)
 
 
-class Saving:
+class CheckpointPolicy:
     """The checkpoints of a run in `folder`. All ranks save after the same steps: after multiples of
     `--checkpoint-every`, after the last step, and when any rank was requested to save or to stop.
     """
 
-    def __init__(self, rank: RankContext, update: Update, folder: Path) -> None:
+    def __init__(self, rank: RankContext, update: ParameterUpdate, folder: Path) -> None:
         """Collective over all ranks. From now on SIGUSR2 stops the run after a step."""
         options = rank.options
         transport = rank.transport
@@ -28,7 +32,7 @@ class Saving:
         self._folder = folder
         self._steps_saved = 0
         """Steps that the newest checkpoint includes."""
-        self.begin = START
+        self.begin = START_OF_RUN
         """The position in the data at which this run began."""
         state = TrainingState(
             rank.manifest,
@@ -51,7 +55,7 @@ class Saving:
         self._agreement = StepAgreement(
             transport.store, transport.make_control_group(), 60 * options.checkpoint_minutes
         )
-        stop_on_signal(partial(self._agreement.request, STOP))
+        stop_on_signal(partial(self._agreement.request, STOP_REQUEST))
 
     def restore(self) -> Checkpoint | None:
         """Restore parameters, optimizer state and loss scale from the newest checkpoint. Return it,
@@ -61,12 +65,12 @@ class Saving:
         """
         self._rank.heartbeat.task = "restore"
         if not self._rank.options.resume:
-            check_unused(self._folder)
+            check_has_no_checkpoints(self._folder)
             return None
         saved = self._checkpointer.restore()
         if saved is not None:
             self._steps_saved = saved.step
-            self.begin = Position(saved.step, saved.samples, saved.forwards)
+            self.begin = RunProgress(saved.step, saved.samples, saved.forwards)
         return saved
 
     def best(self) -> tuple[float, int] | None:
@@ -78,7 +82,7 @@ class Saving:
     def requests(self) -> tuple[bool, bool]:
         """Return (save, stop): the requests that all ranks follow after this step."""
         requests = self._agreement.reach(self._rank.steps_done)
-        return SAVE in requests, STOP in requests
+        return SAVE_REQUEST in requests, STOP_REQUEST in requests
 
     def before_update(self) -> None:
         """Make the GPU wait for the copies of a running save before it changes parameters."""
@@ -108,7 +112,7 @@ class Saving:
         """Raise the error of a save that has failed, without waiting for a save that still runs."""
         self._checkpointer.has_ended()
 
-    def _position(self) -> Position:
+    def _position(self) -> RunProgress:
         """Return the progress of the run, including the runs that this run resumed."""
         forwards = self.begin.forwards
         if forwards is not None:
@@ -117,7 +121,7 @@ class Saving:
             forwards += (
                 steps * manifest.micro_batches * manifest.training.gradient_accumulation_steps
             )
-        return Position(self._rank.steps_done, self._rank.samples_done, forwards)
+        return RunProgress(self._rank.steps_done, self._rank.samples_done, forwards)
 
     def close(self) -> None:
         """Wait until the last checkpoint is written. Collective over all ranks."""

@@ -14,8 +14,8 @@ from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, h
 from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.ir.words import plural
 
-_NOT_ASKED = "the plan is not bound by the host"
-_UPDATE = "update"
+_NOT_HOST_BOUND = "the plan is not bound by the host"
+_UPDATE_KEY = "update"
 
 
 def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources], str]) -> str:
@@ -32,17 +32,17 @@ def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources
             return {str(number): f"{rank.device.type} devices have none" for number in rank.stages}
         resources = CaptureResources(partial(_free_bytes, rank))
         said = {
-            str(number): _capture(rank, stage, resources)
+            str(number): _capture_stage(rank, stage, resources)
             for number, stage in sorted(rank.stages.items())
         }
         if rank.train and not all(said.values()):
-            said[_UPDATE] = capture_update(resources)
+            said[_UPDATE_KEY] = capture_update(resources)
         return said
 
     control_group = rank.transport.make_control_group()
     by_rank = control_group.run_collectively("capture", capture)
     control_group.close()
-    return summary(len(rank.manifest.stages), by_rank)
+    return capture_summary(len(rank.manifest.stages), by_rank)
 
 
 def captures_by_default(rank: RankContext) -> bool:
@@ -50,16 +50,16 @@ def captures_by_default(rank: RankContext) -> bool:
     return has_cuda_graphs(rank.device) and rank.steps_done < rank.options.steps
 
 
-def _capture(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
+def _capture_stage(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
     """Capture a stage if it should be captured. Return the reason why it stays eager, "" if it is
     captured.
     """
     if not (rank.options.cuda_graphs or rank.manifest.stages[stage.number].host_bound):
-        return _NOT_ASKED
+        return _NOT_HOST_BOUND
     return stage.capture(resources)
 
 
-def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
+def capture_summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
     """Return one line about the stages of a program and its update. Each rank gives, by stage
     number or `update`, the reason why it stays eager, "" if it is captured.
     """
@@ -68,22 +68,22 @@ def summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
         for name, reason in own.items():
             reasons[name] = reasons.get(name) or reason
     eager = {name: reason for name, reason in reasons.items() if reason}
-    if set(eager.values()) == {_NOT_ASKED} and len(eager) == stages:
-        return f"no CUDA graphs: {_NOT_ASKED} (--cuda-graphs captures its stages nevertheless)"
-    update = eager.pop(_UPDATE, "")
+    if set(eager.values()) == {_NOT_HOST_BOUND} and len(eager) == stages:
+        return f"no CUDA graphs: {_NOT_HOST_BOUND} (--cuda-graphs captures its stages nevertheless)"
+    update = eager.pop(_UPDATE_KEY, "")
     by_reason = defaultdict[str, list[int]](list)
     for name in sorted(eager, key=int):
         by_reason[eager[name]].append(int(name))
     parts = [f"CUDA graphs: {stages - len(eager)} of {stages} {plural(stages, 'stage')} captured"]
-    if _UPDATE in reasons and not update:
+    if _UPDATE_KEY in reasons and not update:
         parts[0] += ", and the update"
-    parts += [f"{_stages(numbers)} eager: {reason}" for reason, numbers in by_reason.items()]
+    parts += [f"{_stages_text(numbers)} eager: {reason}" for reason, numbers in by_reason.items()]
     if update:
         parts.append(f"the update eager: {update}")
     return "; ".join(parts)
 
 
-def _stages(numbers: Iterable[int]) -> str:
+def _stages_text(numbers: Iterable[int]) -> str:
     """Return `stage 3`, or `stages 1, 2, 3`."""
     texts = [str(number) for number in numbers]
     return f"{plural(len(texts), 'stage')} {', '.join(texts)}"

@@ -23,14 +23,14 @@ from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueu
 from autopipe.backends.torch.torch_interfaces import configure_compiler
 from autopipe.ir.errors import ConfigurationError
 
-_LOCAL = {"slice", "along"}
+_LOCAL_GROUP_METHODS = {"slice", "along"}
 """Methods of `Group` that do not communicate, so that they may be compiled."""
-_EAGER = {
+_UNCOMPILED_CALLS = {
     "group": "exchanges between its ranks",
     "weight_grads": "operators whose gradients of weights wait",
 }
 """By attribute of a forward's `p`, a description of the calls that cannot be compiled."""
-_NO_COMPILER = {
+_COMPILER_HINTS = {
     "No working C++ compiler": "install g++, or name a compiler in CXX",
     "Cannot find a working triton": (
         "install triton as torch's wheels for CUDA do, or leave out --compile"
@@ -45,12 +45,12 @@ def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[st
     compiled as one graph. Raise ConfigurationError if there is no compiler for the device.
     """
     _set_up_compiler()
-    said = _said_of_stages(stages, transport, _compile)
+    said = _collect_stage_texts(stages, transport, _compile_stage)
     transport.traffic.clear()
     return [f"--compile: stage {number} runs {reason}" for number, reason in said]
 
 
-def _said_of_stages(
+def _collect_stage_texts(
     stages: Mapping[int, Stage], transport: Transport, act: Callable[[Stage], str]
 ) -> list[tuple[int, str]]:
     """Apply `act` to each stage on all ranks. Return (stage, text) for each stage for which some
@@ -80,12 +80,12 @@ def _set_up_compiler() -> None:
             if (
                 isinstance(method, FunctionType)
                 and (name == "__call__" or name[0] != "_")
-                and name not in _LOCAL
+                and name not in _LOCAL_GROUP_METHODS
             ):
                 setattr(kind, name, torch.compiler.disable(method))
 
 
-def _compile(stage: Stage) -> str:
+def _compile_stage(stage: Stage) -> str:
     """Compile a stage's forward, or its recomputed segments. Return which parts run eagerly and
     why, "" if none does.
     """
@@ -112,10 +112,12 @@ def _compile(stage: Stage) -> str:
             return said
         except Unsupported as error:
             used = {name for function in functions for name in function.__code__.co_names}
-            parts = [part for name, part in _EAGER.items() if name in used] or [_first_line(error)]
+            parts = [part for name, part in _UNCOMPILED_CALLS.items() if name in used] or [
+                _first_line(error)
+            ]
             said = f"between compiled parts, eagerly: {', '.join(parts)}"
         except TorchDynamoException as error:
-            for words, hint in _NO_COMPILER.items():
+            for words, hint in _COMPILER_HINTS.items():
                 if words in str(error):
                     raise ConfigurationError(
                         f"--compile: {words[0].lower()}{words[1:]}", hint

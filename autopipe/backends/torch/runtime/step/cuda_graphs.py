@@ -1,7 +1,7 @@
 """CUDA graphs of a stage: its forward and backward, captured once and replayed for every
 micro-batch.
 
-A CUDA graph reads and writes the same memory at each replay. So a stage has a `Slot` of static
+A CUDA graph reads and writes the same memory at each replay. So a stage has a `GraphSlot` of static
 tensors and graphs for each micro-batch in flight (its forward has run, its backward has not). Each
 slot has its own memory pool: its graphs are replayed in the order of their capture, and graphs of
 other slots, which run in between, cannot overwrite tensors that the forward graph saved for the
@@ -29,37 +29,37 @@ from autopipe.backends.torch.runtime.state.parameters import Arguments
 from autopipe.backends.torch.runtime.state.running_statistics import NotedStatistic
 from autopipe.backends.torch.runtime.step.output_edges import OutputEdge, run_backward
 from autopipe.backends.torch.runtime.step.weight_gradients import (
-    Waiting,
+    PendingWeightGradients,
     WeightGradQueue,
-    compute_all,
+    compute_weight_gradients,
 )
 from autopipe.backends.torch.torch_interfaces import abandon_capture, foreach_copy_, foreach_zero_
 
 Tensors = dict[str, torch.Tensor]
 
-_NEVER = {"p.group": "its ranks communicate within it"}
+_NEVER_CAPTURED = {"p.group": "its ranks communicate within it"}
 """By name in a stage's generated code, the reason why the stage is never captured."""
-_DEVICE = "cuda"
-_FREE_SHARE = 0.9
+_DEVICE_NAME = "cuda"
+_MAX_FREE_MEMORY_FRACTION = 0.9
 """Maximum fraction of the device's free memory that the slots of a stage may use."""
 
 
 def has_cuda_graphs(device: torch.device) -> bool:
     """Return True if stages on `device` can be captured."""
-    return device.type == _DEVICE
+    return device.type == _DEVICE_NAME
 
 
-def why_not_captured(names: Collection[str]) -> str:
+def reason_not_captured(names: Collection[str]) -> str:
     """Return the reason why a stage cannot be captured, "" if its code contains none. `names` are
-    the dotted names in the code (`names_in`).
+    the dotted names in the code (`names_in_source`).
     """
-    for name, reason in _NEVER.items():
+    for name, reason in _NEVER_CAPTURED.items():
         if any(each == name or each.startswith(f"{name}.") for each in names):
             return reason
     return ""
 
 
-def names_in(source: str) -> frozenset[str]:
+def names_in_source(source: str) -> frozenset[str]:
     """Return the dotted names in Python code, for example `p.group.all_reduce`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -68,7 +68,7 @@ def names_in(source: str) -> frozenset[str]:
     return frozenset(found)
 
 
-class NotCaptured(Exception):
+class NotCapturedError(Exception):
     """Raised if a stage or the update stays eager. The message is the reason."""
 
 
@@ -125,16 +125,18 @@ class CaptureResources:
         self._free_bytes = free_bytes
 
     def reserve(self, needed: int) -> None:
-        """Raise NotCaptured if `needed` bytes exceed the usable fraction of the free memory."""
+        """Raise NotCapturedError if `needed` bytes exceed the usable fraction of the free
+        memory.
+        """
         free = self._free_bytes()
-        if needed > _FREE_SHARE * free:
-            share = f"{_FREE_SHARE:.0%} of the {_gib(free)} that are free"
-            raise NotCaptured(f"its graphs need about {_gib(needed)}, more than {share}")
+        if needed > _MAX_FREE_MEMORY_FRACTION * free:
+            share = f"{_MAX_FREE_MEMORY_FRACTION:.0%} of the {_gib_text(free)} that are free"
+            raise NotCapturedError(f"its graphs need about {_gib_text(needed)}, more than {share}")
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Make the capturing stream the current one in the block. Errors of the block are raised as
-        NotCaptured. The device is idle before and after the block.
+        NotCapturedError. The device is idle before and after the block.
         """
         torch.cuda.synchronize()
         # A capture that ends with an error leaves its stream the current one: this context restores
@@ -142,10 +144,12 @@ class CaptureResources:
         with torch.cuda.stream(self.stream):
             try:
                 yield
-            except NotCaptured:
+            except NotCapturedError:
                 raise
             except Exception as error:
-                raise NotCaptured(f"the capture failed: {_first_line(error)}") from error
+                raise NotCapturedError(
+                    f"the capture failed: {_first_line_of_error(error)}"
+                ) from error
             finally:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
@@ -185,7 +189,7 @@ class _NarrowAlias(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedStage:
     """The parts of a stage that its capture uses."""
 
     p: Arguments
@@ -204,15 +208,15 @@ class Captured:
 class StageGraphs:
     """The captured graphs of a stage, with one slot for each micro-batch that may be in flight."""
 
-    def __init__(self, stage: Captured, resources: CaptureResources, slots: int) -> None:
-        """Capture the stage with `slots` slots. If this raises NotCaptured, the stage is
+    def __init__(self, stage: CapturedStage, resources: CaptureResources, slots: int) -> None:
+        """Capture the stage with `slots` slots. If this raises NotCapturedError, the stage is
         unchanged.
         """
         self._stage = stage
         self._resources = resources
         self._trained: list[torch.Tensor] = []
         self._placed = False
-        self.free: list[Slot] = []
+        self.free: list[GraphSlot] = []
         with resources.capturing():
             self._capture(slots)
 
@@ -237,7 +241,7 @@ class StageGraphs:
             for name in found:
                 aliases[name].grad = gradients.of(self._stage.parameters[name])
             self._warm_up()  # Loads the kernels that add to existing gradients.
-            self.free += [Slot(self._stage, self._resources, self) for _ in range(slots)]
+            self.free += [GraphSlot(self._stage, self._resources, self) for _ in range(slots)]
 
     @contextmanager
     def _aliases(self) -> Iterator[Tensors]:
@@ -268,27 +272,27 @@ class StageGraphs:
 
     def _warm_up(self) -> None:
         """Run the stage eagerly on the capturing stream, so that libraries allocate their
-        workspaces. Raise NotCaptured if an operator waits for the device.
+        workspaces. Raise NotCapturedError if an operator waits for the device.
         """
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Synchronization debug mode")
             torch.cuda.set_sync_debug_mode("error")
         try:
-            passed = _Pass(self._stage, self._stage.make_arguments())
+            passed = _CapturedPass(self._stage, self._stage.make_arguments())
             passed.run_forward(self._stage.p.random.state)
             passed.make_seeds()
             passed.run_backward()
             passed.run_weight_gradients()
         except RuntimeError as error:
             if "synchronizing CUDA operation" in str(error):
-                raise NotCaptured("one of its operators waits for the device") from error
+                raise NotCapturedError("one of its operators waits for the device") from error
             raise
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         torch.cuda.synchronize()
 
-    def take(self) -> Slot | None:
+    def take(self) -> GraphSlot | None:
         """Return a free slot for a micro-batch, None if all are in use."""
         return self.free.pop() if self.free else None
 
@@ -304,17 +308,17 @@ class StageGraphs:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _CapturedPass:
     """A forward of a stage and its backward, on tensors that graphs may use."""
 
-    stage: Captured
+    stage: CapturedStage
     arguments: Tensors
     results: tuple[torch.Tensor, ...] = ()
     edges: tuple[OutputEdge, ...] = ()
     seeds: dict[int, torch.Tensor] = field(default_factory=dict)
     """Gradients of results, by index of the result."""
     statistics: list[NotedStatistic] = field(default_factory=list)
-    waiting: Waiting = field(default_factory=list)
+    waiting: PendingWeightGradients = field(default_factory=list)
 
     def run_forward(self, state: ForwardState | StaticState) -> None:
         p = self.stage.p
@@ -339,19 +343,21 @@ class _Pass:
         self.waiting += self.stage.p.weight_grads.take()
 
     def run_weight_gradients(self) -> None:
-        compute_all(self.waiting)
+        compute_weight_gradients(self.waiting)
 
 
-class Slot:
+class GraphSlot:
     """The static tensors of one micro-batch in flight, and the graphs that read and write them."""
 
-    def __init__(self, stage: Captured, resources: CaptureResources, graphs: StageGraphs) -> None:
+    def __init__(
+        self, stage: CapturedStage, resources: CaptureResources, graphs: StageGraphs
+    ) -> None:
         """Capture the forward and, in training, the backward and the deferred weight gradients."""
         self._graphs = graphs
         self._state = (
             StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
         )
-        self._pass = _Pass(stage, stage.make_arguments())
+        self._pass = _CapturedPass(stage, stage.make_arguments())
         self._has_backward = False
         pool = torch.cuda.graph_pool_handle()
         state = self._state or stage.p.random.state
@@ -421,11 +427,11 @@ def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _gib(count: float) -> str:
+def _gib_text(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line_of_error(error: Exception) -> str:
     """Return the first line of the error's message, or the name of its type if it has no
     message.
     """

@@ -57,9 +57,9 @@ class ReducedBucket:
         self._transport = transport
         if bucket.home is not None:
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(self._count)
+                parameter.register_post_accumulate_grad_hook(self._count_gradient)
 
-    def _count(self, _: torch.Tensor) -> None:
+    def _count_gradient(self, _: torch.Tensor) -> None:
         self.missing -= 1
         if self.missing == 0:
             self.start()
@@ -112,7 +112,7 @@ class ShardedBucket(ReducedBucket):
         """Yield the tensors that the rank's optimizer updates: its part of the row, divided where
         the parameter group changes.
         """
-        own = self._own(self._row)
+        own = self._own_part(self._row)
         runs = tuple(self.bucket.runs(self._transport.rank))
         if len({groups.get(run.parameter, 0) for run in runs}) < 2:
             yield OptimizerShard(own, runs)
@@ -126,7 +126,7 @@ class ShardedBucket(ReducedBucket):
                 tensor, tuple(replace(run, at=run.at - start) for run in together), start
             )
 
-    def _own(self, row: torch.Tensor) -> torch.Tensor:
+    def _own_part(self, row: torch.Tensor) -> torch.Tensor:
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
 
     def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
@@ -159,7 +159,7 @@ class ShardedBucket(ReducedBucket):
         row = torch.zeros_like(self._row)
         for shard in self.shards:
             assert shard.tensor.grad is not None
-            self._own(row)[shard.part].copy_(shard.tensor.grad)
+            self._own_part(row)[shard.part].copy_(shard.tensor.grad)
         self._transport.gather(row, self.bucket.ranks)
         places = zip(self.bucket.blocks, self._places(row), strict=True)
         return {block.parameter: place for block, place in places}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopipe.backends.torch.checkpoint import AVERAGE
+from autopipe.backends.torch.checkpoint import AVERAGE_STATE
 from autopipe.backends.torch.runtime.communication.transport import Transport
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction
@@ -30,7 +30,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.problem import PARAMETER_GROUPS_KEY, matches_pattern
 
 
-def groups_of_parameters(manifest: Manifest) -> dict[int, int]:
+def parameter_group_by_index(manifest: Manifest) -> dict[int, int]:
     """Return the number of each parameter's group in `optimizer.groups`, counted from 1, by
     parameter index. Parameters in no group are omitted.
     """
@@ -71,7 +71,7 @@ class TensorGroup:
 def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[TensorGroup]:
     """Return all tensors that the rank's optimizer updates, grouped by settings."""
     settings = manifest.optimizer
-    numbers = groups_of_parameters(manifest)
+    numbers = parameter_group_by_index(manifest)
     matrices = frozenset(settings.get("matrices", ()))
     found = defaultdict[tuple[int, bool], list[torch.Tensor]](list)
     for index, tensor in reduction.updated_parameters.items():
@@ -107,7 +107,9 @@ class EagerOptimizer(torch.optim.Optimizer):
 
 
 @cache
-def eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def without_compile_hooks(
+    kind: type[torch.optim.Optimizer],
+) -> Callable[..., torch.optim.Optimizer]:
     """Return a subclass of `kind` with its name that is an `EagerOptimizer` and has an update
     without torch._dynamo.
     """
@@ -131,11 +133,17 @@ def make_optimizer(
     nesterov = settings.get("nesterov", False)
     match settings["name"]:
         case "sgd":
-            return eager(torch.optim.SGD)(forms, momentum=momentum, nesterov=nesterov, fused=fused)
+            return without_compile_hooks(torch.optim.SGD)(
+                forms, momentum=momentum, nesterov=nesterov, fused=fused
+            )
         case "adam":
-            return eager(torch.optim.Adam)(forms, betas=betas, eps=settings["eps"], fused=fused)
+            return without_compile_hooks(torch.optim.Adam)(
+                forms, betas=betas, eps=settings["eps"], fused=fused
+            )
         case "adamw":
-            return eager(torch.optim.AdamW)(forms, betas=betas, eps=settings["eps"], fused=fused)
+            return without_compile_hooks(torch.optim.AdamW)(
+                forms, betas=betas, eps=settings["eps"], fused=fused
+            )
         case "lion":
             return Lion(forms, betas)
         case "muon":
@@ -146,10 +154,14 @@ def make_optimizer(
                 # Scales updates of a matrix and of its transpose to the size of AdamW's, so that
                 # one learning rate suits both optimizers.
                 how = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
-                parts.append(eager(torch.optim.Muon)(matrices, momentum=momentum, **how))
+                parts.append(
+                    without_compile_hooks(torch.optim.Muon)(matrices, momentum=momentum, **how)
+                )
             if others:
                 parts.append(
-                    eager(torch.optim.AdamW)(others, betas=betas, eps=settings["eps"], fused=fused)
+                    without_compile_hooks(torch.optim.AdamW)(
+                        others, betas=betas, eps=settings["eps"], fused=fused
+                    )
                 )
             return parts[0] if len(parts) == 1 else JointOptimizer(parts)
     raise ConfigurationError(f"optimizer {settings['name']!r} is unknown")
@@ -247,17 +259,17 @@ def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
     weights = []
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
         state = optimizer.state[tensor]
-        if AVERAGE in state:
-            averages.append(state[AVERAGE])
+        if AVERAGE_STATE in state:
+            averages.append(state[AVERAGE_STATE])
             weights.append(tensor.detach())
         elif state or isinstance(optimizer, torch.optim.SGD):
             # Other optimizers initialise their state if it is empty.
-            state[AVERAGE] = tensor.detach().clone()
+            state[AVERAGE_STATE] = tensor.detach().clone()
     if averages:
         foreach_lerp_(averages, weights, 1.0 - decay)
 
 
-_EPS = 1e-6
+_CLIPPING_EPSILON = 1e-6
 """Added to the norm before the division, as torch's `clip_grad_norm_` does."""
 
 
@@ -298,7 +310,7 @@ class GradientClipping:
                 .sum()
             )
         norm = self._transport.total(squares).sqrt()
-        factor = torch.clamp(self._max_norm / (norm + _EPS), max=1.0)
+        factor = torch.clamp(self._max_norm / (norm + _CLIPPING_EPSILON), max=1.0)
         scale_gradients(self._updated, factor)
         return norm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopipe.backends.torch.runtime.communication.transport import Form
+from autopipe.backends.torch.runtime.communication.transport import TensorForm
 from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 
@@ -18,7 +18,7 @@ class OutputEdge:
     """
 
     edge: GradientEdge | None
-    form: Form
+    form: TensorForm
     device: torch.device
 
     @staticmethod

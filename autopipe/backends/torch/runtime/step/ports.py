@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
 
-from autopipe.backends.torch.runtime.data.sample_source import Slices
+from autopipe.backends.torch.runtime.data.sample_source import BlockRanges
 from autopipe.backends.torch.runtime.deprecated import warn_of_old_name
 
 
@@ -15,7 +15,7 @@ class Data:
     argument: str
     name: str
     """Name of the graph input."""
-    offsets: Slices
+    offsets: BlockRanges
     """The slice of one micro-batch of the graph input: (start, stop) of each dimension."""
 
 
@@ -31,16 +31,16 @@ class RemotePort:
     """True if the gradient of the tensor goes in the other direction."""
     dtype: str | None = None
     """Element type in which the tensor is sent, None for the tensor's own; it may be narrower."""
-    offsets: Slices | None = None
+    offsets: BlockRanges | None = None
     """(start, stop) of each dimension of the slice that is sent; None for the full tensor."""
     slice: tuple[int, int] = (0, 1)
     """Index and count of the `MicroBatchSlice` of this stage's micro-batches that use the port."""
     part: int = 0
     """Index of the `MicroBatchSlice` of the other stage's micro-batches."""
-    box: InitVar[Slices | None] = None
+    box: InitVar[BlockRanges | None] = None
     """Name of `offsets` in programs of the previous release."""
 
-    def __post_init__(self, box: Slices | None) -> None:
+    def __post_init__(self, box: BlockRanges | None) -> None:
         if box is not None:
             warn_of_old_name("box=", "offsets=")
             object.__setattr__(self, "offsets", box)

@@ -23,12 +23,12 @@ from autopipe.backends.torch.torch_interfaces import (
     update_loss_scale_,
 )
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def low_precision_type(precision: str) -> torch.dtype | None:
     """Return the 16-bit type of a program's precision, None for other precisions."""
-    return _AUTOCAST.get(precision)
+    return _AUTOCAST_TYPES.get(precision)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
@@ -60,7 +60,7 @@ class LowPrecisionCopies:
                 foreach_copy_(self._written, self._parameters)
 
 
-def set_products(precision: str, exact: bool = False) -> None:
+def set_matmul_precision(precision: str, exact: bool = False) -> None:
     """Set the precision of CUDA matmuls, convolutions and recurrent layers on fp32 tensors in this
     process: TF32 if `precision` is `tf32`, otherwise IEEE. Torch's default is IEEE for matmuls and
     TF32 for the others.
@@ -78,9 +78,9 @@ def set_products(precision: str, exact: bool = False) -> None:
         ) = False
 
 
-_GROWTH = 2.0
-_BACKOFF = 0.5
-_GROWTH_INTERVAL = 2000
+_GROWTH_FACTOR = 2.0
+_BACKOFF_FACTOR = 0.5
+_GROWTH_INTERVAL_STEPS = 2000
 """Number of steps without an overflow after which the scale grows."""
 
 
@@ -139,12 +139,17 @@ class LossScaler:
         optimizer.step()
 
     def end_step(self) -> None:
-        """Halve the scale after an overflow; double it after `_GROWTH_INTERVAL` steps without
+        """Halve the scale after an overflow; double it after `_GROWTH_INTERVAL_STEPS` steps without
         one.
         """
         self.outcome = torch.stack((self.scale, self._overflow))
         update_loss_scale_(
-            self.scale, self._good_steps, self._overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL
+            self.scale,
+            self._good_steps,
+            self._overflow,
+            _GROWTH_FACTOR,
+            _BACKOFF_FACTOR,
+            _GROWTH_INTERVAL_STEPS,
         )
 
     def was_skipped(self) -> bool:

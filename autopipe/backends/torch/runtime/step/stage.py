@@ -14,31 +14,34 @@ from typing import TypeVar
 import torch
 
 from autopipe.backends.torch.runtime.communication.transport import (
-    Form,
     PendingRecv,
     PendingSend,
+    TensorForm,
     Transport,
 )
 from autopipe.backends.torch.runtime.data.batch_reader import BatchReader, BlockRequest
-from autopipe.backends.torch.runtime.data.sample_source import Slices
+from autopipe.backends.torch.runtime.data.sample_source import BlockRanges
 from autopipe.backends.torch.runtime.deprecated import warn_of_old_name
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.options import Options
+from autopipe.backends.torch.runtime.options import RankOptions
 from autopipe.backends.torch.runtime.state.parameters import Arguments, torch_dtype
 from autopipe.backends.torch.runtime.step.cuda_graphs import (
-    Captured,
+    CapturedStage,
     CaptureResources,
-    NotCaptured,
-    Slot,
+    GraphSlot,
+    NotCapturedError,
     StageGraphs,
-    names_in,
-    why_not_captured,
+    names_in_source,
+    reason_not_captured,
 )
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction
 from autopipe.backends.torch.runtime.step.output_edges import OutputEdge, run_backward
 from autopipe.backends.torch.runtime.step.ports import Data, Labels, Loss, Port, Recv, Send
 from autopipe.backends.torch.runtime.step.precision import LossScaler, LowPrecisionCopies, autocast
-from autopipe.backends.torch.runtime.step.weight_gradients import Waiting, compute_all
+from autopipe.backends.torch.runtime.step.weight_gradients import (
+    PendingWeightGradients,
+    compute_weight_gradients,
+)
 from autopipe.backends.torch.runtime.watch.clock import Clock
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 from autopipe.backends.torch.torch_interfaces import accumulate_gradients
@@ -49,10 +52,10 @@ Tensors = dict[str, torch.Tensor]
 
 _RemotePort = TypeVar("_RemotePort", Recv, Send)
 
-_Source = tuple[int | None, int | None]
+_SourceAndPart = tuple[int | None, int | None]
 """Number of another stage and index of its `MicroBatchSlice`; None for all."""
 
-_Piece = tuple[torch.Tensor, Slices | None]
+_TensorPiece = tuple[torch.Tensor, BlockRanges | None]
 """A slice of a tensor and its offsets in the tensor; None if it is the full tensor."""
 
 
@@ -64,20 +67,20 @@ class EagerPass:
     """The arguments whose gradients are needed."""
     edges: tuple[OutputEdge, ...]
     """The results' places in autograd's graph."""
-    waiting: Waiting
+    waiting: PendingWeightGradients
     """Gradients of parameters that the first half of a split backward defers."""
 
     def weight_gradients(self) -> None:
         """Compute the deferred gradients of parameters."""
-        compute_all(self.waiting)
+        compute_weight_gradients(self.waiting)
 
 
-def _slice_of(tensor: torch.Tensor, offsets: Slices | None) -> torch.Tensor:
+def _slice_of(tensor: torch.Tensor, offsets: BlockRanges | None) -> torch.Tensor:
     return tensor if offsets is None else tensor[tuple(slice(*each) for each in offsets)]
 
 
-def _assembled(
-    pieces: list[_Piece], form: Form, device: torch.device, add: bool = False
+def _assemble_pieces(
+    pieces: list[_TensorPiece], form: TensorForm, device: torch.device, add: bool = False
 ) -> torch.Tensor:
     """Return the tensor that consists of `pieces`, in the type and shape of `form`. With `add`,
     pieces may overlap and are summed; elements in no piece are 0.
@@ -133,7 +136,7 @@ class RankContext:
     def __init__(
         self,
         number: int,
-        options: Options,
+        options: RankOptions,
         manifest: Manifest,
         transport: Transport,
         heartbeat: Heartbeat,
@@ -278,8 +281,8 @@ class Stage:
         """`module` is the generated code of the stage."""
         self._rank = rank
         self.number = number
-        self._inputs: dict[str, Form] = module.INPUTS
-        self._outputs: tuple[Form, ...] = tuple(module.OUTPUTS.values())
+        self._inputs: dict[str, TensorForm] = module.INPUTS
+        self._outputs: tuple[TensorForm, ...] = tuple(module.OUTPUTS.values())
         self.p = Arguments(device=rank.device, training=True)
         """The first argument of the stage's forward."""
         self.module = module
@@ -317,9 +320,9 @@ class Stage:
         """Tensors that are to be sent."""
         self._local = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
         """Tensors from stages on this rank."""
-        self._saved: dict[int, EagerPass | Slot] = {}
+        self._saved: dict[int, EagerPass | GraphSlot] = {}
         """By micro-batch the state that a forward saves for its backward."""
-        self._waiting: dict[int, EagerPass | Slot] = {}
+        self._waiting: dict[int, EagerPass | GraphSlot] = {}
         """By micro-batch the state between the two halves of a split backward."""
         self._backwards = 0
         """Micro-batches of this step whose gradients of parameters are being or have been computed.
@@ -331,7 +334,7 @@ class Stage:
         self.losses: dict[int, torch.Tensor] = {}
         """Loss of each micro-batch of the step, by its number in the step."""
 
-    def _due(
+    def _ports_due(
         self, ports: tuple[_RemotePort, ...], micro_batch: int, gradient: bool = False
     ) -> list[_RemotePort]:
         """Return the ports that the micro-batch uses; with `gradient`, those whose gradient goes
@@ -343,22 +346,22 @@ class Stage:
             if self._slices[port.channel].has(micro_batch) and (port.gradient or not gradient)
         ]
 
-    def _remote(
+    def _ports_to_other_ranks(
         self,
         ports: tuple[_RemotePort, ...],
         micro_batch: int,
         gradient: bool = False,
-        source: _Source = (None, None),
+        source: _SourceAndPart = (None, None),
     ) -> list[_RemotePort]:
         """Return the ports that the micro-batch uses to exchange tensors with other ranks; only
         those of the other stage and slice in `source`, if given.
         """
         (stage, part) = source
-        due = self._due(ports, micro_batch, gradient)
+        due = self._ports_due(ports, micro_batch, gradient)
         found = (port for port in due if stage in (None, port.stage) and part in (None, port.part))
         return [port for port in found if port.rank != self._rank.number]
 
-    def _exchange(
+    def _exchange_through_ports(
         self,
         act: Callable[[_RemotePort, int], object],
         ports: list[_RemotePort],
@@ -375,7 +378,7 @@ class Stage:
                 for port in together:
                     act(port, micro_batch)
 
-    def _form(self, port: Recv | Send) -> Form:
+    def _form_of_port(self, port: Recv | Send) -> TensorForm:
         """Return the element type and shape of the tensor that a port transfers; the gradient has
         the same.
         """
@@ -392,9 +395,9 @@ class Stage:
         """Post the receives of the arguments that other ranks compute: from all stages, or from
         stage `source`, or from slice `part` of its micro-batches.
         """
-        self._exchange(
+        self._exchange_through_ports(
             self.post_recv,
-            self._remote(self.receives, micro_batch, False, (source, part)),
+            self._ports_to_other_ranks(self.receives, micro_batch, False, (source, part)),
             micro_batch,
         )
 
@@ -405,31 +408,35 @@ class Stage:
         from slice `part` of its micro-batches. Does nothing in a validation.
         """
         if self._rank.training:
-            self._exchange(
+            self._exchange_through_ports(
                 self.post_recv,
-                self._remote(self.sends, micro_batch, True, (source, part)),
+                self._ports_to_other_ranks(self.sends, micro_batch, True, (source, part)),
                 micro_batch,
             )
 
     def send(self, micro_batch: int) -> None:
         """Start to send the results that other ranks use."""
-        self._exchange(self.start_send, self._remote(self.sends, micro_batch), micro_batch)
+        self._exchange_through_ports(
+            self.start_send, self._ports_to_other_ranks(self.sends, micro_batch), micro_batch
+        )
 
     def send_gradient(self, micro_batch: int) -> None:
         """Start to send the gradients of arguments to the ranks that computed the arguments. Does
         nothing in a validation.
         """
         if self._rank.training:
-            self._exchange(
+            self._exchange_through_ports(
                 self.start_send,
-                self._remote(self.receives, micro_batch, gradient=True),
+                self._ports_to_other_ranks(self.receives, micro_batch, gradient=True),
                 micro_batch,
             )
 
     def post_recv(self, port: Recv | Send, micro_batch: int) -> PendingRecv:
         """Post the receive of an argument (`Recv`), or of the gradient of a result (`Send`)."""
         gradient = isinstance(port, Send)
-        pending = self._rank.transport.recv(self._form(port), port.rank, port.channel, gradient)
+        pending = self._rank.transport.recv(
+            self._form_of_port(port), port.rank, port.channel, gradient
+        )
         self._arriving[micro_batch, gradient][port.channel] = pending
         return pending
 
@@ -471,8 +478,8 @@ class Stage:
             self._max_in_flight = max(self._max_in_flight, len(self._saved) + len(self._waiting))
         elif slot is not None:
             slot.release()
-        for port in self._due(self.sends, micro_batch):
-            self._pass_on(port, micro_batch, results[port.result].detach())
+        for port in self._ports_due(self.sends, micro_batch):
+            self._send_or_deliver(port, micro_batch, results[port.result].detach())
         if self._loss is not None:
             loss = results[self._loss.result].detach()
             weight = rank.weight(self.number, number)
@@ -503,19 +510,19 @@ class Stage:
         """Read and receive the arguments of a micro-batch, by name in the order of the forward."""
         number = self._number_in_step(micro_batch)
         found = {data.argument: self._rank.read(self.number, number, data) for data in self.data}
-        received = defaultdict[str, list[_Piece]](list)
-        for port, tensor in self._arrived(self.receives, micro_batch):
+        received = defaultdict[str, list[_TensorPiece]](list)
+        for port, tensor in self._wait_for_tensors(self.receives, micro_batch):
             received[port.argument].append((tensor, port.offsets))
         with_gradients = self._arguments_with_gradients()
         for name, pieces in received.items():
-            tensor = _assembled(pieces, self._inputs[name], pieces[0][0].device)
+            tensor = _assemble_pieces(pieces, self._inputs[name], pieces[0][0].device)
             found[name] = tensor.requires_grad_(True) if name in with_gradients else tensor
         return {name: found[name] for name in self._inputs}
 
     def _arguments_with_gradients(self) -> set[str]:
         return {port.argument for port in self.receives if port.gradient and self._rank.training}
 
-    def _zeros(self) -> Tensors:
+    def _zero_arguments(self) -> Tensors:
         """Return arguments of zeros in the types and shapes of a micro-batch."""
         with_gradients = self._arguments_with_gradients()
         return {
@@ -533,16 +540,18 @@ class Stage:
         run and their backward had not.
         """
         rank = self._rank
-        if reason := why_not_captured(names_in(inspect.getsource(self.module))):
+        if reason := reason_not_captured(names_in_source(inspect.getsource(self.module))):
             return reason
         seeded = {port.result for port in self.sends if port.gradient} if rank.training else set()
         if rank.training and self._loss is not None:
             seeded.add(self._loss.result)
         parameters = {name: rank.parameters[int(name[1:])] for name in self.module.PARAMETERS}
-        stage = Captured(self.p, self._results, self._zeros, parameters, frozenset(seeded))
+        stage = CapturedStage(
+            self.p, self._results, self._zero_arguments, parameters, frozenset(seeded)
+        )
         try:
             self.graphs = StageGraphs(stage, resources, self._max_in_flight)
-        except NotCaptured as error:
+        except NotCapturedError as error:
             return str(error)
         return ""
 
@@ -550,15 +559,15 @@ class Stage:
         """Run the forward and, in training, the backward of a micro-batch of zeros, so that they
         are compiled. No gradients remain.
         """
-        results = self._results(self._zeros())
+        results = self._results(self._zero_arguments())
         waiting = self.p.weight_grads.take()
         if roots := [result for result in results if result.requires_grad]:
             accumulate_gradients(roots, [torch.zeros_like(root) for root in roots])
-            compute_all(waiting + self.p.weight_grads.take())
+            compute_weight_gradients(waiting + self.p.weight_grads.take())
         for tensor in self._rank.parameters.values():
             tensor.grad = None
 
-    def _arrived(
+    def _wait_for_tensors(
         self, ports: tuple[_RemotePort, ...], micro_batch: int, gradient: bool = False
     ) -> Iterator[tuple[_RemotePort, torch.Tensor]]:
         """Yield (port, tensor) of a micro-batch: first the tensors of stages on this rank in the
@@ -566,7 +575,7 @@ class Stage:
         """
         local = self._local.pop((micro_batch, gradient), {})
         pending = self._arriving.pop((micro_batch, gradient), {})
-        due = {port.channel: port for port in self._due(ports, micro_batch, gradient)}
+        due = {port.channel: port for port in self._ports_due(ports, micro_batch, gradient)}
         yield from ((due.pop(channel), tensor) for channel, tensor in local.items())
         for channel, port in due.items():
             heartbeat = self._rank.heartbeat
@@ -578,12 +587,12 @@ class Stage:
                 tensor = pending[channel].wait()
             yield port, tensor
 
-    def _pass_on(self, port: Recv | Send, micro_batch: int, tensor: torch.Tensor) -> None:
+    def _send_or_deliver(self, port: Recv | Send, micro_batch: int, tensor: torch.Tensor) -> None:
         """Hand a result, or the gradient of an argument, to a stage on this rank, or keep it until
         it is sent.
         """
         gradient = isinstance(port, Recv)
-        dtype = self._form(port)[0]
+        dtype = self._form_of_port(port)[0]
         piece = _slice_of(tensor, port.offsets).to(dtype)
         if port.rank != self._rank.number:
             self._leaving[micro_batch, gradient][port.channel] = piece
@@ -603,9 +612,13 @@ class Stage:
         """
         if not self._rank.training:
             return
-        last = self._begins_last()
+        last = self._is_last_to_begin()
         # The replay of a CUDA graph runs no autograd hooks, and deferred gradients come later.
-        if last and not self.p.weight_grads.used and not isinstance(self._saved[micro_batch], Slot):
+        if (
+            last
+            and not self.p.weight_grads.used
+            and not isinstance(self._saved[micro_batch], GraphSlot)
+        ):
             # Each bucket's reduction starts as soon as its gradients are complete.
             self._rank.reduction.arm(self.number, self._recomputing_readers)
         self._propagate(micro_batch, "B")
@@ -625,7 +638,7 @@ class Stage:
         """
         if not self._rank.training:
             return
-        last = self._begins_last()
+        last = self._is_last_to_begin()
         self._rank.heartbeat.task = task = f"{self.number}W{micro_batch}"
         start = self._rank.clock.mark()
         self._waiting.pop(micro_batch).weight_gradients()
@@ -633,7 +646,7 @@ class Stage:
         if last:
             self._rank.reduction.start(self.number)
 
-    def _begins_last(self) -> bool:
+    def _is_last_to_begin(self) -> bool:
         """Count a micro-batch whose gradients of parameters are computed next. Return True if it is
         the last of the step.
         """
@@ -648,21 +661,23 @@ class Stage:
         """
         self._rank.heartbeat.task = task = f"{self.number}{phase}{micro_batch}"
         saved = self._saved.pop(micro_batch)
-        incoming = defaultdict[int, list[_Piece]](list)
-        for port, tensor in self._arrived(self.sends, micro_batch, gradient=True):
+        incoming = defaultdict[int, list[_TensorPiece]](list)
+        for port, tensor in self._wait_for_tensors(self.sends, micro_batch, gradient=True):
             incoming[port.result].append((tensor, port.offsets))
         start = self._rank.clock.mark()
         seeds = self._seeds(micro_batch, saved.edges, incoming)
         gradients = (
-            saved.backward(seeds) if isinstance(saved, Slot) else self._run_backward(saved, seeds)
+            saved.backward(seeds)
+            if isinstance(saved, GraphSlot)
+            else self._run_backward(saved, seeds)
         )
         if phase == "I":
             self._waiting[micro_batch] = saved
         else:
             saved.weight_gradients()
         self._rank.clock.add(task, start)
-        for source in self._due(self.receives, micro_batch, gradient=True):
-            self._pass_on(source, micro_batch, gradients[source.argument])
+        for source in self._ports_due(self.receives, micro_batch, gradient=True):
+            self._send_or_deliver(source, micro_batch, gradients[source.argument])
 
     def _eager_pass(self, arguments: Tensors, results: tuple[torch.Tensor, ...]) -> EagerPass:
         """Return the state that the forward that has just run saves for its backward."""
@@ -708,7 +723,7 @@ class Stage:
         self,
         micro_batch: int,
         results: tuple[OutputEdge, ...],
-        incoming: defaultdict[int, list[_Piece]],
+        incoming: defaultdict[int, list[_TensorPiece]],
     ) -> dict[int, torch.Tensor]:
         """Return the gradients from which the backward starts, by index of the result: the weight
         of the loss, and the gradients `incoming` from other stages.
@@ -726,7 +741,7 @@ class Stage:
         # comes starts from zeros.
         wanted = range(len(results)) if self.p.group.size > 1 else sorted(incoming)
         return {
-            index: _assembled(
+            index: _assemble_pieces(
                 incoming.get(index, []), results[index].form, results[index].device, add=True
             )
             for index in wanted

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import torch
 
-from autopipe.backends.torch.runtime.state.running_statistics import move, shared_statistics
-from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, NotCaptured
+from autopipe.backends.torch.runtime.state.running_statistics import (
+    shared_statistics,
+    update_shared_statistics,
+)
+from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, NotCapturedError
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction, buckets_of_rank
 from autopipe.backends.torch.runtime.step.optimizers import (
     GradientClipping,
     average_weights,
-    groups_of_parameters,
     make_optimizer,
     make_state,
+    parameter_group_by_index,
     scale_gradients,
     set_learning_rate,
     tensor_groups,
@@ -25,7 +28,7 @@ from autopipe.backends.torch.runtime.step.update_graph import UpdateGraph
 from autopipe.ir.problem import FIRST_LOSS_SCALE
 
 
-class Update:
+class ParameterUpdate:
     """The update of one rank. In inference it has no optimizer and reduces nothing."""
 
     def __init__(self, rank: RankContext, can_skip: bool) -> None:
@@ -40,7 +43,7 @@ class Update:
             rank.parameters,
             buckets,
             manifest.optimizer["shard"],
-            groups_of_parameters(manifest),
+            parameter_group_by_index(manifest),
         )
         self.loss_scaler: LossScaler | None = None
         if manifest.scales_loss:
@@ -107,7 +110,9 @@ class Update:
         """
         rank = self._rank
         running = ((number, stage.p.running) for number, stage in rank.stages.items())
-        move(rank.manifest, rank.transport, rank.parameters, running, self._shared_statistics)
+        update_shared_statistics(
+            rank.manifest, rank.transport, rank.parameters, running, self._shared_statistics
+        )
 
     def apply(self) -> None:
         """Clip the gradients and update the parameters with the learning rate of this step. Sets
@@ -164,6 +169,6 @@ class Update:
                 self.loss_scaler is not None,
                 resources,
             )
-        except NotCaptured as error:
+        except NotCapturedError as error:
             return str(error)
         return ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, NotCaptured
+from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, NotCapturedError
 
 
 class UpdateGraph:
@@ -25,14 +25,14 @@ class UpdateGraph:
         skips: bool,
         resources: CaptureResources,
     ) -> None:
-        """Capture the update after the optimizer's first step. Raise NotCaptured if that is
+        """Capture the update after the optimizer's first step. Raise NotCapturedError if that is
         impossible; the optimizer is then unchanged.
 
         `tensors` had a gradient in that step. `average` updates the moving average. `skips` is True
         if a step may be skipped.
         """
         if not all(group.get("fused") for group in optimizer.param_groups):
-            raise NotCaptured("its optimizer takes the learning rate from the host")
+            raise NotCapturedError("its optimizer takes the learning rate from the host")
         self._optimizer = optimizer
         self._tensors = tuple(tensors)
         self._gradients = resources.gradients
@@ -45,7 +45,7 @@ class UpdateGraph:
                 self._graph = resources.capture(
                     lambda: self._run(average), torch.cuda.graph_pool_handle()
                 )
-        except NotCaptured:
+        except NotCapturedError:
             self._restore()
             raise
         finally:
@@ -82,7 +82,7 @@ class UpdateGraph:
         Return False, without any effect, if other tensors have gradients than at the capture.
         """
         found = [each for each in tensors if each.grad is not None]
-        if len(found) != len(self._tensors) or any(map(_differ, found, self._tensors)):
+        if len(found) != len(self._tensors) or any(map(_are_different, found, self._tensors)):
             return False
         self._gradients.place(self._tensors)
         if self._skipped is not None:
@@ -92,5 +92,5 @@ class UpdateGraph:
         return True
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_different(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is not other

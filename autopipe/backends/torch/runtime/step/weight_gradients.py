@@ -7,11 +7,11 @@ weights and can fill idle time (Qi et al., "Zero Bubble Pipeline Parallelism", 2
 The forward calls matmuls, convolutions and embeddings through `WeightGradQueue`. For y = x w^T with
 upstream gradient g, I computes g w, and W computes g^T x. The operator runs in one of two ways:
 
-By formula (`_FORMULAS`): the operator runs with its weight detached. A hook on the result stores g,
-and W computes the gradient of w from g and x.
+By formula (`_FORMULA_BY_FUNCTION`): the operator runs with its weight detached. A hook on the
+result stores g, and W computes the gradient of w from g and x.
 
-By a graph of its own (`_Deferred`), for operators without a formula: autograd runs this graph
-twice, first for the activations, then for the parameters.
+By a graph of its own (`_DeferredWeightGradient`), for operators without a formula: autograd runs
+this graph twice, first for the activations, then for the parameters.
 
 Invariants: W adds to `parameter.grad`, and runs after the I of the same micro-batch. I and W
 together give the gradients of an undivided backward. A `WeightGradient` to which no gradient came
@@ -34,11 +34,11 @@ from autopipe.backends.torch.torch_interfaces import accumulate_gradients, input
 Function = Callable[..., torch.Tensor]
 Operands = tuple[Any, ...]
 Settings = Mapping[str, Any]
-Add = Callable[[torch.Tensor, torch.Tensor], None]
+AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
 """A function (x, g) that adds the gradient of a weight to `parameter.grad`, from the operand x and
 the gradient g of the result.
 """
-Formula = tuple[tuple[torch.Tensor, ...], Add]
+GradientFormula = tuple[tuple[torch.Tensor, ...], AddGradient]
 """(operands, add) of one call of an operator. operands: the detached weight, and bias if there is
 one, which replace the operands after the first. add: adds the deferred gradients.
 """
@@ -52,13 +52,13 @@ def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
-def _product(
+def _matmul_formula(
     rows_first: bool,
     parameter: torch.Tensor,
     transposed: bool,
     operands: Operands,
     settings: Settings,
-) -> Formula | None:
+) -> GradientFormula | None:
     """Return the formula of `x @ weight`, or of `x @ weight.t()` if `rows_first`: then the first
     dimension of the weight is the last of the result. `transposed` is True if the operand is the
     transpose of `parameter`. None if the call is not a matmul with a two-dimensional weight.
@@ -79,9 +79,9 @@ def _product(
     return (operands[1].detach(),), add
 
 
-def _convolution(
+def _convolution_formula(
     upwards: bool, parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
-) -> Formula | None:
+) -> GradientFormula | None:
     """Return the formula of a convolution, of a transposed one if `upwards`. The gradient of the
     bias is deferred with that of the weight, as libraries compute both in one call. None if the
     call has settings that the formula does not cover.
@@ -119,9 +119,9 @@ def _convolution(
     return tuple(each.detach() for each in operands[1:] if each is not None), add
 
 
-def _lookup(
+def _embedding_formula(
     parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
-) -> Formula | None:
+) -> GradientFormula | None:
     """Return the formula of `F.embedding`. None if the call has settings or a transposed weight."""
     if settings or transposed or len(operands) != 2:
         return None
@@ -133,14 +133,17 @@ def _lookup(
     return (operands[1].detach(),), add
 
 
-_FORMULAS: dict[Function, Callable[[torch.Tensor, bool, Operands, Settings], Formula | None]] = {
-    F.linear: partial(_product, True),
-    torch.matmul: partial(_product, False),
-    torch.mm: partial(_product, False),
-    F.embedding: _lookup,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), partial(_convolution, False)),
+_FORMULA_BY_FUNCTION: dict[
+    Function, Callable[[torch.Tensor, bool, Operands, Settings], GradientFormula | None]
+] = {
+    F.linear: partial(_matmul_formula, True),
+    torch.matmul: partial(_matmul_formula, False),
+    torch.mm: partial(_matmul_formula, False),
+    F.embedding: _embedding_formula,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), partial(_convolution_formula, False)),
     **dict.fromkeys(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), partial(_convolution, True)
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        partial(_convolution_formula, True),
     ),
 }
 
@@ -165,11 +168,11 @@ class WeightGradient:
         self.arrived.append((gradient,))
 
 
-Waiting = list[WeightGradient]
+PendingWeightGradients = list[WeightGradient]
 """Deferred gradients of one forward, in the order in which its operators were called."""
 
 
-def compute_all(waiting: Waiting) -> None:
+def compute_weight_gradients(waiting: PendingWeightGradients) -> None:
     """Compute all deferred gradients, the last operator first. Each operator's tensors are freed
     before the next is computed.
     """
@@ -189,12 +192,12 @@ class WeightGradQueue:
         # Vectors are not deferred: the gradient of a bias is a sum, which is cheap to compute at
         # once.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
-        self._known: dict[str, list[tuple[Function, Formula | None]]] = {}
+        self._known: dict[str, list[tuple[Function, GradientFormula | None]]] = {}
         """By name of a recomputed segment ("" for the forward), the function and formula of each
         call in the order of the calls, which is equal in every forward.
         """
         self.begin()
-        self._waiting: Waiting = []
+        self._waiting: PendingWeightGradients = []
         self.used = False
         """True if a forward has called an operator through this object."""
 
@@ -218,10 +221,10 @@ class WeightGradQueue:
         known, formula = self._formulas[self._calls]
         self._calls += 1
         if formula is None or known is not function:
-            places = self._places(operands)
+            places = self._parameter_positions(operands)
             if not places:
                 return function(*operands, **settings)
-            deferred: torch.Tensor = _Deferred.apply(
+            deferred: torch.Tensor = _DeferredWeightGradient.apply(
                 self._waiting, function, settings, places, *operands
             )  # type: ignore[no-untyped-call]
             return deferred
@@ -237,15 +240,15 @@ class WeightGradQueue:
 
     def _formula_of(
         self, function: Function, operands: Operands, settings: Settings
-    ) -> Formula | None:
+    ) -> GradientFormula | None:
         """Return the formula of a call. None if there is none: for operators without one, under
         autocast (which casts weights and activations), and for views that are neither the parameter
         nor its transpose.
         """
-        make = _FORMULAS.get(function)
+        make = _FORMULA_BY_FUNCTION.get(function)
         if (
             make is None
-            or self._places(operands) != (1,)
+            or self._parameter_positions(operands) != (1,)
             or torch.is_autocast_enabled(operands[1].device.type)
         ):
             return None
@@ -259,7 +262,7 @@ class WeightGradQueue:
             return make(parameter, True, operands, settings)
         return None
 
-    def _places(self, operands: Operands) -> tuple[int, ...]:
+    def _parameter_positions(self, operands: Operands) -> tuple[int, ...]:
         """Return the positions of the parameters among the operands."""
         return tuple(
             place
@@ -268,7 +271,7 @@ class WeightGradQueue:
             and id(each if each._base is None else each._base) in self._weights
         )
 
-    def take(self) -> Waiting:
+    def take(self) -> PendingWeightGradients:
         """Return the deferred gradients of the forward that has just run, and start a new list."""
         taken = self._waiting
         self._waiting = []
@@ -276,7 +279,7 @@ class WeightGradQueue:
         return taken
 
 
-class _Deferred(torch.autograd.Function):
+class _DeferredWeightGradient(torch.autograd.Function):
     """One operator with its own autograd graph, through which backward runs twice: first for the
     activations, later for the parameters. The graph keeps its saved tensors until the second time.
     """
@@ -284,7 +287,7 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any,
-        waiting: Waiting,
+        waiting: PendingWeightGradients,
         function: Function,
         settings: dict[str, object],
         places: tuple[int, ...],

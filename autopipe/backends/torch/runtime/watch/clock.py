@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 
-Mark = float | torch.cuda.Event
+TimeMark = float | torch.cuda.Event
 """A time: seconds of the host clock, or an event of a CUDA stream."""
 
 
-def seconds_between(first: Mark, second: Mark) -> float:
+def seconds_between(first: TimeMark, second: TimeMark) -> float:
     if isinstance(first, float):
         assert isinstance(second, float)
         return second - first
@@ -54,23 +54,23 @@ class LateMessage:
 class StepTimes:
     """Start and end of a step and its tasks on the device. Times may be read after `wait`."""
 
-    def __init__(self, begin: Mark, previous: StepTimes | None) -> None:
+    def __init__(self, begin: TimeMark, previous: StepTimes | None) -> None:
         self.began = time.time()
         """Start of the step in seconds since 1970, which puts the steps of several ranks on one
         time axis.
         """
         self.begin = self._end = begin
-        self._tasks: list[tuple[str, Mark, Mark]] = []
-        self._waits: list[tuple[str, int, int, Mark, Mark]] = []
+        self._tasks: list[tuple[str, TimeMark, TimeMark]] = []
+        self._waits: list[tuple[str, int, int, TimeMark, TimeMark]] = []
         self._previous = previous
 
-    def add(self, task: str, start: Mark, end: Mark) -> None:
+    def add(self, task: str, start: TimeMark, end: TimeMark) -> None:
         self._tasks.append((task, start, end))
 
-    def add_wait(self, task: str, peer: int, channel: int, start: Mark, end: Mark) -> None:
+    def add_wait(self, task: str, peer: int, channel: int, start: TimeMark, end: TimeMark) -> None:
         self._waits.append((task, peer, channel, start, end))
 
-    def end(self, mark: Mark) -> None:
+    def end(self, mark: TimeMark) -> None:
         self._end = mark
 
     def wait(self) -> None:
@@ -110,7 +110,7 @@ class Clock:
         """
         self.step = StepTimes(0.0, None)
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         """Return the present time; on a GPU, an event on the current stream."""
         if not self._cuda:
             return time.perf_counter()
@@ -122,7 +122,7 @@ class Clock:
         before = self.step if self._cuda and not isinstance(self.step.begin, float) else None
         self.step = StepTimes(self.mark(), before)
 
-    def add(self, task: str, start: Mark) -> None:
+    def add(self, task: str, start: TimeMark) -> None:
         """Record a task that started at `start` and ends now."""
         self.step.add(task, start, self.mark())
 

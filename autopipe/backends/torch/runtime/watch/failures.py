@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from autopipe.backends.torch.child import PARENT
+from autopipe.backends.torch.child import PARENT_VARIABLE
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_LOST_OVER_GLOO = (
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_GLOO_LOST_RANK_TEXTS = (
     "gloo",
     "Connection closed",
     "Connection reset",
@@ -30,7 +30,7 @@ _LOST_OVER_GLOO = (
     "Timeout",
 )
 """Parts of the messages of RuntimeErrors that a rank gets over gloo when another rank has ended."""
-_LOST_OVER_NCCL = (
+_NCCL_LOST_RANK_TEXTS = (
     "ncclRemoteError",
     "remote process exited",
     "communicator was aborted",
@@ -39,19 +39,19 @@ _LOST_OVER_NCCL = (
 """Parts of the messages of NCCL errors that follow from the end of another rank. Other NCCL errors,
 such as out of memory, are errors of the rank itself.
 """
-_GRACE_S = 2.0
+_LOST_PEER_WAIT_S = 2.0
 """Seconds that a rank waits before it ends because of a lost peer, so that the launcher sees the
 end of the peer first.
 """
-_BEAT_S = 0.5
+_LAUNCHER_CHECK_INTERVAL_S = 0.5
 """Seconds between heartbeats."""
-STACKS = signal.SIGUSR1
+STACKS_SIGNAL = signal.SIGUSR1
 """Signal at which a rank writes the stacks of its threads to stderr."""
-STOP = signal.SIGUSR2
+STOP_SIGNAL = signal.SIGUSR2
 """Signal at which a rank that saves checkpoints requests a last checkpoint and the end of the
 run.
 """
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C."""
 
 
@@ -93,7 +93,7 @@ def host_of_several() -> str:
     return "" if world == here else socket.gethostname()
 
 
-def failure_of(
+def describe_failure(
     error: BaseException, rank: int, task: str, awaited: tuple[int, int] = (-1, -1)
 ) -> Failure:
     """Return the failure of `rank` in `task` for an error. `awaited` is the peer and channel for
@@ -139,8 +139,8 @@ def has_lost_rank(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     if isinstance(error, dist.DistBackendError):
-        return any(word in str(error) for word in _LOST_OVER_NCCL)
-    return type(error) is RuntimeError and any(word in str(error) for word in _LOST_OVER_GLOO)
+        return any(word in str(error) for word in _NCCL_LOST_RANK_TEXTS)
+    return type(error) is RuntimeError and any(word in str(error) for word in _GLOO_LOST_RANK_TEXTS)
 
 
 def end_on_error(number: int, heartbeat: Heartbeat) -> None:
@@ -150,11 +150,11 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
-            os._exit(INTERRUPTED)
-        failure = failure_of(error, number, heartbeat.task, heartbeat.awaited)
+            os._exit(INTERRUPTED_EXIT_CODE)
+        failure = describe_failure(error, number, heartbeat.task, heartbeat.awaited)
         if not isinstance(error, AutopipeError):
             traceback.print_exception(kind, error, trace)
-        if name := os.environ.get(ERROR_FILE):
+        if name := os.environ.get(ERROR_FILE_VARIABLE):
             # The format is that of torch elastic; autopipe adds a key.
             form = {
                 "message": str(failure.error()),
@@ -167,37 +167,37 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"error: {failure.error()}\n")
         sys.stderr.flush()
-        if failure.consequence and ERROR_FILE in os.environ:
-            time.sleep(_GRACE_S)
+        if failure.consequence and ERROR_FILE_VARIABLE in os.environ:
+            time.sleep(_LOST_PEER_WAIT_S)
         os._exit(failure.exit_code)
 
     sys.excepthook = hook
 
 
-def live_with_launcher(heartbeat: Heartbeat) -> None:
+def end_with_launcher(heartbeat: Heartbeat) -> None:
     """Start a thread that sends heartbeats, and ends this process when the launcher has ended:
     without a launcher, the rank would continue to write files that the next launch writes too. The
-    signal `STACKS` prints stacks from now on.
+    signal `STACKS_SIGNAL` prints stacks from now on.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
-    faulthandler.register(STACKS)
+    faulthandler.register(STACKS_SIGNAL)
 
     def watch() -> None:
         while os.getppid() == launcher:
-            heartbeat.sign_of_life()
-            time.sleep(_BEAT_S)
+            heartbeat.record_alive()
+            time.sleep(_LAUNCHER_CHECK_INTERVAL_S)
         os._exit(LaunchError.exit_code)
 
     threading.Thread(target=watch, name="heartbeat", daemon=True).start()
 
 
 def stop_on_signal(stop: Callable[[], None]) -> None:
-    """Call `stop` at the signal `STOP`; also at SIGTERM unless autopipe's launcher, which sends
-    SIGTERM to end ranks at once, is the parent.
+    """Call `stop` at the signal `STOP_SIGNAL`; also at SIGTERM unless autopipe's launcher, which
+    sends SIGTERM to end ranks at once, is the parent.
     """
-    for each in (STOP, *(() if PARENT in os.environ else (signal.SIGTERM,))):
+    for each in (STOP_SIGNAL, *(() if PARENT_VARIABLE in os.environ else (signal.SIGTERM,))):
         signal.signal(each, lambda *_: stop())
 
 

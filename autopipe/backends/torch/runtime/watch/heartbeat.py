@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PULSES = "AUTOPIPE_PULSES"
+HEARTBEAT_FOLDER_VARIABLE = "AUTOPIPE_PULSES"
 """Environment variable with the launcher's folder of heartbeat files."""
-ENDED = "ended"
+ENDED_TASK = "ended"
 """The task of a rank that has completed its run."""
-_BEAT = struct.Struct("<d")
-_STATE = struct.Struct("<d?ii")
-_TASK = struct.Struct("<d?ii64p")
-_NOBODY = (-1, -1)
-_SIZE = _BEAT.size + _TASK.size
+_BEAT_STRUCT = struct.Struct("<d")
+_STATE_STRUCT = struct.Struct("<d?ii")
+_TASK_STRUCT = struct.Struct("<d?ii64p")
+_NO_PEER = (-1, -1)
+_RECORD_BYTES = _BEAT_STRUCT.size + _TASK_STRUCT.size
 
 
 def phase_of(task: str) -> str:
@@ -55,7 +55,7 @@ class Timeouts:
         ]
 
 
-DEFAULTS = Timeouts()
+DEFAULT_TIMEOUTS = Timeouts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class Heartbeat:
     """This rank's heartbeat record, written to `file`, or only to memory if `file` is None."""
 
     def __init__(self, file: Path | None = None) -> None:
-        self._record: bytearray | mmap.mmap = bytearray(_SIZE)
+        self._record: bytearray | mmap.mmap = bytearray(_RECORD_BYTES)
         self.on_task: Callable[[str], None] | None = None
         """Called with each task that begins, if not None."""
         self.task = "start"
-        self.awaited = _NOBODY
+        self.awaited = _NO_PEER
         """(peer, channel) of the current wait, or of a wait that ended with an error; -1 for none.
         """
         # Writes to mapped memory reach the file even if the process is killed.
@@ -88,7 +88,7 @@ class Heartbeat:
             made = file.with_suffix(".new")
             made.write_bytes(self._record)
             with made.open("r+b") as opened:
-                self._record = mmap.mmap(opened.fileno(), _SIZE)
+                self._record = mmap.mmap(opened.fileno(), _RECORD_BYTES)
             made.rename(file)
 
     @staticmethod
@@ -96,7 +96,7 @@ class Heartbeat:
         """Return the heartbeat of a rank in the file that its launcher reads; only in memory
         without a launcher.
         """
-        folder = os.environ.get(PULSES)
+        folder = os.environ.get(HEARTBEAT_FOLDER_VARIABLE)
         return Heartbeat(None if folder is None else heartbeat_file(Path(folder), rank))
 
     @property
@@ -109,12 +109,14 @@ class Heartbeat:
         self._task = task
         if self.on_task is not None:
             self.on_task(task)
-        self.sign_of_life()
-        _TASK.pack_into(self._record, _BEAT.size, time.monotonic(), False, *_NOBODY, task.encode())
+        self.record_alive()
+        _TASK_STRUCT.pack_into(
+            self._record, _BEAT_STRUCT.size, time.monotonic(), False, *_NO_PEER, task.encode()
+        )
 
-    def sign_of_life(self) -> None:
+    def record_alive(self) -> None:
         """Record that the process is alive, without a change of task."""
-        _BEAT.pack_into(self._record, 0, time.monotonic())
+        _BEAT_STRUCT.pack_into(self._record, 0, time.monotonic())
 
     @contextmanager
     def waiting(self, peer: int = -1, channel: int = -1) -> Iterator[None]:
@@ -122,12 +124,16 @@ class Heartbeat:
         given.
         """
         self.awaited = peer, channel
-        _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), True, peer, channel)
+        _STATE_STRUCT.pack_into(
+            self._record, _BEAT_STRUCT.size, time.monotonic(), True, peer, channel
+        )
         try:
             yield
         finally:
-            _STATE.pack_into(self._record, _BEAT.size, time.monotonic(), False, *_NOBODY)
-        self.awaited = _NOBODY
+            _STATE_STRUCT.pack_into(
+                self._record, _BEAT_STRUCT.size, time.monotonic(), False, *_NO_PEER
+            )
+        self.awaited = _NO_PEER
 
     @contextmanager
     def posting(self, peer: int, channel: int) -> Iterator[None]:
@@ -152,9 +158,14 @@ def read_heartbeat(file: Path) -> HeartbeatRecord | None:
         record = file.read_bytes()
     except FileNotFoundError:
         return None
-    if len(record) < _SIZE:
+    if len(record) < _RECORD_BYTES:
         return None
-    since, waits, peer, channel, task = _TASK.unpack_from(record, _BEAT.size)
+    since, waits, peer, channel, task = _TASK_STRUCT.unpack_from(record, _BEAT_STRUCT.size)
     return HeartbeatRecord(
-        _BEAT.unpack_from(record)[0], since, waits, task.decode(errors="replace"), peer, channel
+        _BEAT_STRUCT.unpack_from(record)[0],
+        since,
+        waits,
+        task.decode(errors="replace"),
+        peer,
+        channel,
     )

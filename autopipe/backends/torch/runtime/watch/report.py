@@ -72,13 +72,13 @@ class StepReport:
         return "  ".join(parts)
 
 
-_FINE = -1.0
+_NO_BAD_STAGE = -1.0
 """Value of `bad_stage` and `bad_micro_batch` if all losses are finite."""
-_EVERY_S = 0.25
+_REPORT_INTERVAL_S = 0.25
 """Target seconds between reports of short steps. Exchanging and writing metrics takes as long as
 some tasks of a small model, and the launcher needs a CPU core to read them.
 """
-_MOST_STEPS = 16
+_MAX_UNREPORTED_STEPS = 16
 """Maximum number of steps in one report, since later steps may be longer."""
 
 
@@ -90,7 +90,7 @@ class _Metrics(NamedTuple):
     loss: float
     """The rank's part of the sum over all ranks."""
     bad_stage: float
-    """The first stage with a loss that is not finite, `_FINE` if there is none."""
+    """The first stage with a loss that is not finite, `_NO_BAD_STAGE` if there is none."""
     bad_micro_batch: float
     seconds: float
     busy_s: float
@@ -106,8 +106,8 @@ class _Metrics(NamedTuple):
     """The divisor of the summed loss: the fraction of labels that are not ignored, or 1."""
 
 
-_OWN = len(_Metrics._fields)
-_WIDTH = _OWN + len(COMMUNICATION_KINDS)
+_METRIC_COUNT = len(_Metrics._fields)
+_NUMBERS_PER_STEP = _METRIC_COUNT + len(COMMUNICATION_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +180,20 @@ class Reporter:
             ended = self._launched
             self._launched = launched
         if ended is not None:
-            self._keep(ended)
+            self._queue_step(ended)
             if len(self._kept) >= self._together:
-                self._report_kept()
+                self._report_queued()
 
-    def _keep(self, ended: _EndedStep) -> None:
+    def _queue_step(self, ended: _EndedStep) -> None:
         with self._rank.heartbeat.waiting():
             ended.times.wait()
         self._kept.append(ended)
         options = self._rank.options
-        self._leave_times(ended, options.trace)
+        self._write_times(ended, options.trace)
         if ended.number in options.profiled:
-            self._leave_times(ended, options.profile_times)
+            self._write_times(ended, options.profile_times)
 
-    def _leave_times(self, ended: _EndedStep, folder: Path | None) -> None:
+    def _write_times(self, ended: _EndedStep, folder: Path | None) -> None:
         """Append the times of a step's tasks, and of their waits, to the rank's file in `folder`;
         do nothing if it is None.
         """
@@ -219,11 +219,11 @@ class Reporter:
         if self._launched is not None:
             ended = self._launched
             self._launched = None
-            self._keep(ended)
+            self._queue_step(ended)
         if self._kept:
-            self._report_kept()
+            self._report_queued()
 
-    def _report_kept(self) -> None:
+    def _report_queued(self) -> None:
         kept = self._kept
         self._kept = []
         numbers: list[float] = []
@@ -231,7 +231,12 @@ class Reporter:
             busy = sum(span.end - span.start for span in ended.times.spans())
             times = ended.times.seconds, busy
             own = _Metrics(
-                *self._share(ended, losses), *times, *scaling, norm, ended.learning_rate, counted
+                *self._own_loss_metrics(ended, losses),
+                *times,
+                *scaling,
+                norm,
+                ended.learning_rate,
+                counted,
             )
             numbers += [*own, *ended.moved]
         gathered = self._rank.transport.gather_numbers(
@@ -241,24 +246,28 @@ class Reporter:
         reports: list[StepReport] = []
         try:
             for index, ended in enumerate(kept):
-                by_rank = [own[1 + index * _WIDTH :][:_WIDTH] for own in gathered]
+                by_rank = [
+                    own[1 + index * _NUMBERS_PER_STEP :][:_NUMBERS_PER_STEP] for own in gathered
+                ]
                 reports.append(self._report(ended.number, by_rank, peaks))
         finally:
             self.publish(*reports)
         slowest = max(each.step_time_s for each in reports)
-        self._together = min(_MOST_STEPS, max(1, int(_EVERY_S / slowest)))
+        self._together = min(_MAX_UNREPORTED_STEPS, max(1, int(_REPORT_INTERVAL_S / slowest)))
 
     def publish(self, *reports: StepReport | EvaluationReport) -> None:
         """Print reports or add them to the report file, on rank 0 only."""
         if reports and self._rank.number == 0:
-            self._leave([asdict(each) for each in reports], [each.line() for each in reports])
+            self._write_records(
+                [asdict(each) for each in reports], [each.line() for each in reports]
+            )
 
-    def say(self, text: str) -> None:
+    def print_on_rank_0(self, text: str) -> None:
         """Print a line, or add it to the report file as a note, on rank 0 only."""
         if self._rank.number == 0:
-            self._leave([{"note": text}], [text])
+            self._write_records([{"note": text}], [text])
 
-    def _leave(self, records: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
+    def _write_records(self, records: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
         """Append records to the report file, which the launcher reads while it grows; without a
         file, print `lines`.
         """
@@ -290,16 +299,22 @@ class Reporter:
             for ended in kept
         ]
 
-    def _share(self, ended: _EndedStep, losses: Sequence[float]) -> tuple[float, float, float]:
-        """Return (loss, stage, micro-batch): this rank's part of the step's loss, and `_FINE` twice
-        if all losses are finite; otherwise 0 and the first loss that is not.
+    def _own_loss_metrics(
+        self, ended: _EndedStep, losses: Sequence[float]
+    ) -> tuple[float, float, float]:
+        """Return (loss, stage, micro-batch): this rank's part of the step's loss, and
+        `_NO_BAD_STAGE` twice if all losses are finite; otherwise 0 and the first loss that is not.
         """
         total = 0.0
         for (number, micro_batch), loss in zip(ended.origins, losses, strict=True):
             if not math.isfinite(loss):
                 return 0.0, float(number), float(micro_batch)
             total += loss * self._rank.stages[number].loss_share
-        return total / self._rank.manifest.training.gradient_accumulation_steps, _FINE, _FINE
+        return (
+            total / self._rank.manifest.training.gradient_accumulation_steps,
+            _NO_BAD_STAGE,
+            _NO_BAD_STAGE,
+        )
 
     def _report(
         self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]
@@ -307,12 +322,12 @@ class Reporter:
         """Return the report of a step from the lists of all ranks. Raise LaunchError if a loss is
         not finite.
         """
-        by_rank = [_Metrics(*own[:_OWN]) for own in numbers]
+        by_rank = [_Metrics(*own[:_METRIC_COUNT]) for own in numbers]
         for rank, each in enumerate(by_rank):
-            if each.bad_stage != _FINE:
+            if each.bad_stage != _NO_BAD_STAGE:
                 raise LaunchError(
                     f"the loss at step {step} is infinite or NaN",
-                    hint=_hint(self._rank.manifest),
+                    hint=_memory_hint(self._rank.manifest),
                     where=(
                         f"rank {rank}, stage {int(each.bad_stage)}, micro-batch "
                         f"{int(each.bad_micro_batch)}"
@@ -320,7 +335,7 @@ class Reporter:
                 )
         manifest = self._rank.manifest
         seconds = max(each.seconds for each in by_rank)
-        moved = map(sum, zip(*(own[_OWN:] for own in numbers), strict=True))
+        moved = map(sum, zip(*(own[_METRIC_COUNT:] for own in numbers), strict=True))
         tokens = manifest.tokens_per_sample
         flops = manifest.model_flops
         loss = manifest.loss_division.loss(sum(each.loss for each in by_rank) / by_rank[0].counted)
@@ -370,7 +385,7 @@ def _resident_memory() -> tuple[int, int]:
     return found["VmHWM"] - found["RssFile"], found["VmRSS"] - found["RssFile"]
 
 
-_INTERPRETER = _resident_memory()[1]
+_INTERPRETER_BYTES = _resident_memory()[1]
 """Resident bytes of Python and torch before a program loads anything."""
 
 
@@ -380,10 +395,10 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return max(0, _resident_memory()[0] - _INTERPRETER)
+    return max(0, _resident_memory()[0] - _INTERPRETER_BYTES)
 
 
-def _hint(manifest: Manifest) -> str:
+def _memory_hint(manifest: Manifest) -> str:
     """Return a hint for a loss that is not finite."""
     held = {each.value.dtype for each in manifest.parameters if each.trainable}
     if DType.FLOAT16 in held and "eps" in manifest.optimizer:

@@ -22,11 +22,11 @@ from threading import Condition, Thread
 from autopipe.backends.torch.runtime.communication.transport import ControlGroup
 from autopipe.backends.torch.torch_interfaces import Store
 
-SAVE = "save"
-STOP = "stop"
-_LOOK_S = 0.5
+SAVE_REQUEST = "save"
+STOP_REQUEST = "stop"
+_POLL_INTERVAL_S = 0.5
 """Seconds between looks for requests in the store."""
-_CLOSING_LOOK_S = 0.02
+_CLOSING_POLL_INTERVAL_S = 0.02
 """Seconds between looks after the last step."""
 
 
@@ -36,8 +36,8 @@ class StepAgreement:
     def __init__(
         self, store: Store | None, control_group: ControlGroup, save_every_s: float = 0.0
     ) -> None:
-        """`store` is None in a world of one rank. With `save_every_s`, rank 0 requests `SAVE`
-        whenever this number of seconds has passed; 0 for never.
+        """`store` is None in a world of one rank. With `save_every_s`, rank 0 requests
+        `SAVE_REQUEST` whenever this number of seconds has passed; 0 for never.
         """
         self._store = store
         self._group = control_group
@@ -53,8 +53,8 @@ class StepAgreement:
         self._thread.start()
 
     def request(self, what: str) -> None:
-        """Request `SAVE` or `STOP`. All ranks then agree on the step. Takes no lock, so a signal
-        handler may call it.
+        """Request `SAVE_REQUEST` or `STOP_REQUEST`. All ranks then agree on the step. Takes no
+        lock, so a signal handler may call it.
         """
         self._wanted |= {what}
 
@@ -65,7 +65,7 @@ class StepAgreement:
         with self._changed:
             self._steps = steps
             while self._agreeing:
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_INTERVAL_S)
             if self._failure is not None:
                 raise self._failure
             return self._due.pop(steps, set())
@@ -81,19 +81,19 @@ class StepAgreement:
 
     def _run(self) -> None:
         try:
-            self._look(time.monotonic())
+            self._poll_requests(time.monotonic())
         except BaseException as error:  # noqa: BLE001 - raised again by the rank's own thread
             with self._changed:
                 self._failure = error
                 self._agreeing = False
                 self._changed.notify_all()
 
-    def _look(self, saved: float) -> None:
+    def _poll_requests(self, saved: float) -> None:
         while True:
             ended = self._all_ended()
             if self._every and self._group.rank == 0 and time.monotonic() - saved >= self._every:
                 saved = time.monotonic()
-                self.request(SAVE)
+                self.request(SAVE_REQUEST)
             with self._changed:
                 requests = bool(self._wanted) and not self._closing
                 if requests and self._store is not None:
@@ -101,12 +101,14 @@ class StepAgreement:
                 self._agreeing = requests or self._has_request()
                 mine = self._steps
             if self._agreeing:
-                self._agree(mine)
+                self._agree_on_step(mine)
             elif ended:
                 return
             else:
                 with self._changed:
-                    self._changed.wait(_CLOSING_LOOK_S if self._closing else _LOOK_S)
+                    self._changed.wait(
+                        _CLOSING_POLL_INTERVAL_S if self._closing else _POLL_INTERVAL_S
+                    )
 
     @property
     def _key(self) -> str:
@@ -125,7 +127,7 @@ class StepAgreement:
             return self._closing
         return self._closing and self._store.add("agreement/ended", 0) == self._group.world_size
 
-    def _agree(self, mine: int) -> None:
+    def _agree_on_step(self, mine: int) -> None:
         asked = self._wanted
         self._wanted = set()
         answers = self._group.run_collectively("agreement", lambda: [mine, sorted(asked)])

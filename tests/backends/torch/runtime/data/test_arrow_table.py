@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from autopipe.backends.torch.runtime.data.sample_source import Source
+from autopipe.backends.torch.runtime.data.sample_source import SampleSource
 from autopipe.backends.torch.runtime.data.sources import check_data
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
@@ -120,7 +120,7 @@ def test_a_row_is_a_sample_and_a_column_an_input(tmp_path: Path, name: str, shuf
     assert source.rows(FLAT, 0, 1).dtype == np.int64
 
 
-def flat_rows(source: Source) -> np.ndarray:
+def flat_rows(source: SampleSource) -> np.ndarray:
     return source.rows(FLAT, 0, ROWS).reshape(ROWS, 8)
 
 

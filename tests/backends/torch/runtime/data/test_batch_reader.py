@@ -20,7 +20,7 @@ from autopipe.backends.torch.runtime.data.batch_reader import (
     PrefetchingReader,
 )
 from autopipe.backends.torch.runtime.data.random_batches import RandomSource
-from autopipe.backends.torch.runtime.data.sample_source import Slices, Source
+from autopipe.backends.torch.runtime.data.sample_source import BlockRanges, SampleSource
 from autopipe.backends.torch.runtime.data.sources import open_source
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
@@ -60,7 +60,7 @@ class Batches:
         return self.micro_batch_size // int(self.stages[stage].micro_batch_ratio)
 
 
-WHOLE: Slices = ((0, 2), (0, 3))
+WHOLE: BlockRanges = ((0, 2), (0, 3))
 REQUESTS = (
     BlockRequest(1, 0, "narrow", ((0, 1), (0, 2))),
     *(
@@ -199,7 +199,7 @@ def test_an_error_is_raised_where_the_block_is_taken_and_names_array_and_row(
     ids[14, 2] = 5000
     np.savez(tmp_path / "data.npz", ids=ids, narrow=np.zeros((18, 2), np.float32))
     manifest = Batches()
-    source: Source = open_source(manifest, str(tmp_path / "data.npz"), 0)  # type: ignore[arg-type]
+    source: SampleSource = open_source(manifest, str(tmp_path / "data.npz"), 0)  # type: ignore[arg-type]
     closing.append(PrefetchingReader(manifest, source, CPU, 9))  # type: ignore[arg-type]
     walk(closing[0], 2)
     assert closing[0].begin_step(2) == 6

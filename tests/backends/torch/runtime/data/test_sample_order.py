@@ -11,22 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data.sample_order import Position, SampleOrder, shuffled
+from autopipe.backends.torch.runtime.data.sample_order import (
+    RunProgress,
+    SampleOrder,
+    shuffle_positions,
+)
 
 
 @given(st.integers(1, 3000), st.integers(0, 5), st.integers(0, 5))
 def test_an_epoch_is_a_permutation_whoever_asks_for_which_part(
     samples: int, seed: int, epoch: int
 ) -> None:
-    whole = shuffled(np.arange(samples), samples, seed, epoch)
+    whole = shuffle_positions(np.arange(samples), samples, seed, epoch)
     assert sorted(whole) == list(range(samples))
     part = np.arange(samples // 3, samples)
-    assert np.array_equal(shuffled(part, samples, seed, epoch), whole[samples // 3 :])
+    assert np.array_equal(shuffle_positions(part, samples, seed, epoch), whole[samples // 3 :])
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = {
-        tuple(shuffled(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)
+        tuple(shuffle_positions(np.arange(50), 50, seed, epoch))
+        for seed in range(10)
+        for epoch in range(10)
     }
     assert len(orders) == 100
 
@@ -37,12 +43,12 @@ def test_every_sample_comes_to_every_place() -> None:
     """
     counts = np.zeros((5, 5), int)
     for epoch in range(6000):
-        counts[np.arange(5), shuffled(np.arange(5), 5, 7, epoch)] += 1
+        counts[np.arange(5), shuffle_positions(np.arange(5), 5, 7, epoch)] += 1
     assert abs(counts - 1200).max() < 155
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
-    whole = shuffled(np.arange(100_000), 100_000, 0, 0)
+    whole = shuffle_positions(np.arange(100_000), 100_000, 0, 0)
     assert abs(np.corrcoef(whole[:-1], whole[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(np.arange(100_000), whole)[0, 1]) < 0.02
 
@@ -84,7 +90,7 @@ def test_a_run_goes_on_with_batches_of_another_size_where_it_was(
     first = SampleOrder(samples, before, keeps_last, 5, epochs=3)
     assert first.end is not None
     stop = data.draw(st.integers(0, first.end))
-    begin = Position(stop, first.sample(stop))
+    begin = RunProgress(stop, first.sample(stop))
     second = SampleOrder(samples, after, keeps_last, 5, 3, begin)
     taken = joined([*walk(first)[:stop], *walk(second)])
     whole = joined(walk(SampleOrder(samples, 1, True, 5, 3)))
@@ -98,5 +104,5 @@ def test_a_run_goes_on_with_batches_of_another_size_where_it_was(
 
 
 def test_after_the_last_epoch_nothing_is_left() -> None:
-    order = SampleOrder(20, 6, False, None, 1, Position(3, 20))
+    order = SampleOrder(20, 6, False, None, 1, RunProgress(3, 20))
     assert (order.end, order.count(3)) == (3, 0)

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data.sample_order import Position
+from autopipe.backends.torch.runtime.data.sample_order import RunProgress
 from autopipe.backends.torch.runtime.data.sources import (
     check_data,
-    filled_rows,
     open_source,
     read_block,
     read_filled_block,
+    rows_with_filler,
 )
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
@@ -138,7 +138,7 @@ def test_files_are_read_sample_by_sample_and_filled_up(tmp_path: Path, entry: In
     np.savez(tmp_path / "data.npz", **arrays(5))
     source = open_source(INFERENCE, str(tmp_path / "data.npz"), 0)
     whole = arrays(5)[entry.value.name]
-    found = filled_rows(source, INFERENCE, entry, 0, 3, 6)  # type: ignore[arg-type]
+    found = rows_with_filler(source, INFERENCE, entry, 0, 3, 6)  # type: ignore[arg-type]
     if entry.batch_axis is None:
         assert np.array_equal(found, whole)
         return
@@ -168,9 +168,9 @@ def test_an_epoch_of_a_file_in_training_is_its_whole_batches(tmp_path: Path) -> 
 def test_an_epoch_that_was_begun_with_other_batches_goes_on(tmp_path: Path) -> None:
     """After four samples there are two batches of six left of 20, and then a new epoch."""
     np.savez(tmp_path / "data.npz", **arrays(20))
-    source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, Position(1, 4))
+    source = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, RunProgress(1, 4))
     assert [source.sample(step) for step in range(1, 6)] == [4, 10, 20, 26, 32]
-    late = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, Position(4, 16))
+    late = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, RunProgress(4, 16))
     assert [late.sample(step) for step in range(4, 7)] == [20, 26, 32]
 
 
@@ -247,7 +247,7 @@ def test_numbers_out_of_range_are_found_by_row(
     given[name][place] = number
     path = tmp_path / "data.npz"
     (np.savez_compressed if compressed else np.savez)(path, **given)  # type: ignore[arg-type]
-    monkeypatch.setattr("autopipe.backends.torch.runtime.data.sources._PIECE", 200)
+    monkeypatch.setattr("autopipe.backends.torch.runtime.data.sources._PIECE_BYTES", 200)
     if not message:
         check_data(manifest, str(path), None)
         return
@@ -358,11 +358,11 @@ def test_after_other_batches_a_function_goes_on_at_the_step_and_a_file_at_the_sa
     lines = ["import numpy as np", "def batches():", "    for step in range(9):"]
     lines.append("        yield {'ids': np.arange(18).reshape(6, 3) + 100 * step}")
     (tmp_path / "later_batches.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    source = open_source(MANIFEST, "later_batches:batches", 0, Position(3, 12))
+    source = open_source(MANIFEST, "later_batches:batches", 0, RunProgress(3, 12))
     found = [source.rows(IDS, sample, sample + 2)[:, 0].tolist() for sample in (12, 14, 16, 18, 28)]
     assert found == [[300, 303], [306, 309], [312, 315], [400, 403], [512, 515]]
     np.savez(tmp_path / "data.npz", **arrays(40))
-    stored = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, Position(3, 12))
+    stored = open_source(MANIFEST, str(tmp_path / "data.npz"), 0, RunProgress(3, 12))
     assert stored.rows(IDS, 12, 13).tolist() == [[36, 37, 38]]
 
 
@@ -560,13 +560,13 @@ def test_a_function_of_the_step_gives_any_step_and_is_not_asked_for_others(
         "seed)}\n"
     )
     name = written(tmp_path, monkeypatch, "of_the_step", text)
-    source = open_source(MANIFEST, name, 40, Position(5, 30))
+    source = open_source(MANIFEST, name, 40, RunProgress(5, 30))
     assert [source.rows(IDS, sample, sample + 2)[0, 0] for sample in (30, 34, 42)] == [45, 45, 47]
     assert sys.modules["of_the_step"].asked == [5, 7]
-    inference = open_source(INFERENCE, name, 40, Position(7, 42))
+    inference = open_source(INFERENCE, name, 40, RunProgress(7, 42))
     assert [inference.count(step) for step in (7, 8, 9)] == [6, 5, 0]
     with pytest.raises(ConfigurationError, match="the data function has no batch"):
-        open_source(MANIFEST, name, 0, Position(9, 54)).rows(IDS, 54, 55)
+        open_source(MANIFEST, name, 0, RunProgress(9, 54)).rows(IDS, 54, 55)
 
 
 def test_an_iterator_may_be_made_for_a_batch_size_and_a_seed_and_end_with_its_epochs(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopipe.backends.torch.runtime.data.sample_source import Source
+from autopipe.backends.torch.runtime.data.sample_source import SampleSource
 from autopipe.backends.torch.runtime.data.sources import check_data, open_source
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType, Value
@@ -54,7 +54,7 @@ def write_tokens(folder: Path, count: int = 100, dtype: str = "<u2", below: int 
     return folder / "tokens.bin"
 
 
-def opened(manifest: Batches, path: Path, **settings: Any) -> Source:
+def opened(manifest: Batches, path: Path, **settings: Any) -> SampleSource:
     return open_source(manifest, str(path), 0, settings=DataSettings(**settings))  # type: ignore[arg-type]
 
 
@@ -223,8 +223,8 @@ def test_shuffled_samples_keep_their_labels_and_name_their_row(tmp_path: Path) -
 def test_of_a_large_file_pieces_are_checked_and_the_rest_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopipe.backends.torch.runtime.data.sources._PIECE", 80)
-    monkeypatch.setattr("autopipe.backends.torch.runtime.data.sources._MOST_CHECKED", 320)
+    monkeypatch.setattr("autopipe.backends.torch.runtime.data.sources._PIECE_BYTES", 80)
+    monkeypatch.setattr("autopipe.backends.torch.runtime.data.sources._MAX_CHECKED_BYTES", 320)
     manifest = Batches((TOKENS,))
     tokens = np.zeros((200, 8), "<u2")
     np.save(tmp_path / "tokens.npy", tokens)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.backends.torch.runtime.data.sample_source import Source
+from autopipe.backends.torch.runtime.data.sample_source import SampleSource
 from autopipe.backends.torch.runtime.data.sources import open_source
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.modes.evaluation import EverySample
+from autopipe.backends.torch.runtime.modes.evaluation import AllSamplesOnce
 from autopipe.ir.problem import LossDivision
 from autopipe.ir.program import InputRange
 from tests.backends.torch.runtime.data.test_sources import Batches, input_range
@@ -50,7 +50,7 @@ def manifest_of(*inputs: InputRange, micro_batches: int = 2) -> Manifest:
 def test_losses_add_up_to_that_of_every_sample(samples: int, micro_batches: int, size: int) -> None:
     """A stage's micro-batch has `size` samples; its loss is the mean of theirs."""
     manifest = manifest_of(VALUES, micro_batches=micro_batches)
-    data = EverySample(manifest, cast(Source, Counted(manifest, samples)))
+    data = AllSamplesOnce(manifest, cast(SampleSource, Counted(manifest, samples)))
     total = 0.0
     step = 0
     while data.count(step):
@@ -67,7 +67,7 @@ def test_ignored_labels_count_for_nothing(samples: int, micro_batches: int) -> N
     """Losses are means over the labels that are not ignored."""
     labels = replace(LABELS, ignored=-100)
     manifest = manifest_of(labels, micro_batches=micro_batches)
-    data = EverySample(manifest, cast(Source, Counted(manifest, samples)))
+    data = AllSamplesOnce(manifest, cast(SampleSource, Counted(manifest, samples)))
     total = 0.0
     step = 0
     while data.count(step):
@@ -85,7 +85,7 @@ def test_batches_that_cannot_be_divided_are_taken_whole() -> None:
         Manifest, replace(cast(Batches, manifest), loss_division=LossDivision(divisible=False))
     )
     for samples, whole in ((12, 12), (23, 12), (24, 24), (11, 0)):
-        data = EverySample(indivisible, cast(Source, Counted(manifest, samples)))
+        data = AllSamplesOnce(indivisible, cast(SampleSource, Counted(manifest, samples)))
         step = 0
         while data.count(step):
             assert data.weight(step * 12, 6) == data.weight(step * 12 + 6, 6) == 6
@@ -111,7 +111,7 @@ def batches():
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def taken(name: str) -> Any:
-        data = EverySample(manifest, open_source(manifest, name, 0))
+        data = AllSamplesOnce(manifest, open_source(manifest, name, 0))
         found = []
         while data.count(len(found)):
             start = len(found) * 12

@@ -26,7 +26,7 @@ def test_products_of_integers(
     held: int,
 ) -> None:
     """They wrap around where they leave their type."""
-    monkeypatch.setattr(misc, "_PRODUCTS", held)
+    monkeypatch.setattr(misc, "_MAX_PRODUCTS_IN_MEMORY", held)
     generator = torch.Generator().manual_seed(1)
     most = torch.iinfo(dtype).max
     a, b = (

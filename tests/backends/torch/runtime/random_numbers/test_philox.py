@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime.random_numbers.philox import (
-    Block,
+    CounterBlock,
+    CounterRows,
     Key,
     Purpose,
-    Rows,
     as_unsigned,
     draw_run,
     draw_words,
@@ -52,7 +52,7 @@ def test_words_are_the_published_ones(name: str) -> None:
 def test_rows_have_the_published_words(name: str) -> None:
     (c0, c1, c2, c3), key, words = VECTORS[name]
     column = [torch.tensor([[each]]) for each in (c0, c2, c3, c1)]
-    found = draw_words(Rows(*column), 0, 1, key)
+    found = draw_words(CounterRows(*column), 0, 1, key)
     assert found.dtype == torch.int32
     assert tuple(as_unsigned(found)[0].tolist()) == words
 
@@ -76,16 +76,16 @@ HIGH = column(2**31, 5, 2**32 - 1)
 @pytest.mark.parametrize(
     "rows",
     [
-        Rows(column(2**32 - 3), column(0), column(0)),
-        Rows(column(0, 2**40, 2**33 - 1), LOW, HIGH),
-        Rows(column(7), column(0), HIGH, LOW),
-        Rows(column(7), LOW, column(2**32 - 5), HIGH),
+        CounterRows(column(2**32 - 3), column(0), column(0)),
+        CounterRows(column(0, 2**40, 2**33 - 1), LOW, HIGH),
+        CounterRows(column(7), column(0), HIGH, LOW),
+        CounterRows(column(7), LOW, column(2**32 - 5), HIGH),
     ],
 )
 @pytest.mark.parametrize("key", [(2**32 - 1, 5), (torch.tensor(9), torch.tensor(2**31))])
 @pytest.mark.parametrize("blocks", [(0, 1), (3, 3), (5, 1400)])
 def test_numpy_draws_the_words_of_torch_operators(
-    rows: Rows, key: Key, blocks: tuple[int, int]
+    rows: CounterRows, key: Key, blocks: tuple[int, int]
 ) -> None:
     expected = draw_words_by_operators(rows, *blocks, key)
     found = draw_words_by_numpy(rows.first, rows.second, rows.third, rows.fourth, *blocks, key)
@@ -99,7 +99,7 @@ def test_words_broadcast() -> None:
     blocks = torch.arange(2)[None]
     key = torch.tensor(1), torch.tensor(2)
     zero = torch.zeros((), dtype=torch.int64)
-    found: Block = philox_4x32((blocks, rows, zero, zero), key)
+    found: CounterBlock = philox_4x32((blocks, rows, zero, zero), key)
     for row, block in itertools.product(range(3), range(2)):
         one = philox_4x32((blocks[0, block], rows[row, 0], zero, zero), key)
         assert [int(each[row, block]) for each in found] == [int(each) for each in one]

@@ -105,7 +105,7 @@ def test_each_seed_step_sample_and_node_has_numbers_of_its_own() -> None:
 
 def test_pieces_that_are_made_apart_are_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [words_of(begun()(5, samples=0), shape) for shape in ((3, 5, 41), (70,), (7, 1))]
-    monkeypatch.setitem(random_streams._CHUNK, "cpu", 3)
+    monkeypatch.setitem(random_streams._CHUNK_BLOCKS, "cpu", 3)
     found = [words_of(begun()(5, samples=0), shape) for shape in ((3, 5, 41), (70,), (7, 1))]
     assert all(map(torch.equal, found, expected))
 

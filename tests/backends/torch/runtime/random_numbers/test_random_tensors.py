@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime.random_numbers import random_tensors
 from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
-from autopipe.backends.torch.runtime.random_numbers.philox import Purpose, Rows, draw_run, key_of
+from autopipe.backends.torch.runtime.random_numbers.philox import (
+    CounterRows,
+    Purpose,
+    draw_run,
+    key_of,
+)
 from autopipe.backends.torch.runtime.state import parameters
 from autopipe.backends.torch.runtime.state.parameters import init_shard
 from autopipe.ir.graph import DType, Initializer, Parameter, Value
@@ -55,7 +60,7 @@ def test_blocks_in_pieces(block: Block, piece: int, threads: int) -> None:
     shape, starts, stops = block
     expected = whole(shape)[tuple(map(slice, starts, stops))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(random_tensors.PIECE, "cpu", piece)
+        patch.setitem(random_tensors.PIECE_ELEMENTS, "cpu", piece)
         assert torch.equal(drawn(*block, threads=threads), expected)
 
 
@@ -71,7 +76,7 @@ def test_blocks_far_inside_a_table_that_fits_nowhere(
 ) -> None:
     """Element (i, j) of a tebi-element table is made from word 2^20 · i + j of its stream."""
     found = drawn((2**20, 2**20), (row, column), (row + rows, column + columns))
-    key = key_of(9, Purpose.PARAMETER, parameters._number_of("w"))
+    key = key_of(9, Purpose.PARAMETER, parameters._key_number("w"))
     for index in range(rows):
         words = draw_run(key, 2**20 * (row + index) + column, columns)
         assert torch.equal(found[index], standard_normal(words) * 0.5)
@@ -81,7 +86,7 @@ def test_a_narrow_block_draws_little_more_than_its_own(monkeypatch: pytest.Monke
     counted: list[int] = []
     draw = random_tensors.draw_words
 
-    def counting(rows: Rows, start: int, stop: int, key: tuple[int, int]) -> torch.Tensor:
+    def counting(rows: CounterRows, start: int, stop: int, key: tuple[int, int]) -> torch.Tensor:
         words = draw(rows, start, stop, key)
         counted.append(words.numel())
         return words
@@ -95,7 +100,7 @@ def test_a_narrow_block_draws_little_more_than_its_own(monkeypatch: pytest.Monke
     counted.clear()
     drawn((4096, 63), (0, 8), (4096, 16))
     assert sum(counted) <= 4096 * (8 + 4)
-    assert max(counted) <= 2 * random_tensors.PIECE["cpu"]
+    assert max(counted) <= 2 * random_tensors.PIECE_ELEMENTS["cpu"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])

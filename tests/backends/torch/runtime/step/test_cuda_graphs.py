@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.step.capture import summary
+from autopipe.backends.torch.runtime.step.capture import capture_summary
 from autopipe.backends.torch.runtime.step.cuda_graphs import (
     StaticGradients,
-    names_in,
-    why_not_captured,
+    names_in_source,
+    reason_not_captured,
 )
 
 
@@ -23,11 +23,11 @@ from autopipe.backends.torch.runtime.step.cuda_graphs import (
     ],
 )
 def test_which_stages_may_be_captured(names: tuple[str, ...], reason: str) -> None:
-    assert why_not_captured(names) == reason
+    assert reason_not_captured(names) == reason
 
 
 def test_names_of_a_text() -> None:
-    names = names_in(
+    names = names_in_source(
         "@recompute\ndef segment_0(p, x0):\n    return p.group.along((2, "
         "1)).all_reduce(F.relu(x0)), ()\n"
     )
@@ -83,7 +83,7 @@ def test_names_of_a_text() -> None:
 def test_a_run_says_in_one_line_what_is_captured(
     stages: int, by_rank: list[dict[str, str]], line: str
 ) -> None:
-    assert summary(stages, by_rank) == line
+    assert capture_summary(stages, by_rank) == line
 
 
 def test_static_gradients_hold_what_gradients_held() -> None:

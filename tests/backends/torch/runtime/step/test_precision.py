@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autopipe.api.plan_folder import open_prediction
-from autopipe.backends.torch.runtime.step.precision import set_products
+from autopipe.backends.torch.runtime.step.precision import set_matmul_precision
 from autopipe.cli.main import main
 from autopipe.configs.zoo import build, configure
 from tests.distributed.support.alone import dry_run
@@ -34,17 +34,17 @@ def rounded() -> tuple[bool, bool]:
 @pytest.fixture(autouse=True)
 def _left_exact() -> Iterator[None]:
     yield
-    set_products("fp32")
+    set_matmul_precision("fp32")
 
 
 def test_only_tf32_rounds_operands_and_nothing_that_is_verified_does() -> None:
     for precision in ("fp32", "bf16", "fp16"):
-        set_products(precision)
+        set_matmul_precision(precision)
         assert rounded() == (False, False)
-    set_products("tf32")
+    set_matmul_precision("tf32")
     assert rounded() == (True, True)
     assert CUBLAS.allow_bf16_reduced_precision_reduction
-    set_products("tf32", exact=True)
+    set_matmul_precision("tf32", exact=True)
     assert rounded() == (False, False)
     assert not CUBLAS.allow_bf16_reduced_precision_reduction
     assert not CUBLAS.allow_fp16_reduced_precision_reduction

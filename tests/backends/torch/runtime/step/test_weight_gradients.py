@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue, compute_all
+from autopipe.backends.torch.runtime.step.weight_gradients import (
+    WeightGradQueue,
+    compute_weight_gradients,
+)
 
 Forward = Callable[[WeightGradQueue, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
@@ -72,7 +75,7 @@ def test_gradients_equal_undeferred_ones(forward: Forward) -> None:
     assert x.grad is None or torch.equal(x.grad, plain_x.grad)  # type: ignore[arg-type]
     waiting = later.take()
     assert waiting and weights[0].grad is None
-    compute_all(waiting)
+    compute_weight_gradients(waiting)
     for found, expected in zip(weights, plain, strict=True):
         if expected.grad is None:
             assert found.grad is None
@@ -94,7 +97,7 @@ def test_each_half_does_its_own_products() -> None:
         result.sum().backward()
     assert counter.get_total_flops() == 2 * product
     with FlopCounterMode(display=False) as counter:
-        compute_all(later.take())
+        compute_weight_gradients(later.take())
     assert counter.get_total_flops() == 2 * product
 
 
@@ -132,7 +135,7 @@ def test_what_waits_keeps_only_what_it_needs() -> None:
     del operand, after
     assert _holders(needed) > alone
     assert _holders(other) == alone
-    compute_all(later.take())
+    compute_weight_gradients(later.take())
     assert _holders(needed) == alone
 
 
@@ -159,7 +162,7 @@ def test_autocast_is_autograd_s() -> None:
     later = WeightGradQueue((weight,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         later(F.linear, x, weight, bias).float().sum().backward()
-    compute_all(later.take())
+    compute_weight_gradients(later.take())
     assert weight.grad is not None
     assert weight.grad.dtype is torch.float32
     torch.testing.assert_close(weight.grad, expected)
@@ -200,7 +203,7 @@ def test_convolutions(
         function(plain[0] * turn, *plain[1:], **settings).square().sum().backward()
         later(function, waiting[0] * turn, *waiting[1:], **settings).square().sum().backward()
     assert waiting[1].grad is None
-    compute_all(later.take())
+    compute_weight_gradients(later.take())
     for found, expected in zip(waiting[not flows :], plain[not flows :], strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from autopipe.backends.torch.elastic_agent import first_failure
-from autopipe.backends.torch.runtime.watch.failures import Failure, failure_of, read_failure
+from autopipe.backends.torch.runtime.watch.failures import Failure, describe_failure, read_failure
 from autopipe.backends.torch.runtime.watch.heartbeat import Heartbeat
 from autopipe.ir.errors import ConfigurationError, LaunchError
 
@@ -34,8 +34,8 @@ def vars_of(failure: Failure) -> dict[str, object]:
 
 
 def test_the_cause_is_named_before_what_followed_it(tmp_path: Path) -> None:
-    lost = failure_of(LOST, 0, "0B1")
-    cause = failure_of(ValueError("bad row"), 1, "1F2")
+    lost = describe_failure(LOST, 0, "0B1")
+    cause = describe_failure(ValueError("bad row"), 1, "1F2")
     assert lost.time <= cause.time and lost.consequence and "lost another rank" in lost.message
     failures = {
         0: process(tmp_path, 0, 5, lost),
@@ -50,13 +50,16 @@ def test_a_rank_that_posts_a_message_to_a_lost_rank_names_it() -> None:
     heartbeat = Heartbeat()
     with pytest.raises(RuntimeError), heartbeat.posting(3, 5):
         raise LOST
-    assert failure_of(LOST, 0, "0B1", heartbeat.awaited).message.startswith(
+    assert describe_failure(LOST, 0, "0B1", heartbeat.awaited).message.startswith(
         "lost rank 3 (channel 5): "
     )
 
 
 def test_a_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
-    failures = {0: process(tmp_path, 0, 5, failure_of(LOST, 0, "0B1")), 3: process(tmp_path, 3, -9)}
+    failures = {
+        0: process(tmp_path, 0, 5, describe_failure(LOST, 0, "0B1")),
+        3: process(tmp_path, 3, -9),
+    }
     found = first_failure(failures, tmp_path)
     assert str(found.error()).startswith("rank 3: killed by SIGKILL") and not found.final
 
@@ -70,13 +73,13 @@ def test_a_rank_that_could_not_say_more_is_known_by_its_last_line(tmp_path: Path
 
 
 def test_only_what_was_asked_wrongly_is_a_configuration_error() -> None:
-    wrong = failure_of(ConfigurationError("no array", "give one", "x.npz"), 2, "start")
+    wrong = describe_failure(ConfigurationError("no array", "give one", "x.npz"), 2, "start")
     assert (
         isinstance(wrong.error(), ConfigurationError)
         and str(wrong.error()) == "x.npz: no array (give one)"
     )
     assert wrong.final
-    ours = failure_of(LaunchError("too short", where="model.onnx"), 2, "start")
+    ours = describe_failure(LaunchError("too short", where="model.onnx"), 2, "start")
     assert str(ours.error()) == "rank 2, task start: model.onnx: too short"
 
 
@@ -96,7 +99,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, {}, NCCL version 2.27.3"
     ],
 )
 def test_a_peer_that_nccl_lost_is_named_with_the_channel(words: str) -> None:
-    failure = failure_of(dist.DistBackendError(NCCL.format(words)), 0, "0B1", (3, 17))
+    failure = describe_failure(dist.DistBackendError(NCCL.format(words)), 0, "0B1", (3, 17))
     assert failure.message.startswith("lost rank 3 (channel 17): ") and failure.consequence
 
 
@@ -104,7 +107,7 @@ def test_a_peer_that_nccl_lost_is_named_with_the_channel(words: str) -> None:
     "words", ["unhandled cuda error", "invalid usage", "unhandled system error"]
 )
 def test_other_errors_of_nccl_are_the_ranks_own(words: str) -> None:
-    failure = failure_of(dist.DistBackendError(NCCL.format(words)), 0, "0B1", (3, 17))
+    failure = describe_failure(dist.DistBackendError(NCCL.format(words)), 0, "0B1", (3, 17))
     assert "lost" not in failure.message and not failure.consequence
     assert "NCCL_DEBUG=INFO" in failure.hint
 
@@ -114,11 +117,12 @@ def test_the_machine_is_named_where_there_are_several(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert (
-        str(failure_of(ValueError("bad"), 2, "1F2").error()) == "rank 2, task 1F2: ValueError: bad"
+        str(describe_failure(ValueError("bad"), 2, "1F2").error())
+        == "rank 2, task 1F2: ValueError: bad"
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert (
-        str(failure_of(ValueError("bad"), 2, "1F2").error())
+        str(describe_failure(ValueError("bad"), 2, "1F2").error())
         == "rank 2 on gpu-7, task 1F2: ValueError: bad"
     )
 
@@ -126,7 +130,7 @@ def test_the_machine_is_named_where_there_are_several(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), ValueError("first\nsecond")])
 def test_an_error_is_one_line_with_its_kind(error: Exception) -> None:
     before = time.time()
-    failure = failure_of(error, 0, "update")
+    failure = describe_failure(error, 0, "update")
     assert type(error).__name__ in failure.message and "\n" not in failure.message
     assert before <= failure.time <= time.time() and not failure.final and not failure.consequence
 
@@ -174,5 +178,5 @@ CLOSED = (
 def test_only_errors_of_a_lost_connection_follow_from_another_rank(
     error: Exception, lost: bool
 ) -> None:
-    found = failure_of(error, 1, "0B2")
+    found = describe_failure(error, 1, "0B2")
     assert found.consequence == lost and ("lost another rank" in found.message) == lost

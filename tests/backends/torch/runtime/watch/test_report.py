@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopipe.backends.torch.runtime.options import Options
+from autopipe.backends.torch.runtime.options import RankOptions
 from autopipe.backends.torch.runtime.watch.clock import Clock
 from autopipe.backends.torch.runtime.watch.report import Reporter
 from autopipe.ir.errors import LaunchError
@@ -59,7 +59,7 @@ def rank(tmp_path: Path, device: Device) -> Any:
             model_flops=None,
             peak_flops=None,
         ),
-        options=Options(report=tmp_path / "report.jsonl"),
+        options=RankOptions(report=tmp_path / "report.jsonl"),
         transport=SimpleNamespace(traffic=Counter(), gather_numbers=lambda numbers: [numbers]),
     )
 
@@ -79,7 +79,7 @@ def run(reporter: Reporter, rank: Any, device: Device, count: int, seconds: floa
 def test_the_first_report_is_shown_at_once_and_those_of_short_steps_together(
     rank: Any, device: Device, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rank.options = Options()
+    rank.options = RankOptions()
     reporter = Reporter(rank)
     run(reporter, rank, device, 1, 0.06)
     assert capsys.readouterr().out.startswith("step 0 ")
@@ -104,7 +104,7 @@ def test_what_a_launcher_reads_is_not_printed(
 ) -> None:
     reporter = Reporter(rank)
     run(reporter, rank, device, 1, 0.06)
-    reporter.say("compiled")
+    reporter.print_on_rank_0("compiled")
     first, second = map(json.loads, rank.options.report.read_text(encoding="utf-8").splitlines())
     assert first["step"] == 0 and second == {"note": "compiled"}
     assert not capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_what_a_launcher_reads_is_not_printed(
 def test_times_of_profiled_steps_are_left_with_their_waits(
     rank: Any, device: Device, tmp_path: Path
 ) -> None:
-    rank.options = Options(profile_times=tmp_path / "times", profile_from=1, profile_to=2)
+    rank.options = RankOptions(profile_times=tmp_path / "times", profile_from=1, profile_to=2)
     rank.clock.keeps_waits = True
     reporter = Reporter(rank)
     for number in range(4):
@@ -163,7 +163,7 @@ def test_rates_norm_and_use_of_the_devices(rank: Any, device: Device) -> None:
 def test_a_report_of_a_long_step_is_shown_at_once(
     rank: Any, device: Device, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rank.options = Options()
+    rank.options = RankOptions()
     reporter = Reporter(rank)
     for number in range(3):
         run(reporter, rank, device, 1, 0.3)
@@ -239,7 +239,7 @@ def launch(reporter: Reporter, rank: Any, device: Device, seconds: float, *losse
 def test_on_a_gpu_a_step_is_reported_when_the_next_has_been_launched(
     gpu_rank: Any, device: Device, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu_rank.options = Options()
+    gpu_rank.options = RankOptions()
     reporter = Reporter(gpu_rank)
     for number in range(4):
         launch(reporter, gpu_rank, device, 0.5, number, 1.0)

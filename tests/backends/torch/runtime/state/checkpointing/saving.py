@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.communication.transport import ControlGroup
-from autopipe.backends.torch.runtime.data.sample_order import Position
+from autopipe.backends.torch.runtime.data.sample_order import RunProgress
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
@@ -123,7 +123,7 @@ def save_all_steps(
             parameter.grad = torch.randn(ROWS, COLUMNS, generator=generator)[: len(parameter)]
         optimizer.step()
         says.send(("saves", step, digest()))
-        checkpointer.save(Position(step, step), 0)
+        checkpointer.save(RunProgress(step, step), 0)
         says.send(("committed", step - 1, ""))
 
 

@@ -18,14 +18,14 @@ from safetensors import safe_open
 
 from autopipe.backends.torch import checkpoint as shard_file
 from autopipe.backends.torch.checkpoint import (
-    MANIFEST,
+    MANIFEST_FILE,
     committed_steps,
+    manifest_text,
     rank_file,
     read_checkpoint,
-    text_of,
 )
 from autopipe.backends.torch.runtime.communication.transport import ControlGroup
-from autopipe.backends.torch.runtime.data.sample_order import Position
+from autopipe.backends.torch.runtime.data.sample_order import RunProgress
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.runtime.state.checkpoint import Checkpointer
 from autopipe.backends.torch.runtime.state.checkpoint_state import TrainingState
@@ -80,7 +80,7 @@ class Training:
         return loss.item()
 
     def start_save(self, step: int) -> None:
-        self.saved.save(Position(step, step * BATCH), 7)
+        self.saved.save(RunProgress(step, step * BATCH), 7)
 
     def save(self, step: int) -> None:
         self.start_save(step)
@@ -195,7 +195,7 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
 def test_two_runs_do_not_save_in_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopipe.backends.torch.checkpoint._PATIENCE_S", 0.2)
+    monkeypatch.setattr("autopipe.backends.torch.checkpoint._REPLACED_RUN_PATIENCE_S", 0.2)
     training = Training(tmp_path)
     with pytest.raises(ConfigurationError, match="another run is writing checkpoints"):
         Training(tmp_path)
@@ -248,7 +248,7 @@ def test_a_crash_at_any_instant_leaves_a_checkpoint(
         assert max(last, 3) <= step <= instant + 4
         last = step
         assert torch.equal(again.parameters[0], state[step])
-        training.saved._take_folder()
+        training.saved._lock_folder()
     training.saved.close()
     assert crashes > 8, "the crashes did not reach every call"
     assert last > 3, "no crash came after the commit"
@@ -285,7 +285,7 @@ def test_a_damaged_file_is_found(tmp_path: Path, change: str) -> None:
     "text", ["", "[]", '{"format": "other/1"}', '{"format": "autopipe.checkpoint/2"}']
 )
 def test_a_strange_manifest_is_refused(tmp_path: Path, text: str) -> None:
-    (saved_once(tmp_path) / MANIFEST).write_text(text)
+    (saved_once(tmp_path) / MANIFEST_FILE).write_text(text)
     with pytest.raises(LaunchError, match=r"damaged|format"):
         resumed(tmp_path)
 
@@ -366,7 +366,9 @@ def test_a_parameter_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     found = read_checkpoint(path)
     first = found.parameters[0]
     short = replace(first, value=replace(first.value, blocks=()))
-    (path / MANIFEST).write_text(text_of(replace(found, parameters=(short, *found.parameters[1:]))))
+    (path / MANIFEST_FILE).write_text(
+        manifest_text(replace(found, parameters=(short, *found.parameters[1:])))
+    )
     with pytest.raises(LaunchError, match="lacks 12 of 12 elements"):
         resumed(tmp_path)
-    json.loads((path / MANIFEST).read_text())
+    json.loads((path / MANIFEST_FILE).read_text())

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from autopipe.backends.torch.checkpoint import (
-    Reader,
+    CheckpointReader,
     checkpoint_path,
     committed_steps,
     read_checkpoint,
@@ -103,7 +103,7 @@ class Survivor:
             checkpoint = read_checkpoint(path)
             for file in checkpoint.files:
                 verify_file(path, file)
-            reader = Reader(path, checkpoint)
+            reader = CheckpointReader(path, checkpoint)
             split, whole = (checkpoint.parameter(name) for name in ("split", "whole"))
             assert split is not None and whole is not None
             rows = ROWS // self._size

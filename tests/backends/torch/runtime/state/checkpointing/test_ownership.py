@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.state.checkpoint_state import write_blocks
+from autopipe.backends.torch.runtime.state.checkpoint_state import assign_blocks_to_ranks
 from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.program import ParameterShard
 from tests.backends.torch.checkpoint.test_reading import boxes_of
@@ -51,7 +51,7 @@ def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) 
     found = replace(found, optimizer=ADAMW | {"shard": in_shares})
     written = {index: np.zeros(shape, int) for index, shape in enumerate(shapes)}
     numbers = set()
-    for rank, pieces in enumerate(write_blocks(found)):
+    for rank, pieces in enumerate(assign_blocks_to_ranks(found)):
         held = {shard.parameter: shard.box for shard in found.shards[rank]}
         for piece in pieces:
             assert (
@@ -59,7 +59,7 @@ def test_every_element_that_is_held_is_written_once(seed: int, in_shares: bool) 
             )
             written[piece.parameter][_region(piece.box)] += 1
             numbers.add((piece.parameter, piece.number))
-    assert len(numbers) == sum(len(pieces) for pieces in write_blocks(found))
+    assert len(numbers) == sum(len(pieces) for pieces in assign_blocks_to_ranks(found))
     for index, array in written.items():
         expected = np.zeros(shapes[index], int)
         for shards in found.shards:
@@ -84,6 +84,8 @@ def test_copies_are_shared_evenly() -> None:
     other = manifest([], Random(0))
     form = {name: getattr(other, name) for name in Manifest.__dataclass_fields__}
     parameters = tuple(drawn(f"w{index}", shape) for index, shape in enumerate(shapes))
-    found = write_blocks(Manifest(**form | {"parameters": parameters, "shards": (shards,) * RANKS}))
+    found = assign_blocks_to_ranks(
+        Manifest(**form | {"parameters": parameters, "shards": (shards,) * RANKS})
+    )
     loads = [sum(piece.box.elements for piece in pieces) for pieces in found]
     assert max(loads) < 1.05 * sum(loads) / RANKS
