@@ -323,13 +323,13 @@ def test_a_page_of_measured_steps(here: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_the_picture_of_the_architecture() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "draw_architecture.py"))
-    words = {text.strip() for text in ElementTree.fromstring(script["drawing"]()).itertext()}
+    words = {text.strip() for text in ElementTree.fromstring(script["draw_svg"]()).itertext()}
     assert {folder for row in script["ROWS"] for folder in row} <= words
 
 
 def test_the_figure_of_dynamic_shapes() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "draw_dynamic_shapes.py"))
-    assert script["TARGET"].read_text(encoding="utf-8") == script["drawing"]()
+    assert script["TARGET"].read_text(encoding="utf-8") == script["draw_svg"]()
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
@@ -370,7 +370,10 @@ def test_environments_of_other_versions() -> None:
 def test_sets_of_tests_exist() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "versions.py"))
     assert [
-        path for paths in script["SETS"].values() for path in paths if not (ROOT / path).exists()
+        path
+        for paths in script["TEST_SETS"].values()
+        for path in paths
+        if not (ROOT / path).exists()
     ] == []
 
 

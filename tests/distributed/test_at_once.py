@@ -15,7 +15,7 @@ RANK = """
 import json
 import torch
 import torch.distributed as dist
-from autopipe.backends.torch.runtime.communication.transport import Transport, all_gather, is_direct
+from autopipe.backends.torch.runtime.communication.transport import Transport, all_gather, uses_direct_exchange
 from autopipe.backends.torch.runtime.communication.transport import start_all_reduce, start_reduce_scatter
 
 transport = Transport("cpu")
@@ -28,7 +28,7 @@ for name, members in (("all", tuple(range(ranks))), ("two", (0, 2))):
         continue
     group, count = transport.group(members), len(members)
     own = torch.arange(6, dtype=torch.float64).reshape(2, 3) * 7 ** rank + rank
-    assert is_direct(own, group)
+    assert uses_direct_exchange(own, group)
     total, largest = own.clone(), -own
     dist.all_reduce(total, group=group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -277,6 +277,11 @@ def tensors_within(value: object) -> list[torch.Tensor]:
     ]
 
 
+def cpu_supports_bfloat16_kernels() -> bool:
+    """True if oneDNN has kernels of bfloat16 for the processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def set_timeout(options: Any, timeout: timedelta) -> None:
     """Set the time limit in options of a process group over NCCL."""
     options._timeout = timeout

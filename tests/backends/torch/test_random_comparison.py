@@ -37,7 +37,7 @@ def test_every_kind_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _BY_KERNEL = """
 import torch
-from autopipe.backends.torch.runtime.random_numbers.philox import Rows, draw_words
+from autopipe.backends.torch.runtime.random_numbers.philox import CounterRows, draw_words
 from autopipe.backends.torch.runtime.random_numbers.philox_kernel import draw_words_by_kernel
 
 def column(*numbers):
@@ -46,10 +46,10 @@ def column(*numbers):
 zero = column(0)
 low, high = column(3, 2**32 - 1, 17), column(2**31, 5, 2**32 - 1)
 rows = (
-    Rows(column(2**32 - 3), zero, zero),
-    Rows(column(0, 2**40, 2**33 - 1), low, high),
-    Rows(column(7), zero, high, low),
-    Rows(column(7), low, column(2**32 - 5), high),
+    CounterRows(column(2**32 - 3), zero, zero),
+    CounterRows(column(0, 2**40, 2**33 - 1), low, high),
+    CounterRows(column(7), zero, high, low),
+    CounterRows(column(7), low, column(2**32 - 5), high),
 )
 for each in rows:
     for key in ((2**32 - 1, 5), (torch.tensor(9), torch.tensor(2**31))):

@@ -13,10 +13,10 @@ import os
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from autopipe.backends.torch.runtime.host import patient_threads
+from autopipe.backends.torch.runtime.host import non_preempting_threads
 
 before = set(os.listdir("/proc/self/task"))
-with patient_threads():
+with non_preempting_threads():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for thread in set(os.listdir("/proc/self/task")) - before:
     print("gloo", os.sched_getscheduler(int(thread)))

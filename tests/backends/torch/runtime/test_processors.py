@@ -32,14 +32,14 @@ import os
 import sys
 import torch.distributed as dist
 from autopipe.backends.torch.runtime.communication import transport as module
-from autopipe.backends.torch.runtime.host import processors_of_this_rank
+from autopipe.backends.torch.runtime.host import core_count_of_this_rank
 
 os.environ["AUTOPIPE_ATTEMPT"] = "0"
 module._launchers_store = lambda patience, signed: dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"]))
 transport = module.Transport("cpu")
 transport.start()
 threads = [sorted(os.sched_getaffinity(int(each))) for each in os.listdir("/proc/self/task")]
-print(json.dumps({"threads": threads, "own": processors_of_this_rank()}))
+print(json.dumps({"threads": threads, "own": core_count_of_this_rank()}))
 sys.stdout.flush()
 transport.stop()
 os._exit(0)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopipe.backends.torch import torch_interfaces
 from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.operators.misc import reverse_sequence
 
@@ -203,7 +204,7 @@ def _without_unsupported_bfloat16(x: Tensor) -> AbstractContextManager[object]:
     Autocast converts the operands of a recurrent layer to bfloat16 for a kernel of oneDNN that does
     not exist on such a CPU.
     """
-    if x.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if x.device.type == "cpu" and not torch_interfaces.cpu_supports_bfloat16_kernels():
         return torch.autocast("cpu", enabled=False)
     return nullcontext()
 

@@ -121,7 +121,7 @@ def test_numbers_that_nccl_has_no_type_for_travel_as_bytes_and_are_not_added_up(
         assert as_nccl_type(numbers).data_ptr() == numbers.data_ptr()
         assert as_nccl_type(numbers.new_zeros(())).numel() == numbers.element_size()
         with pytest.raises(
-            LaunchError, match=f"cannot compute a sum or maximum of {str(dtype).split('.')[1]}"
+            LaunchError, match=f"cannot compute a sum or maximum of type {str(dtype).split('.')[1]}"
         ):
             check_sum(numbers)
     halves = torch.ones(2, dtype=torch.bfloat16)
