@@ -143,7 +143,7 @@ def test_batch_statistics_are_the_batchs_or_the_running_ones(
             "Erf",
             TensorProto.DOUBLE,
             (
-                "lacks a kernel for an operator: Could not find an implementation for Erf(13) node "
+                "ONNX Runtime lacks a kernel for an operator: Could not find an implementation for Erf(13) node "
                 "with name 'noise'"
             ),
         ),
