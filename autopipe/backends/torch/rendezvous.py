@@ -196,7 +196,8 @@ class RendezvousHandler(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the other nodes. Raise ConfigurationError if the nodes contradict one another, and
-        LaunchError if some nodes do not join in time.
+        LaunchError if some nodes do not join in time. Other failures, such as a node with another
+        key, raise RendezvousError of torch's elastic package.
         """
         try:
             found: RendezvousInfo = super().next_rendezvous()

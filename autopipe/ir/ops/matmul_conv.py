@@ -166,8 +166,8 @@ def einsum(signature: Signature) -> Space:
 
 def _quantized_matmul_space(signature: Signature, second: int, k: str) -> Space:
     """Return the iteration space of a quantized matmul, whose other operands are scales and zero
-    points. The axes of the factors are splittable only if each scale and zero point is one number
-    for its matrix.
+    points. The axes of the factors are splittable only if each scale and zero point is a single
+    number.
     """
     scales = [
         value

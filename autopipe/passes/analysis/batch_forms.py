@@ -57,8 +57,9 @@ class LossKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """The result of `loss_form`. For a MIXED loss, `reason` names the node that mixes samples. For
-    an UNKNOWN loss, `reason` is why the graph does not determine the kind.
+    """The result of `loss_form` and `form_of`. For a MIXED loss, `reason` is why the losses of the
+    parts do not determine the loss of the batch. For an UNKNOWN loss, `reason` is why the graph
+    does not determine the kind.
     """
 
     kind: LossKind

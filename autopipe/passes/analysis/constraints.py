@@ -47,9 +47,10 @@ def resolved_constraints(
 
     `own_sizes` is True if the strategy permits stages with different micro-batch sizes.
 
-    Raises ConfigurationError for a constraint that matches no node (with the nearest name), for
-    devices or pipelines that do not exist, for an impossible micro-batch size, and for two
-    constraints that contradict each other on a node.
+    Raises ConfigurationError for an invalid regular expression, for a constraint that matches no
+    node (with the nearest name), for a negative stage, for devices or pipelines that do not exist,
+    for an impossible micro-batch size, and for two constraints of one pipeline that contradict each
+    other on a node.
     """
     resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):

@@ -121,8 +121,8 @@ def sample_axes(graph: Graph) -> SampleAxes:
 
 @memoize(MAX_CACHED_GRAPHS)
 def bias_additions(graph: Graph) -> dict[int, int]:
-    """Return, for each matmul whose only reader adds a bias to its result, the node of the
-    addition.
+    """Return, for each MatMul by a matrix whose only reader adds a bias vector of the same type to
+    its result, the node of the addition.
     """
     reads = Counter(name for node in graph.nodes for name in node.inputs)
     reads.update(graph.outputs)

@@ -59,10 +59,11 @@ def node_seconds(
 
     `shares` is the fraction of the node that the device computes, 1 / degree of its splits.
 
-    Matmuls and convolutions use the peak of `precision`, other operators the peak of fp32. Views
-    take no time, and a node without gradients has no backward. Measured times of the device
-    (`NodeCost.measured`) replace the roofline's times; they are interpolated linearly between
-    measured fractions. Raises ConfigurationError if the device lacks a rate for a class of
+    Matmuls, convolutions and recurrent operators use the peak of `precision`, other operators the
+    peak of fp32. Views take no time, and a node without gradients has no backward. Measured times
+    of the device (`NodeCost.measured`) replace the roofline's times; they are interpolated linearly
+    between measured fractions. For a node that was not measured, they scale the roofline's times.
+    Raises ConfigurationError if the device lacks a rate for a class of
     operators.
     """
     rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}

@@ -81,7 +81,7 @@ def read_model(
 
     - `dims` binds symbolic dimensions by name or INPUT:AXIS. For RESULT:0 of a Range it is the
       maximum length if the length depends on data.
-    - `batch` defaults to the batch size that the file fixes, otherwise 1.
+    - `batch` defaults to the batch size that the file or `dims` fixes, otherwise 1.
     - `batch_axes` gives the batch dimension of an input if it is not axis 0; None if the input has
       none.
     - `fixed_inputs` gives inputs that are a constant number.
@@ -92,8 +92,8 @@ def read_model(
     - `training` defaults to the mode. If False, dropout is disabled and BatchNormalization uses its
       running statistics.
     - `frozen` and `trainable` are patterns of tensor names (globs, or regular expressions after
-      `re:`). Parameters that match `frozen` are not trained. Tensors that match `trainable` are
-      trained regardless of other evidence.
+      `re:`). Parameters that match `frozen` are not trained. Floating-point tensors that
+      match `trainable` are trained regardless of other evidence, except running statistics.
     - `with_unsupported` lists unsupported operators in the result instead of raising an error.
     - `scores` selects whether the loss saves its logits for backward or recomputes them. None
       leaves the choice to the plan: the model saves them, and `Model.other` is the other form if

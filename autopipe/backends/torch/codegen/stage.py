@@ -485,8 +485,8 @@ def defer_weight_gradient(emitter: CodeEmitter, call: Call) -> str:
 
 
 def emit_stage(stage: StageCode, title: str) -> str:
-    """Return the source text of a stage's module: docstring, types of inputs and outputs, and
-    forward.
+    """Return the source text of a stage's module: docstring, imports, types of inputs and
+    outputs, names of parameters and constants, and forward.
 
     `title` is the first line of the docstring. It must contain no text from the model.
     """

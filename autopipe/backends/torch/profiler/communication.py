@@ -148,7 +148,7 @@ def median_forward_interval(starts: Sequence[float]) -> float:
 def _median_over_steps(
     program: Path, device: str, rank: int, seconds: Callable[[TaskSpans, int], float]
 ) -> float:
-    """Return the median over the steps of the result of `seconds` for one step."""
+    """Return the median of the result of `seconds` over the steps after the warm-up."""
     manifest = read_manifest(program)
     with scratch_folder("profile") as name:
         data = Path(name) / "samples.npz"

@@ -313,8 +313,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of the paper's model, at its position in the graph. Layers compare equal if their
-    costs are equal.
+    """A layer of the paper's model, at its position in the graph. Layers that compare equal have
+    equal costs.
 
     - `contiguous`: only configurations that split the row-major axes into contiguous parts are
       permitted (flattening).

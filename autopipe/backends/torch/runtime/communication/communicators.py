@@ -55,7 +55,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 def order_in_rounds(members: Mapping[_Key, tuple[int, ...]]) -> list[_Key]:
     """Return the keys, sorted by round. No rank is a member of two keys of one round, so the ranks
     of a round do not wait for one another. Each key gets the earliest free round in the order of
-    `members`. A chain of ranks takes two rounds, whatever its length.
+    `members`. A chain of ranks, of any length, takes two rounds if its pairs are given from one
+    end to the other.
     """
     busy = defaultdict[int, set[int]](set)
     rounds: dict[_Key, int] = {}

@@ -138,8 +138,9 @@ def convert_rows(
 def check_rows(
     rows: np.ndarray, entry: InputRange, where: str, numbers: range | SampleNumbers | None = None
 ) -> None:
-    """Raise ConfigurationError if a value cannot be represented in the input's type, or if an index
-    or label is out of range. An index or label in a floating-point input must also be an integer.
+    """Raise ConfigurationError if the input does not accept the type of the rows, if an integer or
+    Boolean input cannot represent a value, or if an index or label is out of range and is not the
+    ignored one. An index or label in a floating-point input must also be an integer.
 
     `numbers` are the numbers of the rows in the array, for the message. Rows of integers in range
     are not copied.

@@ -191,7 +191,7 @@ def read_block(
         return numbers
     return (
         -numbers if storage.form == "log of the negative" else numbers
-    ).log()  # The file stores the exponential.
+    ).log()  # The file stores the exponential or its negative.
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
