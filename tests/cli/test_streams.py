@@ -131,7 +131,8 @@ def test_every_command_refuses_what_it_does_not_know(
 
 @pytest.mark.parametrize("words", [("pln",), ("zoo", "buld"), ("config", "chek")], ids=" ".join)
 def test_commands_that_are_none(command_line: CommandLine, words: tuple[str, ...]) -> None:
-    command_line.refuses(2, words, f"o such command '{words[-1]}'", "id you mean")
+    message = "the command 'pln' does not exist" if len(words) == 1 else "No such command"
+    command_line.refuses(2, words, message, f"'{words[-1]}'", "id you mean")
 
 
 def test_nothing_is_left_of_what_ran(here: CommandLine) -> None:
