@@ -222,7 +222,7 @@ def test_constraints_are_obeyed() -> None:
 @pytest.mark.parametrize(
     ("constraint", "reason"),
     [
-        (Constraint("matmul0", devices=(0, 2)), "neighbours"),
+        (Constraint("matmul0", devices=(0, 2)), "not adjacent"),
         (Constraint("matmul0", split=(("n", 2),)), "splits samples only"),
     ],
 )
