@@ -1,5 +1,5 @@
-"""ONNX Runtime's attention operators (domain com.microsoft), written with ONNX's `Attention`,
-`RotaryEmbedding` and `TensorScatter`.
+"""Decompositions of ONNX Runtime's attention operators (domain com.microsoft) into ONNX's
+`Attention`, `RotaryEmbedding` and `TensorScatter`.
 
 If the sequences of a batch have different lengths, TensorScatter writes new keys and values behind
 the cached ones, and Attention reads the length of each sequence. Padding becomes a mask that is
@@ -23,15 +23,19 @@ from autopipe.ir.words import plural
 from autopipe.passes.frontend.rewriter import MAX_RANGE, FileRewriter, Rewriter
 
 MASK_FILTER = -10000.0
-"""Default of attribute `mask_filter_value`."""
+"""Default of attribute `mask_filter_value`: the number that is added to the logits of keys that are
+padding.
+"""
 ROTARY_BASE = 10000.0
-"""Base of the rotation frequencies of `Attention` with `do_rotary`."""
+"""Base of the rotation frequencies that com.microsoft's `Attention` uses if `do_rotary` is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Operands of an Attention node: queries [B, H, T, F], keys and values [B, G, tokens, F], and
-    what restricts which keys a query attends to. "" if absent.
+    """Names of the operands of an ONNX Attention node, "" for an absent one.
+
+    `query` is [B, H, T, F], `key` and `value` are [B, G, tokens, F]; `mask` is boolean or is added
+    to the logits. `causal` is the attribute `is_causal`.
     """
 
     query: str
@@ -39,16 +43,21 @@ class Heads:
     value: str
     mask: str = ""
     past: tuple[str, str] = ("", "")
-    """Keys and values of earlier calls, which Attention puts in front."""
+    """Cached keys and values, to which Attention appends the new ones."""
     lengths: str = ""
     """Number of valid keys per sequence, int64 [B]."""
     sink: str = ""
-    """One extra logit per head that takes part in the softmax, [H]."""
+    """One extra logit per query head that takes part in the softmax, [H]."""
     causal: int = 0
 
 
 def group_query_attention(rewriter: FileRewriter) -> None:
-    """Decompose GroupQueryAttention."""
+    """Decompose GroupQueryAttention: optional normalisation and rotary positions of queries and
+    keys, an update of the key-value cache, and Attention.
+
+    Results are the attention output, all keys, all values, and the logits if the node returns them.
+    Raises ModelError if the node sets `sliding_window_cache` or `kv_cache_bit_width`.
+    """
     node = rewriter.node
     heads = node.integer("num_heads")
     groups = node.integer("kv_num_heads")
@@ -114,13 +123,15 @@ def group_query_attention(rewriter: FileRewriter) -> None:
 
 
 def multi_head_attention(rewriter: FileRewriter) -> None:
-    """Decompose MultiHeadAttention."""
+    """Decompose MultiHeadAttention. Its operands 3 to 8 are the bias, the padding mask, the tensor
+    that is added to the logits, cached keys, cached values, and the number of valid cached tokens.
+    """
     _multi_head(rewriter, rewriter.operand(3), rewriter.operand(4), rewriter.operand(5), 6)
 
 
 def decoder_masked_attention(rewriter: FileRewriter) -> None:
     """Decompose DecoderMaskedMultiHeadAttention: MultiHeadAttention of one new token, with another
-    order of operands. Beam search is not supported.
+    order of operands. Raises ModelError if the node has beams, since beam search is not supported.
     """
     beams = rewriter.known(8) if rewriter.operand(8) else 1
     rewriter.require(beams == 1 and not rewriter.operand(9), "beams are not supported")
@@ -128,7 +139,10 @@ def decoder_masked_attention(rewriter: FileRewriter) -> None:
 
 
 def attention(rewriter: FileRewriter) -> None:
-    """Decompose Attention, which projects queries, keys and values by one matrix product."""
+    """Decompose com.microsoft's Attention, which computes queries, keys and values by one matrix
+    product, and then attends. Result 1 is the stack of all keys and all values, [2, B, H, tokens,
+    F].
+    """
     node = rewriter.node
     heads = node.integer("num_heads")
     query, key, value = (
@@ -159,7 +173,9 @@ def attention(rewriter: FileRewriter) -> None:
 
 
 def packed_attention(rewriter: FileRewriter) -> None:
-    """Decompose PackedAttention."""
+    """Decompose PackedAttention: Attention on a batch without padding, whose sequences are
+    concatenated along the dimension of tokens.
+    """
     _attend_packed(
         rewriter,
         _project(rewriter, rewriter.operand(2)),
@@ -170,7 +186,10 @@ def packed_attention(rewriter: FileRewriter) -> None:
 
 
 def packed_multi_head_attention(rewriter: FileRewriter) -> None:
-    """Decompose PackedMultiHeadAttention."""
+    """Decompose PackedMultiHeadAttention: MultiHeadAttention on a batch without padding, whose
+    sequences are concatenated along the dimension of tokens. Queries, keys and values are separate
+    or stacked.
+    """
     query = rewriter.required(0)
     if rewriter.operand(1):
         projections = [query, rewriter.operand(1), rewriter.required(2)]
@@ -192,7 +211,9 @@ def packed_multi_head_attention(rewriter: FileRewriter) -> None:
 
 
 def _split_heads(rewriter: Rewriter, name: str, heads: int) -> str:
-    """Return [B, tokens, heads · F] as [B, heads, tokens, F]."""
+    """Write the value `name` [B, tokens, heads · F] as [B, heads, tokens, F] and return the
+    result's name. Raises ModelError if the features are not divisible by `heads`.
+    """
     batch, tokens, hidden = rewriter.shape(name)
     rewriter.require(
         heads > 0 and hidden % heads == 0,
@@ -206,10 +227,12 @@ def _split_heads(rewriter: Rewriter, name: str, heads: int) -> str:
 def _attend(
     rewriter: Rewriter, heads: Heads, logits_index: int, **settings: Any
 ) -> tuple[str, str, str]:
-    """Write an Attention node. Return its output [B, T, H · F], all keys, and all values.
+    """Write an ONNX Attention node. Return the names of its output [B, T, H · F], of all keys, and
+    of all values, which include the cached ones.
 
-    `logits_index` is the index of the replaced node's result that has the attention logits, which
-    are the fourth result of Attention.
+    `logits_index` is the index of the replaced node's result that has the attention logits. If the
+    replaced node has that result, it becomes the fourth result of Attention. `settings` are further
+    attributes.
     """
     batch, count, tokens, _ = rewriter.shape(heads.query)
     groups = rewriter.shape(heads.value)[1]
@@ -249,11 +272,12 @@ def _attend(
 def _attend_with_past(
     rewriter: Rewriter, heads: Heads, past: tuple[str, str], past_length: str, logits_index: int
 ) -> tuple[str, str, str]:
-    """Write Attention with cached keys and values in front of the new ones. Return its output, all
-    keys, and all values.
+    """Write an ONNX Attention node whose keys and values are the cached ones, `past`, followed by
+    the new ones of `heads`. Return the names of its output, of all keys, and of all values.
 
-    If `past_length` is given, the cache is a longer buffer with that many valid tokens, and the new
-    keys and values are written behind them.
+    If `past_length` is not "", it names the number of valid cached tokens; then the cache is a
+    longer buffer, and the new keys and values are written behind the valid tokens. See `_attend`
+    for `logits_index`.
     """
     tokens = rewriter.shape(heads.query)[2]
     if past[0] and past_length:
@@ -269,8 +293,8 @@ def _attend_with_past(
 
 
 def _packed_or_separate(rewriter: Rewriter, heads: int, groups: int) -> list[str]:
-    """Return the queries, keys and values [B, T, heads · F], which may be concatenated in operand
-    0.
+    """Return the names of queries [B, T, heads · F], keys and values [B, T, groups · F]: operands 0
+    to 2 of the replaced node, or the parts of operand 0 if operand 1 is absent.
     """
     query = rewriter.required(0)
     if rewriter.operand(1):
@@ -287,10 +311,12 @@ def _packed_or_separate(rewriter: Rewriter, heads: int, groups: int) -> list[str
 
 
 def _past_lengths(rewriter: Rewriter, tokens: int, total: int | None) -> str:
-    """Return the number of cached tokens per sequence, int64 [B].
+    """Return the name of the number of cached tokens per sequence, int64 [B]: operand 5 (the index
+    of the last token of each sequence) + 1 − `tokens`.
 
-    `total` is the maximum number of cached and new tokens over the sequences, None if it is an
-    operand that is not known. If it equals the number of new tokens, nothing is cached.
+    `tokens` is the number of new tokens per sequence. `total` is the value of operand 6, the
+    maximum over the sequences of cached plus new tokens, or None if it is not known before running.
+    If operand 6 turns out to be `tokens`, the result is 0: nothing is cached.
     """
     last_position = _per_sequence(rewriter, rewriter.required(5))
     cached = rewriter.binary("Add", last_position, rewriter.integer(1 - tokens))
@@ -302,13 +328,19 @@ def _past_lengths(rewriter: Rewriter, tokens: int, total: int | None) -> str:
 
 
 def _per_sequence(rewriter: Rewriter, name: str) -> str:
-    """Return a tensor with one integer per sequence as an int64 vector."""
+    """Write the value `name`, which has one integer per sequence, as an int64 vector [B], and
+    return the result's name.
+    """
     return rewriter.reshape(rewriter.cast(name, DType.INT64), rewriter.type_of(name).elements)
 
 
 def _prompt_mask(rewriter: Rewriter, added: str, key: str) -> str:
-    """Return the mask of a prompt, in which sequences that are shorter than the longest one end in
-    padding. `added` is the mask of the model, "" if it has none.
+    """Return the name of the mask of a prompt, a batch without cached tokens. Sequences that are
+    shorter than the longest one end in padding.
+
+    `added` is the tensor that the model adds to the logits; the result is `added` with −inf for
+    keys that are padding. If `added` is "", the result is a boolean mask [B, 1, 1, tokens], true
+    for keys that are not padding.
     """
     batch, _, tokens, _ = rewriter.shape(key)
     last_position = _per_sequence(rewriter, rewriter.required(5))
@@ -323,8 +355,8 @@ def _prompt_mask(rewriter: Rewriter, added: str, key: str) -> str:
 def _write_caches(
     rewriter: Rewriter, caches: tuple[str, str], new: tuple[str, str], start: str
 ) -> tuple[str, str]:
-    """Return the cached keys and values, overwritten by the new ones from token `start[b]` of
-    sequence b on.
+    """Write the new keys and values `new` into `caches`, from token `start[b]` of sequence b on.
+    Return the names of the updated keys and values, whose shape is that of `caches`.
     """
     keys, values = (
         rewriter.add("TensorScatter", [cache, each, start], rewriter.shape(cache), axis=-2)
@@ -334,8 +366,8 @@ def _write_caches(
 
 
 def _zero_unfilled(rewriter: Rewriter, caches: tuple[str, str], lengths: str) -> tuple[str, str]:
-    """Return the cached keys and values with zeros behind the valid tokens, as ONNX Runtime returns
-    them.
+    """Return the names of the cached keys and values with zeros from token `lengths[b]` of sequence
+    b on, as ONNX Runtime returns them. `lengths` is int64 [B].
     """
     batch, _, tokens, _ = rewriter.shape(caches[0])
     positions = rewriter.range(0, tokens, -1, 1)
@@ -346,10 +378,11 @@ def _zero_unfilled(rewriter: Rewriter, caches: tuple[str, str], lengths: str) ->
 
 
 def _positions(rewriter: Rewriter, past_lengths: str, batch: int, tokens: int) -> str:
-    """Return the rotary positions [B, T] of the new tokens.
+    """Return the name of the rotary positions [B, T] of the new tokens.
 
-    Operand 9 may give them. In a prompt only its first position per sequence counts, and the
-    following tokens have consecutive positions.
+    Operand 9 of the replaced node may contain the positions. If nothing is cached (`past_lengths`
+    is ""), only its first position per sequence counts, and the following tokens have consecutive
+    positions. Without operand 9, positions continue from the number of cached tokens.
     """
     given = rewriter.operand(9)
     steps = rewriter.range(0, tokens, 1, -1)
@@ -364,7 +397,10 @@ def _positions(rewriter: Rewriter, past_lengths: str, batch: int, tokens: int) -
 
 
 def _rotate_by_cache(rewriter: Rewriter, name: str, positions: str) -> str:
-    """Return heads with rotary positions, by the cosines and sines of operands 7 and 8."""
+    """Write a RotaryEmbedding of the heads `name` [B, heads, T, F], with the cosines and sines that
+    are operands 7 and 8 of the replaced node. `positions` [B, T] are rows of these tables. Return
+    the result's name.
+    """
     cosines = rewriter.required(7)
     sines = rewriter.required(8)
     width = 2 * rewriter.shape(cosines)[1]
@@ -378,7 +414,10 @@ def _rotate_by_cache(rewriter: Rewriter, name: str, positions: str) -> str:
 
 
 def _rotate_by_position(rewriter: Rewriter, name: str, first: int) -> str:
-    """Return heads with rotary positions first, first + 1, …, with the angles of GPT-NeoX."""
+    """Write a RotaryEmbedding of the heads `name` [B, heads, T, F] whose T positions are first,
+    first + 1, …, with cosines and sines that are computed here from `ROTARY_BASE`. Return the
+    result's name.
+    """
     batch, _, tokens, features = rewriter.shape(name)
     width = rewriter.node.integer("rotary_embedding_dim") or features
     rewriter.require(
@@ -408,8 +447,11 @@ def _rotate_by_position(rewriter: Rewriter, name: str, first: int) -> str:
 
 
 def _multi_head(rewriter: Rewriter, bias: str, padding: str, added: str, past: int) -> None:
-    """Decompose a MultiHeadAttention. `past` is the index of the operand with the cached keys;
-    the cached values and the number of valid cached tokens follow it.
+    """Decompose a MultiHeadAttention whose optional operands are `bias`, the padding mask
+    `padding`, and the tensor `added` that is added to the logits ("" for an absent one).
+
+    `past` is the index of the operand with the cached keys; the cached values and the number of
+    valid cached tokens are the two operands after it.
     """
     heads = rewriter.node.integer("num_heads")
     query, key, value = _queries_keys_values(rewriter, heads, bias)
@@ -425,12 +467,12 @@ def _multi_head(rewriter: Rewriter, bias: str, padding: str, added: str, past: i
 
 
 def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]:
-    """Return queries, keys and values [B, heads, tokens, F] of a MultiHeadAttention, with their
-    bias.
+    """Return the names of queries, keys and values [B, heads, tokens, F] of a MultiHeadAttention,
+    with their bias added.
 
-    The operands may be three tensors [B, tokens, heads · F], one tensor with all three side by
-    side, a stack [B, T, heads, 3, F], queries and a stack of keys and values, or keys and values
-    that are divided into heads already, as in cross-attention.
+    The operands may be three tensors [B, tokens, heads · F], one tensor in which all three are
+    concatenated along the last dimension, a stack [B, T, heads, 3, F], queries and a stack of keys
+    and values, or queries and [B, heads, tokens, F] keys and values, as in cross-attention.
     """
     query = rewriter.required(0)
     key = rewriter.operand(1)
@@ -448,7 +490,8 @@ def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]
     if bias:
         sizes = [rewriter.shape(each)[2] if each else 0 for each in undivided]
         if not all(sizes):
-            # Keys and values that are divided into heads already have their biases.
+            # The bias still has a part for each of queries, keys and values. Keys and values that
+            # are divided into heads have their bias added already, so their parts are not used.
             total = rewriter.type_of(bias).elements
             sizes = [sizes[0], sizes[0], total - 2 * sizes[0]]
         biases = rewriter.split(bias, 0, *sizes)
@@ -463,15 +506,20 @@ def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]
 
 
 def _unstack(rewriter: Rewriter, name: str, parts: int) -> list[str]:
-    """Return the `parts` tensors [B, tokens, heads · F] of [B, tokens, heads, parts, F]."""
+    """Return the names of the `parts` tensors [B, tokens, heads · F] of the stack `name` [B,
+    tokens, heads, parts, F].
+    """
     batch, tokens, heads, _, features = rewriter.shape(name)
     pieces = rewriter.split(name, 3, *[1] * parts)
     return [rewriter.reshape(each, batch, tokens, heads * features) for each in pieces]
 
 
 def _with_masks(rewriter: Rewriter, heads: Heads, padding: str, added: str, total: int) -> Heads:
-    """Return `heads` with the mask that is added to the logits [B, H, T, total]: the padding mask,
-    and the tensor `added` that the model adds itself.
+    """Return `heads` with the mask that is added to the logits [B, H, T, total]: the sum of the
+    mask of the operand `padding` and of the tensor `added`; "" for an absent operand.
+
+    `total` is the number of keys, including cached ones. If the node is causal, the result has
+    `causal` 1, or a mask that also hides later keys.
     """
     causal = rewriter.node.integer("unidirectional")
     visible = _visible_keys(rewriter, padding, heads.query, total) if padding else ""
@@ -482,8 +530,8 @@ def _with_masks(rewriter: Rewriter, heads: Heads, padding: str, added: str, tota
     hidden = rewriter.number(rewriter.node.number("mask_filter_value", MASK_FILTER), dtype)
     mask = rewriter.select(visible, rewriter.number(0.0, dtype), hidden)
     if causal and tokens > 1:
-        # A query that only padding precedes attends to this padding, never to later keys: the
-        # filter value hides padding, -inf hides later keys.
+        # Later keys get -inf, padding the finite filter value. So a query that has only padding
+        # before it attends to this padding and not to later keys.
         queries = rewriter.range(total - tokens, total, -1, 1)
         keys = rewriter.range(0, total, -1)
         precedes = rewriter.binary("LessOrEqual", keys, queries, DType.BOOL)
@@ -494,18 +542,20 @@ def _with_masks(rewriter: Rewriter, heads: Heads, padding: str, added: str, tota
 
 
 def _visible_keys(rewriter: Rewriter, padding: str, query: str, total: int) -> str:
-    """Return a boolean mask that broadcasts to [B, H, T, total] and is true for keys that are not
-    padding; "" if the operand stands for no mask.
+    """Return the name of a boolean mask that broadcasts to [B, H, T, total] and is true for keys
+    that are not padding; "" if the operand `padding` has one key only, which means that there is no
+    mask.
 
-    The operand `padding` has key lengths [B], key lengths and starts [2 · B], or 1 for each key
-    that is not padding: [B, total], [B, T, total] or [B, 1, max, max].
+    `padding` contains the number of keys per sequence [B]; that number and the index of the first
+    key [2 · B]; or 1 for each key that is not padding: [B, total], [B, T, total] or [B, 1, max,
+    max].
     """
     batch, _, tokens, _ = rewriter.shape(query)
     shape = rewriter.shape(padding)
     if len(shape) == 1:
         return _visible_range(rewriter, padding, batch, total)
     if shape[-1] == 1 and total > 1:
-        return ""  # A mask of one key means that there is no mask.
+        return ""  # A mask of size 1 for several keys stands for no mask.
     visible = rewriter.cast(padding, DType.BOOL)
     if len(shape) == 4:
         return rewriter.slice(visible, {2: (total - tokens, total), 3: (0, total)})
@@ -514,8 +564,8 @@ def _visible_keys(rewriter: Rewriter, padding: str, query: str, total: int) -> s
 
 
 def _visible_range(rewriter: Rewriter, bounds: str, batch: int, total: int) -> str:
-    """Return a boolean mask [B, 1, 1, total] of the keys before `bounds[b]`. If `bounds` has 2 · B
-    elements, sequence b starts at key `bounds[B + b]`.
+    """Return the name of a boolean mask [B, 1, 1, total] that is true for the keys of sequence b
+    before `bounds[b]`. If `bounds` has 2 · B elements, keys before `bounds[B + b]` are hidden, too.
     """
     size = rewriter.shape(bounds)[0]
     bounds = rewriter.cast(bounds, DType.INT64)
@@ -534,8 +584,9 @@ def _visible_range(rewriter: Rewriter, bounds: str, batch: int, total: int) -> s
 
 
 def _project(rewriter: Rewriter, bias: str) -> list[str]:
-    """Return queries, keys and values: operand 0 multiplied by the concatenated weights of operand
-    1, plus a bias.
+    """Return the names of queries, keys and values [..., hidden]: the parts of operand 0 times
+    operand 1 (the concatenated weights), plus `bias` if it is not "". Raises ModelError if the
+    operands do not fit.
     """
     inputs = rewriter.required(0)
     weights = rewriter.required(1)
@@ -554,11 +605,13 @@ def _project(rewriter: Rewriter, bias: str) -> list[str]:
 def _attend_packed(
     rewriter: Rewriter, projections: list[str], offsets: str, bounds: str, added: str
 ) -> None:
-    """Write attention within each of B sequences whose tokens are concatenated: [tokens, H · F].
+    """Write attention within each of B sequences. `projections` are their queries, keys and values,
+    concatenated along tokens: [tokens, H · F].
 
-    Tokens are gathered into B sequences of one length (padding repeats a token), and the results
-    gathered back. `bounds` [B + 1] has the index of the first token of each sequence; `offsets`
-    [B, longest] begins with the index of each token among the B · longest padded ones.
+    Tokens are gathered into B sequences of equal length (padding repeats a token), and the results
+    are gathered back. `bounds` [B + 1] has the index of the first token of each sequence. The first
+    elements of `offsets` [B, longest] are the index of each token among the B · longest padded
+    tokens. `added` is added to the logits, "" for nothing.
     """
     (batch, longest) = rewriter.shape(offsets)
     heads = rewriter.node.integer("num_heads")

@@ -1,4 +1,6 @@
-"""Operators of domain ai.onnx.ml that surround the neural networks in files of skl2onnx."""
+"""Decompositions of operators of domain ai.onnx.ml: those that skl2onnx writes before and after a
+neural network.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ DOMAIN = "ai.onnx.ml"
 
 
 def _scaler(rewriter: FileRewriter) -> None:
-    """Decompose Scaler: (x − offset) · scale."""
+    """Decompose Scaler: (x − offset) · scale, in float32."""
     node = rewriter.node
     x = rewriter.cast(rewriter.required(0), DType.FLOAT32)
     centred = rewriter.add("Sub", [x, rewriter.floats(*node.numbers("offset"))])
@@ -19,7 +21,9 @@ def _scaler(rewriter: FileRewriter) -> None:
 
 
 def _array_feature_extractor(rewriter: FileRewriter) -> None:
-    """Decompose ArrayFeatureExtractor: elements along the last axis. A vector counts as one row."""
+    """Decompose ArrayFeatureExtractor: a Gather of elements along the last axis. An operand that is
+    a vector becomes a matrix of one row.
+    """
     x = rewriter.required(0)
     shape = rewriter.shape(x)
     x = x if len(shape) > 1 else rewriter.reshape(x, 1, *shape)
@@ -29,7 +33,9 @@ def _array_feature_extractor(rewriter: FileRewriter) -> None:
 
 
 def _linear_regressor(rewriter: FileRewriter) -> None:
-    """Decompose LinearRegressor: x · coefficientsᵀ + intercepts."""
+    """Decompose LinearRegressor: x · coefficientsᵀ + intercepts, in float32. Raises ModelError if
+    the node has a `post_transform`.
+    """
     node = rewriter.node
     transform = node.text("post_transform", "NONE")
     rewriter.require(transform == "NONE", f"post_transform={transform} is not supported")
@@ -51,4 +57,4 @@ CLASSICAL: dict[str, Callable[[FileRewriter], None]] = {
     "LinearRegressor": _linear_regressor,
     "Scaler": _scaler,
 }
-"""Decompositions by operator of the domain."""
+"""Decompositions of domain ai.onnx.ml, by operator."""

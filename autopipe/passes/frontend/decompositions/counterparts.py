@@ -1,4 +1,6 @@
-"""Operators of ONNX Runtime (domain com.microsoft) that become ONNX's operators of equal name."""
+"""Decompositions of operators of ONNX Runtime (domain com.microsoft) that standard ONNX has under
+an equal name.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from autopipe.passes.frontend.rewriter import FileRewriter
 
 
 def linear_attention(rewriter: FileRewriter) -> None:
-    """Decompose LinearAttention. Raises ModelError unless `state_window` is 0."""
+    """Replace com.microsoft's LinearAttention by ONNX's. Raises ModelError unless `state_window` is
+    0 or absent.
+    """
     _require_defaults(rewriter, state_window=0)
     value = rewriter.shape(rewriter.required(2))
     groups = rewriter.node.integer("kv_num_heads")
@@ -18,7 +22,9 @@ def linear_attention(rewriter: FileRewriter) -> None:
 
 
 def causal_convolution(rewriter: FileRewriter) -> None:
-    """Decompose CausalConvWithState. Raises ModelError for settings that ONNX's operator lacks."""
+    """Replace com.microsoft's CausalConvWithState by ONNX's. Raises ModelError for attribute values
+    that ONNX's operator does not have.
+    """
     _require_defaults(rewriter, state_window=0, channels_last=0, dilation=1, ndim=1)
     shape = rewriter.shape(rewriter.required(0))
     weight = rewriter.shape(rewriter.required(1))
@@ -26,16 +32,16 @@ def causal_convolution(rewriter: FileRewriter) -> None:
 
 
 def dequantize(rewriter: FileRewriter) -> None:
-    """Decompose DequantizeLinear: ONNX's operator of opset `NEWEST`. The file's opset may lack the
-    element types.
+    """Replace com.microsoft's DequantizeLinear by ONNX's of opset `NEWEST`, because that of the
+    file's opset may lack the element types.
     """
     dtype = rewriter.type_of(rewriter.required(1)).dtype
     _as_onnx_operator(rewriter, rewriter.shape(rewriter.required(0)), dtype=dtype)
 
 
 def quantize(rewriter: FileRewriter) -> None:
-    """Decompose QuantizeLinear: ONNX's operator of opset `NEWEST`. The file's opset may lack the
-    element types.
+    """Replace com.microsoft's QuantizeLinear by ONNX's of opset `NEWEST`, because that of the
+    file's opset may lack the element types.
     """
     zero_point = rewriter.operand(2)
     dtype = rewriter.type_of(zero_point).dtype if zero_point else DType.UINT8
@@ -45,7 +51,10 @@ def quantize(rewriter: FileRewriter) -> None:
 def _as_onnx_operator(
     rewriter: FileRewriter, *shapes: tuple[int, ...], dtype: DType | None = None
 ) -> None:
-    """Write ONNX's operator of the node's name, with the node's operands and attributes."""
+    """Write the standard ONNX operator that has the name of the replaced node's operator, with
+    equal operands and attributes. `shapes` has the shape of each result; `dtype` is the element
+    type of all, by default that of operand 0.
+    """
     node = rewriter.node
     rewriter.add(node.op, node.inputs, *shapes, dtype=dtype, **rewriter.attributes())
     for index, name in enumerate(rewriter.nodes[-1].outputs):
@@ -53,6 +62,9 @@ def _as_onnx_operator(
 
 
 def _require_defaults(rewriter: FileRewriter, **defaults: int) -> None:
+    """Raise ModelError if the replaced node sets one of these integer attributes to another value
+    than the one given here.
+    """
     for name, default in defaults.items():
         actual = rewriter.node.integer(name, default)
         rewriter.require(

@@ -1,5 +1,6 @@
-"""FlexAttention (domain ai.onnx.preview): Q · Kᵀ, softmax and · V, with the node's subgraphs that
-modify the logits and the probabilities in between.
+"""Decomposition of FlexAttention (domain ai.onnx.preview) into Q · Kᵀ, softmax and · V. Subgraphs
+of the node modify the logits and the probabilities; their nodes are written between these
+operators.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def flex_attention(rewriter: FileRewriter) -> None:
-    """Decompose FlexAttention."""
+    """Decompose FlexAttention: softmax(score_mod(scale · Q Kᵀ)), changed by prob_mod, times V.
+    Query heads may share key-value heads. Raises ModelError if the query heads cannot be divided
+    among the key heads.
+    """
     query, key, value = (rewriter.type_of(rewriter.required(index)) for index in range(3))
     batch, heads, tokens, features = query.shape
     groups, keys = key.shape[1:3]
@@ -29,7 +33,8 @@ def flex_attention(rewriter: FileRewriter) -> None:
     precision = DType.FLOAT32 if query.dtype.itemsize < DType.FLOAT32.itemsize else query.dtype
     precision_number = rewriter.node.integer("softmax_precision", NUMBERS[precision])
     scale = rewriter.number(rewriter.node.number("scale", 1 / math.sqrt(features)), DType.FLOAT32)
-    # The query heads that share a key head become further rows of one query matrix.
+    # Query heads that share a key head become further rows of one query matrix, so that keys and
+    # values need not be repeated.
     grouped = batch, groups, heads // groups * tokens
     queries = rewriter.reshape(query.name, *grouped, features)
     logits = rewriter.add("MatMul", [queries, rewriter.transpose(key.name, 0, 1, 3, 2)])
@@ -47,8 +52,9 @@ def flex_attention(rewriter: FileRewriter) -> None:
 
 
 def _modified(rewriter: FileRewriter, attribute: str, operand: str) -> str:
-    """Write the nodes of the subgraph in `attribute`, applied to a value. Return the name of the
-    result, or of the value itself if the node has no such subgraph.
+    """Write the nodes of the subgraph in `attribute`, whose input is the value `operand`. Return
+    the name of the subgraph's output, or `operand` if the node has no such subgraph. Raises
+    ModelError unless the subgraph has one input and one output.
     """
     found = (each.g for each in rewriter.proto.attribute if each.name == attribute)
     graph = next(found, None)
@@ -66,8 +72,9 @@ def _inlined(
 ) -> str:
     """Write the nodes of a subgraph and return the name of its first output.
 
-    Values of the subgraph get new names. `names` maps its inputs to existing values; other names
-    are those of the surrounding graph.
+    Values of the subgraph get new names that contain `title`. `names` maps the inputs of the
+    subgraph to existing values and is extended by the new names; any other name that a node reads
+    is a value of the surrounding graph.
     """
     import onnx
 

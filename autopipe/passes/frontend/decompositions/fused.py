@@ -1,5 +1,5 @@
-"""Fused operators of ONNX Runtime (domains com.microsoft and com.microsoft.nchwc), written as the
-ONNX operators that they fuse.
+"""Decompositions of fused operators of ONNX Runtime (domains com.microsoft and com.microsoft.nchwc)
+into the ONNX operators that they fuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopipe.passes.frontend.rewriter import FileRewriter
 
 DOMAIN = "com.microsoft"
 HARD_SWISH_SINCE = 14
-"""The opset since which ONNX has HardSwish."""
+"""First opset in which ONNX has HardSwish."""
 _ACTIVATION_PARAMETERS = {
     "Elu": ("alpha",),
     "HardSigmoid": ("alpha", "beta"),
@@ -24,13 +24,17 @@ _ACTIVATION_PARAMETERS = {
     "Selu": ("alpha", "gamma"),
     "ThresholdedRelu": ("alpha",),
 }
-"""Attributes of activations, in the order in which fused operators list their values."""
+"""By activation, the names of its attributes, in the order in which a fused operator lists their
+values.
+"""
 _PLAIN_ACTIVATIONS = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")
+"""Activations without attributes."""
 
 
 def _fused_matmul(rewriter: FileRewriter) -> None:
-    """Give FusedMatMul factors whose batch dimensions come first: transBatchA and transBatchB mean
-    that the rows precede them. Keeps a node without such factors.
+    """Transpose the factors of a FusedMatMul for which transBatchA or transBatchB is 1: in these,
+    the rows come before the batch dimensions, and must come behind them. A FusedMatMul without such
+    a factor is kept.
     """
     node = rewriter.node
     is_moved = [
@@ -49,12 +53,16 @@ def _fused_matmul(rewriter: FileRewriter) -> None:
 
 
 def _group_norm(rewriter: FileRewriter) -> None:
-    """Decompose GroupNorm. Its channels come last unless channels_last=0; activation=1 is SiLU."""
+    """Decompose GroupNorm. Its channels come last unless channels_last=0; activation=1 means that
+    SiLU follows.
+    """
     _normalize(rewriter, rewriter.required(0))
 
 
 def _skip_group_norm(rewriter: FileRewriter) -> None:
-    """Decompose SkipGroupNorm: GroupNorm of x + skip + bias. Result 1 is the sum."""
+    """Decompose SkipGroupNorm: GroupNorm of the sum x + skip + bias, where the bias may be absent.
+    Result 1 is the sum.
+    """
     x = rewriter.required(0)
     skip = rewriter.required(3)
     is_last = rewriter.node.integer("channels_last", 1)
@@ -74,7 +82,9 @@ def _skip_group_norm(rewriter: FileRewriter) -> None:
 
 
 def _normalize(rewriter: FileRewriter, x: str) -> None:
-    """Make the group normalisation of a value result 0, with SiLU if the node states it."""
+    """Write the group normalisation of the value `x`, followed by SiLU if the replaced node has
+    activation=1, as result 0 of the replaced node.
+    """
     node = rewriter.node
     is_last = node.integer("channels_last", 1)
     is_activated = node.integer("activation")
@@ -93,7 +103,9 @@ def _normalize(rewriter: FileRewriter, x: str) -> None:
 
 
 def _bias_split_gelu(rewriter: FileRewriter) -> None:
-    """Decompose BiasSplitGelu: the first half of the sums times Gelu of the second half."""
+    """Decompose BiasSplitGelu: x + bias is divided along the last axis; the result is the first
+    half times Gelu of the second half.
+    """
     total = rewriter.add("Add", [rewriter.required(0), rewriter.required(1)])
     axis = len(rewriter.shape(total)) - 1
     half = rewriter.shape(total)[axis] // 2
@@ -108,15 +120,16 @@ def _bias_add(rewriter: FileRewriter) -> None:
 
 
 def _max_pool_channels_last(rewriter: FileRewriter) -> None:
-    """Decompose NhwcMaxPool."""
+    """Decompose NhwcMaxPool: a MaxPool of images whose channels come last."""
     x = channels_first(rewriter, rewriter.required(0))
     pooled = rewriter.add("MaxPool", [x], **rewriter.attributes())
     channels_last(rewriter, pooled, result=0)
 
 
 def _convolution_channels_last(rewriter: FileRewriter) -> None:
-    """Decompose NhwcConv. The weight is [outputs, …, inputs], as ONNX Runtime's optimizer writes
-    it, or [outputs, inputs, …], as the operator's description says.
+    """Decompose NhwcConv, a convolution of images whose channels come last. The weight is [outputs,
+    …, inputs], as ONNX Runtime's optimizer writes it, or [outputs, inputs, …], as the operator's
+    description says.
     """
     x = rewriter.required(0)
     weight = rewriter.required(1)
@@ -130,7 +143,10 @@ def _convolution_channels_last(rewriter: FileRewriter) -> None:
 
 
 def _activate(rewriter: FileRewriter, x: str, parameters: Sequence[float]) -> None:
-    """Make the node's result of a value by the activation that the node states, if any."""
+    """Write result 0 of the replaced node: the activation of the value `x` that the node's
+    attribute `activation` names, or `x` itself without the attribute. `parameters` are the values
+    of the activation's attributes. Raises ModelError for an unknown activation.
+    """
     activation = rewriter.node.text("activation")
     if activation == "Clip":
         low, high = parameters
@@ -149,7 +165,11 @@ def _activate(rewriter: FileRewriter, x: str, parameters: Sequence[float]) -> No
 
 
 def _convolve(rewriter: FileRewriter, weight: str, x: str, is_channels_last: bool = False) -> None:
-    """Decompose FusedConv: a convolution of `x` by `weight`, plus operand 3, then an activation."""
+    """Write result 0 of the replaced node, a fused convolution: `x` convolved with `weight`, plus
+    the bias (operand 2) and operand 3 if they are present, then the activation of the node.
+
+    `x` has its channels first; with `is_channels_last`, the result and operand 3 have them last.
+    """
     bias = [rewriter.operand(2)] if rewriter.operand(2) else []
     attributes = rewriter.attributes("activation", "activation_params")
     x = rewriter.add("Conv", [x, weight, *bias], **attributes)
@@ -160,15 +180,18 @@ def _convolve(rewriter: FileRewriter, weight: str, x: str, is_channels_last: boo
 
 
 def _fused_conv(rewriter: FileRewriter) -> None:
+    """Decompose FusedConv: a convolution, an optional sum, and an activation."""
     _convolve(rewriter, rewriter.required(1), rewriter.required(0))
 
 
 def _fused_conv_channels_last(rewriter: FileRewriter) -> None:
+    """Decompose NhwcFusedConv: FusedConv of images whose channels come last."""
     x = channels_first(rewriter, rewriter.required(0))
     _convolve(rewriter, rewriter.required(1), x, is_channels_last=True)
 
 
 def _nchwc_conv(rewriter: FileRewriter) -> None:
+    """Decompose com.microsoft.nchwc's Conv, whose weight is stored in blocks of channels."""
     _convolve(rewriter, nchwc.plain_weight(rewriter), rewriter.required(0))
 
 
@@ -182,17 +205,18 @@ def _fused_gemm(rewriter: FileRewriter) -> None:
 
 
 def _embed_layer_normalization(rewriter: FileRewriter, is_quantized: bool = False) -> None:
-    """Decompose EmbedLayerNormalization and QEmbedLayerNormalization: the layer normalisation of
-    the sum of word, position and segment embeddings.
+    """Decompose EmbedLayerNormalization and, if `is_quantized`, QEmbedLayerNormalization: the layer
+    normalisation of the sum of word, position and segment embeddings.
 
-    Result 1 is the number of tokens per sample that the mask (operand 7) shows, 0 without a mask;
-    result 2 is the sum.
+    Result 1 is the number of tokens per sample for which the mask (operand 7) is 1, or 0 without a
+    mask. Result 2 is the sum of the embeddings.
     """
     node = rewriter.node
 
     def dequantized(name: str, table: int) -> str:
-        """Return data of operand `table` in floating point. The scale of operand i is operand
-        i + 6, its zero point operand i + 11.
+        """Return the name of `name` in floating point, where `name` is operand `table` or a part of
+        it. The scale of operand i is operand i + 6, its zero point operand i + 11. If the node is
+        not quantised, return `name`.
         """
         if not is_quantized:
             return name
@@ -241,6 +265,6 @@ FUSED: dict[str, Callable[[FileRewriter], None]] = {
     "EmbedLayerNormalization": _embed_layer_normalization,
     "QEmbedLayerNormalization": partial(_embed_layer_normalization, is_quantized=True),
 }
-"""Decompositions by operator of com.microsoft."""
+"""Decompositions of domain com.microsoft, by operator."""
 NCHWC: dict[str, Callable[[FileRewriter], None]] = {"Conv": _nchwc_conv, **nchwc.NCHWC}
-"""Decompositions by operator of com.microsoft.nchwc."""
+"""Decompositions of domain com.microsoft.nchwc, by operator."""

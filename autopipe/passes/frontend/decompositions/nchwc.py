@@ -1,11 +1,12 @@
-"""Operators of ONNX Runtime's domain com.microsoft.nchwc, written with ONNX's.
+"""Decompositions of operators of ONNX Runtime's domain com.microsoft.nchwc into standard ONNX
+operators.
 
-Their images store channels in blocks: [batch, blocks, …, channels of a block]. We compute on
-images with plain channels, padded to a multiple of the block size, and restore the plain order of
-the weights.
+Images of this domain store channels in blocks: [batch, blocks, …, channels of a block]. The
+decomposed nodes compute on plain images [batch, channels, …], whose channels are padded to a
+multiple of the block size, and on weights in the plain order.
 
-The file does not say how large a block is: ONNX Runtime uses the block size of the machine that
-it runs on, and so do we: 16 channels, or 8 on x86 processors without AVX-512.
+The file does not contain the block size: ONNX Runtime uses the block size of the machine that it
+runs on, and so does `block_size`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ DOMAIN = "com.microsoft.nchwc"
 
 @cache
 def block_size() -> int:
-    """Return the number of channels of a block on this machine."""
+    """Return the number of channels per block that ONNX Runtime uses on this machine: 8 on x86
+    processors for which Linux reports no AVX-512, 16 on all others.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return 16
     cpu_info = Path("/proc/cpuinfo")
@@ -33,12 +36,13 @@ def block_size() -> int:
 
 
 def plain_weight(rewriter: FileRewriter) -> str:
-    """Return the weight of a convolution (operand 1) in the layout [output channels, input
-    channels, …].
+    """Return the name of the weight of a convolution (operand 1) in the layout [output channels,
+    input channels, …].
 
     The file declares that shape, but stores blocks: [output blocks, input channels, …, output
-    channels of a block], or, if the input channels are in blocks too, [output blocks, input blocks,
-    …, input channels of a block, output channels of a block].
+    channels of a block], or, if the number of input channels is a multiple of the block size, too,
+    [output blocks, input blocks, …, input channels of a block, output channels of a block]. Raises
+    ModelError if the number of output channels is not a multiple.
     """
     size = block_size()
     (outputs, inputs, *window) = rewriter.shape(rewriter.required(1))
@@ -59,7 +63,9 @@ def plain_weight(rewriter: FileRewriter) -> str:
 
 
 def _reorder_input(rewriter: FileRewriter) -> None:
-    """Decompose ReorderInput: pad the channels with zeros to a multiple of the block size."""
+    """Decompose ReorderInput: pad the channels with zeros to a multiple of the block size. The
+    result is [batch, channels, …], also if the operand has its channels last.
+    """
     x = rewriter.required(0)
     if rewriter.node.integer("channels_last"):
         x = channels_first(rewriter, x)
@@ -73,7 +79,9 @@ def _reorder_input(rewriter: FileRewriter) -> None:
 
 
 def _reorder_output(rewriter: FileRewriter) -> None:
-    """Decompose ReorderOutput: remove the padded channels."""
+    """Decompose ReorderOutput: remove the padded channels, and move the channels last if the node
+    has channels_last=1.
+    """
     bounds = {1: (0, rewriter.node.integer("channels"))}
     if not rewriter.node.integer("channels_last"):
         rewriter.slice(rewriter.required(0), bounds, result=0)
@@ -83,6 +91,7 @@ def _reorder_output(rewriter: FileRewriter) -> None:
 
 
 def _upsample(rewriter: FileRewriter) -> None:
+    """Decompose Upsample into Resize with the node's scales, by default nearest-neighbour."""
     node = rewriter.node
     scales = [float(each) for each in node.integers("scales")]
     rewriter.add(
@@ -96,7 +105,9 @@ def _upsample(rewriter: FileRewriter) -> None:
 
 
 def _same_operator(rewriter: FileRewriter) -> None:
-    """Write ONNX's operator of the node's name: blocks do not change its meaning."""
+    """Write the standard ONNX operator that has the name of the replaced node's operator, with
+    equal attributes. It reads plain images, for which it computes equal numbers.
+    """
     rewriter.add(rewriter.node.op, [rewriter.required(0)], result=0, **rewriter.attributes())
 
 
@@ -108,4 +119,4 @@ NCHWC: dict[str, Callable[[FileRewriter], None]] = {
         ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"), _same_operator
     ),
 }
-"""Decompositions by operator of the domain, except Conv (see `fused`)."""
+"""Decompositions of domain com.microsoft.nchwc, by operator, except Conv, which `fused` adds."""

@@ -1,8 +1,9 @@
-"""ONNX Runtime's quantised operators (domain com.microsoft), written with ONNX's.
+"""Decompositions of ONNX Runtime's quantised operators (domain com.microsoft) into standard ONNX
+operators.
 
 Elementwise operators, pools and softmax compute in floating point between DequantizeLinear and
-QuantizeLinear; matrix products of integers stay exact (MatMulInteger). ONNX Runtime's kernels do
-both.
+QuantizeLinear. Matrix products of integers stay exact (MatMulInteger). ONNX Runtime's kernels
+compute in both cases likewise.
 """
 
 from __future__ import annotations
@@ -15,55 +16,66 @@ from autopipe.ir.graph import DType
 from autopipe.passes.frontend.rewriter import FileRewriter
 
 MASK_FILTER = -10000.0
-"""Default of attribute `mask_filter_value`."""
+"""Default of attribute `mask_filter_value`: the number that is added to the logits of hidden keys.
+"""
 
 
 def dequantized(rewriter: FileRewriter, index: int) -> str:
-    """Return operand `index` in floating point. The next two operands are its scale and its zero
-    point, which may be absent.
+    """Write operand `index` of the replaced node in floating point and return the result's name.
+    The scale is operand `index + 1`; the zero point, which may be absent, is operand `index + 2`.
     """
     operands = [rewriter.operand(each) for each in (index, index + 1, index + 2)]
     return rewriter.add("DequantizeLinear", [each for each in operands if each])
 
 
 def quantize_result(rewriter: FileRewriter, name: str, index: int) -> None:
-    """Make the quantised value `name` the result of the node. Operands `index` and `index + 1` are
-    the scale and the zero point, which may be absent.
+    """Quantise the floating-point value `name`, which becomes result 0 of the replaced node. The
+    scale is operand `index`; the zero point, which may be absent, is operand `index + 1`.
     """
     operands = [rewriter.operand(index), rewriter.operand(index + 1)]
     rewriter.add("QuantizeLinear", [name, *(each for each in operands if each)], result=0)
 
 
 def channels_last(rewriter: FileRewriter, name: str, result: int | None = None) -> str:
-    """Return [batch, channels, …] as [batch, …, channels]."""
+    """Transpose the value `name` from [batch, channels, …] to [batch, …, channels] and return the
+    result's name. `result` is the index of the replaced node's result that this is, None for a new
+    value.
+    """
     rank = len(rewriter.shape(name))
     return rewriter.transpose(name, 0, *range(2, rank), 1, result=result)
 
 
 def channels_first(rewriter: FileRewriter, name: str) -> str:
-    """Return [batch, …, channels] as [batch, channels, …]."""
+    """Transpose the value `name` from [batch, …, channels] to [batch, channels, …] and return the
+    result's name.
+    """
     rank = len(rewriter.shape(name))
     return rewriter.transpose(name, 0, rank - 1, *range(1, rank - 1))
 
 
 def _binary(op: str, rewriter: FileRewriter) -> None:
-    """Decompose an operator of two quantised operands."""
+    """Decompose a quantised operator of two quantised operands: `op` between DequantizeLinear and
+    QuantizeLinear.
+    """
     found = rewriter.add(op, [dequantized(rewriter, 0), dequantized(rewriter, 3)])
     quantize_result(rewriter, found, 6)
 
 
 def _unary(op: str, rewriter: FileRewriter) -> None:
-    """Decompose an operator of one quantised operand."""
+    """Decompose a quantised operator of one quantised operand: `op` between DequantizeLinear and
+    QuantizeLinear.
+    """
     found = rewriter.add(op, [dequantized(rewriter, 0)], **rewriter.attributes())
     quantize_result(rewriter, found, 3)
 
 
 def _softmax(rewriter: FileRewriter) -> None:
-    """Decompose QLinearSoftmax. Attribute `opset` gives the meaning of `axis`: before opset 13, all
-    axes from `axis` on form one softmax.
+    """Decompose QLinearSoftmax. Its attribute `opset` decides the meaning of `axis`: before opset
+    13, the elements along all axes from `axis` on form one softmax.
 
-    As in the kernel's tables, a probability of 1 is ⌊1 / scale⌋ quantisation steps: 254 for a scale
-    of 1 / 255, whose reciprocal in float32 is below 255.
+    ONNX Runtime's kernel represents a probability of 1 by ⌊1 / scale⌋ quantisation steps, so the
+    result is quantised with the scale 1 / ⌊1 / scale⌋. For a scale of 1 / 255 these are 254 steps,
+    since its reciprocal in float32 is below 255.
     """
     node = rewriter.node
     shape = rewriter.shape(rewriter.required(0))
@@ -80,18 +92,24 @@ def _softmax(rewriter: FileRewriter) -> None:
 
 
 def _concat(rewriter: FileRewriter) -> None:
-    """Decompose QLinearConcat. The scale and zero point of the result precede the operands."""
+    """Decompose QLinearConcat. Operands 0 and 1 are the scale and zero point of the result; then
+    come the parts, each with its scale and zero point.
+    """
     parts = [dequantized(rewriter, index) for index in range(2, len(rewriter.node.inputs), 3)]
     joined = rewriter.add("Concat", parts, axis=rewriter.node.integer("axis"))
     quantize_result(rewriter, joined, 0)
 
 
 def _where(rewriter: FileRewriter) -> None:
+    """Decompose QLinearWhere: a Where whose two sources and whose result are quantised."""
     operands = [rewriter.required(0), dequantized(rewriter, 1), dequantized(rewriter, 4)]
     quantize_result(rewriter, rewriter.add("Where", operands), 7)
 
 
 def _pool(op: str, rewriter: FileRewriter) -> None:
+    """Decompose a quantised pool: `op` between DequantizeLinear and QuantizeLinear. Channels come
+    last if the node has channels_last=1.
+    """
     is_last = rewriter.node.integer("channels_last")
     x = dequantized(rewriter, 0)
     x = channels_first(rewriter, x) if is_last else x
@@ -101,7 +119,9 @@ def _pool(op: str, rewriter: FileRewriter) -> None:
 
 
 def _convolution(rewriter: FileRewriter) -> None:
-    """Decompose com.microsoft's QLinearConv: ONNX's, on channels that may come last."""
+    """Decompose com.microsoft's QLinearConv into ONNX's, with transposes if the node has
+    channels_last=1.
+    """
     attributes = rewriter.attributes("channels_last")
     x, *others = rewriter.node.inputs
     if not rewriter.node.integer("channels_last"):
@@ -112,15 +132,17 @@ def _convolution(rewriter: FileRewriter) -> None:
 
 
 def _integer_product(rewriter: FileRewriter, left: str, right: str, *zero_points: str) -> str:
-    """Return the int32 product of two integer matrices. A zero point may be absent ("")."""
+    """Write the exact int32 product of two matrices of 8-bit integers and return its name.
+    `zero_points` are those of `left` and `right`, "" for an absent one.
+    """
     return rewriter.add("MatMulInteger", [left, right, *zero_points])
 
 
 def _scale_product(
     rewriter: FileRewriter, product: str, scales: tuple[str, str], bias: str = ""
 ) -> None:
-    """Make the node's result of an int32 product: float32(product) · scales[0] · scales[1] +
-    bias.
+    """Write result 0 of the replaced node: float32(product) · scales[0] · scales[1] + bias.
+    `product` is int32; `bias` may be "".
     """
     number = rewriter.cast(product, DType.FLOAT32)
     scale = rewriter.add("Mul", list(scales))
@@ -130,14 +152,18 @@ def _scale_product(
 
 
 def _product_to_float(rewriter: FileRewriter) -> None:
-    """Decompose MatMulIntegerToFloat."""
+    """Decompose MatMulIntegerToFloat: the exact product of two quantised matrices, scaled to
+    float32, plus an optional bias.
+    """
     a, b, a_scale, b_scale, a_zero, b_zero, bias = map(rewriter.operand, range(7))
     product = _integer_product(rewriter, a, b, a_zero, b_zero)
     _scale_product(rewriter, product, (a_scale, b_scale), bias)
 
 
 def _dynamic_product(rewriter: FileRewriter) -> None:
-    """Decompose DynamicQuantizeMatMul: the first factor is quantised by the range of its values."""
+    """Decompose DynamicQuantizeMatMul: the first factor is float32 and is quantised here by the
+    range of its values; the second factor is quantised in the file. The result is float32.
+    """
     a, b, b_scale, b_zero, bias = map(rewriter.operand, range(5))
     quantized, a_scale, a_zero = _quantize_by_range(rewriter, a)
     product = _integer_product(rewriter, quantized, b, a_zero, b_zero)
@@ -145,7 +171,9 @@ def _dynamic_product(rewriter: FileRewriter) -> None:
 
 
 def _quantize_by_range(rewriter: FileRewriter, x: str) -> tuple[str, str, str]:
-    """Return a value as uint8, the scale, and the zero point."""
+    """Write the uint8 quantisation of the float32 value `x`, whose scale covers the range of its
+    values. Return the names of the quantised value, the scale, and the zero point.
+    """
     base = f"{rewriter.node.outputs[0]}/dynamicquantizelinear_{len(rewriter.nodes)}"
     names = base, f"{base}/scale", f"{base}/point"
     rewriter.add("DynamicQuantizeLinear", [x], results=names)
@@ -153,8 +181,9 @@ def _quantize_by_range(rewriter: FileRewriter, x: str) -> tuple[str, str, str]:
 
 
 def _gemm(rewriter: FileRewriter) -> None:
-    """Decompose QGemm. The int32 bias is added before scaling; the result is quantised if operand 7
-    gives its scale.
+    """Decompose QGemm: alpha times the product of two quantised matrices. The int32 bias (operand
+    6) is added before scaling. The result is quantised if operand 7, its scale, is present;
+    otherwise it is float32.
     """
     node = rewriter.node
     a, b = (
@@ -177,8 +206,11 @@ def _gemm(rewriter: FileRewriter) -> None:
 
 
 def _attention(rewriter: FileRewriter) -> None:
-    """Decompose QAttention: queries, keys and values are one product of integers; logits, masks and
-    probabilities are float32.
+    """Decompose QAttention: one exact product of quantised matrices has queries, keys and values.
+    Logits, masks and probabilities are float32.
+
+    Result 1 is the stack of all keys and all values, cached ones included. Raises ModelError if the
+    node sets `do_rotary` or `past_present_share_buffer`.
     """
     node = rewriter.node
     for flag in ("do_rotary", "past_present_share_buffer"):
@@ -198,7 +230,9 @@ def _attention(rewriter: FileRewriter) -> None:
     merged = rewriter.add("Mul", [rewriter.cast(product, DType.FLOAT32), scale])
     merged = rewriter.add("Add", [merged, rewriter.required(2)])
     merged = rewriter.reshape(merged, batch, tokens, 3, heads, features)
-    stacked = rewriter.transpose(merged, 2, 0, 3, 1, 4)  # [3, batch, heads, tokens, features]
+    stacked = rewriter.transpose(
+        merged, 2, 0, 3, 1, 4
+    )  # Shape: [3, batch, heads, tokens, features].
     query, *present = (
         rewriter.add("Gather", [stacked, rewriter.integer(part)], axis=0) for part in range(3)
     )
@@ -225,8 +259,11 @@ def _attention(rewriter: FileRewriter) -> None:
 
 
 def _masks(rewriter: FileRewriter, batch: int, tokens: int, keys: int) -> list[str]:
-    """Return the tensors to add to the logits [batch, heads, tokens, keys]: the padding mask of
-    operand 5 and the causal mask, if the node has them.
+    """Return the names of the tensors to add to the logits [batch, heads, tokens, keys]: the
+    padding mask of operand 5, if it is present, and the causal mask, if the node has
+    unidirectional=1.
+
+    Raises ValueError if operand 5 has an unsupported shape.
     """
     node = rewriter.node
     hidden = rewriter.number(node.number("mask_filter_value", MASK_FILTER), DType.FLOAT32)
@@ -252,8 +289,8 @@ def _masks(rewriter: FileRewriter, batch: int, tokens: int, keys: int) -> list[s
 
 
 def _lstm(rewriter: FileRewriter) -> None:
-    """Decompose DynamicQuantizeLSTM. The weights are dequantised; unlike in ONNX Runtime, the
-    inputs are not quantised.
+    """Decompose DynamicQuantizeLSTM into an LSTM with dequantised weights. ONNX Runtime also
+    quantises the inputs of each product; the decomposition does not.
     """
     operands = [rewriter.operand(index) for index in range(8)]
     for index, scale_index in ((1, 8), (2, 10)):
@@ -287,4 +324,4 @@ QUANTIZED: dict[str, Callable[[FileRewriter], None]] = {
     "DynamicQuantizeLSTM": _lstm,
     "QAttention": _attention,
 }
-"""Decompositions by operator of com.microsoft."""
+"""Decompositions of quantised operators of domain com.microsoft, by operator."""

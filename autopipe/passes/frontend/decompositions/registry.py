@@ -28,14 +28,14 @@ PREVIEW = "ai.onnx.preview"
 
 
 class Decomposition(NamedTuple):
-    """The function that writes the nodes in place of a node. If it writes nothing, the node is
-    kept.
+    """A function that replaces one node by other nodes. `write` gets the rewriter of the node and
+    writes the new nodes with it; if it writes nothing, the node is kept.
     """
 
     write: Callable[[FileRewriter], None]
     is_typed: bool = False
-    """True if `write` uses operators of opset `rewriter.NEWEST`, which the file's opset may lack,
-    and gives the shapes of all results.
+    """True if `write` uses operators of opset `rewriter.NEWEST`, which the file's opset may lack.
+    Such a `write` gives the shapes of all results.
     """
 
 
@@ -61,6 +61,9 @@ _WEIGHT_ONLY = {
 def _of_domain(
     domain: str, table: Mapping[str, Callable[[FileRewriter], None]], is_typed: bool = False
 ) -> dict[tuple[str, str], Decomposition]:
+    """Return the decompositions of `table`, which is keyed by operator, keyed by (domain,
+    operator).
+    """
     return {(domain, op): Decomposition(write, is_typed) for op, write in table.items()}
 
 
@@ -73,16 +76,18 @@ DECOMPOSITIONS: dict[tuple[str, str], Decomposition] = {
     **_of_domain(classical.DOMAIN, classical.CLASSICAL),
     (PREVIEW, "FlexAttention"): Decomposition(flex_attention),
 }
-"""By domain and operator."""
+"""All decompositions, by (domain, operator)."""
 
 
 def decomposition_of(node: onnx.NodeProto) -> Decomposition | None:
-    """Return the decomposition of a node's operator, None if it has none."""
+    """Return the decomposition of a node's operator, None if the operator has none."""
     return DECOMPOSITIONS.get((node.domain, node.op_type))
 
 
 def node_of(proto: onnx.NodeProto, operands: tuple[str, ...]) -> Node:
-    """Return a node of a file with other operands, without the attributes that are graphs."""
+    """Convert a node of a file into a `Node` that reads `operands` instead of the operands in the
+    file. Attributes that are graphs are omitted.
+    """
     plain = type(proto)()
     plain.CopyFrom(proto)
     kept = [each for each in proto.attribute if not each.HasField("g")]
@@ -93,8 +98,11 @@ def node_of(proto: onnx.NodeProto, operands: tuple[str, ...]) -> Node:
 
 
 def decompose(decomposition: Decomposition, rewriter: FileRewriter) -> bool:
-    """Write the nodes that replace `rewriter.node`; return False if the node is kept. Raises
-    ModelError if the operands do not fit the operator.
+    """Write the nodes that replace `rewriter.node`, by `decomposition`. Return False if nothing was
+    written and the node is kept.
+
+    Raises ModelError if the operands do not fit the operator or the decomposition does not support
+    them.
     """
     try:
         decomposition.write(rewriter)

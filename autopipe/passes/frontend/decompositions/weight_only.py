@@ -1,8 +1,9 @@
-"""ONNX Runtime's operators on weights of 4 or 8 bits whose scales are per block (domain
-com.microsoft): MatMulNBits, MatMulBnb4, GatherBlockQuantized.
+"""Decompositions of ONNX Runtime's operators whose weights have 4 or 8 bits and a scale per block
+(domain com.microsoft): MatMulNBits, MatMulBnb4, GatherBlockQuantized.
 
-MatMulNBits and GatherBlockQuantized on bytes have an operator definition and keep their operator;
-MatMulNBits only gets one form of operands.
+MatMulNBits, and GatherBlockQuantized on weights of type uint8, have operator definitions in
+`ir.ops` and stay in the graph. Operands of MatMulNBits are only reshaped to the form that this
+definition expects.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from autopipe.passes.frontend.rewriter import FileRewriter
 DOMAIN = "com.microsoft"
 
 _FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
-"""Magnitudes of bitsandbytes' type FP4 by the lower three bits; the fourth bit is the sign."""
+"""Magnitudes of bitsandbytes' type FP4, indexed by the lower three bits of a code. The fourth bit
+is the sign.
+"""
 _NF4 = (
     *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
 )
-"""Values of bitsandbytes' type NF4 (Dettmers et al., "QLoRA", 2023) by code."""
+"""Values of bitsandbytes' type NF4 (Dettmers et al., "QLoRA", 2023), indexed by the 4-bit code."""
 
 
 def matmul_nbits(rewriter: FileRewriter) -> None:
-    """Give MatMulNBits scales and zero points as matrices [rows, blocks], and add its bias by an
-    Add. Keeps a node that has this form.
+    """Reshape the scales and zero points of a MatMulNBits to matrices [rows, blocks], and write its
+    bias as an Add. A node whose scales and zero points are not vectors and that has no bias is
+    kept.
     """
     rows = rewriter.shape(rewriter.required(1))[0]
     operands = [rewriter.operand(index) for index in range(5)]
@@ -47,9 +51,11 @@ def matmul_nbits(rewriter: FileRewriter) -> None:
 
 
 def matmul_bnb4(rewriter: FileRewriter) -> None:
-    """Decompose MatMulBnb4. Each byte of the weight is looked up in a table of two values, the
-    upper four bits first; each block of the flat weight is multiplied by its scale, its largest
-    magnitude.
+    """Decompose MatMulBnb4 into a dequantisation of the weight and a MatMul.
+
+    A Gather looks up each byte of the weight in a table of two values; the upper four bits are the
+    first value. The weight is flat and consists of blocks; each block is multiplied by its scale,
+    the largest magnitude in the block.
     """
     node = rewriter.node
     rewriter.require(bool(node.integer("transB", 1)), "only a transposed weight is supported")
@@ -69,8 +75,11 @@ def matmul_bnb4(rewriter: FileRewriter) -> None:
 
 
 def gather_block_quantized(rewriter: FileRewriter) -> None:
-    """Decompose GatherBlockQuantized on 4-bit types: gather slices, scales and zero points, then
-    dequantise. A node that gathers rows of a matrix of bytes has its own operator and is kept.
+    """Decompose GatherBlockQuantized on 4-bit types: gather slices of the data, the scales and the
+    zero points, then dequantise.
+
+    A node that gathers rows of a uint8 matrix is kept, since autopipe computes it itself. Raises
+    ValueError for other uint8 data.
     """
     node = rewriter.node
     data = rewriter.type_of(rewriter.required(0))
