@@ -1,5 +1,5 @@
-"""The `state_dict` of an exported module: its names and what an ONNX file of the trace does not
-hold of it.
+"""Preservation of a PyTorch module's `state_dict` in an exported ONNX file: names of tensors,
+tensors that no node of the file reads, and changes of buffers in a forward pass.
 """
 
 from __future__ import annotations
@@ -29,33 +29,41 @@ _STORABLE_TYPES: Final = frozenset(
     }
     | {torch.uint8, torch.bool}
 )
-"""Element types of tensors that are put into the file."""
+"""Element types of the tensors of a `state_dict` that the exported file can hold."""
 _EXTRA_STATE_SUFFIX: Final = "_extra_state"
-"""Last part of the name of what a module's `get_extra_state` returns."""
+"""Last part of the name under which `state_dict` has the result of a module's `get_extra_state`."""
 _STATISTICS_POSITIONS: Final = (3, 4)
-"""Positions of the running statistics among the arguments of a traced batch or instance
-normalization, and of the new ones among the results of a batch normalization.
+"""Positions of running mean and running variance among the arguments of a traced batch or instance
+normalization. The updated values are at these positions among the results of a batch normalization.
 """
 _COUNTING_OPERATORS: Final = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.detach.default})
-"""Traced operators between a counter and its new value: `detach` stands behind regions under
-`no_grad`.
+"""Traced operators between the old and the new value of a counter buffer. Torch traces a `detach`
+for a value that leaves a region under `no_grad`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BufferChanges:
-    """Changes of the buffers of a traced module in one forward pass."""
+    """How one forward pass changes the buffers and parameters of a traced module. All fields
+    contain names of buffers or parameters.
+    """
 
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Increments of counters that nothing reads, by the buffer's name."""
+    """Increment of each counter that the forward pass only increments and does not read, such as
+    `num_batches_tracked`.
+    """
     statistics: tuple[str, ...] = ()
     """Running statistics of batch normalizations."""
     others: tuple[str, ...] = ()
-    """Buffers and parameters that change in another way."""
+    """Buffers and parameters that change in any other way, which the exported file does not
+    reproduce.
+    """
 
 
 def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
-    """Return how the forward pass of a functional traced program changes buffers and parameters."""
+    """Return how the forward pass of a traced program changes buffers and parameters. The program
+    must be in functional form, in which changes are additional results.
+    """
     signature = traced.graph_signature
     results = {
         each.name: each
@@ -77,8 +85,8 @@ def buffer_changes(traced: torch.export.ExportedProgram) -> BufferChanges:
 
 
 def _instance_norm_statistics(traced: torch.export.ExportedProgram) -> Iterator[str]:
-    """Yield the running statistics of instance normalizations in training, whose changes no
-    signature lists.
+    """Yield the names of the running statistics that instance normalizations in training update.
+    The signature of the traced program does not list these updates.
     """
     for node in traced.graph.nodes:
         if (
@@ -92,8 +100,12 @@ def _instance_norm_statistics(traced: torch.export.ExportedProgram) -> Iterator[
 
 
 def _counter_increment(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> int | None:
-    """Return the sum of the integers that are added to a buffer of integers, None if something else
-    happens to it or if something reads it.
+    """Return the total increment of the integer buffer `name` in a forward pass. `node` computes
+    the new value of the buffer. `buffers` maps argument names of the traced program to names of
+    buffers.
+
+    Return None if the new value is not the old value plus nonnegative integer constants, or if
+    another node reads the buffer or an intermediate sum.
     """
     total = 0
     while (
@@ -122,8 +134,10 @@ def _counter_increment(node: torch.fx.Node, buffers: Mapping[str, str], name: st
 
 
 def _is_statistic(node: torch.fx.Node, buffers: Mapping[str, str], name: str) -> bool:
-    """Return True if a value is the running statistic that batch normalizations have moved from
-    that of a buffer, and nothing else reads it in between.
+    """Return True if `node`, the new value of the buffer `name`, is the running statistic that one
+    or several batch normalizations compute in sequence from the old value, and nothing except them
+    and the output reads the intermediate values. `buffers` maps argument names of the traced
+    program to names of buffers.
     """
     while node.op == "call_function" and node.target is operator.getitem:
         call, result = node.args
@@ -150,12 +164,12 @@ def record_state(
     held: Mapping[int, Sequence[str]],
     counts: Mapping[str, int],
 ) -> list[str]:
-    """Write the names of a module's `state_dict` into the metadata of an exported `model`, and add
-    the tensors of it that the file does not hold. Return the entries that are not recorded, each
-    with the reason.
+    """Write the names of a module's `state_dict`, `state`, into the metadata of the exported
+    `model`. Add those of its tensors that the file does not hold, as initializers. Return the
+    entries that cannot be recorded, as texts `NAME (REASON)`.
 
-    `held` are the names of each parameter and buffer by its `id`, as the file has them; `counts`
-    the increments of counters by name.
+    `held` has the names in the module of each parameter and buffer, by the tensor's `id`. `counts`
+    has the increment per forward pass of each counter, by name.
     """
     initializers = {value.name for value in model.graph.initializers.values()}
     names: dict[str, str] = {}
@@ -183,7 +197,9 @@ def record_state(
 
 
 def _reason_to_omit(name: str, entry: object, held: Mapping[int, Sequence[str]]) -> str:
-    """Return why an entry of a `state_dict` cannot be recorded; "" if it can."""
+    """Return why the entry called `name` of a `state_dict` cannot be recorded, or "" if it can be.
+    `held` is as in `record_state`.
+    """
     if not isinstance(entry, torch.Tensor):
         return f"a {type(entry).__name__}, no tensor"
     if id(entry) not in held and name.rpartition(".")[2] != _EXTRA_STATE_SUFFIX:
@@ -194,6 +210,7 @@ def _reason_to_omit(name: str, entry: object, held: Mapping[int, Sequence[str]])
 
 
 def _add_initializer(model: Any, name: str, tensor: torch.Tensor) -> None:
+    """Add `tensor` to the exported `model` as an initializer called `name`, which no node reads."""
     import onnx_ir
     from onnx_ir.tensor_adapters import TorchTensor
 
@@ -205,9 +222,9 @@ def _add_initializer(model: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def overlapping_tensors(module: nn.Module) -> list[tuple[str, str]]:
-    """Return pairs of parameters and buffers that are different tensors and have elements of one
-    memory in common. An exported file holds them apart, so that a change of one would no longer
-    change the other.
+    """Return pairs of names of parameters and buffers that are different tensors with shared
+    memory. An exported file stores such tensors separately, so a change of one of them would no
+    longer change the other.
     """
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     seen: set[int] = set()
@@ -225,7 +242,7 @@ def overlapping_tensors(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of one storage have a byte in common."""
+    """Return True if two tensors with the same storage have at least one byte of it in common."""
     starts, stops = zip(*map(_byte_range, (one, other)), strict=True)
     if max(starts) >= min(stops):
         return False
@@ -237,7 +254,9 @@ def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the byte after the last one."""
+    """Return (first, end): the offset of the first byte of a tensor in its storage, and the offset
+    after its last byte.
+    """
     last = sum(
         (extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -246,7 +265,9 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return all parameters and buffers of a module, tied ones under each of their names."""
+    """Yield (name, tensor) for all parameters and buffers of a module. A tied tensor is yielded
+    under each of its names.
+    """
     yield from chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -254,6 +275,8 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def first_name_of_each(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter and buffer of a module, by each of its names."""
+    """Return a mapping from each name of a parameter or buffer to the tensor's first name. The two
+    differ only for tied tensors.
+    """
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(module)}

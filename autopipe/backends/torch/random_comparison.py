@@ -1,4 +1,4 @@
-"""Check that two devices generate the same random numbers, bit for bit."""
+"""Check that a device and the CPU generate the same random numbers, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ _CPU = torch.device("cpu")
 _SEED = 3
 _LARGE_SLICE = TensorSlice((1, 3), (1500, 2001))
 _SHAPE = (1501, 2003)
-"""Sizes that are not multiples of a block of words or of the block size of a kernel."""
+"""Shape of the tested parameter. Its sizes are multiples neither of the number of words that one
+call of the random generator gives nor of the block size of a kernel, so incomplete blocks are
+tested too.
+"""
 
 
 def compare(device: torch.device, compiled: bool = False) -> dict[str, bool]:
-    """Compare the random numbers of `device` with those of the CPU. Return, per kind of random
-    number, True if their bits are equal.
+    """Compare the random numbers that `device` generates with those of the CPU. Return, by the
+    description of each test, True if all bits are equal.
 
-    `compiled` adds operators in functions that torch compiles, which takes about a minute.
+    With `compiled`, also test random operators in functions that torch compiles, which takes about
+    a minute.
     """
     found = {}
     for name, draw in _draw_functions().items():
@@ -41,6 +45,9 @@ def compare(device: torch.device, compiled: bool = False) -> dict[str, bool]:
 
 
 def _draw_functions() -> Mapping[str, Callable[[torch.device], Tensor]]:
+    """Return the tests by description. Each test is a function that generates random numbers on a
+    device.
+    """
     found = {
         "words": _draw_words,
         "words of rows": _draw_words_of_rows,
@@ -57,28 +64,43 @@ def _draw_functions() -> Mapping[str, Callable[[torch.device], Tensor]]:
 
 
 def _draw_words(device: torch.device) -> Tensor:
+    """Draw random words (32-bit integers) of 2^20 consecutive blocks of the generator Philox. The
+    counter of the blocks starts 100 below 2^32, so that it exceeds 32 bits.
+    """
     first = torch.full((1,), 2**32 - 100, dtype=torch.int64, device=device)
     return philox.draw_words(philox.CounterRows.of(first), 0, 1 << 20, (5, 2**32 - 1))
 
 
 def _draw_words_of_rows(device: torch.device) -> Tensor:
+    """Draw random words (32-bit integers) of blocks 3 to 1002 of the generator Philox, for several
+    rows with counters of up to 2^40.
+    """
     first = torch.arange(0, 2**40, 2**36 + 1, device=device)
     return philox.draw_words(philox.CounterRows.of(first), 3, 1003, (5, 2**32 - 1))
 
 
 def _draw_words_without_kernel(device: torch.device) -> Tensor:
-    """Draw words as where there is no faster function, on a GPU; on the CPU as everywhere."""
+    """Draw random words (integers from the generator Philox). On a GPU, use the implementation from
+    torch operators, which runs if the faster kernel is not available; on the CPU, use the usual
+    implementation.
+    """
     draw = philox.draw_words if device.type == "cpu" else philox.draw_words_by_operators
     first = torch.arange(0, 2**40, 2**37 + 1, device=device)
     return draw(philox.CounterRows.of(first), 3, 1003, (5, 2**32 - 1))
 
 
 def _init_parameter_function(scheme: str, dtype: DType) -> Callable[[torch.device], Tensor]:
+    """Return a function that generates the initial values of a slice of a parameter of type `dtype`
+    on a device. `scheme` is the distribution.
+    """
     parameter = Parameter(Value("weight", dtype, _SHAPE), Initializer(scheme, 0.02))
     return lambda device: init_shard(parameter, _LARGE_SLICE, _SEED, 1, device)
 
 
 def _on_device(operator: Callable[[Random], Tensor]) -> Callable[[torch.device], Tensor]:
+    """Return a function of a device that runs the random operator `operator` with a random state on
+    this device.
+    """
     return lambda device: operator(_make_random(device))
 
 
@@ -89,6 +111,7 @@ def _make_random(device: torch.device) -> Random:
 
 
 def _operator_functions() -> Mapping[str, Callable[[Random], Tensor]]:
+    """Return random operators by description, as functions of a random state."""
     return {
         "dropout": lambda random: dropout(
             torch.ones(17, 33, 257, device=random.device), 0.1, random(1, (), 0)

@@ -1,8 +1,9 @@
-"""A CUDA device that is not there: torch runs fake tensors on `cuda` without a GPU, forward and
-backward.
+"""A simulated CUDA device for machines without a GPU: torch runs fake tensors, which have shapes
+but no data, on the device `cuda`, forward and backward.
 
-The device (`device.cpp`) is compiled against the headers that torch comes with, once for each
-version of torch, and is loaded before torch: a process that wants it is started as
+The device is a shared library. `build` compiles it from `device.cpp` against the headers of the
+installed torch, and caches it per version of torch. `load` must load it before torch is imported. A
+process with this device is therefore started as
 
     python -m autopipe.backends.torch.fake_cuda LIBRARY FILE.py ARGUMENT...
 """
@@ -30,14 +31,16 @@ _loaded = False
 
 
 def is_loaded() -> bool:
-    """True in a process whose CUDA device is this one."""
+    """Return True if `load` has made the simulated device the CUDA device of this process."""
     return _loaded
 
 
 def build(cache: Path | None) -> Path:
-    """The library of the device for the torch that is installed, from `cache` where it was built
-    before; without a cache, in a folder that goes with this process. Raises ConfigurationError
-    where it cannot be built.
+    """Return the path of the device's library for the installed torch. Compile it unless an earlier
+    call has left it in the folder `cache`.
+
+    If `cache` is None or cannot be written, the library is in a temporary folder, which is removed
+    when this process ends. Raise ConfigurationError if the library cannot be built.
     """
     torch = _torch_folder()
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
@@ -61,13 +64,15 @@ def build(cache: Path | None) -> Path:
                 _compile(compiler, torch, built)
                 built.replace(library)
         except OSError:
-            continue  # The cache cannot be written.
+            continue  # The folder cannot be written; try the next one.
         return library
     raise _unavailable_error("there is no folder for it")
 
 
 def _library_folders(cache: Path | None) -> Iterator[Path]:
-    """Where the library may be: in the cache; else in a folder that goes with this process."""
+    """Yield the folders in which the library may be stored: first `cache`, if it is given, then a
+    temporary folder, which is removed when this process ends.
+    """
     if cache is not None:
         yield cache
     stack = ExitStack()
@@ -76,8 +81,8 @@ def _library_folders(cache: Path | None) -> Iterator[Path]:
 
 
 def _torch_folder() -> Path:
-    """Where the installed torch is. Raises ConfigurationError where no device can be added to
-    it.
+    """Return the folder of the installed torch. Raise ConfigurationError if torch is not installed
+    or lacks C++ headers, or if the system is not Linux.
     """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
@@ -91,8 +96,11 @@ def _torch_folder() -> Path:
 
 
 def _compile(compiler: str, torch: Path, library: Path) -> None:
-    # Linked with torch's libraries, it comes before them wherever one of their functions is looked
-    # for.
+    """Compile `device.cpp` to the file `library` with the command `compiler`, against the torch in
+    the folder `torch`. Raise ConfigurationError if the compiler fails.
+    """
+    # The library depends on torch's libraries, so the dynamic linker loads them after it. A
+    # function that both define is then taken from this library.
     links = (f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}")
     command = [
         compiler,
@@ -114,13 +122,16 @@ def _compile(compiler: str, torch: Path, library: Path) -> None:
 
 
 def _unavailable_error(why: str) -> ConfigurationError:
+    """Return the error for a machine without a CUDA device on which the simulated device is not
+    available either; `why` is the reason.
+    """
     said = f"this machine lacks a CUDA device, and fake tensors cannot replace it: {why}"
     return ConfigurationError(said, hint="set --device meta", where="--device cuda")
 
 
 def load(library: Path) -> None:
-    """Make the device of `library` this process's CUDA device. Torch must not have been
-    imported.
+    """Make the simulated device in the file `library` the CUDA device of this process. Torch must
+    not have been imported, because it looks for a CUDA device when it is imported.
     """
     assert "torch" not in sys.modules, "torch has found that there is no CUDA device"
     device = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

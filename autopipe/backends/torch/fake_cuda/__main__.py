@@ -1,4 +1,6 @@
-"""Runs a file of Python as the main program of a process with a fake CUDA device."""
+"""Command `LIBRARY FILE.py ARGUMENT...`: load the simulated CUDA device in LIBRARY, then run
+FILE.py as the main program of this process with the arguments.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The parts of torch that would call the CUDA runtime, or would choose otherwise without it, and
-what stands in for them on the fake device: one of compute capability 9.0, with a clock that is the
-host's, on which nothing takes time.
+"""Replacements for the parts of torch that would call the CUDA runtime or that behave differently
+without a GPU.
+
+The simulated device has compute capability 9.0 and 80 GiB of memory. Its operators take no time,
+and its events read the clock of the host.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from autopipe.backends.torch.torch_interfaces import (
 )
 from autopipe.ir.attention_kernels import Kernel, must_repeat_heads, usable_kernels
 
-import_modules_that_look_for_cuda()  # They must find that there is no device.
+# Imported before `install` makes `torch.cuda.is_available` return True, so that these modules find
+# no GPU.
+import_modules_that_look_for_cuda()
 
 _GIB = 2**30
 _MEMORY_BYTES = 80 * _GIB
@@ -40,7 +44,9 @@ _PROPERTIES = SimpleNamespace(
 
 
 class Event:
-    """A moment of the host's clock."""
+    """Replacement for `torch.cuda.Event`. Recording stores the time of the host's clock, because
+    the simulated device has finished all work at any time.
+    """
 
     def __init__(self, *_: object, **__: object) -> None:
         self._seconds = 0.0
@@ -49,7 +55,7 @@ class Event:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to `end`."""
+        """Return the milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
 
     def query(self) -> bool:
@@ -61,7 +67,9 @@ class Event:
 
 
 class Stream:
-    """A queue on which all is done at once."""
+    """Replacement for `torch.cuda.Stream`. The stream is always idle, because the simulated device
+    has finished all work at any time.
+    """
 
     def __init__(self, *_: object, **__: object) -> None:
         self.device = torch.device("cuda", 0)
@@ -127,7 +135,7 @@ _CUDA_REPLACEMENTS: dict[str, object] = {
     "get_device_properties": _constant_function(_PROPERTIES),
     "get_device_capability": _constant_function(_CAPABILITY),
 }
-"""By name in `torch.cuda`."""
+"""Replacement for each function or class of the module `torch.cuda`, by name."""
 
 _scaled_dot_product_attention = F.scaled_dot_product_attention
 
@@ -142,8 +150,9 @@ def _attention_by_gpu_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention by the kernel that a GPU of compute capability 9.0 takes: without a GPU torch takes
-    the one that writes all scores.
+    """Return `scaled_dot_product_attention` of the same arguments, computed by the kernel that
+    torch chooses on a GPU of compute capability 9.0. Without a GPU, torch chooses the kernel that
+    writes the full attention scores to memory.
     """
     if query.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         narrow = torch.get_autocast_dtype("cuda")
@@ -172,7 +181,9 @@ def _attention_kernel(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> Kernel:
-    """The kernel that programs pin, which is the one that torch would choose without."""
+    """Return the kernel that generated programs select for CUDA tensors on a GPU of compute
+    capability 9.0, which is also torch's choice there; the math kernel for other tensors.
+    """
     if query.device.type != "cuda":
         return Kernel.MATH
     form = attention_properties_of(query, key, value, mask, causal)
@@ -184,11 +195,11 @@ def _attention_kernel(
 
 
 def install() -> None:
-    """Replace functions of torch by the stand-ins, for the rest of the process."""
+    """Install the replacements in torch for the rest of the process."""
     for name, stand_in in _CUDA_REPLACEMENTS.items():
         setattr(torch.cuda, name, stand_in)
     F.scaled_dot_product_attention = _attention_by_gpu_kernel
-    # The only fused update that torch cannot run on fake tensors: it changes its operands and gives
-    # nothing.
+    # Torch has no implementation for fake tensors of this fused optimizer update, which modifies
+    # its operands in place and has no result.
     torch.library.register_fake("aten::_fused_sgd_", _do_nothing)
     stop_device_initialisation()

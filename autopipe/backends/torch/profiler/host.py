@@ -1,5 +1,5 @@
-"""Measurement of the host: the time that it takes to start an operator of an eager program while
-the device is behind.
+"""Measurement of the host time per operator of an eager program: the time to dispatch an operator
+and launch its kernels if the device does not limit the speed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ _TIMED_LAYERS = 40
 _OPERATORS_PER_LAYER = 6
 _TIMED_RUNS = 20
 _TENSOR_SIZE = 8
-"""Rows and columns of the tensors. They are so small that a device computes an operator in less
-time than a host takes to start one.
+"""Number of rows and of columns of the tensors. It is so small that a device computes an operator
+faster than the host launches the next one.
 """
 
 
 def measure_host_launch(device: torch.device, precision: str) -> float:
     """Return the host's seconds per operator: the median over `_TIMED_RUNS` forwards and backwards
-    of a chain of layers.
+    of a chain of layers, divided by the number of operators.
 
-    A layer has a product with a bias, an activation, a sum, a normalization and two views, as
-    transformers have them. The host waits for the device between runs only, so a run's time is the
-    host's alone. On a CPU, it is the operators' time.
+    A layer has the operators of transformers: a matmul with a bias, an activation, an addition, a
+    normalization and two views. The host waits for the device between runs only, so the time of a
+    run is host time. If the device is the CPU, the result includes the computation of the
+    operators.
     """
     weight = torch.full((_TENSOR_SIZE, _TENSOR_SIZE), 0.1, device=device, requires_grad=True)
     bias = torch.zeros(_TENSOR_SIZE, device=device, requires_grad=True)
@@ -44,12 +45,13 @@ def measure_host_launch(device: torch.device, precision: str) -> float:
         weight.grad = bias.grad = None
     _synchronize(device)
     operators = _TIMED_LAYERS * _OPERATORS_PER_LAYER * (1 + BACKWARD_OPERATORS)
-    return statistics.median(seconds[1:]) / operators  # The first run loads kernels.
+    # The first run is a warm-up, in which the device loads kernels.
+    return statistics.median(seconds[1:]) / operators
 
 
 def _run_layers(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return the result of `_TIMED_LAYERS` layers, each of `_OPERATORS_PER_LAYER` statements as
-    generated code has them.
+    """Return the result of `_TIMED_LAYERS` layers. Each layer is `_OPERATORS_PER_LAYER` statements
+    of one operator each, like the lines of generated code.
     """
     for _ in range(_TIMED_LAYERS):
         product = F.linear(values, weight.t(), bias)
@@ -62,6 +64,8 @@ def _run_layers(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
 
 
 def _synchronize(device: torch.device) -> None:
-    """Wait until the device has computed all that was started."""
+    """Wait until a GPU has finished all launched work. Do nothing for a CPU, whose operators are
+    finished when they return.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
