@@ -1,5 +1,5 @@
-"""Processes that autopipe starts: they end with their parent, and import modules from known folders
-only.
+"""Start of child processes of autopipe. A child ends with its parent, and does not import modules
+from the current folder.
 
 `python -P -m autopipe.backends.torch.child FILE.py|MODULE ARGUMENT...` runs the file or module as
 its main program.
@@ -25,18 +25,20 @@ _ORPHANED_EXIT_CODE = 5
 
 
 def python_command(*words: str) -> list[str]:
-    """Return the command of a child process that runs `words`: a Python file or module, and its
-    arguments.
+    """Return the command line of a child process that runs `words`: a Python file or module, and
+    its arguments.
 
-    -P keeps the current folder, where anybody may have put a `queue.py`, out of the module search
-    path.
+    The flag -P removes the current folder from the module search path. Another user may have put a
+    file such as `queue.py` there.
     """
     return [sys.executable, "-P", "-u", "-m", "autopipe.backends.torch.child", *words]
 
 
 @contextlib.contextmanager
 def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Change this process's environment, which its children inherit, while the block runs."""
+    """Context manager that sets environment variables of this process, which child processes
+    inherit, and restores them afterwards.
+    """
     saved = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -50,9 +52,9 @@ def changed_environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on, Linux kills this process when its parent, process number `parent`, ends; if the
-    parent has ended already, exit. Linux ties the process to the parent's thread that started it,
-    so a parent starts its children from its main thread.
+    """Let Linux kill this process as soon as its parent ends. `parent` is the parent's process
+    number; exit at once if that process is no longer the parent. Linux watches the thread of the
+    parent that started this process, so parents start children from their main thread.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -62,8 +64,8 @@ def end_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """While the block runs, Linux makes this process the parent of each descendant whose parent
-    ends.
+    """Context manager during which Linux makes this process the parent of each descendant whose own
+    parent ends.
     """
     libc = ctypes.CDLL(None)
     before = ctypes.c_int(0)
@@ -76,8 +78,8 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def show_rank() -> None:
-    """Name this process after its rank, such as `rank 3`, in the lists of processes that `ps -e`
-    and `top` print.
+    """Set the name of this process to its rank, such as `rank 3`. `ps -e` and `top` show the name.
+    Do nothing without the environment variable RANK.
     """
     if sys.platform == "linux" and "RANK" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ['RANK']}".encode(), 0, 0, 0)
@@ -95,8 +97,8 @@ def run(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run the command line's program, in a process that is tied to its parent before any import
-    that may take long.
+    """Run the program that the command line names. First tie this process to its parent, because
+    imports may take long.
     """
     if PARENT_VARIABLE in os.environ:
         end_with_parent(int(os.environ[PARENT_VARIABLE]))

@@ -1,13 +1,13 @@
-"""torch elastic's agent, extended by two decisions: whether a failure is retried, and which rank
-hangs.
+"""An extension of torch elastic's agent. It does not retry failures that would recur, and it
+detects hanging ranks.
 
-Elastic restarts the ranks after every failure. This agent does not restart them after a final
+Elastic restarts all ranks after every failure. This agent does not restart them after a final
 failure, for example a missing data file, because the next attempt would fail again.
 
-Each rank writes heartbeats. A rank hangs if it makes no progress in a task that waits for no other
-rank (an endless loop), if its heartbeats end (the process is stopped, or stuck while it holds
-Python's global lock), or if it never starts. A rank that waits for another rank is not reported
-while some rank does not wait. If all ranks wait for one another, the rank that has waited longest
+Each rank writes heartbeats (its current task and the time) to a file. A rank hangs in three cases:
+it makes no progress in a task that waits for no other rank (an endless loop); its heartbeats end
+(the process is stopped, or is stuck while it holds Python's global lock); or it never starts. Ranks
+that wait for other ranks are reported only if all ranks wait; then the rank that has waited longest
 is reported.
 """
 
@@ -66,21 +66,25 @@ from autopipe.ir.words import plural
 
 _LOOK_INTERVAL_S = 0.25
 _SUSPENSION_S = 5.0
-"""Seconds. If two calls of `Watchdog.look` are further apart than this, the launcher itself was
-suspended, and the ranks perhaps with it. The timeouts then start again.
+"""Maximum seconds between two calls of `Watchdog.look` in normal operation. If more time passes,
+this process was suspended, and possibly the ranks too, so the timeouts start again.
 """
 
 
 def _task_text(task: str) -> str:
+    """Return the words for a task in messages: `task 0F3` for a task of a stage, otherwise a phase
+    such as `its start`.
+    """
     return f"task {task}" if task[:1].isdigit() else f"its {task or 'start'}"
 
 
 def wait_chain_text(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
-    """Return the chain of ranks that a rank waits for, as text. Each rank of the chain waits for
-    the next one.
+    """Return the chain of waiting ranks that starts at `rank`, as text: the rank for which `rank`
+    waits, the rank for which that rank waits, and so on.
 
-    The chain ends at a rank that occurs in it already, that waits for its process group, or that
-    runs on another node. Return "" if `rank` does not wait for one particular rank.
+    The chain ends at a rank that already occurs in it, that waits for a process group, or that runs
+    on another node. Return "" if `rank` does not wait for one particular rank. `records` has the
+    heartbeats of this node's ranks.
     """
     parts: list[str] = []
     seen: set[int] = set()
@@ -97,20 +101,21 @@ def wait_chain_text(records: Mapping[int, HeartbeatRecord], rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HungRank:
+    """A rank that hangs, with its task and the seconds for which it has hung."""
+
     rank: int
     task: str
-    """Empty if the rank has not started."""
+    """Task of the rank; "" if the rank has not started."""
     seconds: float
     waits: bool = False
-    """True if the rank waits for other ranks, as all ranks of this node do."""
+    """True if this rank waits for other ranks, and so do all other ranks of this node."""
     chain: str = ""
-    """Text of `wait_chain_text`: the rank that this one waits for, the rank that that one waits
-    for, and so on.
-    """
+    """Result of `wait_chain_text` for this rank: the chain of ranks that wait for one another."""
     host: str = ""
     """Name of this machine; empty if the launch has one node."""
 
     def message(self) -> str:
+        """Return the message of the error for this rank."""
         name = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.waits:
             chain = f": {self.chain}" if self.chain else ""
@@ -121,6 +126,9 @@ class HungRank:
         return f"{name} hangs in {_task_text(self.task)} for {self.seconds:.0f} s"
 
     def failure(self, logs: Path) -> Failure:
+        """Return the failure that ends the attempt. It is not final, so the ranks may be restarted.
+        `logs` is the folder of the ranks' output, which the hint names.
+        """
         hint = (
             f"--{phase_of(self.task)}-timeout allows more time; what each rank wrote, and was "
             f"doing, is in {logs}"
@@ -146,12 +154,13 @@ def find_hung_rank(
     timeouts: Timeouts,
     nodes: int,
 ) -> HungRank | None:
-    """Return the rank that hangs, or None. If several hang, return the one that has hung longest.
+    """Return the rank that hangs, or None. If several ranks hang, return the one that has hung
+    longest.
 
     `records` has the latest heartbeat of each rank of this node, or None for a rank that has not
-    written one. `began` is the time at which the ranks started. If all ranks of this node wait,
-    each may wait for its timeout on a single node, and for twice its timeout if there are other
-    nodes, because the rank to blame may run on another node and be found there.
+    written any. `began` is the time at which the ranks started. If all ranks of this node wait, the
+    timeout applies to each of them. It is doubled if there are other nodes, because the cause may
+    be a rank of another node, whose agent then reports it first.
     """
     running = {
         rank: record
@@ -185,6 +194,10 @@ def find_hung_rank(
 
 @dataclass(slots=True)
 class Watchdog:
+    """Checks the heartbeats of the ranks of this node. `folder` contains the heartbeat files, and
+    `nodes` is the number of nodes.
+    """
+
     folder: Path
     ranks: tuple[int, ...]
     timeouts: Timeouts
@@ -193,6 +206,9 @@ class Watchdog:
     _looked: float = field(default_factory=time.monotonic)
 
     def look(self) -> HungRank | None:
+        """Return the rank that hangs, or None. The files are read at most once per
+        `_LOOK_INTERVAL_S`; calls in between return None.
+        """
         now = time.monotonic()
         if now - self._looked < _LOOK_INTERVAL_S:
             return None
@@ -203,7 +219,8 @@ class Watchdog:
         for rank in self.ranks:
             record = read_heartbeat(heartbeat_file(self.folder, rank))
             if record is not None:
-                # The times of a heartbeat are not before the time at which watching began.
+                # Times before the start of watching count from that start, so that a rank is not
+                # blamed for the time of a suspension.
                 record = replace(
                     record, at=max(record.at, self._began), since=max(record.since, self._began)
                 )
@@ -214,15 +231,16 @@ class Watchdog:
 
 _POLL_S = 0.1
 _STACK_DUMP_S = 0.5
-"""Seconds that a hanging rank gets to write the stacks of its threads before it is killed."""
+"""Seconds that a hanging rank gets to write the stacks of its threads, before it is killed."""
 
 
 _NETWORK_KEY = "AUTOPIPE_NETWORK"
 
 
 def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the network variables that the ranks of a node take over from the first node: those in
-    `first` that are not set in `own`.
+    """Return the network variables that the ranks of this node take over from the first node.
+    `first` has the variables of the first node, and `own` those that are set on this node, which
+    take precedence.
     """
     return {
         name: str(first[name]) for name in NETWORK_VARIABLES if name in first and name not in own
@@ -230,8 +248,8 @@ def network_of_ranks(first: Mapping[str, str], own: Mapping[str, str]) -> dict[s
 
 
 class RankAgent(LocalElasticAgent):
-    """An elastic agent that runs the ranks of this node, and restarts them after a failure that is
-    not final.
+    """Elastic agent for the ranks of this node. It restarts them after a failure, except after a
+    final one.
     """
 
     def __init__(
@@ -245,8 +263,11 @@ class RankAgent(LocalElasticAgent):
         network: Mapping[str, str],
         stop_s: float = 0.0,
     ) -> None:
-        """`network`: the network variables that the user of this node has set. `stop_s`: seconds
-        that ranks have to save a checkpoint after a request to stop; 0 if they save none.
+        """`logs` is the folder of the ranks' output. `timeouts` is None if hanging ranks are not
+        detected. `note` reports a restart to the user. `poll` is called each time that the agent
+        looks at the ranks. `network` has the network variables that the user has set on this node.
+        `stop_s` is the number of seconds that ranks get to save a checkpoint after a request to
+        stop; 0 if they save none.
         """
         super().__init__(spec, DefaultLogsSpecs(log_dir=str(logs), redirects=redirects))
         self._logs = logs
@@ -261,9 +282,12 @@ class RankAgent(LocalElasticAgent):
         """The failure that ended the latest attempt, or None."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # Torch 2.13 uses one store for all attempts. Gloo would find in it the addresses at which
-        # the ranks of the previous attempt listened. The number of restarts can differ between
-        # nodes, so a random token identifies the attempt.
+        """Start the ranks, with the network variables of the first node and, if timeouts are set, a
+        watchdog.
+        """
+        # Torch 2.13 uses one store for all attempts, in which gloo would find the addresses of the
+        # previous attempt's ranks. A random token therefore identifies the attempt. The number of
+        # restarts cannot serve as this token, because it can differ between nodes.
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
             store.set(ATTEMPT_VARIABLE, uuid.uuid4().hex)
@@ -281,6 +305,9 @@ class RankAgent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return the state of the ranks. Kill a rank that hangs. After a failure, record it and
+        decide whether the ranks may be restarted.
+        """
         self._poll()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY and self._hang is None and self._watch is not None:
@@ -327,8 +354,8 @@ class RankAgent(LocalElasticAgent):
         super()._shutdown(death_sig, *further, **options)
 
     def _end(self, worker_group: WorkerGroup, rank: int) -> None:
-        """Let a hanging rank write its stacks, then kill its process group. Elastic then ends the
-        other ranks. The signal is SIGKILL because a hanging process may ignore all other signals.
+        """Let a hanging rank write the stacks of its threads, then kill its process group with
+        SIGKILL, because it may ignore all other signals. Elastic then ends the other ranks.
         """
         pid = next(worker.id for worker in worker_group.workers if worker.global_rank == rank)
         with contextlib.suppress(ProcessLookupError):
@@ -350,13 +377,15 @@ def run_agent(
     stop_s: float = 0.0,
     server: ForkServer | None = None,
 ) -> Failure | None:
-    """Join the rendezvous with the other nodes and run `ranks` processes of `command` until they
-    end.
+    """Join the rendezvous with the other nodes and run `ranks` processes of `command` on this node
+    until they end.
 
-    `command` has the form that `python_command` takes. The agent calls `poll` each time that it
-    looks at the ranks. With `timeouts`, a rank that hangs counts as failed. A `server` that has
-    been entered forks the ranks; otherwise each rank is a new interpreter. The output of the ranks
-    goes to files in `logs`, except for the stdout of the first rank of the node if `live` is set.
+    `command` is a Python file or module with its arguments, as for `python_command`. With
+    `timeouts`, a rank that hangs counts as failed. `note` reports restarts to the user. `poll` is
+    called each time that the agent looks at the ranks. `stop_s` is as in `RankAgent`. If `server`
+    has been opened, it forks the ranks; otherwise each rank is a new interpreter. The output of the
+    ranks is written to files in `logs`, except the stdout of the node's first rank if `live` is
+    set.
 
     Return the failure that ended the ranks, or None if all ranks succeeded. Raise torch's
     SignalException after a signal, RendezvousError if the rendezvous fails before any rank has
@@ -375,7 +404,8 @@ def run_agent(
     )
     redirects = dict.fromkeys(range(ranks), Std.ALL) | ({0: Std.ERR} if live else {})
     network = {name: os.environ[name] for name in NETWORK_VARIABLES if os.environ.get(name)}
-    starter = server or ForkServer()  # A server that has not been entered starts interpreters.
+    # A server that was not opened starts a new interpreter per rank.
+    starter = server or ForkServer()
 
     def start(
         command: tuple[str, ...],
@@ -392,11 +422,12 @@ def run_agent(
         with changed_environment(_ranks_environment(handler, place)), starting_processes_by(start):
             result = agent.run()
     except SignalException:
-        # The rendezvous stays open: the other nodes may continue with a node that replaces this
+        # The rendezvous is not closed: the other nodes may continue with a node that replaces this
         # one.
         raise
-    # There is no other attempt. The failure of a rank, if there is one, says more.
     except RendezvousError:
+        # The rendezvous for a further attempt failed. If a rank failed before, its failure
+        # explains more than this error does.
         handler.shutdown()
         if agent.failure is None:
             raise
@@ -411,9 +442,9 @@ def run_agent(
 
 
 def _ranks_environment(handler: RendezvousHandler, place: RendezvousConfig) -> dict[str, str]:
-    """Return the environment variables of the ranks. On a single node, the ranks listen on the
-    interface of this node's address. With several nodes, they listen on the interfaces that the
-    user's environment names, if it names any.
+    """Return the environment variables for the ranks. On a single node, the ranks listen on the
+    network interface of this node's address. With several nodes, they listen on the interfaces that
+    the user's environment names, if it names any.
     """
     found = {
         PARENT_VARIABLE: str(os.getpid()),
@@ -426,21 +457,24 @@ def _ranks_environment(handler: RendezvousHandler, place: RendezvousConfig) -> d
 
 
 def first_failure(failures: Mapping[int, ProcessFailure], logs: Path) -> Failure:
-    """Return the earliest failure that is no consequence of another failure. If all of them are
-    consequences, return the earliest.
+    """Return the earliest failure that is not a consequence of another failure, or the earliest
+    failure if all of them are consequences. `failures` are elastic's failures by rank.
     """
     found = [_failure_of_process(rank, failure, logs) for rank, failure in failures.items()]
     return min(found, key=lambda failure: (failure.consequence, failure.time))
 
 
 def _failure_of_process(rank: int, failure: ProcessFailure, logs: Path) -> Failure:
+    """Return the failure of a rank: the report that the rank wrote or, without a report, a
+    description of how its process ended.
+    """
     written = read_failure(failure.error_file_data)
     if written is not None:
         return written
     name = failure.signal_name() if failure.exitcode < 0 else ""
     message = f"killed by {name}"
     hint = "the machine may be out of memory" if name == "SIGKILL" else ""
-    # The process ended without a report of its failure. The last line of its stderr is the best
+    # The process ended without a report. The last line of its stderr is the best message available.
     # message available.
     if not name:
         files = sorted(
@@ -452,7 +486,9 @@ def _failure_of_process(rank: int, failure: ProcessFailure, logs: Path) -> Failu
             (line for line in reversed(lines) if line.strip()),
             f"ended with exit code {failure.exitcode}",
         )
-    stopped = name == "SIGTERM"  # Elastic stops the remaining ranks with SIGTERM.
+    # Elastic stops the remaining ranks with SIGTERM after a failure, so this failure is a
+    # consequence.
+    stopped = name == "SIGTERM"
     code = LaunchError.exit_code
     return Failure(
         rank, "", message, hint, "", failure.timestamp, code, final=False, consequence=stopped

@@ -1,7 +1,7 @@
 """Export of a PyTorch module with its loss as an ONNX file, by torch's exporter.
 
-The exporter loses information that training needs. It is added to the traced program
-(`traced_program.py`) or, if ONNX cannot express it, to the metadata of the file.
+The exporter loses information that training needs. This module and `traced_program.py` add the
+information to the traced program or, if ONNX cannot express it, to the metadata of the file.
 """
 
 from __future__ import annotations
@@ -36,26 +36,33 @@ from autopipe.ir.errors import ConfigurationError
 
 _BATCH_SYMBOL: Final = "batch"
 _FROZEN_KEY: Final = "autopipe.frozen"
-"""Key of the file's metadata that lists the parameters whose `requires_grad` is False."""
+"""Key of the file's metadata whose value lists the parameters with `requires_grad=False`."""
 _LOSS_OUTPUT: Final = "loss"
 """Name of the output that is the module's loss."""
 _MODULE_PREFIX: Final = "module."
 """Prefix that `_ModuleWithLoss` adds to the names of the user's module."""
 _SCOPES_KEY: Final = "pkg.torch.onnx.name_scopes"
-"""Key of a node's metadata with the names of the modules around the node, outermost first, and the
-node's name.
+"""Key of a node's metadata whose value lists the names of the modules that contain the node, the
+outermost first, and then the name of the node.
 """
 _CLASSES_KEY: Final = "pkg.torch.onnx.class_hierarchy"
-"""Key of a node's metadata with the classes of these modules, and the traced operator."""
+"""Key of a node's metadata whose value lists the classes of the modules that contain the node, the
+outermost first, and then the traced operator.
+"""
 _SIGNATURE_KEY: Final = "pkg.torch.export.ExportedProgram.graph_signature"
-"""Key of the graph's metadata in which torch records which tensors are parameters."""
+"""Key of the graph's metadata whose value states which tensors are parameters; torch's exporter
+writes it.
+"""
 
 Example = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """Inputs of a module: one tensor, several by position, or keyword arguments by name."""
 
 
 class _ModuleWithLoss(nn.Module):
-    """A module followed by its loss, if there is one."""
+    """The user's module and loss function as one module. Its inputs are the positional inputs of
+    the module, the inputs called `keywords`, and the labels if there is a loss. Its result is the
+    loss or, without a loss function, the module's result.
+    """
 
     def __init__(
         self, module: nn.Module, loss: Callable[..., torch.Tensor] | None, keywords: Sequence[str]
@@ -63,7 +70,8 @@ class _ModuleWithLoss(nn.Module):
         super().__init__()
         self.module = module
         self._loss_name = _LOSS_OUTPUT
-        # The loss has its own name, which must not collide with a name in the module.
+        # A loss function may be a module. Its attribute name must differ from the names of the
+        # user's module, because the prefix of the user's module is removed from tensor names.
         while hasattr(module, self._loss_name):
             self._loss_name += "_"
         setattr(self, self._loss_name, loss)
@@ -80,29 +88,33 @@ class _ModuleWithLoss(nn.Module):
         found = self.module(*tensors[:count], **named)
         if loss is not None:
             return loss(getattr(found, "logits", found), labels)
-        # A model of `transformers` returns its loss if it is called with labels.
+        # A model of the package transformers returns its loss if it is called with labels.
         return found if getattr(found, "loss", None) is None else found.loss
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSubject:
-    """A module to export, with its loss and an example of its inputs."""
+    """A module to export, with its loss and example inputs."""
 
     module: _ModuleWithLoss
     """The user's module and its loss as one module."""
     names: tuple[str, ...]
-    """Names of the inputs in the file; labels are last."""
+    """Names of the inputs in the file, in the order of `tensors`. The labels, if there are any, are
+    last.
+    """
     tensors: tuple[torch.Tensor, ...]
     """An example of each input."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name. A parameter with several names in the user's module has
-        the first one.
+        """Return the parameters by their names in the user's module. A tied parameter has the first
+        of its names.
         """
         return {self.name_of(name): parameter for name, parameter in self.module.named_parameters()}
 
     def tensor_names(self) -> dict[int, list[str]]:
-        """Return, by the `id` of each parameter and buffer, its names in the user's module."""
+        """Return the names of each parameter and buffer in the user's module, by the `id` of the
+        tensor. A tied tensor has several names.
+        """
         found: dict[int, list[str]] = {}
         for name, tensor in named_tensors(self.module):
             found.setdefault(id(tensor), []).append(self.name_of(name))
@@ -110,7 +122,7 @@ class ExportSubject:
 
     @staticmethod
     def name_of(name: str) -> str:
-        """Return the name in the user's module of the tensor that `module` calls `name`."""
+        """Return the name in the user's module for a tensor name of the combined `module`."""
         return name.removeprefix(_MODULE_PREFIX)
 
 
@@ -120,8 +132,9 @@ def make_subject(
     loss: Callable[[Any, torch.Tensor], torch.Tensor] | None,
     labels: torch.Tensor | None,
 ) -> ExportSubject:
-    """Return the module and its example inputs in the form in which they are exported. Raise
-    ConfigurationError if they do not match.
+    """Return the module, its loss function and its example inputs as an `ExportSubject`. `labels`
+    are an example of the labels that `loss` reads. Raise ConfigurationError if the arguments do not
+    match one another, or if ONNX cannot express a part of the module.
     """
     if (loss is None) != (labels is None):
         raise ConfigurationError(
@@ -160,14 +173,14 @@ def make_subject(
             f"the examples differ in the number of samples: {sorted(batches)}",
             "use equal sizes of dimension 0 for all examples",
         )
-    if batches == {1}:  # Torch treats a dimension of size 1 as a constant.
+    if batches == {1}:  # Two samples, because tracing treats a dimension of size 1 as a constant.
         tensors = [torch.cat([each, each]) if each.dim() else each for each in tensors]
     wrapped = _ModuleWithLoss(module, loss, list(named))
     wrapped.training = module.training
     _require_exportable(wrapped)
     held = {ExportSubject.name_of(name) for name, _ in named_tensors(wrapped)}
-    # Tracing would merge two inputs that are the same tensor, for example tokens that are also the
-    # labels.
+    # Copies, because tracing merges two inputs that are one tensor, for example tokens that are
+    # also the labels.
     return ExportSubject(
         module=wrapped,
         names=tuple(_unique_input_name(name, held) for name in names),
@@ -176,17 +189,15 @@ def make_subject(
 
 
 def _unique_input_name(name: str, held: Collection[str]) -> str:
-    """Return the name of an input. Underscores are appended while a parameter or buffer has that
-    name.
-    """
+    """Return `name` with as many underscores appended as needed to differ from all names in `held`."""
     while name in held:
         name += "_"
     return name
 
 
 def _require_exportable(module: _ModuleWithLoss) -> None:
-    """Raise ConfigurationError, with the name of the part, if the module has parts that ONNX cannot
-    express.
+    """Raise ConfigurationError for the first part of the module that ONNX cannot express. The
+    message names the part.
     """
     for name, _ in named_tensors(module):
         if ExportSubject.name_of(name) == _LOSS_OUTPUT:
@@ -214,8 +225,8 @@ def _require_exportable(module: _ModuleWithLoss) -> None:
 
 
 def find_loss_result(results: Sequence[object]) -> int | None:
-    """Return the position of the loss among the results of a module: its only scalar with a
-    gradient. Return None if there is none or if there are several.
+    """Return the index of the loss in the results of a module: the only floating-point scalar.
+    Return None if there is none or if there are several.
     """
     places = [
         place
@@ -227,16 +238,21 @@ def find_loss_result(results: Sequence[object]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ExportedModule:
-    """An exported module."""
+    """Result of an export: the ONNX model, and what the model does not reproduce."""
 
     program: torch.onnx.ONNXProgram
-    """The model; `save` writes its file."""
+    """The ONNX model. Its method `save` writes the file."""
     changed: tuple[str, ...]
-    """Buffers and parameters that the module's forward changes, but the ONNX model does not."""
+    """Buffers and parameters that the module's forward changes and that the ONNX model leaves
+    unchanged.
+    """
     moved: tuple[str, ...]
-    """Buffers that the module and the ONNX model change."""
+    """Buffers that both the module's forward and the ONNX model change: running statistics and
+    counters.
+    """
     left_out: tuple[str, ...]
-    """Entries of the module's `state_dict` that the file does not record, with the reasons."""
+    """Entries of the module's `state_dict` that the file does not record, as texts `NAME (REASON)`.
+    """
 
 
 def export_to_onnx(subject: ExportSubject) -> ExportedModule:
@@ -252,7 +268,7 @@ def export_to_onnx(subject: ExportSubject) -> ExportedModule:
         traced = _trace_module(subject, shapes)
         program = _translate_to_onnx(traced, subject)
     _name_tensors(program.model, subject)
-    # The first outputs of the trace are buffers that the module changes.
+    # The traced program returns the changed buffers before the results of the module.
     results = [each.meta.get("val") for each in traced.graph.output_node().args[0]]
     place = find_loss_result(results[-len(program.model.graph.outputs) :])
     if place is not None:
@@ -276,9 +292,12 @@ def export_to_onnx(subject: ExportSubject) -> ExportedModule:
 
 
 def _trace_module(subject: ExportSubject, shapes: Any) -> torch.export.ExportedProgram:
-    """Trace the module and return the program. If tracing fails, for example because the Python
-    code reads the batch size as a constant (`len(x)`), the bytecode is traced instead
-    (`strict=True`).
+    """Return the traced program of the module. `shapes` has the dynamic dimensions for
+    `torch.export.export`.
+
+    The Python code of the module is traced first. If that fails, for example because the code reads
+    the batch size as a constant (`len(x)`), its bytecode is traced (`strict=True`). Raise
+    ConfigurationError if both fail.
     """
     first = ""
     for strict in (False, True):
@@ -302,7 +321,9 @@ def _trace_module(subject: ExportSubject, shapes: Any) -> torch.export.ExportedP
 
 
 def _first_reason(error: BaseException) -> str:
-    """Return the first line of an error of torch, with the first item of its list of reasons."""
+    """Return the first line of an error of torch. If the error lists reasons, append the first
+    reason.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -313,13 +334,17 @@ def _first_reason(error: BaseException) -> str:
 def _translate_to_onnx(
     traced: torch.export.ExportedProgram, subject: ExportSubject
 ) -> torch.onnx.ONNXProgram:
+    """Return the ONNX model of a traced program. Raise ConfigurationError if a package is missing
+    or the exporter fails.
+    """
     try:
         program = torch.onnx.export(
             prepare_for_onnx(traced),
             dynamo=True,
             input_names=subject.names,
             custom_translation_table=onnx_translations(),
-            # Optimization would merge several equal parameters, which a new module may have.
+            # The optimizer would merge parameters with equal values, such as the initial biases of
+            # a new module.
             optimize=False,
             verbose=False,
         )
@@ -339,18 +364,16 @@ def _translate_to_onnx(
 
 
 def _name_tensors(model: Any, subject: ExportSubject) -> None:
-    """Rename the tensors of the file to their names in the module, and record in the metadata which
-    parameters are not trained.
-
-    A tensor with several names in the module gets the first of them.
+    """Rename the initializers of an exported `model` to their names in the user's module, a tied
+    tensor to the first of its names. Record in the metadata which parameters are not trained.
     """
     first = first_name_of_each(subject.module)
     signature = model.graph.metadata_props.get(_SIGNATURE_KEY, "")
     for name, known in first.items():
         value = model.graph.initializers.get(name)
         if name != known and value is not None:
-            # The trace uses another name of the tensor. The signature has both names, so they are
-            # exchanged.
+            # The trace uses another name of a tied tensor. The signature contains both names, so
+            # they are exchanged in it.
             value.name = known
             signature = _exchange_words(signature, f"target='{name}'", f"target='{known}'")
     wanted = {subject.name_of(value.name) for value in model.graph.initializers.values()}
@@ -367,25 +390,29 @@ def _name_tensors(model: Any, subject: ExportSubject) -> None:
 
 
 def _name_scopes(model: Any, subject: ExportSubject) -> None:
-    """Rename the modules in the metadata of each node to their names in the user's module."""
+    """Rewrite the metadata of each node so that module names are those of the user's module. Nodes
+    of the loss are not changed.
+    """
     for node in model.graph:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES_KEY, "[]"))
         classes = ast.literal_eval(node.metadata_props.get(_CLASSES_KEY, "[]"))
         if len(scopes) < 3 or f"{scopes[1]}." != _MODULE_PREFIX:
-            continue  # The node is a part of the loss.
+            continue  # The node belongs to the loss, not to the user's module.
         inner = [subject.name_of(scope) for scope in scopes[2:]]
         node.metadata_props[_SCOPES_KEY] = str(["", *inner])
         node.metadata_props[_CLASSES_KEY] = str(classes[1:])
 
 
 def _exchange_words(text: str, first: str, second: str) -> str:
-    """Return the text with each of two words replaced by the other."""
+    """Return `text` with `first` and `second` exchanged."""
     pattern = f"{re.escape(first)}|{re.escape(second)}"
     return re.sub(pattern, lambda found: second if found[0] == first else first, text)
 
 
 def _name_batch(model: Any) -> None:
-    """Rename the symbol of the batch dimension in the file."""
+    """Rename the symbol of the batch dimension in the file to `batch`. Do nothing if the inputs
+    differ in dimension 0.
+    """
     symbols = {
         str(value.shape[0])
         for value in model.graph.inputs
@@ -401,8 +428,8 @@ def _name_batch(model: Any) -> None:
 
 
 def _rename_results(graph: Any, wanted: Collection[str]) -> None:
-    """Rename results of nodes that have the name of a parameter, for example a mean called `mean`
-    if there is a parameter `mean`.
+    """Rename each node result whose name is in `wanted`, the names of the parameters: a result
+    `mean` becomes `mean_result` if there is a parameter `mean`.
     """
     taken = {
         *wanted,
@@ -426,8 +453,8 @@ def _node_results(graph: Any) -> Iterator[Any]:
 
 @contextmanager
 def _suppress_exporter_output() -> Iterator[None]:
-    """Context manager that suppresses the exporter's log lines and warnings about its own parts and
-    about a module in training mode.
+    """Context manager that suppresses Python warnings, and log lines up to level WARNING. The
+    exporter warns about its internals and about modules in training mode.
     """
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,8 +1,8 @@
-"""Loss and gradients that PyTorch computes for a module on example inputs. An exported ONNX file is
-compared with them.
+"""Loss and gradients that PyTorch computes for a module on example inputs, as a reference for the
+exported ONNX file.
 
-The module is not changed: buffers are copied, gradients are returned instead of stored, and torch's
-random state is not advanced.
+The module is not changed: buffers are copied, gradients are returned instead of stored in `.grad`,
+and torch's random state is restored.
 """
 
 from __future__ import annotations
@@ -24,41 +24,46 @@ from autopipe.backends.torch.exporter import ExportSubject, find_loss_result
 from autopipe.backends.torch.torch_interfaces import tensors_within
 
 _RECURRENT_FUNCTIONS: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Functions of `torch` whose only floating-point argument is the dropout probability between
-layers. The argument `train` follows it.
+"""Functions of `torch` whose only floating-point argument is the probability of the dropout between
+layers. The number of layers is the argument before it, and `train` is the argument after it.
 """
 _TRAINING_ARGUMENTS: Final = ("training", "train")
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleResults:
-    """Results and gradients of a module on one example, with dropout switched off."""
+    """Results and gradients of a module on example inputs, computed without dropout."""
 
     results: tuple[np.ndarray, ...]
     loss: int | None
-    """Position of the loss among the results; None if the module returns no loss."""
+    """Index of the loss in `results`; None if the module returns no loss."""
     gradients: Mapping[str, np.ndarray | None]
-    """Gradient by parameter; None if no gradient reaches the parameter. Frozen parameters are not
-    listed.
+    """Gradient of each parameter with `requires_grad`, by name; None if no gradient reaches the
+    parameter.
     """
     functions: tuple[str, ...]
-    """Names of the custom `torch.autograd.Function`s through which the gradient flows."""
+    """Names of the user's `torch.autograd.Function` classes between the parameters and the loss."""
     dropped: tuple[float, ...]
-    """Probabilities of the module's dropouts in training, in ascending order."""
+    """Nonzero dropout probabilities that the module uses in training, one per call, in ascending
+    order.
+    """
     changed: tuple[str, ...]
-    """Buffers that the forward has changed."""
+    """Names of the buffers that the forward changed."""
     changed_again: tuple[str, ...]
-    """Buffers that the backward has changed, by running a part of the forward again."""
+    """Names of the buffers that the backward changed, because it ran a checkpointed part of the
+    forward again.
+    """
 
     @property
     def is_finite(self) -> bool:
+        """True if no result and no gradient contains an infinity or a NaN."""
         arrays = (*self.results, *(each for each in self.gradients.values() if each is not None))
         return all(bool(np.isfinite(each).all()) for each in arrays)
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Calls dropout functions with probability 0, and records the probabilities that the module
-    passed.
+    """Context in which dropout functions run with probability 0. `asked` collects the nonzero
+    probabilities that the module passed in training mode.
     """
 
     def __init__(self) -> None:
@@ -77,7 +82,8 @@ class _WithoutDropout(TorchFunctionMode):
         asked = len(self.asked)
         if name in _RECURRENT_FUNCTIONS:
             args = self._without_probability(args)
-        elif "dropout" in name and inspect.isbuiltin(function):  # (input, probability, train)
+        # Arguments: (input, probability, train).
+        elif "dropout" in name and inspect.isbuiltin(function):
             self._note(args[1], args[2])
             args = (args[0], 0.0, False)
             given = {}
@@ -92,13 +98,14 @@ class _WithoutDropout(TorchFunctionMode):
             and isinstance(found, torch.Tensor)
             and not torch.is_grad_enabled()
         ):
-            # With probability 0, the result may be the operand itself, which has a gradient.
+            # With probability 0, the function may return its operand, which has a gradient in spite
+            # of `torch.no_grad`.
             return found.detach()
         return found
 
     def _without_probability(self, args: Sequence[Any]) -> list[Any]:
-        """Return the arguments of a recurrent layer with probability 0. The probability is its only
-        floating-point argument.
+        """Return the arguments of a recurrent function with dropout probability 0. The probability
+        is the only floating-point argument, and the number of layers is the argument before it.
         """
         place = next(place for place, each in enumerate(args) if isinstance(each, float))
         layers = args[place - 1]
@@ -109,8 +116,8 @@ class _WithoutDropout(TorchFunctionMode):
     def _with_zero(
         self, function: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with probability 0, for a function that names the probability `p` or
-        `dropout_p`.
+        """Return (args, kwargs) for a call of `function` with dropout probability 0. The function
+        names its probability `p` or `dropout_p`.
         """
         if function is F.scaled_dot_product_attention:
             names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
@@ -128,6 +135,9 @@ class _WithoutDropout(TorchFunctionMode):
         return (), bound
 
     def _note(self, probability: float, trains: bool) -> None:
+        """Record a dropout probability if it is not zero and the call is in training mode
+        (`trains`).
+        """
         if probability and trains:
             self.asked.append(float(probability))
 
@@ -135,11 +145,12 @@ class _WithoutDropout(TorchFunctionMode):
 def evaluate(
     subject: ExportSubject, tensors: Sequence[torch.Tensor], seed: int = 0, ulps: float = 0.0
 ) -> ModuleResults:
-    """Return the results and gradients of the module for these inputs. If the module returns a
-    loss, its submodules run in their current modes, otherwise in `eval()`.
+    """Return the results and gradients of the module on the inputs `tensors`. Submodules run in
+    their current modes if the module returns a loss, otherwise in `eval()` mode. `seed` seeds
+    torch's random numbers.
 
-    `ulps` changes each parameter by this many units in the last place, up or down at random. This
-    shows the effect of rounding.
+    If `ulps` is not 0, each element of a parameter is moved up or down at random by this many units
+    in the last place, to measure the effect of rounding on the results.
     """
     found = _evaluate_once(subject, tensors, seed, ulps)
     if found.loss is not None:
@@ -156,6 +167,9 @@ def evaluate(
 def _evaluate_once(
     subject: ExportSubject, tensors: Sequence[torch.Tensor], seed: int, ulps: float
 ) -> ModuleResults:
+    """Return the results and gradients of the module with its submodules in their current modes;
+    see `evaluate`.
+    """
     module = subject.module
     own = dict(module.named_parameters())
     before = dict(module.named_buffers())
@@ -173,7 +187,7 @@ def _evaluate_once(
             place = find_loss_result(results)
             gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
             if place is not None and results[place].requires_grad and trained:
-                # Checkpointed parts of the forward run again here.
+                # A checkpointed part of the forward runs again here and may change buffers again.
                 gradients = torch.autograd.grad(
                     results[place], list(trained.values()), allow_unused=True
                 )
@@ -194,11 +208,11 @@ def _evaluate_once(
 
 @contextmanager
 def _replace_tensors(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Context manager in which a module reads `tensors`, which has replacements of its parameters
-    and buffers by the `id` of the original.
+    """Context manager in which the parameters and buffers of a module are replaced. `tensors` has
+    the replacements by the `id` of the original.
 
-    `torch.func.functional_call` does not restore the original tensors of a module that has one
-    submodule under several names.
+    `torch.func.functional_call` is not used, because it does not restore the original tensors of a
+    module that contains one submodule under several names.
     """
     tables: list[dict[str, Any]] = []
     for each in module.modules():
@@ -217,7 +231,9 @@ def _replace_tensors(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> 
 def _names_of_differing(
     before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Return the names of the tensors that differ."""
+    """Return the names in `before` whose tensors have other values or shapes in `after`, or are
+    missing in it.
+    """
     return [
         name
         for name, each in before.items()
@@ -226,7 +242,7 @@ def _names_of_differing(
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors are equal; a NaN equals a NaN."""
+    """Return True if two tensors have equal shapes and values. A NaN equals a NaN."""
     one = one.detach()
     other = other.detach()
     return one.shape == other.shape and bool(
@@ -235,7 +251,10 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _move_by_ulps(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
-    """Return a copy of a parameter with each element moved by `ulps` units in the last place."""
+    """Return a copy of a parameter with each element moved up or down at random by a relative
+    amount of `ulps` times the machine epsilon. A parameter of integers is returned with unchanged
+    values.
+    """
     if not parameter.is_floating_point():
         return parameter.detach()
     signs = torch.randint(0, 2, parameter.shape, device=parameter.device) * 2 - 1
@@ -248,6 +267,9 @@ def _move_by_ulps(parameter: torch.Tensor, ulps: float) -> torch.Tensor:
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as a dense array. Values of 16-bit floating-point types are converted to
+    float32.
+    """
     plain = tensor.detach().cpu().to_dense()
     if plain.dtype in (torch.bfloat16, torch.float16):
         plain = plain.float()
@@ -256,7 +278,9 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _custom_functions(loss: torch.Tensor) -> set[str]:
-    """Return the names of the user's `torch.autograd.Function`s in the history of `loss`."""
+    """Return the names of the user's `torch.autograd.Function` classes in the autograd graph of
+    `loss`.
+    """
     found: set[str] = set()
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
@@ -272,8 +296,9 @@ def _custom_functions(loss: torch.Tensor) -> set[str]:
 
 
 def perturb_inputs(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return other inputs of the same ranges: the elements of each tensor in another order, and
-    floating-point values that are no integers multiplied by numbers between 0.9 and 1.
+    """Return different inputs with similar values. The elements of each tensor are permuted at
+    random. The elements of a floating-point tensor are then multiplied by random factors between
+    0.9 and 1, unless all of them are integers.
     """
     generator = torch.Generator().manual_seed(1)
     return tuple(_perturb_input(each, generator) for each in tensors)
@@ -288,8 +313,8 @@ def _perturb_input(tensor: torch.Tensor, generator: torch.Generator) -> torch.Te
 
 
 def parts_with_backward_hooks(module: nn.Module) -> list[str]:
-    """Return the names of the module's parts that have hooks on backward, which an exported file
-    has not.
+    """Return the names of the parameters and submodules with backward hooks. An exported file does
+    not contain hooks.
     """
     found = [name for name, each in module.named_parameters() if each._backward_hooks]
     hooked = (
@@ -301,8 +326,8 @@ def parts_with_backward_hooks(module: nn.Module) -> list[str]:
 
 
 def parameters_with_late_hooks(module: nn.Module) -> list[str]:
-    """Return the names of the parameters whose hooks run after the backward, which
-    `torch.autograd.grad` does not.
+    """Return the names of the parameters with hooks that run after their gradient was accumulated.
+    `torch.autograd.grad` does not run these hooks.
     """
     return [
         name

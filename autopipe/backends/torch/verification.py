@@ -1,5 +1,5 @@
-"""Comparison of the losses and gradients that two runs have recorded: those of the ranks and those
-of one device.
+"""Comparison of the losses, gradients and parameters that a run on several ranks recorded with
+those of a run on one device.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ from autopipe.ir.errors import VerificationError
 from autopipe.ir.graph import Parameter
 
 _ZERO_GRADIENT_FRACTION = 1e-6
-"""A gradient counts as zero if its norm is below this fraction of the norm of all gradients. For
-example, the exact gradient of a key's bias before a softmax is zero, and its float32 value consists
-of rounding errors only. It is compared with an absolute tolerance.
+"""A gradient counts as zero if its norm is at most this fraction of the norm of all gradients
+together. For example, the exact gradient of the bias of an attention's keys is zero, and its
+float32 value consists of rounding errors only. The difference of a zero gradient is divided by the
+norm of all gradients.
 """
 _RESPONSE_FACTOR = 4
-"""Factor between the change by one rounding of all inputs and weights, and the tolerance for the
-roundings of a full step.
+"""Tolerance for the rounding errors of a step, as a multiple of the change of the result if all
+inputs and weights are rounded once.
 
-The roundings of a layer have the effect of rounding its weights (Higham and Mary, "Sharper
+The rounding errors of a layer have the effect of rounding its weights (Higham and Mary, "Sharper
 Probabilistic Backward Error Analysis for Basic Linear Algebra Kernels with Random Data", SIAM
-Journal on Scientific Computing 42(5), 2020). Forward and backward in two runs are four such
-roundings, with √4 times the change by one, and a safety factor of 2 covers random variation.
+Journal on Scientific Computing 42(5), 2020). The forwards and backwards of two runs are four such
+roundings. Random errors add up to √4 times the change by one rounding, and a safety factor of 2
+covers their variation.
 """
 _SPREAD_FACTOR = 2
-"""A correct result may differ from the reference by this multiple of the distance between two
-results of the reference implementation.
+"""Number of times the distance between two results of the reference implementation by which a
+correct result may differ further from the reference.
 """
 _MAX_RELIABLE_RESPONSE = 0.1
-"""A tensor that one rounding changes by more than this relative amount has no reliable digits. Its
-error is compared with the norm of all compared tensors instead.
+"""Maximum relative change of a tensor by one rounding of all inputs and weights for which the
+digits of the tensor are reliable. The error of a tensor with a larger change is compared with the
+norm of all compared tensors instead of its own norm.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of a tensor from its reference, ‖a − b‖₂ / ‖b‖₂ in float64. If ‖b‖₂ is 0, the
-    difference is absolute.
+    """Relative difference of a tensor a from its reference b: ‖a − b‖₂ / ‖b‖₂, computed in float64.
+    If b is zero, it is the absolute difference ‖a − b‖₂, unless the norm of other tensors takes the
+    place of ‖b‖₂ (see `difference`).
     """
 
     tensor: str
@@ -55,28 +59,31 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Relative differences between results for one tensor that ONNX Runtime computes in different
-    ways.
+    """Differences between results for one tensor that ONNX Runtime computes with different
+    settings. They show how much rounding changes the tensor. All are relative, as in `Difference`.
     """
 
     optimizations: float
-    """Difference of the result with graph optimizations from the one without."""
+    """Difference between the results with and without graph optimizations."""
     float64: float | None = None
-    """Difference of the float64 result. None if ONNX Runtime cannot compute the model in
-    float64.
+    """Difference between the results in the model's type and in float64; None if ONNX Runtime
+    cannot compute the model in float64.
     """
     one_device: float | None = None
-    """Difference of one device's result from ONNX Runtime's float64 result."""
+    """Difference between the result of the program on one device and ONNX Runtime's float64 result;
+    None if it is not known.
+    """
 
     def raised(self, limit: float, unit: float) -> float:
-        """Return the maximum difference between one device and ONNX Runtime. `limit` is the maximum
-        without regard to the spread.
+        """Return the maximum difference that is allowed between the result of one device and ONNX
+        Runtime's result. `limit` is the maximum without regard to the spread, and `unit` the unit
+        roundoff of the compared type.
 
-        Both results may be as far from the exact result as ONNX Runtime's results are from one
-        another. The limit therefore rises by twice that distance, but not above half of the digits
-        of a type with unit roundoff `unit`. If the result of one device is within `limit` of the
-        float64 result, the limit may rise to `limit` plus the distance of ONNX Runtime's result
-        from the float64 result, however large that is.
+        The distance of both results from the exact result may equal the distance d between ONNX
+        Runtime's own results. The limit therefore rises by 2 d, but not above √`unit`, half of the
+        type's digits. If the result of one device is within `limit` of the float64 result, a limit
+        of `limit` plus the distance of ONNX Runtime's result from the float64 result is allowed in
+        any case.
         """
         known = [
             each
@@ -99,8 +106,9 @@ class Spread:
 
 
 def tensor_limit(bound: float, found: Difference, response: float) -> float:
-    """Return the maximum difference for a tensor that rounding all inputs and weights changes by
-    `response`. `bound` is the maximum for a well-conditioned tensor.
+    """Return the maximum relative difference that is allowed for a tensor. `bound` is the maximum
+    for a well-conditioned tensor. `found` is the measured difference. `response` is the relative
+    change of the tensor if all inputs and weights are rounded once.
     """
     if response > _MAX_RELIABLE_RESPONSE:
         return bound / max(found.share, bound)
@@ -110,11 +118,12 @@ def tensor_limit(bound: float, found: Difference, response: float) -> float:
 def difference(
     name: str, ours: np.ndarray, reference: np.ndarray, scale: float = 0.0
 ) -> Difference:
-    """Return the difference of two arrays. It is infinite if the shapes, infinities, NaNs, or any
-    elements of integer arrays differ.
+    """Return the difference of the array `ours` from `reference`, which both belong to the tensor
+    `name`. The difference is infinite if the shapes differ, if infinities or NaNs are at different
+    positions, or if integer arrays differ in any element.
 
-    `scale` is the norm of all compared tensors. If it is given, a reference that is zero except for
-    rounding errors is compared relative to it.
+    `scale` is the norm of all compared tensors together, or 0 if it is not known. A reference that
+    is zero except for rounding errors is compared relative to `scale`.
     """
     unequal = Difference(name, math.inf)
     if ours.shape != reference.shape:
@@ -142,11 +151,12 @@ def tensor_differences(
     step: int = 0,
     trainable: bool = True,
 ) -> Iterator[Difference]:
-    """Return the maximum difference per trained parameter, or per buffer unless `trainable`, over
-    its blocks.
+    """Yield one difference per trained parameter or, unless `trainable`, per floating-point buffer:
+    the largest difference over the shards of the tensor on all ranks.
 
-    `recorded` and `expected` are folders with the recorded gradients or `parameters` of a step.
-    Raise VerificationError if a parameter was not recorded, or no rank has it.
+    `recorded` and `expected` are the folders in which the ranks and the single device recorded
+    tensors. `kind` is "gradients" or "parameters", and `step` the number of the step. Raise
+    VerificationError if a tensor was not recorded, or if no rank holds it.
     """
     trained = {
         str(index) for index, each in enumerate(ranks.parameters) if _is_compared(each, trainable)
@@ -192,12 +202,16 @@ def has_buffers(manifest: Manifest) -> bool:
 
 
 def _is_compared(parameter: Parameter, trainable: bool) -> bool:
+    """Return True for a trained floating-point parameter or, unless `trainable`, for a
+    floating-point buffer.
+    """
     return parameter.trainable == trainable and parameter.value.dtype.is_floating
 
 
 def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
-    """Assemble the recorded gradients of all ranks, so that one device can update its parameters
-    with them. Return the number of steps.
+    """Assemble full gradients from the shards that all ranks recorded in the folder `recorded`, and
+    write them to the folder `target`, one file per step. A run on one device can then update its
+    parameters with these gradients. Return the number of steps.
     """
     target.mkdir(exist_ok=True)
     steps = 0
@@ -218,6 +232,9 @@ def write_whole_gradients(ranks: Manifest, recorded: Path, target: Path) -> int:
 
 
 def _read_recorded(folder: Path, kind: str, step: int, rank: int) -> dict[str, np.ndarray]:
+    """Return the tensors that a rank recorded in a step, by the index of the parameter as text.
+    Raise VerificationError if there is no record.
+    """
     path = record_file(folder, kind, step, rank)
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -229,13 +246,15 @@ def _read_recorded(folder: Path, kind: str, step: int, rank: int) -> dict[str, n
 
 
 def read_losses(report: Path) -> list[float]:
-    """Return the losses of the steps in a report. Other records, for example notes, are skipped."""
+    """Return the loss of each step in a report file. Records without a loss, for example notes, are
+    skipped.
+    """
     records = map(json.loads, report.read_text(encoding="utf-8").splitlines())
     return [float(each["loss"]) for each in records if "loss" in each]
 
 
 def read_outputs(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
-    """Return the outputs of an inference run by name."""
+    """Return the outputs that an inference run of the program wrote to the file `path`, by name."""
     with np.load(path, allow_pickle=False) as stored:
         return {
             output.value.name: stored[key]

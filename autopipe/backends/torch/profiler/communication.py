@@ -1,8 +1,8 @@
-"""Times of P2P messages and collectives between ranks of this machine, and the CPU time that
-starting them takes in a pipeline.
+"""Measurement of P2P messages and collectives between ranks of this machine, and of the CPU time
+that sends and receives cost a rank of a pipeline.
 
 `torchrun … -m autopipe.backends.torch.profiler.communication FILE DEVICE SECONDS` runs one of
-several ranks that time messages and collectives together. Rank 0 writes the times to FILE.
+several ranks that measure together. Rank 0 writes the times to FILE.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from autopipe.ir.program import Channel
 
 
 def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost, ...]:
-    """Time messages between two of `ranks` ranks, and collectives of groups of up to all of them,
-    for about `seconds`. Raise LaunchError if a rank fails.
+    """Measure messages between two ranks, and collectives of groups of up to `ranks` ranks, on
+    `device` for about `seconds` in all. Return one cost per kind of communication and group size.
+    Raise LaunchError if a rank fails.
     """
     from autopipe.backends.torch.elastic_agent import run_agent
     from autopipe.backends.torch.rendezvous import RendezvousConfig
@@ -62,8 +63,8 @@ def measure_exchanges(ranks: int, device: str, seconds: float) -> tuple[Exchange
 
 
 def fit_time_to_bytes(samples: Sequence[tuple[int, Timing]]) -> AffineTime:
-    """Return the line through times by size in bytes with the minimum squared relative error.
-    Neither of its coefficients is negative.
+    """Return the affine function time = a + b · bytes that fits the measured (bytes, time) pairs
+    with the minimum sum of squared relative errors, subject to a ≥ 0 and b ≥ 0.
     """
     sizes = np.array([size for size, _ in samples], dtype=float)
     weights = 1 / np.array([timing.seconds for _, timing in samples])
@@ -79,37 +80,48 @@ def fit_time_to_bytes(samples: Sequence[tuple[int, Timing]]) -> AffineTime:
 _MEASURED_STEPS = 32
 _WARM_UP_STEPS = 4
 TaskSpans = dict[str, tuple[float, float]]
-"""Start and end of each task of a step, in seconds."""
+"""(start, end) of each task of a step in seconds, by task such as `0F3`: stage 0, forward,
+micro-batch 3.
+"""
 
 
 def measure_post_overhead(
     together: Path, apart: Path, laden: Path, messages: int, device: str
 ) -> tuple[float, float]:
-    """Return the seconds of a rank's time that sending or receiving takes: for the first message of
-    a task, and for each further message.
+    """Return (first, further): the seconds of a rank's time for one send or receive, for the first
+    message of a task and for each further message of the task.
 
-    The folders have programs of two stages, the second of which is slower. All three programs have
-    the same stages. `together` runs both stages on one rank, and each micro-batch passes through
-    both before the next one starts. `apart` runs them on two ranks under 1F1B, with one message in
-    each direction per micro-batch. `laden` sends `messages` in each direction. The additional time
-    between the tasks of the second stage is the time that sending and receiving these messages
-    take. Raise LaunchError if a program fails.
+    `together`, `apart` and `laden` are folders of programs with the same two stages; stage 1 is
+    slower than stage 0. In `together`, one rank runs both stages, and each micro-batch passes
+    through both before the next one starts. In `apart`, two ranks run the stages under 1F1B, with
+    one message per micro-batch in each direction. In `laden`, they send `messages` messages in each
+    direction.
+
+    The time between the tasks of stage 1 is longer in `apart` than in `together`, and longer still
+    in `laden`. These differences are the cost of the sends and receives. Raise LaunchError if a
+    program fails.
     """
 
     def seconds_until_task(spans: TaskSpans, index: int, until: str) -> float:
-        """Return the seconds from a micro-batch's forward in the second stage until the task
-        `until` starts, without the micro-batch's own backward in the second stage.
+        """Return the seconds from the end of the forward of micro-batch `index` in stage 1 to the
+        start of the task `until`, minus the time of the micro-batch's backward in stage 1.
         """
         forward = spans[f"1F{index}"]
         backward = spans[f"1B{index}"]
         return (spans[until][0] - backward[1]) + (backward[0] - forward[1])
 
     def until_first_stage(spans: TaskSpans, micro_batches: int) -> float:
+        """Return the median seconds between tasks if one rank runs both stages: the task after
+        stage 1's backward is stage 0's backward.
+        """
         return statistics.median(
             seconds_until_task(spans, index, f"0B{index}") for index in range(1, micro_batches)
         )
 
     def until_next_forward(spans: TaskSpans, micro_batches: int) -> float:
+        """Return the median seconds between tasks of the rank of stage 1: the task after a backward
+        is the next forward.
+        """
         return statistics.median(
             seconds_until_task(spans, index, f"1F{index + 1}")
             for index in range(1, micro_batches - 1)
@@ -123,9 +135,9 @@ def measure_post_overhead(
 
 
 def measure_period(program: Path, device: str) -> float:
-    """Return the seconds between two micro-batches in the second of two stages, which run on two
-    ranks under 1F1B with at least four micro-batches per step. This is the time of the slower
-    stage. Raise LaunchError if the program fails.
+    """Return the seconds per micro-batch in the steady state of a program: the time between two
+    consecutive forwards of stage 1. `program` has two stages, on two ranks under 1F1B, and at least
+    four micro-batches per step. Raise LaunchError if the program fails.
     """
 
     return _median_over_steps(
@@ -139,8 +151,9 @@ def measure_period(program: Path, device: str) -> float:
 
 
 def median_forward_interval(starts: Sequence[float]) -> float:
-    """Return the median time between two consecutive forwards of a stage. `starts` are the start
-    times of its forwards; the first one is not counted, because the pipeline is being filled.
+    """Return the median time between the starts of two consecutive forwards of a stage. `starts`
+    are the start times of its forwards. The interval after the first forward is not counted,
+    because the pipeline is still being filled.
     """
     return statistics.median(second - first for first, second in itertools.pairwise(starts[1:]))
 
@@ -148,7 +161,9 @@ def median_forward_interval(starts: Sequence[float]) -> float:
 def _median_over_steps(
     program: Path, device: str, rank: int, seconds: Callable[[TaskSpans, int], float]
 ) -> float:
-    """Return the median of the result of `seconds` over the steps after the warm-up."""
+    """Run the program and return the median of `seconds(spans, micro_batches)` over its steps,
+    without the warm-up steps. `spans` are the task times of the rank `rank` in a step.
+    """
     manifest = read_manifest(program)
     with scratch_folder("profile") as name:
         data = Path(name) / "samples.npz"
@@ -177,30 +192,37 @@ def _median_over_steps(
     return statistics.median(found)
 
 
-# The following code runs in each of several ranks that time communication.
+# The code below runs in the ranks that `measure_exchanges` starts.
 
 MESSAGE_SIZES_BYTES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))
-"""Message sizes in bytes."""
+"""Sizes, in bytes, of the measured messages and collectives."""
 _MIN_REPETITIONS = 7
 _MAX_REPETITIONS = 100
 _WARM_UP_REPETITIONS = 2
 _ROUNDS_PER_MEASUREMENT = 8
-"""Number of rounds of computing and exchanging messages per measurement."""
+"""Number of rounds per measurement. In a round, a rank computes and exchanges one message in each
+direction.
+"""
 _COMPUTATIONS_PER_ROUND = 6
-"""Number of computations between messages; together they take about half a millisecond."""
+"""Number of calls of the computation before and after the receive of a round. Together they take
+about half a millisecond.
+"""
 _MIN_TRANSFER_FRACTION = 0.1
-"""Minimum fraction of the measured time that is attributed to the transfer of a message, whatever
-time sending and receiving take.
+"""Minimum fraction of a message's measured time that counts as transfer time. It keeps the transfer
+time positive if the CPU time of sending and receiving exceeds the measured time.
 """
 
 
 CommunicationCase = tuple[str, int, int, Callable[[], float]]
-"""Kind of the communication, number of ranks in its group, size in bytes, and a function that
-performs it and returns its seconds.
+"""A measurement: the kind of communication, the number of ranks of its group, the size in bytes,
+and a function that runs the communication once and returns its seconds.
 """
 
 
 def _communication_cases(transport: Transport, sizes: Sequence[int]) -> Iterator[CommunicationCase]:
+    """Yield the measurements in the order in which all ranks run them: messages between ranks 0 and
+    1, then the collectives of each group size in `sizes`.
+    """
     for number, size in enumerate(MESSAGE_SIZES_BYTES):
         yield "send", 2, size, partial(_time_transfer, transport, number, size)
         yield "post", 2, size, partial(_time_message_end, transport, number, size)
@@ -213,6 +235,7 @@ def _communication_cases(transport: Transport, sizes: Sequence[int]) -> Iterator
 
 
 def _synchronize(transport: Transport) -> None:
+    """Wait until a GPU has finished all launched work. Do nothing on a CPU."""
     if transport.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -220,8 +243,8 @@ def _synchronize(transport: Transport) -> None:
 def _time_collective(
     transport: Transport, kind: str, tensor: torch.Tensor, group: Group | None
 ) -> float:
-    """Return the seconds of one collective on a tensor with one row per rank. A rank outside of the
-    group does nothing.
+    """Return the seconds of one collective of the kind `kind` on `tensor`, which has one row per
+    rank. `group` is None on a rank outside of the group, which does not take part.
     """
     arguments = {
         "all_reduce": (tensor,),
@@ -236,13 +259,14 @@ def _time_collective(
 
 
 def _time_transfer(transport: Transport, channel: int, size: int) -> float:
-    """Return the seconds that a message between ranks 0 and 1 takes to be transferred: half of a
-    round trip, without the CPU time that sending and receiving take.
+    """Return the seconds to transfer a message of `size` bytes between ranks 0 and 1: half of a
+    round trip, minus the CPU time of one send and one receive.
 
-    A round trip has two sends and two receives. On a CPU, the CPU time of all threads of the rank
-    is subtracted, including gloo's, because they run on the rank's core. On other devices, only the
-    time of the calls is subtracted. Sender and receiver of a large message work at the same time,
-    so that little may remain of the transfer time.
+    A round trip has two sends and two receives. On a CPU, their CPU time is that of all threads of
+    the rank, including gloo's, which run on the rank's core. On other devices, it is that of the
+    calling thread only. At least `_MIN_TRANSFER_FRACTION` of half of the round trip is returned,
+    because sender and receiver of a large message work at the same time, so that little may remain
+    after the subtraction.
     """
     tensor = torch.ones(size // 4, device=transport.device)
     like = (tensor.dtype, tuple(tensor.shape))
@@ -269,21 +293,21 @@ def _time_transfer(transport: Transport, channel: int, size: int) -> float:
 
 
 def _time_message_end(transport: Transport, channel: int, size: int) -> float:
-    """Return the CPU time of rank 0 for one send or receive of a message between ranks 0 and 1:
-    half of the difference between its rounds with messages and without. It includes the calls and,
-    on a CPU, gloo's threads and waking the other rank.
+    """Return the CPU time of rank 0 for one end of a message, a send or a receive: half of the
+    difference between rounds with messages and rounds without. It includes the calls and, on a CPU,
+    the work of gloo's threads and waking the other rank.
     """
     alone = _round_seconds(transport, None, size)
     return (_round_seconds(transport, channel, size) - alone) / 2
 
 
 def _round_seconds(transport: Transport, channel: int | None, size: int) -> float:
-    """Return the seconds of a round of rank 0. In a round, rank 0 computes and exchanges a message
-    with rank 1 over the channel, if there is one.
+    """Return the seconds per round on rank 0. In a round, rank 0 computes, and exchanges a message
+    of `size` bytes in each direction with rank 1 unless `channel` is None.
 
-    As in the slowest stage of a pipeline, the message from rank 1 has arrived when rank 0 waits for
-    it: rank 1 computes half as long and waits for the rest of the round. Other ranks compute
-    without messages.
+    Rank 0 acts as the slowest stage of a pipeline: each message has arrived when rank 0 waits for
+    it, because rank 1 computes half as long and waits for the rest of the round. Ranks above 1
+    compute without messages.
     """
     tensor = torch.ones(size // 4, device=transport.device)
     slow = transport.rank == 0
@@ -302,7 +326,7 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
     wait: Callable[[], object] = lambda: None  # noqa: E731 - nothing has been sent yet
     start = time.perf_counter()
     for number in range(_ROUNDS_PER_MEASUREMENT):
-        # No rank would wait for a message of rank 1 in the last round.
+        # Rank 1 sends the message for the next round, so it sends none in the last round.
         goes_on = number + 1 < _ROUNDS_PER_MEASUREMENT
         if slow:
             wait()
@@ -322,7 +346,9 @@ def _round_seconds(transport: Transport, channel: int | None, size: int) -> floa
 
 
 def _compute_and_fill_caches(transport: Transport, tasks: int = 1) -> None:
-    """Compute, which fills the caches as a task before a message does."""
+    """Run `tasks` small computations. They fill the caches as a task of a model does before a
+    message.
+    """
     for _ in range(tasks):
         rows = torch.ones(64, 64, device=transport.device)
         for _ in range(4):
@@ -331,7 +357,9 @@ def _compute_and_fill_caches(transport: Transport, tasks: int = 1) -> None:
 
 
 def _repeat_timing(exchange: Callable[[], float], seconds: float) -> Timing:
-    """Return the timing on rank 0. The other ranks repeat `exchange` as often as rank 0."""
+    """Call `exchange` repeatedly and return the timing on rank 0. Rank 0 decides after about
+    `seconds` that the calls end, and all other ranks follow it.
+    """
     found: list[float] = []
     started = time.perf_counter()
     again = torch.ones(1)
@@ -350,8 +378,8 @@ def _repeat_timing(exchange: Callable[[], float], seconds: float) -> Timing:
 
 
 def main(target: Path, device: str, seconds: float) -> None:
-    """Measure, and write the samples on rank 0. The group sizes are the powers of two below the
-    number of ranks, and the number of ranks.
+    """Measure all cases and write the samples of rank 0 to `target`. The group sizes are the powers
+    of two below the number of ranks, and the number of ranks.
     """
     transport = Transport(device)
     transport.start()

@@ -1,10 +1,10 @@
-"""Measurement of operators, forward and backward, as generated code runs them, and of the overhead
-of a rank's tasks.
+"""Measurement of operators (forward and backward), and of the overhead of a rank's tasks. Operators
+run as in generated programs.
 
-Operators run one after the other, as often as in the model and in its order: all forwards, then all
-backwards. If an operator runs repeatedly by itself, its code and its operands are in the caches,
-and a small operator takes half of the time that it takes in a model. If it runs only once among all
-others, it takes twice that time.
+A measurement runs laps. A lap runs all operators of a model in the model's order, each as often as
+it occurs: first all forwards, then all backwards. The order affects the caches: a small operator
+that runs repeatedly in isolation takes half of its time in a model; an operator that runs only once
+in a sequence of different operators takes twice that time.
 """
 
 from __future__ import annotations
@@ -50,28 +50,35 @@ from autopipe.ir.measured_costs import (
 from autopipe.ir.program import Bucket, BucketShard, Compute, StageCode
 
 _FREED_GRADIENT_BYTES = 2**16
-"""Size in bytes from which the gradient of an activation is freed at once. In a model, the
-gradients of the next operator reuse its memory.
+"""Minimum size, in bytes, of an activation whose gradient is freed at once during a measurement. In
+a model, the gradients of the next operator reuse this memory.
 """
 
 Tensors = tuple[torch.Tensor, ...]
 TensorPool = dict[tuple[DType, tuple[int, ...], int | None], torch.Tensor]
-"""Tensors by type, shape and limit of their values. Operators share them, so that a tensor is in
-the caches as it is in a model.
+"""Operand tensors by type, shape and exclusive limit of their values. Operators share the tensors,
+so that a tensor is in the caches as in a model.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
+    """An operand of a measured operation: its values, and whether its gradient is computed
+    (`wanted`).
+    """
+
     numbers: torch.Tensor
     wanted: bool
     parameter: bool
-    """True for a parameter. Every use then gets a copy, as each layer of a model has its own
-    parameters. Other operands are shared, so that they are in the caches, as in a model, in which
-    the previous operator has just written them.
+    """True for a parameter. Each use of a parameter gets its own copy, because each layer of a
+    model has its own parameters. Other operands share one tensor, so that it is in the caches: in a
+    model, the previous operator has just written it.
     """
 
     def leaf(self) -> torch.Tensor:
+        """Return a leaf tensor for one use of the operand. If the gradient of an activation is
+        large, a hook replaces it with a small tensor, so that its memory is freed.
+        """
         tensor = (self.numbers.clone() if self.parameter else self.numbers.detach()).requires_grad_(
             self.wanted
         )
@@ -83,8 +90,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class RunnableOperation:
-    """The generated forward function of one operation, bound to its argument `p`, and its
-    operands.
+    """A measured operation: its generated forward function, bound to the argument `p` of generated
+    functions, and its operands.
     """
 
     forward: Callable[..., Tensors]
@@ -94,8 +101,11 @@ class RunnableOperation:
     def of(
         sample: OperationSample, watch: Stopwatch, folder: Path, train: bool, pool: TensorPool
     ) -> RunnableOperation:
-        """Return the operation of a sample on a device, after one run. The generated file goes to
-        `folder`. Raise CodegenError with the reason if the operation does not run, or needs a
+        """Generate the code of the operation `sample`, run it once on the device of `watch`, and
+        return it. The generated file is written to `folder`; operands come from `pool`. With
+        `train`, operands get gradients.
+
+        Raise CodegenError with the reason if the operation fails, or if it communicates in a
         process group.
         """
         known, inputs = sample.operands()
@@ -143,11 +153,12 @@ class RunnableOperation:
 
     @property
     def trains(self) -> bool:
+        """True if the operation has a backward."""
         return any(each.wanted for each in self.operands)
 
     def step(self) -> tuple[RunnableOperation, Tensors]:
-        """Return this operation with new operands, for one position in a lap. Each layer of a model
-        has its own operands, too.
+        """Return this operation with new operand tensors, for one position in a lap, because each
+        layer of a model has its own operands.
         """
         return self, tuple(each.leaf() for each in self.operands)
 
@@ -185,14 +196,14 @@ seconds that this takes.
 def measure_operations(
     lap: Sequence[OperationSample], watch: Stopwatch, folder: Path, train: bool, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the samples of `lap` for about `seconds` in all. Return the costs, and the reasons
-    why some operations could not run.
+    """Measure the operations of `lap` for about `seconds` in all. Return (costs, reasons): one cost
+    per distinct operation, and one message per operation that could not run.
 
-    `lap` has the samples in the order and as often as they run. With `train`, backward is measured
-    for operations with gradients. Generated files go to `folder`.
+    `lap` lists the operations of the model in order, with repetitions. With `train`, the backward
+    of operations with gradients is measured too. Generated files are written to `folder`.
     """
     if watch.device.type == "cpu":
-        keep_freed_memory()  # Ranks do so, too.
+        keep_freed_memory()  # Ranks of a program do the same.
     known: dict[Operation, RunnableOperation] = {}
     pool: TensorPool = {}
     refused: dict[Operation, str] = {}
@@ -224,8 +235,8 @@ def measure_operations(
 def _time_lap(
     steps: Sequence[tuple[RunnableOperation, Tensors]], watch: Stopwatch, noting: float
 ) -> list[float]:
-    """Return the seconds of each forward, then of each backward (0 if an operation has none).
-    `noting` is the overhead in seconds of marking the start of a backward.
+    """Run one lap. Return the seconds of each forward, then the seconds of each backward (0 if an
+    operation has none). `noting` is the overhead, in seconds, of marking the start of a backward.
     """
     results: list[Tensors] = []
     marks = [watch.mark()]
@@ -239,11 +250,12 @@ def _time_lap(
 def _time_backwards(
     results: Sequence[Tensors], leaves: Sequence[torch.Tensor], watch: Stopwatch
 ) -> list[float]:
-    """Run all backwards in one call of autograd and return the seconds of each.
+    """Run the backwards of all `results` in one call of autograd and return the seconds of each
+    one.
 
-    Autograd runs the latest operator first, so each backward ends when the next one starts. The
-    gradients are returned instead of accumulated in leaves, because accumulation would copy some of
-    them. In a model, they are passed to the next operator.
+    Autograd runs the backward of the latest operator first, so each backward ends at the start of
+    the next one. The call returns the gradients of `leaves` instead of accumulating them, because
+    accumulation would copy some of them, whereas a model passes them to the next operator.
     """
     marks: list[TimeMark] = []
     order: list[int] = []
@@ -262,8 +274,8 @@ def _time_backwards(
     found = [0.0] * len(results)
     if ends:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        # Results of equal type and shape share one gradient tensor, so that it is in the caches. In
-        # a model, the following operator has just written it.
+        # Results of equal type and shape share one incoming gradient, so that it is in the caches.
+        # In a model, the backward of the following operator has just written it.
         kinds = {(each.dtype, each.shape): each for each in ends}
         seeds = {
             kind: torch.ones_like(each, memory_format=torch.contiguous_format)
@@ -281,7 +293,8 @@ def _time_backwards(
 def _hook_seconds(watch: Stopwatch) -> float:
     """Return the seconds that the Python hook takes to mark the start of a backward."""
     if watch.device.type != "cpu":
-        return 0.0  # The device does not wait for the hook.
+        # On a GPU, the hook runs on the host while the device computes, so it does not count.
+        return 0.0
 
     def run() -> list[float]:
         spans = []
@@ -291,7 +304,8 @@ def _hook_seconds(watch: Stopwatch) -> float:
             for _ in range(_HOOK_CHAIN_LENGTH):
                 end = -end
                 if noted and end.grad_fn is not None:
-                    # Backward calls the hook before the next iteration replaces `seen`.
+                    # The hook may refer to the loop variable `seen`, because backward calls the
+                    # hook before the next iteration replaces `seen`.
                     end.grad_fn.register_prehook(lambda _: seen.append(watch.mark()))  # noqa: B023
             spans.append(watch.seconds(partial(torch.autograd.backward, end, torch.ones_like(end))))
         return [(spans[1] - spans[0]) / _HOOK_CHAIN_LENGTH]
@@ -302,34 +316,37 @@ def _hook_seconds(watch: Stopwatch) -> float:
 def _forward_context(
     precision: str, device: torch.device
 ) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which a rank runs its forwards."""
+    """Return the context in which ranks run forwards: autocast for `precision`. Also set torch's
+    matmul precision.
+    """
     set_matmul_precision(precision)
     return autocast(precision, device)
 
 
 _TIMED_TENSORS = 16
 _ELEMENTS_PER_TENSOR = (2**8, 2**18)
-"""Number of elements of each tensor: few, to measure the time per tensor, and many, to measure the
-time per byte.
+"""Number of elements of each tensor in two measurements: few elements, for the time per tensor, and
+many elements, for the time per byte.
 """
 _OPTIMIZERS_BY_STATES: Sequence[Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = (
     lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     torch.optim.AdamW,
 )
-"""Optimizers by the number of their states per parameter: 0, 1 and 2."""
+"""Constructors of optimizers by the number of optimizer states per parameter: 0, 1 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStartOverhead:
-    """Additional seconds that the first operators of a task take, because after another task
-    neither their code nor their data is in the caches.
+    """Additional seconds of the first operators of a task. They are slower because the previous
+    task has replaced their code and data in the caches.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
 
     def added_to(self, tasks: TaskCosts) -> TaskCosts:
+        """Return `tasks` with this overhead added to its times per task."""
         forward = tasks.forward_s + self.forward_s
         backward = tasks.backward_s + self.backward_s
         return replace(tasks, forward_s=forward, backward_s=backward)
@@ -338,9 +355,10 @@ class TaskStartOverhead:
 def measure_starts(
     watch: Stopwatch, short: Path, long: Path, longer: int, seconds: float
 ) -> TaskStartOverhead:
-    """Measure the constant part of a task's operator time. Each program has one stage on one
-    device, and `long` has `longer` times the operators of `short`. Raise LaunchError if a program
-    fails.
+    """Return the part of a task's operator time that does not depend on the number of its
+    operators. `short` and `long` are folders of programs with one stage on one device; `long` has
+    `longer` times as many operators as `short`. The measurement takes about `seconds`. Raise
+    LaunchError if a program fails.
     """
     few, many = (
         measure_in_process("whole", each, watch.device.type, seconds / 2)[:2]
@@ -355,11 +373,12 @@ def measure_starts(
 
 
 def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float) -> TaskCosts:
-    """Measure the time of tasks without their start overhead, of optimizer updates, and of adding
-    up gradients.
+    """Return the costs of a step except its operators: of tasks (without `TaskStartOverhead`), of
+    optimizer updates, and of accumulating and bucketing gradients.
 
-    `program` is a one-device program of two equal stages of a few small operators. The backward of
-    the second stage is split, and `waiting` of its operators defer their weight gradients. Raise
+    `program` is the folder of a program of two equal stages with a few small operators, on one
+    device. The backward of its second stage is split, and `waiting` operators of this stage compute
+    their weight gradients in the second half. The measurement takes about `seconds`. Raise
     LaunchError if the program fails.
     """
     forward, backward, split, update = measure_in_process(
@@ -377,19 +396,21 @@ def measure_tasks(watch: Stopwatch, program: Path, waiting: int, seconds: float)
 
 
 MakeTimedFunction = Callable[[Stopwatch, int], Callable[[], float]]
-"""Takes a number of elements. Returns a function that performs the work on `_TIMED_TENSORS` tensors
-of that size and returns the seconds that it took.
+"""Function of a stopwatch and a number of elements. It returns a function that performs some work
+on `_TIMED_TENSORS` tensors with this number of elements each, and returns the seconds of the work.
 """
 
 
 def _seconds_per_tensor(run: Callable[[], float], seconds: float) -> float:
-    """Return the median seconds of `run` per tensor, measured for about `seconds`."""
+    """Return the median time in seconds of a call of `run`, divided by the number of its tensors.
+    The measurement takes about `seconds`.
+    """
     return repeat_timed(lambda: [run()], seconds)[0].seconds / _TIMED_TENSORS
 
 
 def _fit_tensor_costs(watch: Stopwatch, timed: MakeTimedFunction, seconds: float) -> TensorCosts:
-    """Return the time per tensor and per byte, from tensors of few and of many elements. Each of
-    the two sizes is measured for about `seconds`.
+    """Return the time per tensor and per byte of the work that `timed` performs. It is derived from
+    a measurement with small tensors and one with large tensors, which take about `seconds` each.
     """
     runs = (timed(watch, count) for count in _ELEMENTS_PER_TENSOR)
     few, many = (_seconds_per_tensor(run, seconds) for run in runs)
@@ -398,20 +419,22 @@ def _fit_tensor_costs(watch: Stopwatch, timed: MakeTimedFunction, seconds: float
 
 
 def _make_parameters(watch: Stopwatch, count: int) -> list[torch.Tensor]:
+    """Return `_TIMED_TENSORS` parameters with `count` elements each."""
     return [
         torch.ones(count, device=watch.device, requires_grad=True) for _ in range(_TIMED_TENSORS)
     ]
 
 
 def _make_gradients(watch: Stopwatch, count: int) -> list[torch.Tensor]:
+    """Return `_TIMED_TENSORS` tensors with `count` elements each, in the role of gradients."""
     return [torch.full((count,), 1e-6, device=watch.device) for _ in range(_TIMED_TENSORS)]
 
 
 def _timed_update(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], watch: Stopwatch, count: int
 ) -> Callable[[], float]:
-    """Return a function that times an optimizer update, including the reset of the gradients, as
-    ranks run it.
+    """Return a function that runs an optimizer update and the reset of the gradients, as ranks do,
+    and returns the seconds. `make` creates the optimizer of parameters with `count` elements each.
     """
     parameters = _make_parameters(watch, count)
     gradients = _make_gradients(watch, count)
@@ -430,7 +453,9 @@ def _timed_update(
 
 
 def _timed_accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
-    """Return a function that times adding the gradients of a micro-batch to earlier gradients."""
+    """Return a function that adds the gradients of a micro-batch to accumulated gradients and
+    returns the seconds. Each gradient has `count` elements.
+    """
     sums = _make_gradients(watch, count)
     gradients = _make_gradients(watch, count)
 
@@ -442,8 +467,8 @@ def _timed_accumulation(watch: Stopwatch, count: int) -> Callable[[], float]:
 
 
 class _SingleRankTransport(Transport):
-    """A transport whose all-reduce returns the gradients unchanged, as if they were summed
-    already.
+    """Transport without communication. Its all-reduce returns the tensor unchanged, so that only
+    the work around the collective is measured.
     """
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
@@ -451,8 +476,9 @@ class _SingleRankTransport(Transport):
 
 
 def _timed_bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
-    """Return a function that times gradient bucketing: the additional seconds of a backward that
-    copies gradients into buckets, and of copying the sums back.
+    """Return a function that measures gradient bucketing: the seconds by which a backward that
+    copies gradients into buckets, reduces them and copies the sums back takes longer than a plain
+    backward. Each gradient has `count` elements.
     """
     own = _make_parameters(watch, count)
     shared = _make_parameters(watch, count)

@@ -1,8 +1,8 @@
-"""Timing of one-device programs, each in a process of its own. Marks are taken before and after
-selected calls of the program.
+"""Timing of parts of one-device programs. Each program runs in a process of its own. Marks (points
+in time) are recorded before and after selected calls of the program.
 
 `python -m autopipe.backends.torch.profiler.timed_program FILE KIND PROGRAM DEVICE SECONDS` writes
-the result of `measure_in_process` to FILE, as JSON.
+the result of the measurement KIND, a key of `MEASUREMENTS`, to FILE as a JSON list.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ MAX_REPETITIONS = 200
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Timer of work on one device.
+    """Timer for work on one device.
 
-    On CUDA it records events on the current stream. On a CPU it reads the CPU time of the thread if
-    torch uses one thread, so that other processes on the machine do not count. If torch uses
-    several threads, it reads the wall clock.
+    On CUDA, it records events on the current stream. On a CPU with one torch thread, it reads the
+    CPU time of this thread, so that other processes on the machine do not affect the result. On a
+    CPU with several threads, it reads the wall clock.
     """
 
     device: torch.device
@@ -69,17 +69,18 @@ class Stopwatch:
         return [max(0.0, seconds_between(*pair) - own) for pair in itertools.pairwise(marks)]
 
     def seconds(self, work: Callable[[], object]) -> float:
+        """Call `work` and return its seconds."""
         start = self.mark()
         work()
         return self.spans([start, self.mark()])[0]
 
 
 def repeat_timed(run: Callable[[], Sequence[float]], seconds: float) -> list[Timing]:
-    """Call `run` repeatedly and return a `Timing` per part.
+    """Call `run` repeatedly and return one `Timing` for each of the parts whose seconds `run`
+    returns.
 
-    Each call of `run` returns the seconds of several parts. The first call is a warm-up and is not
-    counted. Then `run` is called at least LEAST times, and until it has been called MOST times or
-    `seconds` have passed.
+    The first call is a warm-up and is not counted. `run` is called at least `MIN_REPETITIONS`
+    times. It is then called until `seconds` have passed, but at most `MAX_REPETITIONS` times.
     """
     run()
     started = time.perf_counter()
@@ -92,6 +93,9 @@ def repeat_timed(run: Callable[[], Sequence[float]], seconds: float) -> list[Tim
 
 
 def average_timings(timings: Sequence[Timing]) -> Timing:
+    """Return the mean time and the mean spread of several timings with an equal number of
+    repetitions.
+    """
     return Timing(
         statistics.fmean(each.seconds for each in timings),
         statistics.fmean(each.spread for each in timings),
@@ -100,11 +104,11 @@ def average_timings(timings: Sequence[Timing]) -> Timing:
 
 
 def measure_in_process(kind: str, program: Path, device: str, seconds: float) -> list[float]:
-    """Measure a program in another process for about `seconds`, and return the seconds of its
-    parts.
+    """Run the measurement `kind`, a key of `MEASUREMENTS`, on the program in folder `program`, in
+    another process for about `seconds`. Return the seconds of each part of the program; the
+    functions in `MEASUREMENTS` define the parts.
 
-    `kind` is a key of `MEASUREMENTS`; the functions listed there define the parts. Raise
-    LaunchError with the last line of the process's output if the process fails.
+    Raise LaunchError with the last line that the process printed if it fails.
     """
     with scratch_folder("profile") as scratch, rank_environment():
         found = Path(scratch) / "numbers.json"
@@ -118,15 +122,19 @@ def measure_in_process(kind: str, program: Path, device: str, seconds: float) ->
 
 @dataclass(frozen=True, slots=True)
 class TimedProgram:
+    """A one-device program that is loaded in this process: its rank, its function for a step, and a
+    timer.
+    """
+
     rank: Rank
     step: Callable[[], None]
     watch: Stopwatch
 
     @staticmethod
     def of(program: Path, data: Path, device: torch.device) -> TimedProgram:
-        """Load the program in folder `program` and set its rank up. The samples of one step are
-        generated first and written to `data`, and the program reads them from there, so that
-        generating samples does not count as a part of the step.
+        """Load the program in folder `program` and set up its rank. The samples of one step are
+        generated and written to the file `data` first, and the program reads this file, so that the
+        time of a step does not include the generation of samples.
         """
         sys.path.insert(0, str(program))
         sys.argv = ["rank_000.py", "--device", device.type, "--data", str(data)]
@@ -137,8 +145,8 @@ class TimedProgram:
         return TimedProgram(rank, names["step"], Stopwatch(device))
 
     def seconds_in_stages(self) -> dict[str, float]:
-        """Return the seconds that generated functions and autograd take. The keys are a stage and a
-        phase, for example `0F`.
+        """Run one step. Return the mean seconds per micro-batch of the generated functions and of
+        autograd, by stage and phase: `0F` is the forward of stage 0.
         """
         calls: list[tuple[Any, str]] = [(stage, "function") for stage in self.rank.stages.values()]
         calls.append((output_edges, "accumulate_gradients"))
@@ -147,12 +155,11 @@ class TimedProgram:
     def seconds_of(
         self, calls: Sequence[tuple[Any, str]], key: Callable[[str], str] = str
     ) -> dict[str, float]:
-        """Run one step with marks around the calls of these attributes. Return the mean seconds per
-        key.
+        """Run one step. Return the mean seconds per call of the given methods, by key.
 
-        `calls` has pairs of an object and the name of a method. `key` maps the name of a method to
-        a key of the result; it is called after the method has returned. Only these calls have
-        marks, because marks inside another timed call would count in the time of that call.
+        `calls` has pairs of an object and the name of a method of it. `key` maps the name to a key
+        of the result, and is called after the method has returned. The methods must not call one
+        another, because the marks of an inner call would count in the time of the outer call.
         """
         found: dict[str, list[tuple[TimeMark, TimeMark]]] = defaultdict(list)
 
@@ -175,12 +182,12 @@ class TimedProgram:
 
 
 def _time_whole_step(timed: TimedProgram) -> Callable[[], list[float]]:
-    """Return a function that times the parts of a program of one stage.
+    """Return a function that runs steps of a program with one stage and returns the mean seconds of
+    four parts of its tasks.
 
-    The function returns [forward operators, backward operators, rest of the forward task, rest of
-    the backward task], in seconds. The operators of a forward are timed as its generated function,
-    the operators of a backward as the call of autograd. Both backward parts are 0 if there is no
-    backward.
+    The parts are [forward operators, backward operators, rest of the forward task, rest of the
+    backward task]. The forward operators are the call of the generated function; the backward
+    operators are the call of autograd. Both backward parts are 0 in inference.
     """
     tasks = [(timed.rank.stages[0], task) for task in ("forward", "backward")]
 
@@ -195,12 +202,12 @@ def _time_whole_step(timed: TimedProgram) -> Callable[[], list[float]]:
 
 
 def _time_tasks(timed: TimedProgram) -> Callable[[], list[float]]:
-    """Return a function that times the parts of a program of two equal stages. The backward of the
-    second stage is split into the gradients of inputs and of weights.
+    """Return a function that runs steps of a program with two equal stages and returns the seconds
+    of four parts. The backward of stage 1 is split into the gradients of inputs and of weights.
 
-    The function returns, in seconds, [rest of the first stage's forward task, rest of its backward
-    task, extra time of the second stage per micro-batch, optimizer update]. The rest of a task is
-    its time minus that of its operators; reading samples counts.
+    The parts are [rest of stage 0's forward task, rest of stage 0's backward task, time by which
+    stage 1 exceeds stage 0 per micro-batch, optimizer update]. The rest of a task is the time of
+    the task minus that of its operators. It includes reading samples.
     """
     rank = timed.rank
     tasks: list[tuple[Any, str]] = [(rank.stages[0], "forward"), (rank.stages[0], "backward")]
@@ -224,6 +231,7 @@ MEASUREMENTS = {"whole": _time_whole_step, "tasks": _time_tasks}
 
 
 def main() -> None:
+    """Run the measurement that the command line names."""
     target, kind, program, device, seconds = sys.argv[1:]
     timed = TimedProgram.of(Path(program), Path(target).with_suffix(".npz"), torch.device(device))
     numbers = [each.seconds for each in repeat_timed(MEASUREMENTS[kind](timed), float(seconds))]
