@@ -1,8 +1,8 @@
 """The part of autopipe that generated programs import: ranks, stages and operators.
 
-It imports `autopipe.ir`, the checkpoint format and torch, but no solver and not onnx. A name below
-loads torch at its first use only, so that the launcher checks data and manifests without waiting
-for torch.
+The package imports `autopipe.ir`, the checkpoint format and torch, but no solver and not onnx.
+`__getattr__` imports a public name, and with it torch, at the first use of the name. So the
+launcher can check data and manifests without waiting for torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Differentiable collectives of generated code. The backward of each collective is its transpose.
+"""Differentiable collectives that generated code calls. The backward of a collective is its
+transpose: an all-reduce for an all-reduce, a reduce-scatter for an all-gather.
 
-The ranks of a group compute one function together. If several ranks hold copies of a tensor, the
-gradients of all copies add up to the tensor's gradient (`autopipe.passes.lower.shard`).
+The ranks of a group compute one function together. If several ranks hold copies of a tensor, each
+rank computes the gradient of its copy, and the sum over all copies is the gradient of the tensor
+(`autopipe.passes.lower.shard`).
 """
 
 from __future__ import annotations
@@ -33,37 +35,45 @@ from autopipe.ir.layout import (
 TensorCollective = Callable[[torch.Tensor], torch.Tensor]
 
 ShardAxes = tuple[tuple[tuple[int, int], ...], ...]
-"""For each dimension of a tensor the mesh axes that shard it, outer to inner, as (degree, stride).
+"""The sharding of a tensor: for each dimension, the mesh axes that shard the dimension, from outer
+to inner. An axis is (degree, stride). A dimension without axes is not sharded.
 """
 
 Windows = tuple[tuple[int, int, int, int], ...]
-"""(dimension, step, offset, length) of each dimension that is read through windows, as in
-convolutions: see `WindowedShards`.
+"""(dimension, step, offset, length) of each dimension that an operator reads through windows, as a
+convolution does. Shard i of the dimension consists of the `length` elements from index i · step +
+offset on (`autopipe.ir.layout.WindowedShards`).
 """
 
 TensorSlices = tuple[slice, ...]
 SlicesByPosition = tuple[tuple[TensorSlices, ...], ...]
-"""For each position in the group, the slices of a tensor that the rank there sends or receives."""
+"""For each position in the group, the slices of a tensor that go to the rank at that position, or
+that come from that rank.
+"""
 
 
 class Group:
-    """A process group as one of its ranks sees it: the ranks of a stage, or those along axes of the
-    stage's mesh.
+    """A process group from the view of one of its ranks. Its ranks are all ranks of a stage, or the
+    ranks that differ along some axes of the stage's device mesh only.
+
+    A position is the index of a rank in `ranks`, which orders the ranks as the mesh does,
+    row-major. "Shard" means an equal part of a tensor along one dimension; shards are in the order
+    of positions.
     """
 
     def __init__(self, ranks: tuple[int, ...], transport: Transport) -> None:
-        """`ranks` includes the rank of `transport`, which counts the bytes of the group's
-        collectives.
+        """`ranks` are global ranks in mesh order, and include the rank of `transport`. The group
+        adds the bytes of its collectives to `transport.traffic`.
         """
         self.ranks = ranks
         self.size = len(ranks)
         self.position = ranks.index(transport.rank)
         self.order = tuple(sorted(ranks).index(each) for each in ranks)
-        """For each position in `ranks`, the index of its rank in the process group, which orders by
-        rank.
+        """For each position, the rank's index in the torch process group, which sorts its ranks in
+        ascending order.
         """
         self._places = sorted(range(self.size), key=self.order.__getitem__)
-        """For each index in the process group, the position of the rank in `ranks`: the inverse of
+        """For each index in the torch process group, the position of the rank: the inverse of
         `order`.
         """
         self._traffic = transport.traffic
@@ -73,14 +83,16 @@ class Group:
 
     @cached_property
     def _process_group(self) -> dist.ProcessGroup | None:
-        """The torch process group, looked up at the first collective. It exists only if these ranks
-        communicate: some stages communicate along mesh axes only.
+        """The torch process group of `ranks`; None for torch's default group. It is looked up at
+        the first collective, because it is created only if these ranks communicate: in some stages
+        only the ranks along a mesh axis do.
         """
         return self._transport.group(self.ranks)
 
     def along(self, *axes: tuple[int, int]) -> Group:
-        """Return the group of ranks that differ from this one along `axes` only, each given as
-        (degree, stride), outer to inner.
+        """Return the group of the ranks that differ from this rank along the mesh axes `axes` only.
+        An axis is (degree, stride): its number of positions, and the distance of neighbouring
+        positions in `ranks`. Axes are ordered from outer to inner.
         """
         wanted = tuple(MeshAxis(*axis) for axis in axes)
         if wanted not in self._along:
@@ -89,12 +101,12 @@ class Group:
         return self._along[wanted]
 
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
-        """Return the sum of all ranks' tensors divided by `divisor`."""
+        """Return the elementwise sum of the ranks' tensors, divided by `divisor`, on every rank."""
         total = _apply_collective(tensor, self._sum, self._sum)
         return total / divisor if divisor > 1 else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-        """Return the ranks' shards concatenated along `dimension`."""
+        """Return, on every rank, the concatenation of the ranks' shards along `dimension`."""
         return _apply_collective(
             tensor, partial(self._gather, dimension), partial(self._scatter, dimension)
         )
@@ -102,8 +114,8 @@ class Group:
     def reduce_scatter(
         self, tensor: torch.Tensor, dimension: int, divisor: int = 1
     ) -> torch.Tensor:
-        """Return this rank's shard along `dimension` of the sum of all ranks' tensors divided by
-        `divisor`.
+        """Sum the ranks' tensors elementwise and divide by `divisor`. Return this rank's shard of
+        the result along `dimension`.
         """
         total = _apply_collective(
             tensor, partial(self._scatter, dimension), partial(self._gather, dimension)
@@ -111,7 +123,9 @@ class Group:
         return total / divisor if divisor > 1 else total
 
     def all_to_all(self, tensor: torch.Tensor, origin: int, dimension: int) -> torch.Tensor:
-        """Turn shards along `origin` into shards along `dimension`; return this rank's."""
+        """Redistribute a tensor from shards along the dimension `origin` to shards along
+        `dimension`. Return this rank's new shard.
+        """
         return _apply_collective(
             tensor,
             partial(self._reshard, origin, dimension),
@@ -126,13 +140,13 @@ class Group:
         windows: Windows = (),
         fill: float = 0.0,
     ) -> torch.Tensor:
-        """Return this rank's shard under `target` of a tensor that is sharded by `source`; both
-        give the mesh axes of each dimension. Ranks send one another only the elements that are
-        missing.
+        """Redistribute a tensor from the sharding `source` to the sharding `target`. Return this
+        rank's new shard. A rank receives only elements that it does not hold.
 
-        Shards under `windows` may overlap; parts outside of the tensor are set to `fill`. The
-        backward sends each element's gradient to the rank that sent the element, which adds them
-        up.
+        With `windows`, the new shards contain all elements that windowed operators, for example
+        convolutions, read, so neighbouring shards may overlap. Elements outside of the tensor are
+        set to `fill`. The backward sends the gradient of each element to the rank that sent the
+        element; this rank adds up all gradients that arrive for the element.
         """
         origin = tuple(tensor.shape)
         shape, sent, received = _plan_slice_exchange(
@@ -156,8 +170,9 @@ class Group:
     def edges(
         self, tensor: torch.Tensor, cuts: ShardAxes, windows: Windows, fill: float = 0.0
     ) -> torch.Tensor:
-        """Return this rank's shard extended by the neighbours' elements that `windows` read (a halo
-        exchange). The mesh axes of each dimension stay the same.
+        """Return this rank's shard, extended by the neighbouring ranks' elements that `windows`
+        read (a halo exchange). `cuts` is the sharding of `tensor`, which does not change. Elements
+        outside of the full tensor are set to `fill`.
         """
         return self.redistribute(tensor, cuts, cuts, windows, fill)
 
@@ -169,8 +184,8 @@ class Group:
         windows: Windows,
         fill: float = 0.0,
     ) -> torch.Tensor:
-        """Return the result of `redistribute` if no rank lacks an element of its new shard. Sends
-        nothing.
+        """Return the result of `redistribute` without communication. This requires that every rank
+        holds all elements of its new shard.
         """
         shape, sent, received = _plan_slice_exchange(
             tuple(tensor.shape), self.size, self.position, source, target, windows
@@ -181,32 +196,43 @@ class Group:
         return result
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' tensors without a gradient."""
+        """Return the elementwise sum of the ranks' tensors, on every rank, without a gradient."""
         return self._sum(tensor.detach())
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the maximum of all ranks' tensors for each element, without a gradient."""
+        """Return the elementwise maximum of the ranks' tensors, on every rank, without a
+        gradient.
+        """
         return self._sum(tensor.detach(), dist.ReduceOp.MAX)
 
     def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
-        """Return this rank's shard along `dimension` of a replicated tensor."""
+        """Return this rank's shard along `dimension` of a tensor that all ranks hold in full, as a
+        view.
+        """
         size = tensor.shape[dimension] // self.size
         return tensor.narrow(dimension, self.position * size, size)
 
     def _sum(
         self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
+        """Return the all-reduce of the ranks' tensors with the operation `how`, by default
+        the sum.
+        """
         self._traffic["all_reduce"] += tensor.nbytes
         with self._waiting():
             return start_all_reduce(tensor, self._process_group, how, in_place=False).wait()
 
     def _gather(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the concatenation of the ranks' shards along `dimension`, in the order of
+        positions.
+        """
         self._traffic["all_gather"] += tensor.nbytes * self.size
         with self._waiting():
             parts = all_gather(tensor, self._process_group)
         return torch.cat([parts[place] for place in self.order], dimension)
 
     def _scatter(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard along `dimension` of the sum of the ranks' tensors."""
         self._traffic["reduce_scatter"] += tensor.nbytes
         rows = tensor.unflatten(dimension, (self.size, -1)).movedim(dimension, 0)
         if self._places != list(range(self.size)):
@@ -215,6 +241,9 @@ class Group:
             return start_reduce_scatter(rows, self._process_group).wait()
 
     def _reshard(self, origin: int, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard along `dimension` of a tensor that is sharded along `origin`.
+        Uses one all-to-all.
+        """
         parts = [part.contiguous() for part in tensor.chunk(self.size, dimension)]
         self._traffic["all_to_all"] += tensor.nbytes
         arrived = self._all_to_all(
@@ -229,8 +258,10 @@ class Group:
         after: torch.Tensor,
         received: SlicesByPosition,
     ) -> Iterator[tuple[TensorSlices, torch.Tensor]]:
-        """Send the slices `sent[i]` of `before` to position i. Yield (slice of `after`, received
-        tensor) for each slice in `received`.
+        """Send the slices `sent[i]` of `before` to the rank at position i. Yield (slice of `after`,
+        received tensor) for each slice in `received`, in which `received[i]` lists the slices of
+        `after` that the rank at position i sends. The caller writes the received tensors into
+        `after`.
         """
         parts = [
             torch.cat([before[box].reshape(-1) for box in boxes]) if boxes else before.new_empty(0)
@@ -249,15 +280,17 @@ class Group:
             )
 
     def _all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        """Send the flat tensor `parts[i]` to position i; return the flat tensors of `sizes[i]`
-        elements from each position i.
+        """Send the one-dimensional tensor `parts[i]` to the rank at position i. Return the
+        one-dimensional tensors that arrive, in the order of positions; the tensor from position i
+        has `sizes[i]` elements.
         """
         sent = torch.cat([parts[position] for position in self._places])
         received = sent.new_empty(sum(sizes))
         outgoing = [len(parts[position]) for position in self._places]
         incoming = [sizes[position] for position in self._places]
         backend = dist.get_backend(self._process_group)
-        if backend == "fake":  # A dry run: the fake backend does not accept sizes of 0.
+        # In a dry run, the backend is torch's `fake`, which rejects a size of 0.
+        if backend == "fake":
             received.zero_()
         else:
             # Gloo's all-to-all accepts tensors in host memory only.
@@ -288,6 +321,9 @@ class _CollectiveWithTranspose(torch.autograd.Function):
 def _apply_collective(
     tensor: torch.Tensor, run: TensorCollective, transpose: TensorCollective
 ) -> torch.Tensor:
+    """Return `run(tensor)`. In the backward, `transpose` maps the gradient of the result to the
+    gradient of `tensor`.
+    """
     result: torch.Tensor = _CollectiveWithTranspose.apply(  # type: ignore[no-untyped-call]
         tensor, run, transpose
     )
@@ -303,12 +339,12 @@ def _plan_slice_exchange(
     target: ShardAxes,
     windows: Windows,
 ) -> tuple[tuple[int, ...], SlicesByPosition, SlicesByPosition]:
-    """Return (shape, sent, received) of a redistribution for the rank at `position` of `size`,
-    whose shard under `source` has the given shape.
+    """Return (shape, sent, received) of a redistribution from `source` to `target`, for the rank at
+    `position` in a group of `size` ranks. The rank's shard under `source` has the shape `shape`.
 
-    shape: of its shard under `target`. sent: for each position, the slices of the old shard that
-    this rank sends there. received: for each position, the slices of the new shard that come from
-    there.
+    shape: the shape of the rank's shard under `target`.
+    sent: by position of the receiving rank, the slices of the old shard that this rank sends.
+    received: by position of the sending rank, the slices of the new shard that arrive.
     """
     before, after = (
         tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts) for cuts in (source, target)

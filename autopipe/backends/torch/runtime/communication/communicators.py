@@ -1,10 +1,10 @@
-"""NCCL communicators: one for each process group, one for each ordered pair of ranks with P2P
-communication.
+"""NCCL communicators of a rank: one for each process group of which the rank is a member, and one
+for each ordered pair of ranks that exchange tensors by P2P.
 
-NCCL creates a communicator at its first use and blocks the host until the peer uses it too.
-Receives are posted early, so lazily created communicators could make ranks wait for one another in
-a cycle. So all communicators are created and used once before the first step, in an order that
-every rank derives from the program.
+By default, NCCL creates a communicator at its first use and blocks the host until the peer uses it
+too. A program posts receives early, so ranks that create communicators at first use could wait for
+one another in a cycle. So all communicators are created and used once before the first step, in an
+order that every rank derives from the program.
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ from autopipe.ir.program import Channel
 from autopipe.ir.words import plural
 
 MessagePath = tuple[int, int]
-"""(source, target) ranks of P2P communication."""
+"""(sender, receiver): the global ranks at the two ends of a P2P communicator."""
 
 _MAX_P2P_CTAS = 4
-"""Maximum number of CTAs (CUDA thread blocks) of a P2P communicator."""
+"""Maximum number of CTAs (CUDA thread blocks) that NCCL uses for one P2P communicator."""
 
 
 def message_path(channel: Channel, gradient: bool) -> MessagePath:
-    """Return the (source, target) ranks of a channel's tensors, or of their gradients."""
+    """Return the (sender, receiver) ranks of a channel's tensors or, with `gradient`, of the
+    gradients of these tensors, which go in the opposite direction.
+    """
     ends = channel.source_rank, channel.target_rank
     return ends[::-1] if gradient else ends
 
 
 def message_paths(channels: Iterable[Channel]) -> set[MessagePath]:
-    """Return the (source, target) rank pairs that exchange activations or gradients in a step."""
+    """Return the (sender, receiver) rank pairs of all activations and gradients that `channels`
+    transfer in a step.
+    """
     return {
         message_path(each, gradient)
         for each in channels
@@ -53,10 +57,13 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def order_in_rounds(members: Mapping[_Key, tuple[int, ...]]) -> list[_Key]:
-    """Return the keys, sorted by round. No rank is a member of two keys of one round, so the ranks
-    of a round do not wait for one another. Each key gets the earliest free round in the order of
-    `members`. A chain of ranks, of any length, takes two rounds if its pairs are given from one
-    end to the other.
+    """Return the keys of `members` in an order in which communicators can be created with little
+    waiting. `members` maps each key to the ranks that create its communicator.
+
+    Keys are assigned to rounds and returned round by round. No rank belongs to two keys of one
+    round, so the creations of a round do not wait for one another. In the order of `members`, each
+    key gets the earliest round in which all its ranks are free. A chain of ranks, of any length,
+    takes two rounds if its pairs are given from one end to the other.
     """
     busy = defaultdict[int, set[int]](set)
     rounds: dict[_Key, int] = {}
@@ -69,22 +76,28 @@ def order_in_rounds(members: Mapping[_Key, tuple[int, ...]]) -> list[_Key]:
 
 
 class NcclCommunicators:
-    """A rank's communicators. All ranks must call the same methods with equal arguments in the same
-    order.
+    """The NCCL communicators of one rank. Creation is collective: all ranks must call the same
+    methods with equal arguments in the same order.
     """
 
     def __init__(self, rank: int, device: torch.device, patience: timedelta) -> None:
+        """`patience` is the time-out of operations on the communicators."""
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        """By ascending ranks of the group."""
+        """Communicators of the process groups of this rank, by the ascending ranks of the group."""
         self.messages: dict[MessagePath, dist.ProcessGroup] = {}
+        """Communicators of the P2P communication of this rank, by (sender, receiver)."""
         self._rank = rank
         self._device = device
         self._patience = patience
         self._first: list[dist.Work] = []
-        """Handles of the first use of each communicator, which makes the connection."""
+        """Handles of the first operation on each communicator. This operation establishes the
+        connections.
+        """
 
     def make_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Create the communicators of `groups`, each given as ascending ranks."""
+        """Create the communicators of process groups that do not exist yet, and start a first
+        all-reduce on each. A group is given as its ranks in ascending order.
+        """
         for ranks in order_in_rounds(
             {ranks: ranks for ranks in sorted(set(groups) - self.groups.keys())}
         ):
@@ -97,11 +110,14 @@ class NcclCommunicators:
                 self._first.append(work)
 
     def make_message_paths(self, channels: Iterable[Channel]) -> None:
-        """Create the P2P communicators that `channels` use."""
+        """Create the P2P communicators for `channels` that do not exist yet, and start a first
+        transfer on each.
+        """
         paths = message_paths(channels)
         of_rank = Counter(rank for path in paths for rank in path)
         for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
-            # Both ends compute the same value: the smaller of their fractions of the CTAs.
+            # A rank divides MAX_P2P_CTAS evenly among its P2P communicators. The two ends may get
+            # different results; both use the smaller one, because their limits must be equal.
             fraction = MAX_P2P_CTAS // max(of_rank[rank] for rank in path)
             if (
                 made := self._make(path, most_ctas=max(1, min(_MAX_P2P_CTAS, fraction)))
@@ -115,14 +131,14 @@ class NcclCommunicators:
 
     def _make(self, ranks: tuple[int, ...], most_ctas: int = 0) -> dist.ProcessGroup | None:
         """Return a new communicator of `ranks`, None if this rank is not a member. `most_ctas` is
-        the maximum number of CTAs of a P2P communicator, which gets a high-priority stream; 0 for a
-        group.
+        the maximum number of CTAs of a P2P communicator, which uses a high-priority stream; 0 if
+        the communicator is for collectives.
 
-        Ranks that are not members call `new_group` too, which only counts the group for them. 1,920
-        calls take 0.05 s, and there is no barrier unless TORCH_DIST_INIT_BARRIER requests one. With
-        `use_local_synchronization` only members would have to call. But then torch derives a
-        group's name from the number of groups that the rank has created, and the members may have
-        created different numbers, so they would not find one another.
+        Ranks that are not members must call `new_group` too, because torch counts the groups to
+        derive their names. 1,920 such calls take 0.05 s, and `new_group` has no barrier unless
+        TORCH_DIST_INIT_BARRIER requests one. With `use_local_synchronization` only the members
+        would call `new_group`. But then the members of a group may have counted different numbers
+        of groups, would derive different names, and would not find one another.
         """
         options = None
         if self._rank in ranks:
@@ -143,7 +159,9 @@ class NcclCommunicators:
         return made if self._rank in ranks else None
 
     def wait_until_all_work(self) -> None:
-        """Wait until each communicator has been used once, on all ranks."""
+        """Wait until the first operation on each communicator has ended, on all ranks. Collective
+        over all ranks.
+        """
         for work in self._first:
             work.wait()
         self._first.clear()
@@ -152,10 +170,11 @@ class NcclCommunicators:
 
 
 def exchange(operations: list[dist.P2POp]) -> dist.Work:
-    """Start P2P operations between this rank and one other as one batch over one communicator.
+    """Start P2P operations between this rank and one peer as one batch, and return its handle. All
+    operations must use the same communicator.
 
-    A single operation also uses a batch: otherwise torch may create another communicator for it at
-    its first use.
+    A single operation is also started as a batch, because for a single operation torch may create
+    another communicator at its first use.
     """
     (work,) = dist.batch_isend_irecv(operations)
     return work
@@ -174,18 +193,20 @@ _NCCL_TYPES = frozenset(
         *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     )
 )
-"""Element types that torch passes to NCCL in all supported versions."""
+"""Element types that torch passes to NCCL in all supported torch versions."""
 
 
 def as_nccl_type(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a view of its bytes if NCCL does not support its element type. The tensor
-    must be contiguous.
+    """Return `tensor` if NCCL supports its element type, otherwise a one-dimensional view of its
+    bytes (uint8). `tensor` must be contiguous.
     """
     return tensor if tensor.dtype in _NCCL_TYPES else tensor.view(-1).view(torch.uint8)
 
 
 def check_sum(tensor: torch.Tensor) -> None:
-    """Raise LaunchError if NCCL cannot compute the sum or maximum of tensors of this type."""
+    """Raise LaunchError if NCCL cannot compute the sum or maximum of tensors of the element type of
+    `tensor`.
+    """
     if tensor.dtype not in _NCCL_TYPES:
         raise LaunchError(
             "NCCL cannot compute a sum or maximum of type "
@@ -195,8 +216,8 @@ def check_sum(tensor: torch.Tensor) -> None:
 
 
 def gpu_of_rank(device: torch.device) -> str:
-    """Return a name of the GPU that is unique in the cluster; "" for the CPU. NCCL distinguishes
-    hosts by NCCL_HOSTID if it is set, otherwise by hostname.
+    """Return a name of the GPU `device` that is unique in the cluster; "" if `device` is not a GPU.
+    The name contains the host: NCCL_HOSTID if it is set, as in NCCL, otherwise the hostname.
     """
     if device.type != "cuda":
         return ""
@@ -205,10 +226,12 @@ def gpu_of_rank(device: torch.device) -> str:
 
 
 def agree_on_nccl(store: Store, rank: int, world_size: int, gpu: str) -> tuple[bool, str]:
-    """Return (uses_nccl, reason), equal on all ranks.
+    """Return (uses_nccl, reason), equal on all ranks. `gpu` is this rank's `gpu_of_rank`. Each rank
+    writes its GPU to `store`, and rank 0 decides.
 
-    uses_nccl: True if tensors are exchanged over NCCL. Rank 0 decides: each rank must have a GPU
-    that no other rank uses. reason: a line for the user, "" if no rank has a GPU.
+    uses_nccl: True if ranks exchange tensors over NCCL, which requires that each rank has a GPU
+    that no other rank uses. Otherwise they use gloo.
+    reason: a line for the user that states the decision and its reason; "" if no rank has a GPU.
     """
     store.set(f"gpu of rank {rank}", gpu)
     if rank == 0:
@@ -225,8 +248,8 @@ _NO_GPU = "no rank has a GPU"
 
 
 def _reason_not_to_use_nccl(gpus: list[str]) -> str:
-    """Return the reason why NCCL cannot be used, "" if it can. `gpus` has `gpu_of_rank` of each
-    rank.
+    """Return the reason why ranks cannot use NCCL, "" if they can. `gpus[r]` is the `gpu_of_rank`
+    of rank r.
     """
     if not any(gpus):
         return _NO_GPU

@@ -1,5 +1,5 @@
-"""A torch store whose values are signed: whoever reaches its port may write there, and nobody takes
-it for ours.
+"""A torch store whose values are signed. Any process that reaches the port of a rendezvous store
+may write to it; the signature shows which values come from the processes of this run.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from datetime import timedelta
 from autopipe.backends.torch.torch_interfaces import Store
 from autopipe.ir.errors import LaunchError
 
-# Environment variable with the key that a launcher gives its ranks, in hexadecimal.
+# Name of the environment variable that holds the signing key, in hexadecimal. The launcher sets it
+# for its ranks.
 KEY_VARIABLE = "AUTOPIPE_STORE_KEY"
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class Signer:
-    """Signs what the processes of one run tell one another through a store, and knows what they
-    have signed.
+    """Signs values that the processes of one run exchange through a store, and verifies the
+    signatures. `key` is the secret of the run; `run` is its name, which is part of every signature.
     """
 
     def __init__(self, key: bytes, run: str) -> None:
@@ -26,11 +27,15 @@ class Signer:
         self.run = run
 
     def sign(self, name: str, value: bytes) -> bytes:
-        """The value with its signature, good under this name in this run alone."""
+        """Return `value` with its signature in front. The signature (HMAC-SHA256) is valid only for
+        this run and for the store key `name`.
+        """
         return self._signature(name, value) + value
 
     def value(self, name: str, signed: bytes) -> bytes:
-        """The value. Raises LaunchError where no process of this run signed it under this name."""
+        """Return the value in `signed`, which `sign` has returned. Raise LaunchError if the
+        signature is not valid for this run and the store key `name`.
+        """
         signature = signed[:_SIGNATURE_BYTES]
         value = signed[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(name, value)):
@@ -45,18 +50,25 @@ class Signer:
         return value
 
     def _signature(self, name: str, value: bytes) -> bytes:
+        """Return the HMAC-SHA256 of the run, the store key `name` and the value. The lengths of the
+        first two are included, so that different triples never give equal input.
+        """
         parts = [part.encode() for part in (self.run, name)]
         text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self.key, text + value, "sha256")
 
 
 class SignedStore(Store):
-    """The store inside with all values signed; numbers that are added up are not. C++ calls these
-    methods, too. Who gives one to C++ keeps a reference to it: these methods go with the last one
-    of Python's.
+    """A store that signs every value before it writes the value to another store, and verifies the
+    signature when it reads. Counters that `add` maintains are not signed.
+
+    C++ code of torch calls these methods too. It holds only the C++ part of the object, and the
+    methods exist only while a Python reference to the object exists. So code that passes a
+    SignedStore to C++ must keep a reference.
     """
 
     def __init__(self, store: Store, signer: Signer, patience: timedelta) -> None:
+        """Wrap `store`. `patience` is the default time-out of `wait`, `get` and `multi_get`."""
         super().__init__()
         self._store = store
         self._signer = signer
@@ -67,7 +79,9 @@ class SignedStore(Store):
         self._store.set(key, self._signer.sign(key, data))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The value, when it is there. Raises LaunchError where somebody else has written it."""
+        """Wait until `key` exists and return its value. Raise LaunchError if no process of this run
+        has signed the value for this key.
+        """
         self.wait([key])
         return self._signer.value(key, self._store.get(key))
 

@@ -1,10 +1,10 @@
-"""Process groups and P2P communication of a rank. Tensors of steps are exchanged over NCCL if each
-rank has its own GPU, otherwise over gloo; everything else over gloo.
+"""Process groups and P2P communication of a rank. Ranks exchange the tensors of a step over NCCL if
+each rank has its own GPU, otherwise over gloo. All other communication uses gloo.
 
-Collectives on tensors in host memory are direct: every rank sends to all others at once. Gloo's own
-collectives use a ring, and its reduce-scatter sets up a new one for each call. If ranks have to
-take turns on CPU cores, each step of a ring waits until the next rank gets a core.
-`benchmarks/gloo_collectives.py` compares both.
+Over gloo, collectives on tensors in host memory are direct: every rank sends to all other ranks at
+once. Gloo's own collectives send around a ring of ranks, and its reduce-scatter sets up a new ring
+for each call. If several ranks share a CPU core, each step of a ring waits until the next rank gets
+the core. `benchmarks/gloo_collectives.py` compares both.
 """
 
 from __future__ import annotations
@@ -59,25 +59,27 @@ from autopipe.backends.torch.torch_interfaces import (
 from autopipe.ir.errors import AutopipeError, LaunchError
 from autopipe.ir.program import HARDWARE_QUEUES, Channel
 
-TensorForm = tuple[torch.dtype, tuple[int, ...]]  # A tensor's type and shape.
+TensorForm = tuple[torch.dtype, tuple[int, ...]]  # (element type, shape) of a tensor.
 
 
 @dataclass(slots=True)
 class PendingRecv:
-    """A tensor that is being received. With `reduce`, the tensors of all ranks are being received,
-    [ranks, ...], and the result is their sum or maximum.
+    """A receive or a collective that has been started, and its result.
+
+    If `reduce` is None, the result is `buffer`. Otherwise `buffer` receives the tensors of all
+    ranks, [ranks, ...], and the result is their sum or maximum over the first dimension.
     """
 
     work: dist.Work | None
     buffer: torch.Tensor
     device: torch.device
     sent: torch.Tensor | None = None
-    """A tensor that the same collective sends, kept alive until it has ended."""
+    """A tensor that the operation sends. It must stay alive until the operation has ended."""
     reduce: dist.ReduceOp.RedOpType | None = None
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor when it has arrived. Over NCCL, the current stream of the device waits
-        instead of the host.
+        """Wait for the operation and return its result on `device`. Over gloo the host waits; over
+        NCCL only the current stream of the device waits.
         """
         if self.work is not None:
             self.work.wait()
@@ -96,7 +98,9 @@ class PendingRecv:
 
 
 class PendingSend:
-    """A tensor that is being sent. It must not change or be freed before it is sent."""
+    """A send that has been started. `tensor` must not change or be freed before the send has
+    ended.
+    """
 
     def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
         self.work = work
@@ -105,11 +109,11 @@ class PendingSend:
         self._lock = threading.Lock()
 
     def is_gone(self) -> bool:
-        """Return True if the tensor has been sent."""
+        """Return True if the send has ended. Does not wait."""
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait until the tensor has been sent, then release it. Several threads may call this."""
+        """Wait until the send has ended, then release the tensor. Several threads may call this."""
         with self._lock:
             if self.work is not None:
                 self.work.wait()
@@ -118,18 +122,19 @@ class PendingSend:
 
 
 _MAX_HELD_BYTES = 4 * 2**20
-"""Maximum bytes of sent tensors that a rank may still hold. Waiting for a send on a thread costs
-the rank up to 0.1 ms, more than a small send takes.
+"""Default maximum of the bytes of tensors that a rank holds because their sends may not have ended;
+beyond it, a thread waits for sends. Such a wait costs the rank up to 0.1 ms, more than a small send
+takes, so small tensors are held instead.
 """
 
 
 class SendQueue:
-    """All sends of a rank that have started and whose tensors are still held."""
+    """All sends of a rank that have been started and whose tensors are still held."""
 
     def __init__(self, watched: bool, most_bytes: int = _MAX_HELD_BYTES) -> None:
         """`watched` is True if only a wait shows that a send has ended, as with gloo. Then all
-        tensors are held until the end of the step, up to `most_bytes`; beyond that, a thread waits
-        for the earliest sends.
+        tensors are held until the end of the step, as long as they have at most `most_bytes` bytes
+        together. Beyond that, a thread waits for the earliest sends and releases their tensors.
         """
         self._watched = watched
         self._most_bytes = most_bytes
@@ -139,7 +144,9 @@ class SendQueue:
         self._waited_for: deque[Future[None]] = deque()
 
     def add(self, message: PendingSend) -> None:
-        """Hold a tensor until it has been sent. Raise the error of an earlier send that failed."""
+        """Hold the tensor of a send until the send has ended. Raise the error of an earlier send
+        that failed.
+        """
         while self._waited_for and self._waited_for[0].done():
             self._wait_for_first()
         self._under_way.append(message)
@@ -152,36 +159,42 @@ class SendQueue:
             self._waited_for.append(self._thread.submit(self._earliest().wait))
 
     def _earliest(self) -> PendingSend:
+        """Remove the earliest send from the queue and return it."""
         earliest = self._under_way.popleft()
         self._held_bytes -= earliest.bytes
         return earliest
 
     def _wait_for_first(self) -> None:
-        """Wait for the first send that the thread waits for. A send that failed stays in the queue
-        and fails all later calls.
+        """Wait for the first send that was given to the thread. If the send failed, raise its error
+        and keep the send, so that later calls raise the error again.
         """
         self._waited_for[0].result()
         self._waited_for.popleft()
 
     def finish(self) -> None:
-        """Wait until all tensors have been sent. Raise the error of a send that failed."""
+        """Wait until all sends have ended. Raise the error of a send that failed."""
         while self._under_way:
             self._earliest().wait()
         while self._waited_for:
             self._wait_for_first()
 
     def close(self) -> None:
+        """End the thread after the waits that it was given."""
         self._thread.shutdown()
 
 
 class RecvBufferPool:
-    """The receive buffers of one channel in one direction, allocated at first use. All have the
-    shape of the last received tensor.
+    """The receive buffers of one channel in one direction, allocated at first use. The pool keeps
+    buffers of one shape only, the shape of the last received tensor.
 
-    A buffer is free when only the pool refers to its memory: no view, no tensor saved for backward
-    and no send. `size` is the maximum number of buffers that a step uses at once; if all are in
-    use, `take` allocates a buffer outside of the pool. On a GPU, the stream that receives waits for
-    all kernels launched before the receive was posted, which include the last reader of the buffer.
+    A buffer is free if nothing but the pool refers to its memory: no view, no tensor that is saved
+    for backward, and no send. `size` is the maximum number of buffers that the pool keeps: the
+    number that a step uses at once. If no buffer is free and the pool is full, `take` allocates a
+    buffer that does not join the pool.
+
+    On a GPU a buffer may be free although kernels that read it have not run yet. This is safe,
+    because the stream that receives first waits for all kernels launched before the receive was
+    posted.
     """
 
     def __init__(self, size: int) -> None:
@@ -191,11 +204,12 @@ class RecvBufferPool:
     def take(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return a free buffer of this shape and type."""
+        """Return a free buffer of this shape and element type, whose contents are undefined."""
         if self._buffers and self._buffers[0].shape != shape:
             self._buffers.clear()
         for place, buffer in enumerate(self._buffers):
-            # The two users of a free buffer's storage: the buffer and the storage object.
+            # `storage_users` counts two references for a free buffer: the tensor in the pool and
+            # the storage object in this expression.
             if storage_users(buffer.untyped_storage()) == 2:
                 self._buffers.append(self._buffers.pop(place))
                 return buffer.detach()
@@ -206,14 +220,16 @@ class RecvBufferPool:
 
 
 _MAX_DIRECT_BYTES = 1 << 17
-"""Maximum bytes of a tensor whose all-reduce sends each rank's tensor to all others. The traffic of
-this method grows with the number of ranks, so larger tensors use a ring.
+"""Maximum bytes of a tensor whose all-reduce is direct: each rank sends its tensor to all others.
+The traffic of a direct all-reduce grows with the number of ranks, so larger tensors use gloo's
+ring.
 """
 
 
 def uses_direct_exchange(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Return True if every rank sends to all others directly: for tensors in host memory over
-    gloo.
+    """Return True if collectives on `tensor` send from every rank to all other ranks directly: if
+    `tensor` is in host memory and the backend of `group` is gloo. (For the size limit of
+    all-reduces see `_MAX_DIRECT_BYTES`.)
     """
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
@@ -223,8 +239,9 @@ def start_direct_exchange(
     group: dist.ProcessGroup | None,
     reduce: dist.ReduceOp.RedOpType | None = None,
 ) -> PendingRecv:
-    """Start to send row i of `rows` to rank i of the group. The result has row i from rank i, or
-    with `reduce` the sum or maximum of these rows.
+    """Start to send row i of `rows`, [ranks, ...], to rank i of the group. Row i of the result is
+    the row that arrives from rank i. With `reduce`, the result is the sum or maximum over all rows
+    that arrive.
     """
     rows = rows.detach().contiguous()
     received = torch.empty_like(rows)
@@ -233,6 +250,9 @@ def start_direct_exchange(
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:
+    """Return the handle `work` of a collective. Raise LaunchError if it is None, which torch
+    returns on ranks outside of the group.
+    """
     if work is None:
         raise LaunchError(
             f"rank {dist.get_rank()} called a collective of a process group that does not "
@@ -242,15 +262,17 @@ def _require_work(work: dist.Work | None) -> dist.Work:
 
 
 def rows_for_all_ranks(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return rows for `start_direct_exchange` that send `tensor` to every rank of the group."""
+    """Return the argument `rows` of `start_direct_exchange` that sends `tensor` to every rank of
+    the group: a view [ranks, ...] with equal rows.
+    """
     return tensor.expand(dist.get_world_size(group), *tensor.shape)
 
 
 def all_gather(
     tensor: torch.Tensor, group: dist.ProcessGroup | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the tensors of all ranks of the group in the order of ranks, [ranks, ...]; written
-    into `rows` if given.
+    """Return the tensors of all ranks of the group, [ranks, ...], in the order of ranks. If `rows`
+    is given, the tensors are written into `rows`, which is returned. Waits for the result.
     """
     if uses_direct_exchange(tensor, group):
         gathered = start_direct_exchange(rows_for_all_ranks(tensor, group), group).wait()
@@ -272,8 +294,8 @@ def start_all_reduce(
     how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     in_place: bool = True,
 ) -> PendingRecv:
-    """Start the all-reduce of a tensor with the operation `how`. With `in_place`, the result may
-    overwrite the tensor.
+    """Start the all-reduce of `tensor` with the operation `how`. With `in_place`, the result may
+    overwrite `tensor`, but need not.
     """
     if tensor.nbytes <= _MAX_DIRECT_BYTES and uses_direct_exchange(tensor, group):
         return start_direct_exchange(rows_for_all_ranks(tensor, group), group, how)
@@ -285,14 +307,15 @@ def start_all_reduce(
 
 
 def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) -> PendingRecv:
-    """Start the reduce-scatter of `rows`, [ranks, ...]: the result is the sum over all ranks of
-    this rank's row.
+    """Start the reduce-scatter of `rows`, [ranks, ...]. The result on rank i of the group is the
+    sum over all ranks of their row i.
     """
     if uses_direct_exchange(rows, group):
         return start_direct_exchange(rows, group, dist.ReduceOp.SUM)
     backend = dist.get_backend(group)
     if rows.is_cuda and backend == "gloo":
-        # Gloo's reduce-scatter accepts tensors in host memory only.
+        # Gloo's reduce-scatter accepts tensors in host memory only, its all-reduce accepts GPU
+        # tensors too.
         sums = start_all_reduce(rows, group, in_place=False)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
     if backend == "nccl":
@@ -310,8 +333,9 @@ def all_to_all(
     outgoing: list[int],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Send `outgoing[i]` elements of the flat tensor `sent` to rank i of the group, and write
-    `incoming[i]` elements from rank i into `arrives`.
+    """Send `outgoing[i]` elements of the one-dimensional tensor `sent` to rank i of the group, and
+    receive `incoming[i]` elements from rank i into `arrives`. The elements of both tensors are in
+    the order of ranks. Waits for the result.
     """
     if dist.get_backend(group) == "nccl":
         size = sent.element_size()
@@ -323,18 +347,19 @@ def all_to_all(
 
 
 class ControlGroup:
-    """All ranks of the world on a process group of its own, so that another thread can communicate
-    while a step runs. It also works in a world of one rank.
+    """A separate gloo process group of all ranks, so that another thread can communicate while the
+    main thread runs a step. In a world of one rank there is no process group, and collectives
+    return at once.
     """
 
     def __init__(self, rank: int, world_size: int, patience_s: float, heartbeat: Heartbeat) -> None:
-        """Collective over all ranks. A collective fails after `patience_s` seconds without all
-        ranks.
+        """Create the process group. Collective over all ranks. A collective of the group fails if
+        not all ranks have joined it after `patience_s` seconds.
         """
         self.rank = rank
         self.world_size = world_size
         self.waits = False
-        """True while this rank waits for others in a collective."""
+        """True while this rank is in a collective of the group."""
         self.heartbeat = heartbeat
         self._group = None
         if world_size > 1:
@@ -342,9 +367,11 @@ class ControlGroup:
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
 
     def _gather(self, data: bytes) -> list[bytes]:
+        """Return the `data` of all ranks, in the order of ranks. The lengths may differ."""
         if self.world_size == 1:
             return [data]
-        # The heartbeat describes the main thread only.
+        # Only the main thread records its waits in the heartbeat, because the heartbeat states what
+        # the main thread does.
         with (
             self.heartbeat.waiting()
             if threading.current_thread() is threading.main_thread()
@@ -359,10 +386,10 @@ class ControlGroup:
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def run_collectively(self, task: str, act: Callable[[], Any]) -> list[Any]:
-        """Call `act` on every rank. Return the results of all ranks, in the order of ranks, as JSON
-        represents them.
+        """Call `act` on every rank. Return the results of all ranks, in the order of ranks, after
+        conversion to JSON and back. `task` is the name of the work in error messages.
 
-        If `act` raises an AutopipeError on any rank, all ranks raise the error of the first such
+        If `act` raises an AutopipeError on any rank, all ranks raise the error of the lowest such
         rank.
         """
         try:
@@ -376,40 +403,47 @@ class ControlGroup:
         return [each["done"] for each in outcomes]
 
     def close(self) -> None:
+        """Destroy the process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
 
 ATTEMPT_VARIABLE = "AUTOPIPE_ATTEMPT"
-"""Environment variable with a name of the current attempt of a launch, set if the launcher keeps
-the store.
+"""Name of an environment variable that the launcher sets if it hosts the rendezvous store. Its
+value names the current attempt: a launch starts a new attempt after a failure. The attempt is the
+prefix of the store keys of its ranks.
 """
 
 
 _QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MODULE_LOADING_VARIABLE = "CUDA_MODULE_LOADING"
-"""Environment variable that states when CUDA loads kernels: by default (`LAZY`) at their first
-launch.
+"""Name of the environment variable that states when CUDA loads kernels: by default (`LAZY`) at
+their first launch.
 
 Loading a kernel may wait until the device is idle (CUDA Programming Guide, "Lazy Loading",
 potential hazards). A receive that is posted early keeps the device busy until its sender has
-computed. In schedules with pipelines in both directions (Chimera, DualPipe), ranks would then wait
-for one another in their first step.
+computed the tensor. In schedules with pipelines in both directions (Chimera, DualPipe), ranks would
+then wait for one another in their first step. So autopipe sets `EAGER`.
 """
 
 
 class Transport:
-    """This rank's connection to all others: channels and process groups. Tensors of one channel
-    arrive in the order in which they were sent.
+    """This rank's connection to all other ranks: its channels and process groups. A channel
+    connects two stages on different ranks and transfers activations one way and gradients the other
+    way. The tensors of a channel arrive in the order in which they were sent.
 
-    Work handles are kept until a wait: gloo drops operations whose handle is freed. If ranks share
-    a GPU, which NCCL rejects, tensors are exchanged through pinned host memory.
+    Gloo drops an operation if its handle is freed, so handles are kept until a wait. If ranks share
+    a GPU, NCCL cannot be used; tensors are then copied to pinned host memory and exchanged over
+    gloo.
     """
 
     def __init__(
         self, device: str, timeouts: Timeouts = DEFAULT_TIMEOUTS, heartbeat: Heartbeat | None = None
     ) -> None:
+        """`device` is the value of `--device`: `auto`, `cuda`, `cpu` or `meta`. Rank and world size
+        come from torch's environment variables. Nothing is connected before `start`.
+        """
         self.timeouts = timeouts
         self.heartbeat = heartbeat or Heartbeat()
         self.rank = int(os.environ.get("RANK", "0"))
@@ -417,12 +451,14 @@ class Transport:
         self.device = _choose_device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._on_cpu = device in ("cpu", "meta")  # The flag --device is equal on all ranks.
+        # `--device` is equal on all ranks, so all ranks skip the agreement on NCCL if this is True.
+        self._on_cpu = device in ("cpu", "meta")
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.notices: list[str] = []
         """Lines for the user about how ranks exchange tensors."""
-        # A rank may be late in start-up and again in a task. The launcher detects a hanging rank
-        # sooner than this time-out.
+        # Time-out of torch's collectives. The slowest rank may be late both in its start-up and in
+        # a task of a step, so the two time-outs are added. The launcher detects a rank that hangs
+        # earlier.
         self._patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
         self._nccl = NcclCommunicators(self.rank, self.device, self._patience)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -430,28 +466,38 @@ class Transport:
         self._batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]] | None = None
         self._buffers: dict[tuple[int, bool], RecvBufferPool] = {}
         self.traffic: Counter[str] = Counter()
-        """Bytes that this step's communication has moved so far, by kind (`ir/program.py`)."""
+        """Bytes that the communication of the current step has moved so far on this rank, by kind
+        of communication (the names are those of `ir/program.py`).
+        """
         self._control_groups: list[ControlGroup] = []
         self._joined = False
         self._store: Store | None = None
-        """The launcher's store. Kept because a Python store must live as long as its users."""
+        """The launcher's store, which `store` may wrap. Kept because the Python object must live as
+        long as C++ uses it.
+        """
         self.store: Store | None = None
-        """The store of the ranks of this attempt; None in a world of one rank, and before `start`.
+        """The store of this attempt, which all ranks share; None in a world of one rank, and before
+        `start`.
         """
         self._select_backend(nccl=False)
 
     def _select_backend(self, nccl: bool) -> None:
-        """Exchange tensors of steps over NCCL or over gloo."""
+        """Select NCCL or gloo for the tensors of steps. Called again after the ranks have
+        agreed.
+        """
         self.nccl = nccl
         self.staged = self.device.type == "cuda" and not nccl
         own_cores = not nccl and not has_more_ranks_than_cores(self._local_world)
         self._gives_way = own_cores and hasattr(os, "sched_yield")
-        """True if this thread should yield its core after posting to gloo's threads (`host`)."""
+        """True if this thread should yield its CPU core after it has given an operation to gloo's
+        threads; the module `host` says why.
+        """
         self._sends = SendQueue(watched=not nccl)
 
     def start(self) -> None:
-        """Join the other ranks. Unless NCCL is used, pin threads to the rank's CPU cores. Makes no
-        process group in a world of one rank, or if this process is already in a process group.
+        """Join the other ranks of the world. Pin threads to the CPU cores near the GPU if there is
+        one, otherwise to this rank's part of the machine's cores. Do not join if the world has one
+        rank or if this process already has a process group.
         """
         if self.device.type == "cuda":
             pin_near_device(pci_address(self.device))
@@ -475,7 +521,9 @@ class Transport:
         self.store = store
 
     def _join_store(self) -> Store:
-        """Return the store of all ranks, after the ranks have agreed on NCCL or gloo."""
+        """Connect to the store that all ranks share, agree with the other ranks on NCCL or gloo,
+        and return the store.
+        """
         store: Store
         self._store = _store_of_launcher(self._patience, signed=True)
         if self._store is None:
@@ -501,8 +549,8 @@ class Transport:
         return store
 
     def make_control_group(self) -> ControlGroup:
-        """Return a new control group. Its time-out includes the writing of the slowest rank's
-        checkpoint.
+        """Return a new control group. Collective over all ranks. The time-out of its collectives
+        allows for the time in which the slowest rank writes a checkpoint.
         """
         patience_s = self.timeouts.checkpoint_s + self.timeouts.step_s
         control_group = ControlGroup(self.rank, self.world_size, patience_s, self.heartbeat)
@@ -510,8 +558,8 @@ class Transport:
         return control_group
 
     def connect(self, groups: Iterable[tuple[int, ...]], channels: Iterable[Channel] = ()) -> None:
-        """Create all process groups and channels that any rank uses, before the first step. All
-        ranks must pass the same groups and channels.
+        """Create the process groups and channels that any rank uses, before the first step.
+        Collective: all ranks must pass equal groups and channels.
         """
         members = {tuple(sorted(ranks)) for ranks in groups if len(ranks) > 1}
         channels = tuple(channels)
@@ -530,8 +578,8 @@ class Transport:
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=self._patience)
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the process group of these ranks, in any order; None for all ranks over gloo,
-        torch's default group.
+        """Return the torch process group of these ranks, which may be in any order. Return None,
+        torch's default group, for all ranks over gloo. `connect` must have created the group.
         """
         if len(ranks) == self.world_size and not self.nccl:
             return None
@@ -539,8 +587,9 @@ class Transport:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Run the P2P operations of the block as one NCCL batch. All must have the same peer and
-        direction, and the peer must batch the matching operations. Over gloo there are no batches.
+        """Run all P2P operations that the block starts as one NCCL batch. The operations must have
+        one peer and one direction, and the peer must batch the matching operations. Over gloo the
+        operations are started one by one.
         """
         if not self.nccl:
             yield
@@ -553,6 +602,7 @@ class Transport:
             self._post(batch)
 
     def _post(self, batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]]) -> None:
+        """Start operations of one peer and one direction as one NCCL batch."""
         work = exchange([operation for operation, _ in batch])
         for _, pending in batch:
             pending.work = work
@@ -560,14 +610,18 @@ class Transport:
                 self._sends.add(pending)
 
     def _add(self, operation: dist.P2POp, pending: PendingRecv | PendingSend) -> None:
-        """Start an NCCL operation, or add it to the current batch."""
+        """Add an NCCL operation to the batch of the surrounding `batch` block. Start it at once if
+        there is none.
+        """
         if self._batch is None:
             self._post([(operation, pending)])
         else:
             self._batch.append((operation, pending))
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
-        """Start to send a tensor to `rank`; `gradient` is True for the gradients of the channel."""
+        """Start to send a tensor to rank `rank` on a channel. `gradient` is True if the tensor is
+        the gradient of a tensor that was received on the channel.
+        """
         self.traffic["send"] += tensor.nbytes
         tensor = tensor.detach().contiguous()
         if self.nccl:
@@ -587,9 +641,13 @@ class Transport:
         return pending
 
     def recv(self, like: TensorForm, rank: int, channel: int, gradient: bool) -> PendingRecv:
-        """Post the receive of a tensor with the type and shape `like` from `rank`."""
+        """Post the receive of a tensor from rank `rank` on a channel. `like` gives its element type
+        and shape. `gradient` is True if the tensor is the gradient of a tensor that was sent on the
+        channel.
+        """
         dtype, shape = like
-        if self.staged:  # Torch's allocator reuses pinned memory when copies from it have ended.
+        # No pool is needed: torch's allocator reuses pinned memory after copies from it have ended.
+        if self.staged:
             buffer = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:
             buffer = self._buffers[channel, gradient].take(shape, dtype, self.device)
@@ -610,46 +668,54 @@ class Transport:
         return PendingRecv(work, buffer, self.device)
 
     def start_all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
-        """Start the all-reduce of a gradient over `ranks`, possibly in place."""
+        """Start the all-reduce of a gradient, or of a flat bucket of gradients, over `ranks`. The
+        sum may overwrite `tensor`.
+        """
         self.traffic["gradient"] += tensor.nbytes
         return start_all_reduce(tensor, self.group(ranks))
 
     def start_reduce_scatter(self, row: torch.Tensor, ranks: tuple[int, ...]) -> PendingRecv:
-        """Start the reduce-scatter of a row of gradients over `ranks`, split evenly."""
+        """Start the reduce-scatter of a one-dimensional tensor of gradients over `ranks`. The
+        tensor is split into one equal part per rank; the result is the sum of this rank's part.
+        """
         self.traffic["gradient"] += row.nbytes
         return start_reduce_scatter(row.view(len(ranks), -1), self.group(ranks))
 
     def gather(self, row: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        """All-gather a row over `ranks`; each rank's part of the row is filled before. The caller
-        counts the bytes.
+        """All-gather the one-dimensional tensor `row` over `ranks`, in place. The row consists of
+        one equal part per rank; before the call, this rank's part is up to date. The caller adds
+        the bytes to `traffic`.
         """
         rows = row.view(len(ranks), -1)
         all_gather(rows[ranks.index(self.rank)], self.group(ranks), rows)
 
     def maximum(self, number: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over all ranks of a scalar on the device, []. Not counted in
+        """Return the maximum of a scalar tensor over all ranks, [] on the device. Does not count in
         `traffic`.
         """
         return self._of_all_ranks(number, dist.ReduceOp.MAX)
 
     def total(self, number: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks of a scalar on the device, [], equal on all ranks. Not
-        counted in `traffic`.
+        """Return the sum of a scalar tensor over all ranks, [] on the device, bitwise equal on all
+        ranks. Does not count in `traffic`.
         """
         return self._of_all_ranks(number, dist.ReduceOp.SUM)
 
     def _of_all_ranks(self, number: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Return the all-reduce of a scalar tensor over all ranks with the operation `how`."""
         if self.world_size == 1:
             return number
         return start_all_reduce(number, self.group(tuple(range(self.world_size))), how).wait()
 
     def total_over(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
-        """Return the sum of a tensor over `ranks`. Not counted in `traffic`."""
+        """Return the elementwise sum of a tensor over `ranks`. Does not count in `traffic`."""
         with self.heartbeat.waiting():
             return start_all_reduce(tensor, self.group(ranks)).wait()
 
     def gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Return the lists of all ranks, in the order of ranks. All must have the same length."""
+        """Return the lists `numbers` of all ranks, in the order of ranks. The lists must have equal
+        lengths.
+        """
         if self.world_size == 1:
             return [numbers]
         with self.heartbeat.waiting():
@@ -659,12 +725,13 @@ class Transport:
         return found
 
     def finish(self) -> None:
-        """Wait until all tensors of the step have been sent."""
+        """Wait until all sends of the step have ended."""
         self._sends.finish()
 
     def stop(self) -> None:
-        """Leave all process groups, and the world if `start` joined it. Collective over all ranks:
-        gloo aborts a rank whose peer ends while it closes its threads.
+        """Leave all process groups and, if `start` joined the world, the world. Collective over all
+        ranks: it begins with a barrier, because gloo aborts a rank whose peer ends while the rank
+        closes its threads.
         """
         self._sends.close()
         if not dist.is_initialized():
@@ -685,18 +752,19 @@ class Transport:
 
 
 def _store_of_launcher(patience: timedelta, signed: bool) -> Store | None:
-    """Return the launcher's store, None if another program started the rank; torch then finds or
-    creates one.
+    """Return a connection to the store that the launcher hosts; None if another program started
+    this rank, so that torch finds or creates a store.
 
-    NCCL's threads use the store, also while they are being stopped, when they must not wait for
-    Python. So they need the unsigned store.
+    With `signed`, the store verifies signatures (`SignedStore`) if the launcher has set a key.
+    NCCL's threads need the unsigned store: they use the store even while they are being stopped,
+    and must not wait for Python then.
     """
     if ATTEMPT_VARIABLE not in os.environ:
         return None
     store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
     )
-    key = os.environ.pop(KEY_VARIABLE, "")  # A bare torchrun sets no key.
+    key = os.environ.pop(KEY_VARIABLE, "")  # Torchrun without autopipe's launcher sets no key.
     if not signed or not key:
         return store
     return SignedStore(
@@ -705,9 +773,13 @@ def _store_of_launcher(patience: timedelta, signed: bool) -> Store | None:
 
 
 def _choose_device(wanted: str) -> torch.device:
+    """Return the device for the value `wanted` of `--device`. `auto` selects a GPU if there is one.
+    Raise LaunchError if CUDA is requested but not available.
+    """
     if wanted in ("cpu", "meta"):
         return torch.device("cpu")
-    # CUDA reads these variables when it starts.
+    # These variables must be set before the first CUDA call, because CUDA reads them when it
+    # starts.
     os.environ.setdefault(_QUEUES_VARIABLE, str(HARDWARE_QUEUES))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os.environ.setdefault(_MODULE_LOADING_VARIABLE, "EAGER")
@@ -722,7 +794,7 @@ def _choose_device(wanted: str) -> torch.device:
 
 def pci_address(device: torch.device) -> str:
     """Return the PCI address of a GPU, for example `0000:cd:00.0`; "" if this version of torch does
-    not provide it.
+    not report it.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     try:

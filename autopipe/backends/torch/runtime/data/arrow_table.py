@@ -1,8 +1,8 @@
-"""Tables in the formats of Apache Arrow: Parquet, Arrow IPC, and folders that Hugging Face's
-`datasets` saves, which contain Arrow IPC files.
+"""Data sets in the formats of Apache Arrow: Parquet files, Arrow IPC files, and folders that
+Hugging Face's `datasets` saves, which contain Arrow IPC files.
 
-A table row is a sample, a column is an input. Arrow IPC files are memory-mapped. From a Parquet
-file, a rank decodes only the columns that it reads.
+A row of the table is a sample, a column is a graph input. Arrow IPC files are memory-mapped. From a
+Parquet file, a rank decodes only the columns that it reads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _FILE_MAGIC = b"ARROW1"
 
 
 def table_files(path: Path) -> list[Path]:
-    """Return the files of the table at a path, in order; [] if there is no table. Raise
-    ConfigurationError for a folder with several datasets or an invalid dataset.
+    """Return the files of the table at `path` in the order of their rows; [] if there is no table.
+    Raise ConfigurationError if `path` is a folder with several datasets (a saved `DatasetDict`), or
+    if the description of a saved dataset cannot be read.
     """
     if path.suffix in TABLE_SUFFIXES:
         return [path]
@@ -56,8 +57,9 @@ def table_files(path: Path) -> list[Path]:
 
 
 class ArrowTable(StoredArrays):
-    """The table in `files`, which must have equal schemas. Raises ConfigurationError if a file
-    cannot be read or if pyarrow is not installed.
+    """The table that consists of the rows of `files`, one after the other. The files must have
+    equal schemas. Raises ConfigurationError if a file cannot be read, if the schemas differ, or if
+    pyarrow is not installed.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], manifest: Manifest) -> None:
@@ -73,7 +75,9 @@ class ArrowTable(StoredArrays):
         self._manifest = manifest
         self._entries = {each.value.name: each for each in manifest.inputs}
         self._readers: list[Callable[[str], Any]] = []
-        """For each file, a function that returns the column of a given name."""
+        """For each file, a function from the name of a column to the column, a
+        `pyarrow.ChunkedArray`.
+        """
         schemas = list[Any]()
         self._rows = 0
         for file in files:
@@ -98,6 +102,9 @@ class ArrowTable(StoredArrays):
 
     @contextmanager
     def _reading(self, what: str, file: Path | None = None) -> Iterator[None]:
+        """Convert read errors in the block to ConfigurationError. `what` names the data in the
+        message; `file` is the file that is read, None for the path of the table.
+        """
         try:
             yield
         except (
@@ -113,8 +120,8 @@ class ArrowTable(StoredArrays):
             ) from error
 
     def _mapped(self, file: Path) -> Any:
-        """Return the table in a memory-mapped Arrow IPC file, in the stream format, which
-        `datasets` writes, or in the file format.
+        """Return the memory-mapped table in an Arrow IPC file. Both formats are supported: the
+        stream format, which `datasets` writes, and the file format.
         """
         with file.open("rb") as opened:
             is_file = opened.read(len(_FILE_MAGIC)) == _FILE_MAGIC
@@ -127,6 +134,7 @@ class ArrowTable(StoredArrays):
         return self._columns
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the array of an input, with all samples along its batch axis."""
         entry = self._entries[name]
         shape = list(entry.value.shape)
         if entry.batch_axis is not None:
@@ -136,6 +144,10 @@ class ArrowTable(StoredArrays):
         return tuple(shape)
 
     def array(self, name: str) -> Array:
+        """Return the array of an input, with all samples along its batch axis. Raise
+        ConfigurationError if the column cannot be read, contains nulls or no numbers, or has rows
+        of another length than a sample.
+        """
         entry = self._entries[name]
         chunks = list[np.ndarray]()
         first = 0
@@ -160,15 +172,18 @@ class ArrowTable(StoredArrays):
         )
 
     def _values_of_chunk(self, chunk: Any, name: str, elements: int, first: int) -> np.ndarray:
-        """Return the values of a column's chunk, [rows, elements].
+        """Return the values of a chunk of column `name` as an array [rows, elements], where
+        `elements` is the number of elements of a sample. Raise ConfigurationError for values that
+        are not numbers or rows of another length.
 
-        `first` is the table row at which the chunk starts. Values are not copied, except booleans,
-        which Arrow stores as single bits.
+        `first` is the table row at which the chunk starts, for messages. Values are views of the
+        file where possible; booleans are copied, because Arrow stores them as single bits.
         """
         types = self._pyarrow.types
         rows = len(chunk)
         if isinstance(chunk, self._pyarrow.ExtensionArray):
-            # `datasets` stores arrays of two and more axes as extension types.
+            # `datasets` stores arrays with two or more dimensions as extension types; `storage` has
+            # nested lists.
             chunk = chunk.storage
         lengths = np.ones(rows, np.int64)
         while (
@@ -208,6 +223,9 @@ class ArrowTable(StoredArrays):
         return np.asarray(chunk.to_numpy(zero_copy_only=False)).reshape(rows, elements)
 
     def _refuse_nulls(self, chunk: Any, name: str, first: int) -> None:
+        """Raise ConfigurationError if a chunk, which starts at table row `first`, contains
+        nulls.
+        """
         if chunk.null_count:
             raise ConfigurationError(
                 f"column {name!r} contains nulls from row {first:,} on", where=str(self.path)
@@ -215,12 +233,14 @@ class ArrowTable(StoredArrays):
 
 
 def _read_parquet_column(file: Any, name: str) -> Any:
-    """Return a column of a Parquet file."""
+    """Return one column of an open `pyarrow.parquet.ParquetFile`."""
     return file.read(columns=[name]).column(0)
 
 
 class ChunkedRows:
-    """Arrays concatenated along an axis, without a copy of all of them."""
+    """The concatenation of arrays along `axis`, which is never in memory as a whole. It implements
+    the part of numpy's interface that `Array` names.
+    """
 
     def __init__(
         self, chunks: Sequence[np.ndarray], axis: int, shape: tuple[int, ...], dtype: np.dtype
@@ -232,8 +252,9 @@ class ChunkedRows:
         self._ends = np.cumsum([each.shape[axis] for each in chunks])
 
     def __getitem__(self, key: Any, /) -> np.ndarray:
-        """Return a copy of the selected rows. `key` has full slices for the dimensions before the
-        axis, then a slice without a step or an array of row numbers.
+        """Return a copy of the selected rows. `key` has a full slice for each dimension before
+        `axis`, then the selection along `axis`: a slice with start and stop and without a step, or
+        an array of row numbers.
         """
         which = key[self._axis]
         rows = np.arange(which.start, which.stop) if isinstance(which, slice) else which

@@ -1,7 +1,8 @@
-"""Readers of the input blocks that the forward passes of a rank use.
+"""Readers from which the forward passes of a rank get their inputs. A forward pass requests a
+block: the slice of a graph input that this rank needs for one micro-batch.
 
-`BatchReader` reads a block when a forward pass requests it. `PrefetchingReader` reads blocks ahead
-on a thread and copies them to the GPU.
+`BatchReader` reads a block when it is requested. `PrefetchingReader` reads blocks ahead on a thread
+and copies them to the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from autopipe.backends.torch.runtime.state.parameters import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """The block `box` of a graph input, for one micro-batch of a stage."""
+    """A request for the slice `box` of graph input `name`, for one micro-batch of a stage.
+    `micro_batch` is its number in the step.
+    """
 
     stage: int
     micro_batch: int
@@ -33,8 +36,12 @@ class BlockRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """Data of one step: the number of its samples that come from the data, its epoch counted from
-    1, and the number of samples at the end of an epoch that are skipped (see `SampleSource`).
+    """The samples of one step.
+
+    samples: number of samples that come from the data; filler samples do not count.
+    epoch: the epoch of the samples, counted from 1.
+    left_over: number of samples at the end of an epoch that are skipped, because they do not fill a
+    batch.
     """
 
     samples: int
@@ -43,7 +50,7 @@ class StepData:
 
 
 class BatchReader:
-    """Reads each block when a forward pass requests it."""
+    """Reads each block at the time of its request."""
 
     def __init__(self, manifest: Manifest, source: SampleSource, device: torch.device) -> None:
         self.source = source
@@ -52,24 +59,30 @@ class BatchReader:
         self._inputs = {entry.value.name: entry for entry in manifest.inputs}
 
     def begin_step(self, step: int) -> int:
-        """Return the number of samples in `step`, 0 if the data has ended. `step` must be the first
-        step or follow the step that was read last.
+        """Return the number of samples that the data have for `step`; 0 if the data have ended.
+        Call this with the first step of the run, then with each following step in order.
         """
         return self.source.count(step)
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """Return the requested block of a step, on the device, in the type of the graph input."""
+        """Return the requested block for `step`, on the device, in the element type of the graph
+        input.
+        """
         return self._block(step, request).to(self._device, self._dtype(request), non_blocking=True)
 
     def end_step(self, step: int) -> StepData:
+        """Return the samples that `step` has used."""
         return StepData(self.source.count(step), self.source.epoch(step), self.source.left_over)
 
     def close(self) -> None:
-        """Stop reading ahead. Has no effect in this class, which reads on request."""
+        """Stop the thread of a reader that reads ahead. This class has no thread, so nothing
+        happens.
+        """
 
     def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """Return a block in the type in which the source has the data: on the device if the data is
-        random, otherwise in host memory.
+        """Return a block in the element type of the source. It is on the device if random values
+        are drawn for it, otherwise in host memory. If the step has less than a batch of samples,
+        filler samples complete the block.
         """
         size = self._manifest.micro_batch_size_at(request.stage)
         entry = self._inputs[request.name]
@@ -86,41 +99,47 @@ class BatchReader:
         )
 
     def _dtype(self, request: BlockRequest) -> torch.dtype:
+        """Return the element type of the graph input that a request names."""
         return torch_dtype(self._inputs[request.name].value.dtype)
 
 
 _PREFETCHED_MICRO_BATCHES = 2
-"""Number of micro-batches that are read ahead: the device uses one next while the other is copied.
+"""Number of micro-batches that are read ahead: one that the device uses next, and one that is being
+copied.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _PrefetchedBlock:
+    """A block on the GPU for `request`. Its contents are valid after the event `copied`."""
+
     request: BlockRequest
     tensor: torch.Tensor
     copied: torch.cuda.Event
 
 
 class _ReaderClosed(Exception):
-    pass
+    """Raised on the thread of a `PrefetchingReader` to end the thread."""
 
 
 _Item = TypeVar("_Item", int, StepData, _PrefetchedBlock)
 
 
 class PrefetchingReader(BatchReader):
-    """Reads blocks ahead of their use, on a thread.
+    """Reads blocks on a thread before they are requested.
 
-    During the first step blocks are read on request, and the order of the requests is recorded.
-    Later steps must repeat that order. The thread reads the blocks of later steps in that order
-    into pinned memory, about `_PREFETCHED_MICRO_BATCHES` micro-batches ahead, and copies them to
-    the GPU on a separate stream. From then on only the thread uses the source.
+    In the first step, blocks are read on request, and the order of the requests is recorded. Later
+    steps must request blocks in the same order. The thread reads the blocks of later steps in this
+    order into pinned host memory, about `_PREFETCHED_MICRO_BATCHES` micro-batches ahead, and copies
+    them to the GPU on a separate stream. Once the thread runs, no other thread may use the source.
     """
 
     def __init__(
         self, manifest: Manifest, source: SampleSource, device: torch.device, steps: int
     ) -> None:
-        """Read ahead for steps with an index below `steps`."""
+        """`steps` is the number of steps after which the run ends: the thread reads no step with
+        this index or a larger one.
+        """
         super().__init__(manifest, source, device)
         self._steps = steps
         self._requests: list[BlockRequest] = []
@@ -142,7 +161,8 @@ class PrefetchingReader(BatchReader):
         )
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(item.copied)
-        # The copy stream owns this memory and must not reuse it before this stream is done.
+        # The copy stream owns this memory. Without this call, torch's allocator could reuse the
+        # memory before the kernels of `stream` have read it.
         item.tensor.record_stream(stream)
         return item.tensor
 
@@ -169,8 +189,8 @@ class PrefetchingReader(BatchReader):
             self._thread.join(0.01)
 
     def _next_item(self, kind: type[_Item]) -> _Item:
-        """Return the next item from the thread. Raise the error that ended the thread, if there is
-        one.
+        """Return the next item in the queue of the thread, which must have type `kind`. If an error
+        ended the thread, raise the error instead.
         """
         item = self._items.get()
         if isinstance(item, BaseException):
@@ -179,12 +199,17 @@ class PrefetchingReader(BatchReader):
         return item
 
     def _queue_item(self, item: int | StepData | _PrefetchedBlock | BaseException) -> None:
+        """Put an item into the queue, on the thread. Blocks while the queue is full. Raise
+        `_ReaderClosed` if the reader is being closed.
+        """
         self._items.put(item)
         if self._closing:
             raise _ReaderClosed
 
     def _run(self, first: int) -> None:
-        """Read everything that the steps from `first` on request, in order. Runs on the thread."""
+        """Read the data of the steps from `first` on, in the recorded order, and put them into the
+        queue. Runs on the thread.
+        """
         try:
             torch.cuda.set_device(self._device)
             with torch.cuda.stream(self._stream):
@@ -202,9 +227,11 @@ class PrefetchingReader(BatchReader):
             self._items.put(error)
 
     def _prefetched(self, step: int, request: BlockRequest) -> _PrefetchedBlock:
+        """Read a block and start its copy to the GPU, on the thread."""
         block = self._block(step, request)
         if block.device.type == "cpu":
-            # Torch reuses a pinned buffer only after the copies from it have ended.
+            # The pinned buffer is not kept: torch reuses its memory only after the copies from it
+            # have ended.
             block = torch.empty(block.shape, dtype=self._dtype(request), pin_memory=True).copy_(
                 block
             )

@@ -1,5 +1,7 @@
 """Checks of arrays against a model's inputs: element types, shapes, and ranges of indices and
-labels. An error names the array, the row, the value and the allowed range.
+labels. Errors name the array, and where possible the row, the value and the allowed range.
+
+A row is an index along the batch axis of an input. A sample consists of one or more rows.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from autopipe.ir.words import plural
 
 
 def rows_per_sample(entry: InputRange, manifest: Manifest) -> int:
-    """Return the number of rows per sample along the batch axis of an input that has one."""
+    """Return the number of rows per sample of an input, which must have a batch axis."""
     assert entry.batch_axis is not None
     return entry.value.shape[entry.batch_axis] // manifest.micro_batch_size
 
 
 def elements_per_sample(entry: InputRange, manifest: Manifest, where: str, kind: str) -> int:
     """Return the number of elements per sample of an input. Raise ConfigurationError if the input
-    has no batch axis, because files of this kind contain only samples.
+    has no batch axis: the file `where`, whose kind is named `kind`, stores samples only.
     """
     if entry.batch_axis is None:
         hint = "use .npy files or module:function"
@@ -37,8 +39,8 @@ def elements_per_sample(entry: InputRange, manifest: Manifest, where: str, kind:
 
 
 def sample_blocks(samples: np.ndarray, entry: InputRange, manifest: Manifest) -> np.ndarray:
-    """Return `samples` [count, elements] in the shape of the input, with all samples along its
-    batch axis. The result is a view if possible.
+    """Return `samples`, an array [samples, elements per sample], in the shape of the input with all
+    samples along the batch axis. The result is a view where numpy can make one.
     """
     axis = entry.batch_axis or 0
     shape = list(entry.value.shape)
@@ -49,11 +51,16 @@ def sample_blocks(samples: np.ndarray, entry: InputRange, manifest: Manifest) ->
 
 
 def numpy_dtype(entry: InputRange) -> np.dtype:
+    """Return the numpy type in which the host holds values of an input: float32 for bfloat16, which
+    numpy lacks.
+    """
     return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.held)
 
 
 def bounded_region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
-    """Return the slices of the block that the bounds apply to, for all samples."""
+    """Return the slices, one per dimension of an input, of the elements to which `bounds` apply.
+    The slice of the batch axis covers all samples.
+    """
     block = [slice(*each) for each in zip(bounds.starts, bounds.stops, strict=True)]
     if batch_axis is not None:
         block[batch_axis] = slice(None)
@@ -63,8 +70,9 @@ def bounded_region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, 
 def count_samples(
     manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> int | None:
-    """Return the number of samples of arrays with these shapes; None if no array has a batch axis.
-    Raise ConfigurationError if the shapes do not fit the model or each other.
+    """Return the number of samples in arrays whose shapes are given by input name; None if no array
+    has a batch axis. Raise ConfigurationError if a shape does not fit its input, or if the numbers
+    of samples differ. `where` names the data in messages.
     """
     found: dict[str, int] = {}
     for entry in manifest.inputs:
@@ -107,14 +115,16 @@ def count_samples(
 
 
 _ACCEPTED_KINDS = {"b": "biuf", "i": "biu", "u": "biu", "f": "biuf", "c": "biufc"}
-"""Kinds of numpy types that an input accepts, by the kind of the input's type. Integer inputs do
-not accept floating-point arrays, because floating-point types round large integers: float16 cannot
-represent 2,049, float32 cannot represent 16,777,217.
+"""Kinds of numpy types (`numpy.dtype.kind`) of arrays that an input accepts, by the kind of the
+input's own type. Integer inputs do not accept floating-point arrays, because floating-point types
+round large integers: float16 cannot represent 2,049, float32 cannot represent 16,777,217.
 """
 
 
 def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
-    """Raise ConfigurationError if the input does not accept arrays of this type."""
+    """Raise ConfigurationError if the input does not accept arrays of type `dtype`. `where` names
+    the data in the message.
+    """
     name = entry.value.name
     wanted = numpy_dtype(entry)
     if dtype == wanted or dtype.kind in _ACCEPTED_KINDS[wanted.kind]:
@@ -128,8 +138,8 @@ def check_type(dtype: np.dtype, entry: InputRange, where: str) -> None:
 def convert_rows(
     rows: np.ndarray, entry: InputRange, where: str, numbers: range | SampleNumbers | None = None
 ) -> np.ndarray:
-    """Return `rows` in the input's type. `numbers` are the numbers of these rows in the array.
-    Raise ConfigurationError as `check_rows` does.
+    """Check `rows` as `check_rows` does, which may raise ConfigurationError, and return them in the
+    input's numpy type.
     """
     check_rows(rows, entry, where, numbers)
     return rows.astype(numpy_dtype(entry), copy=False)
@@ -138,12 +148,15 @@ def convert_rows(
 def check_rows(
     rows: np.ndarray, entry: InputRange, where: str, numbers: range | SampleNumbers | None = None
 ) -> None:
-    """Raise ConfigurationError if the input does not accept the type of the rows, if an integer or
-    Boolean input cannot represent a value, or if an index or label is out of range and is not the
-    ignored one. An index or label in a floating-point input must also be an integer.
+    """Raise ConfigurationError if `rows` are not valid values of an input:
 
-    `numbers` are the numbers of the rows in the array, for the message. Rows of integers in range
-    are not copied.
+    - the input does not accept their element type,
+    - an integer or Boolean input cannot represent a value, or
+    - an index or label is out of range and is not the ignored label. In a floating-point input, an
+      index or label must also be an integer.
+
+    `where` names the data in messages. `numbers[i]` is the number of row i in the stored array;
+    None if `rows` are the rows from 0 on. Rows of integers that are in range are not copied.
     """
     name = entry.value.name
     dtype = numpy_dtype(entry)
@@ -184,8 +197,9 @@ def check_rows(
 
 
 def _mask_of_invalid_values(block: np.ndarray, bounds: InputBounds) -> np.ndarray | None:
-    """Return a mask of the values that are out of bounds or are not integers. Return None if all
-    values are integers in range; for floating-point values a mask is returned in any case.
+    """Return a Boolean mask of the values of `block` that are outside of `bounds` or are not
+    integers. Return None if the block is empty or contains only integers of an integer type within
+    the bounds.
     """
     is_floating = block.dtype.kind == "f"
     if not block.size or (

@@ -1,6 +1,6 @@
-"""Outputs of inference. Rank 0 gathers the outputs of a step while the next step runs, and appends
-them to files, which become one `.npz` or `.npy` file at the end. No rank holds the outputs of more
-than two steps.
+"""Outputs of inference. Rank 0 gathers the outputs of a step at the end of the next step and
+appends them to files, one per output. After the last step the files become one `.npz` or `.npy`
+file. No rank holds the outputs of more than two steps.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from autopipe.ir.layout import TensorSlice
 from autopipe.ir.output_files import add_path_to_errors, follow_links, move_into_place
 from autopipe.ir.program import Output, OutputShard, OutputStage
 
-_OUTPUT_TAG = 1 << 20  # Larger than the tags of all channels.
+# First tag of gloo messages with outputs. Larger than the tags of all channels.
+_OUTPUT_TAG = 1 << 20
 _HEADER_BYTES = 256
-"""Bytes of a `.npy` file before its data. The header is written at the end, when the shape is
-known; this size suffices for any shape.
+"""Bytes that are reserved at the start of a `.npy` file for its header. The header is written at
+the end, when the number of rows is known. The size suffices for the shapes of all outputs.
 """
 _COPY_BYTES = 1 << 24
-"""Bytes that are copied at a time when rows are moved to another axis."""
+"""Approximate bytes that are copied at a time when rows are moved to another axis."""
 
 
 class RowFile:
-    """A new `.npy` file to which rows are appended."""
+    """A new `.npy` file to which rows (slices along axis 0) are appended. The file is valid after
+    `finish`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +46,9 @@ class RowFile:
         self._dtype = np.dtype(np.float32)
 
     def append(self, rows: np.ndarray) -> None:
-        """Append rows. All calls must have the same element type and row shape."""
+        """Append `rows`, an array [rows, ...]. All calls must pass rows of equal shape and element
+        type.
+        """
         self._rows += len(rows)
         self._shape = rows.shape[1:]
         self._dtype = rows.dtype
@@ -51,7 +56,9 @@ class RowFile:
             self._file.write(np.ascontiguousarray(rows).data)
 
     def finish(self, axis: int = 0) -> None:
-        """Write the header, and move the rows from axis 0 to `axis`."""
+        """Write the header and close the file. If `axis` is not 0, also rewrite the file so that
+        the rows are along this axis.
+        """
         shape = self._rows, *self._shape
         with add_path_to_errors(self.path):
             self._file.seek(0)
@@ -70,8 +77,9 @@ class RowFile:
 
 
 def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """Return the header of a `.npy` file of format 1.0 in row-major order
-    (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
+    """Return the header of a `.npy` file, version 1.0, for an array in row-major order
+    (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). The header has
+    `_HEADER_BYTES` bytes.
     """
     described = repr(
         {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -84,20 +92,25 @@ def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 
 class OutputCollector:
-    """Gathers outputs, on one rank. Ranks send their shards to rank 0 at the end of a step. Rank 0
-    receives the shards one step later.
+    """Gathers the outputs of inference on rank 0. At the end of a step, each rank starts to send
+    its shards of the outputs to rank 0. Rank 0 receives them at the end of the next step.
     """
 
     def __init__(self, manifest: Manifest, transport: Transport, path: Path | None) -> None:
+        """`path` is the `.npz` or `.npy` file to write. If it is None, or in training, all methods
+        do nothing.
+        """
         self._manifest = manifest
         self._transport = transport
         self._path = None if manifest.train or path is None else follow_links(path)
         self._kept: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """Results of the current step: (output, stage) -> micro-batch -> tensor."""
+        """This rank's shards of the current step's outputs: (output, stage) -> micro-batch ->
+        shard.
+        """
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
         self._waiting: tuple[dict[tuple[int, int], torch.Tensor], int] | None = None
         """On rank 0: its own shards of the previous step by (output, stage), and the number of
-        samples of that step.
+        samples of that step. None if there is nothing to write.
         """
         self._files: list[RowFile] = []
         if self._path is not None and transport.rank == 0:
@@ -109,8 +122,8 @@ class OutputCollector:
             ]
 
     def keep(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
-        """Keep the results of a forward, if outputs are to be written. Micro-batches are numbered
-        over all steps.
+        """Copy this rank's shards of outputs among `results`, the results of a forward, to host
+        memory. `micro_batch` is numbered over all steps.
         """
         if self._path is None:
             return
@@ -123,8 +136,9 @@ class OutputCollector:
                     self._kept.setdefault((index, stage), {})[micro_batch] = result
 
     def end_step(self, samples: int) -> None:
-        """Send the outputs of a step to rank 0. The first `samples` samples come from the data, the
-        others are filler.
+        """Start to send this rank's shards of the step to rank 0; on rank 0, write the previous
+        step. The first `samples` samples of the step come from the data, the others are filler
+        samples, which are not written.
         """
         if self._path is None:
             return
@@ -144,7 +158,7 @@ class OutputCollector:
                 self._sends.append((dist.isend(block, 0, tag=_OUTPUT_TAG + index), block))
 
     def finish(self) -> None:
-        """Write the output file after the last step. Called on all ranks."""
+        """Write the output file after the last step. Must be called on all ranks."""
         if self._path is None:
             return
         self._wait_until_sent()
@@ -164,6 +178,7 @@ class OutputCollector:
         remove_partial(self._path)
 
     def _wait_until_sent(self) -> None:
+        """Wait until the sends of the previous step have ended."""
         with self._transport.heartbeat.waiting():
             for work, _ in self._sends:
                 if work is not None:
@@ -171,8 +186,8 @@ class OutputCollector:
         self._sends.clear()
 
     def _blocks(self) -> Iterator[tuple[int, OutputStage, OutputShard]]:
-        """Yield (output, stage and position, shard) of everything that rank 0 gathers in a step, in
-        the order in which ranks send it.
+        """Yield (index of the output, stage that computes it, shard) for each shard that rank 0
+        gathers in a step. The order is the order in which ranks send.
         """
         for index, output in enumerate(self._manifest.outputs):
             for place in output.places:
@@ -180,8 +195,8 @@ class OutputCollector:
                     yield from ((index, place, shard) for shard in needed_shards(place))
 
     def _write(self) -> None:
-        """Receive the outputs of the previous step, if there is one, and append them to the
-        files.
+        """On rank 0, receive the outputs of the previous step, if there is one, and append them to
+        the files.
         """
         if self._waiting is None:
             return
@@ -209,8 +224,12 @@ class OutputCollector:
         parts: Sequence[tuple[OutputStage, TensorSlice, torch.Tensor]],
         samples: int,
     ) -> np.ndarray:
-        """Return an output of a step, assembled from its shards, without filler samples. The rows
-        are samples, or micro-batches if the output has no batch dimension.
+        """Return one output of a step without filler samples, assembled from `parts`: (stage, slice
+        of the output, shards of all micro-batches, [micro-batches, ...]). `samples` is the number
+        of samples that come from the data.
+
+        Rows of the result, along axis 0, are slices along the output's batch axis, or micro-batches
+        if the output has no batch axis.
         """
         manifest = self._manifest
         count = manifest.micro_batches_at(parts[0][0].stage)
@@ -232,7 +251,9 @@ class OutputCollector:
 
 
 def needed_shards(place: OutputStage) -> tuple[OutputShard, ...]:
-    """Return one shard of each slice of an output; all shards if the output is the sum of them."""
+    """Return the shards that rank 0 needs for an output of one stage: one rank's copy of each
+    slice, or the shards of all ranks if the output is their sum.
+    """
     if place.combine != "concat":
         return place.shards
     return tuple({shard.box: shard for shard in reversed(place.shards)}.values())

@@ -1,4 +1,4 @@
-"""Batches of random values, drawn on the device that needs them."""
+"""A source of random samples, which are drawn on the device that uses them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CPU = torch.device("cpu")
 
 
 class RandomSource(SampleSource):
-    """Random values within the range of each input, without an end. A sample has equal values on
-    every rank.
+    """Random values within the range of each input, for any number of steps. A sample has equal
+    values on all ranks and devices.
 
-    Element i of an input, with the batch axis moved to the front, is computed from word i of the
-    input's key.
+    Each input has a Philox key. Element i of the input over all samples, with the batch axis moved
+    to the front and in row-major order, is computed from random word i of this key.
     """
 
     def __init__(self, manifest: Manifest, seed: int, begin: RunProgress = START_OF_RUN) -> None:
@@ -44,10 +44,9 @@ class RandomSource(SampleSource):
     def block(
         self, entry: InputRange, sample: int, box: BlockRanges, device: torch.device
     ) -> torch.Tensor:
-        """Return the block `box` of the micro-batch that begins with sample number `sample`, on
-        `device`.
-
-        The element type is int64 if random data of the input are integers, otherwise float32.
+        """Return the slice `box` of a micro-batch of an input, on `device`. `sample` is the number
+        of the micro-batch's first sample. The values are int64 if random values of the input are
+        integers, otherwise float32.
         """
         axis = entry.batch_axis
         shape = entry.value.shape
@@ -74,16 +73,21 @@ class RandomSource(SampleSource):
 
 
 def _values_from_words(words: torch.Tensor, below: int | None) -> torch.Tensor:
+    """Return one value for each random word: an integer in [0, below), or a standard normal number
+    if `below` is None.
+    """
     return standard_normal(words) if below is None else integers_below(words, below)
 
 
 def _identity(words: torch.Tensor) -> torch.Tensor:
+    """Return `words` unchanged, for `draw_block`."""
     return words
 
 
 def _bounded_part(bounds: InputBounds, axis: int | None, region: TensorSlice) -> tuple[slice, ...]:
-    """Return the slices of the part of a block that the bounds apply to. The batch axis is the
-    first dimension of the block.
+    """Return the slices of the elements of `region` to which `bounds` apply, relative to `region`.
+    `region` is a slice of an input whose batch axis `axis` was moved to the front; None if the
+    input has no batch axis.
     """
     sides = list(zip(bounds.starts, bounds.stops, strict=True))
     found = []

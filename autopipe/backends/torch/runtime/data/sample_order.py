@@ -1,7 +1,7 @@
-"""The order in which the steps of a run read stored samples: epoch by epoch, each epoch shuffled on
-request.
+"""The order in which the steps of a run read stored samples: epoch by epoch. Each epoch is shuffled
+if the data settings request it.
 
-The order of an epoch depends only on the seed, the epoch and the number of samples. It is therefore
+The order of an epoch depends only on the seed, the epoch and the number of samples. So the order is
 equal for any number of ranks, and a run that resumes under another plan continues in the same
 order.
 """
@@ -21,31 +21,35 @@ SampleNumbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """The progress of a run. Earlier steps may have had another batch size and another number of
-    micro-batches.
+    """Position of a run in its data. A run that resumes another run continues the counts of that
+    run, whose steps may have had another batch size and another number of micro-batches.
     """
 
     steps: int = 0
     """Number of steps that have run."""
     samples: int = 0
-    """Number of the first sample of the next step."""
+    """Number of the next step's first sample, counted from the start of the first run. Numbers
+    increase across epochs.
+    """
     forwards: int | None = 0
-    """Number of micro-batches of all steps that have run; None if they were not counted."""
+    """Number of micro-batches in all steps that have run; None if a checkpoint of an earlier
+    version does not state it.
+    """
 
 
 START_OF_RUN = RunProgress()
 
 
 def shuffle_positions(places: SampleNumbers, samples: int, seed: int, epoch: int) -> SampleNumbers:
-    """Return the index of the stored sample at each of `places`, positions in the shuffled order of
-    an epoch. The order is a permutation of [0, samples).
+    """Return, for each position in `places`, the index of the stored sample at that position of the
+    shuffled epoch `epoch` (counted from 0). The shuffle is a permutation of [0, samples).
 
     The permutation is a Feistel network of `_FEISTEL_ROUNDS` rounds over integers of 2h bits, with
     the smallest h >= 1 for which 2^(2h) >= samples. A round maps the halves (L, R) to (R, L xor F(R
-    xor key)), with F = `_mix_bits` reduced to h bits. The network permutes [0, 2^(2h)). If its
-    output is not below `samples`, it is applied again to that output until it is (cycle walking;
-    Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which keeps the
-    mapping a permutation of [0, samples).
+    xor key)), with F = `_mix_bits` reduced to h bits. The network permutes [0, 2^(2h)). While its
+    output is not below `samples`, it is applied again to the output (cycle walking; Black and
+    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), which keeps the mapping a
+    permutation of [0, samples).
 
     A position costs about as much at the end of an epoch as at its start, and no rank stores the
     order, which would take 8 GB for 10^9 samples.
@@ -69,10 +73,10 @@ def shuffle_positions(places: SampleNumbers, samples: int, seed: int, epoch: int
 
 @lru_cache(maxsize=16)
 def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
-    """Return the 64-bit round keys of the Feistel network for an epoch, uint64
+    """Return the round keys of the Feistel network for an epoch: 64-bit words, uint64
     [_FEISTEL_ROUNDS].
     """
-    # This module must load without torch.
+    # Imported here because the launcher loads this module without torch.
     from autopipe.backends.torch.runtime.random_numbers.philox import (
         Purpose,
         as_unsigned,
@@ -89,8 +93,8 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
 
 
 def _mix_bits(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return each word after the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA
-    2014).
+    """Return the value of SplitMix64's mixing function for each 64-bit word (Steele, Lea and Flood,
+    "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -101,34 +105,39 @@ def _mix_bits(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 class SampleOrder:
     """The batches of `samples` stored samples, for a run that starts or resumes at `begin`.
 
-    Sample numbers increase across epochs. Number n is position n mod `samples` of epoch n //
-    `samples`, both counted from 0.
+    Sample numbers increase across epochs: sample number n is at position n mod `samples` of epoch n
+    // `samples`, counted from 0. No batch contains samples of two epochs.
     """
 
     samples: int
     batch_size: int
     keeps_last: bool
-    """True if the samples at the end of an epoch that do not fill a batch make a step of their own.
-    False if they are skipped.
+    """True if the samples at the end of an epoch that do not fill a batch form a step with fewer
+    samples. False if they are skipped.
     """
     seed: int | None = None
-    """Seed of the shuffle; None for the stored order."""
+    """Seed of the shuffle; None if samples are read in the order in which they are stored."""
     epochs: int | None = None
-    """Number of epochs after which the data ends; None for data without an end."""
+    """Number of epochs after which the data end; None if they never end."""
     begin: RunProgress = START_OF_RUN
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of steps of an epoch that is read from its start."""
         return self._steps(self.samples)
 
     @property
     def left_over(self) -> int:
-        """Number of samples at the end of each epoch that are skipped."""
+        """Number of samples at the end of each epoch that are skipped because they do not fill a
+        batch.
+        """
         return 0 if self.keeps_last else self.samples % self.batch_size
 
     @property
     def end(self) -> int | None:
-        """The number of steps after which the data has ended; None for data without an end."""
+        """Number of steps, counted from the start of the first run, after which the data end; None
+        if they never end.
+        """
         if self.epochs is None:
             return None
         epoch, within = divmod(self.begin.samples, self.samples)
@@ -138,10 +147,13 @@ class SampleOrder:
         return self.begin.steps + rest + (self.epochs - epoch - 1) * self.steps_per_epoch
 
     def _steps(self, samples: int) -> int:
+        """Return the number of steps that the last `samples` samples of an epoch fill."""
         return -(-samples // self.batch_size) if self.keeps_last else samples // self.batch_size
 
     def sample(self, step: int) -> int:
-        """Return the number of the first sample of `step`, which must not be before `begin`."""
+        """Return the number of the first sample of `step`, which must not precede the first step of
+        this run.
+        """
         epoch, within = divmod(self.begin.samples, self.samples)
         done = step - self.begin.steps
         rest = self._steps(self.samples - within)
@@ -151,16 +163,17 @@ class SampleOrder:
         return (epoch + 1 + epochs) * self.samples + step * self.batch_size
 
     def count(self, step: int) -> int:
-        """Return the number of samples of `step`: less than a batch in the last step of an epoch
-        that `keeps_last`, and 0 if the data has ended.
+        """Return the number of samples of `step`. It is less than a batch in the last step of an
+        epoch if `keeps_last`, and 0 if the data have ended.
         """
         if self.end is not None and step >= self.end:
             return 0
         return min(self.batch_size, self.samples - self.sample(step) % self.samples)
 
     def stored(self, start: int, stop: int) -> range | SampleNumbers:
-        """Return the indices at which the samples with numbers [start, stop) are stored. All of
-        these samples must belong to one epoch.
+        """Return the indices, in the stored arrays, of the samples with numbers [start, stop),
+        which must belong to one epoch. The result is a range without shuffling, otherwise an int64
+        array.
         """
         epoch, place = divmod(start, self.samples)
         places = range(place, place + stop - start)

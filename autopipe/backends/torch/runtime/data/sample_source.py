@@ -1,5 +1,5 @@
-"""The interface of sources of samples. This module does not import torch, so that data can be
-checked before torch is loaded.
+"""The interface of sources of samples. The module does not import torch, so that the launcher can
+check data without loading torch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.program import InputRange
 
 BlockRanges = tuple[tuple[int, int], ...]
-"""A block of a tensor: (start, stop) for each dimension."""
+"""A slice of a tensor: (start, stop) for each dimension."""
 
 
 class SampleSource(ABC):
-    """Samples for the inputs of a graph. Sample numbers increase from step to step.
+    """A source of values for the graph inputs. Samples are numbered; the numbers increase from step
+    to step, across epochs.
 
-    The base class describes data without an end. `left_over` is the number of samples at the end of
-    an epoch that do not fill a batch and that training skips.
+    The defaults of this class describe data that never end: one epoch, in which every step has a
+    full batch. `left_over` is the number of samples at the end of an epoch that are skipped because
+    they do not fill a batch.
     """
 
     left_over = 0
 
     def __init__(self, manifest: Manifest, begin: RunProgress) -> None:
+        """`begin` is the position in the data at which this run starts or resumes."""
         self._manifest = manifest
         self._begin = begin
 
@@ -34,20 +37,20 @@ class SampleSource(ABC):
         return self._begin.samples + (step - self._begin.steps) * self._manifest.batch_size
 
     def count(self, step: int) -> int:
-        """Return the number of samples of a step: 0 if the data has ended, less than a batch if the
-        rest of the batch is filler samples.
+        """Return the number of samples that the data have for a step: 0 if the data have ended,
+        less than a batch if filler samples must complete the batch.
         """
         return self._manifest.batch_size
 
     def epoch(self, step: int) -> int:
-        """Return the epoch, counted from 1, of a step whose data was read."""
+        """Return the epoch, counted from 1, of a step whose data were read."""
         return 1
 
     @abstractmethod
     def rows(self, entry: InputRange, start: int, stop: int) -> np.ndarray:
-        """Return samples [start, stop) of an input, along its batch axis. If the input has no batch
-        axis, return its full value.
+        """Return the values of samples [start, stop) of an input, in the input's numpy type, with
+        the samples along its batch axis. If the input has no batch axis, return its full value for
+        the step that contains sample `start`.
 
-        `start` determines the step in both cases. Callers request only samples that `count`
-        includes.
+        Callers request samples of one step, and only samples that `count` includes.
         """

@@ -1,5 +1,5 @@
-"""The sources of batches: random values, stored arrays, or a Python function. Each rank requests
-only the blocks that it needs.
+"""The sources of samples: random values, stored arrays, or a Python function. Each rank requests
+only the samples and slices that it needs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from autopipe.ir.training import DataSettings, is_data_function
 from autopipe.ir.words import plural
 
 _PIECE_BYTES = 1 << 24  # Bytes of an array that are checked at a time.
-_MAX_CHECKED_BYTES = 1 << 29  # Bytes of an array that are checked before ranks start.
+_MAX_CHECKED_BYTES = 1 << 29  # Maximum bytes that are checked per array before ranks start.
 
 
 def open_source(
@@ -61,12 +61,12 @@ def open_source(
     settings: DataSettings | None = None,
 ) -> SampleSource:
     """Return the source that `data` names (see `DataSettings.path`), for a run that starts or
-    resumes at `begin`. None names random values. Raise ConfigurationError if the data does not fit
-    the model.
+    resumes at `begin`; a source of random values if `data` is None. `seed` determines random values
+    and shuffling. Raise ConfigurationError if the data cannot be read or do not fit the model.
     """
     settings = settings or DataSettings()
     if data is None:
-        # This module imports torch, which is slow to load.
+        # Imported here because the module imports torch, which is slow to load.
         from autopipe.backends.torch.runtime.data.random_batches import (
             RandomSource,
         )
@@ -79,7 +79,7 @@ def open_source(
 
 def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> StoredArrays:
     """Return the arrays stored at the path `data`. Raise ConfigurationError if the path does not
-    exist, has no supported format, or cannot be read.
+    exist, is a Git LFS pointer, has an unsupported format, or cannot be read.
     """
     path = Path(data)
     for file in sorted(path.iterdir()) if path.is_dir() else (path,):
@@ -108,8 +108,8 @@ def open_arrays(manifest: Manifest, data: str, settings: DataSettings) -> Stored
 def read_block(
     source: SampleSource, manifest: Manifest, entry: InputRange, sample: int, box: BlockRanges
 ) -> np.ndarray:
-    """Return the block `box` of the micro-batch that starts at sample number `sample`, as a
-    row-major copy.
+    """Return the slice `box` of a micro-batch of an input, as a row-major copy. `sample` is the
+    number of the micro-batch's first sample.
     """
     return _assemble_block(
         lambda first, stop: source.rows(entry, sample + first, sample + stop), manifest, entry, box
@@ -124,8 +124,9 @@ def read_filled_block(
     offset: int,
     box: BlockRanges,
 ) -> np.ndarray:
-    """Return the block `box` of the micro-batch that starts `offset` samples into a step, as
-    `read_block` does. The step may have less than a batch; filler samples complete it.
+    """Return the slice `box` of a micro-batch of an input in a step that may have less than a batch
+    of samples; filler samples complete the batch (see `rows_with_filler`). The micro-batch starts
+    `offset` samples into the step. The result is a row-major copy.
     """
     return _assemble_block(
         lambda first, stop: rows_with_filler(
@@ -146,12 +147,15 @@ def rows_with_filler(
     stop: int,
     micro_batch: int = 0,
 ) -> np.ndarray:
-    """Return the rows of samples [start, stop) of a step's batch, where the step may have less than
-    a batch. The first sample of the step is repeated as filler for the samples that are missing.
+    """Return the rows of samples [start, stop) of a step's batch. The data may have fewer samples
+    for the step than a batch; each missing sample is a filler sample, a copy of the step's first
+    sample.
 
-    In training, filler samples have the ignored label, if the loss defines an ignored label and the
-    micro-batch that starts at sample `micro_batch` of the step also has samples from the data. A
-    micro-batch of only filler samples keeps the labels; its loss has weight 0 (see `Stage`).
+    In training, filler samples get the ignored label, if the loss defines one, so that they do not
+    count. This applies to micro-batches that also contain samples from the data; `micro_batch` is
+    the index in the batch of the micro-batch's first sample. A micro-batch of only filler samples
+    keeps the copied labels, because a mean over no label is undefined; its loss has weight 0 (see
+    `RankContext.weight`).
     """
     sample = source.sample(step)
     count = source.count(step)
@@ -172,6 +176,9 @@ def rows_with_filler(
 def _assemble_block(
     rows: Callable[[int, int], np.ndarray], manifest: Manifest, entry: InputRange, box: BlockRanges
 ) -> np.ndarray:
+    """Return the slice `box` of a micro-batch of an input, as a copy. `rows(first, stop)` returns
+    the rows of samples [first, stop) of the micro-batch.
+    """
     axis = entry.batch_axis
     block = [slice(*each) for each in box]
     if axis is None:
@@ -185,8 +192,8 @@ def _assemble_block(
 
 
 def save_samples(manifest: Manifest, target: Path) -> None:
-    """Write one step of random samples to an `.npz` file. A run on that file spends no step time on
-    drawing random values.
+    """Write one step of random samples to the `.npz` file `target`. A run on this file has equal
+    data in each step and does not spend time on drawing random values.
     """
     source = open_source(manifest, None, 0)
     drawn = {
@@ -196,10 +203,11 @@ def save_samples(manifest: Manifest, target: Path) -> None:
 
 
 class StoredSource(SampleSource):
-    """Stored arrays, one for each input, with samples along the batch axis. All arrays with a batch
-    axis have an equal number of samples.
+    """A source that reads stored arrays, one for each input, with samples along the batch axis. All
+    arrays with a batch axis have an equal number of samples.
 
-    An epoch ends with the last sample. Inference ends after one epoch.
+    An epoch contains each sample at most once. Training repeats epochs, up to the number in the
+    settings; inference ends after one epoch.
     """
 
     def __init__(
@@ -210,6 +218,10 @@ class StoredSource(SampleSource):
         begin: RunProgress,
         settings: DataSettings,
     ) -> None:
+        """Open a source on `arrays`. Raise ConfigurationError if an input has no array, if the
+        arrays do not fit the model, or if training has less than a batch of samples and must not
+        fill it up.
+        """
         super().__init__(manifest, begin)
         self._where = str(arrays.path)
         self._stored = arrays
@@ -253,7 +265,9 @@ class StoredSource(SampleSource):
 
     @property
     def end(self) -> int | None:
-        """The number of steps after which the data has ended; None for data without an end."""
+        """Number of steps, counted from the start of the first run, after which the data end; None
+        if they never end.
+        """
         return None if self._order is None else self._order.end
 
     def sample(self, step: int) -> int:
@@ -273,13 +287,15 @@ class StoredSource(SampleSource):
         return convert_rows(found, entry, self._where, numbers)
 
     def check(self, samples: int | None = None) -> str:
-        """Check the arrays against the model, in pieces of about `_PIECE_BYTES` bytes: the first
-        `samples` samples, or all if None.
+        """Check the values of the first `samples` samples, or of all samples if None, against the
+        model. Raise ConfigurationError for values that the model does not accept.
 
-        Of a large array only evenly spaced pieces are checked, about `_MAX_CHECKED_BYTES` bytes.
-        Arrays whose type alone shows that they fit are not read. Return a line that lists the
-        arrays checked in part, "" if there are none. Raise ConfigurationError for values that the
-        model does not accept.
+        Arrays are read in pieces of about `_PIECE_BYTES` bytes. In an array that exceeds
+        `_MAX_CHECKED_BYTES`, only evenly spaced pieces are checked, of about that many bytes
+        together. An array is not read if its element type shows that all its values are valid.
+
+        Return a line for the user that lists the arrays that were checked in part, "" if there are
+        none.
         """
         partly = []
         for entry in self._manifest.inputs:
@@ -313,8 +329,10 @@ class StoredSource(SampleSource):
     def _rows_and_numbers(
         self, array: Array, entry: InputRange, samples: range | SampleNumbers
     ) -> tuple[np.ndarray, range | SampleNumbers]:
-        """Return (rows, numbers): the rows of the samples, and the numbers of these rows in the
-        array. If `samples` is a range, `rows` is one slice of the array.
+        """Return (rows, numbers) for the stored samples with the indices `samples`.
+
+        rows: their rows of the array. If `samples` is a range, a single slice of the array.
+        numbers: the number of each of these rows in the array.
         """
         assert entry.batch_axis is not None
         extent = rows_per_sample(entry, self._manifest)
@@ -326,8 +344,8 @@ class StoredSource(SampleSource):
         return array[(*before, rows)], rows
 
     def notes(self, steps: int) -> list[str]:
-        """Return lines for the user about a run of `steps` steps: how the files were read, and
-        which samples are skipped, repeated or missing.
+        """Return lines for the user about a run of `steps` steps: how the files were interpreted,
+        and which samples are skipped, repeated or missing. Empty if there is nothing to say.
         """
         described = [f"{self._where}: {text}"] if (text := self._stored.describe()) else []
         order = self._order
@@ -374,19 +392,26 @@ FUNCTION_PARAMETERS_HINT = "it takes none, or some, of step, batch_size and seed
 
 
 class FunctionSource(SampleSource):
-    """A Python function `module:function` that returns batches. A batch is a mapping from input
-    name to array.
+    """A source that calls a Python function, given as `module:function`. The function provides
+    batches: mappings from input name to array.
 
-    A function with a parameter `step` returns the batch of that step, or None after the last batch.
-    Any other function returns an iterable of the batches of consecutive steps. An iterable cannot
-    start in the middle, so a run that resumes also reads the batches of earlier steps. The end of
-    the iterable is the end of an epoch, and training then calls the function again for the next
-    epoch. The function may also have parameters `batch_size` and `seed`.
+    If the function has a parameter `step`, it is called once per step. It returns the batch of this
+    step, or None after the last batch.
+
+    Otherwise the function is called once per epoch. It returns an iterable of the batches of
+    consecutive steps; the end of the iterable is the end of the epoch. An iterable cannot start in
+    the middle, so a run that resumes also reads the batches of earlier steps.
+
+    In both cases the function may have parameters `batch_size` and `seed`.
     """
 
     def __init__(
         self, manifest: Manifest, name: str, seed: int, begin: RunProgress, settings: DataSettings
     ) -> None:
+        """Import the function `name` (`module:function`) and check its parameters. Raise
+        ConfigurationError if this fails, or if the settings request shuffling, or a number of
+        epochs for a function of the step.
+        """
         module, _, function = name.rpartition(":")
         super().__init__(manifest, begin)
         self._name = name
@@ -428,7 +453,8 @@ class FunctionSource(SampleSource):
         self._current: tuple[int, _Batch, int] = (1, {}, manifest.batch_size)
 
     def count(self, step: int) -> int:
-        """Return the number of samples of a step.
+        """Return the number of samples that the function provides for a step; 0 if the batches have
+        ended.
 
         The batch is read only if its size is needed: in inference, if the number of epochs is
         limited, or if training keeps an epoch's incomplete last batch. Otherwise every step has a
@@ -467,7 +493,9 @@ class FunctionSource(SampleSource):
         return convert_rows(rows, entry, where, range(first, last))
 
     def _advance(self, step: int) -> bool:
-        """Read batches up to the batch of `step`. Return False if the batches end before it."""
+        """Make the batch of `step` the current batch, by reading further batches. Return False if
+        the batches end before it.
+        """
         while self._step < step:
             if self._by_step:
                 self._step = step - 1
@@ -478,8 +506,9 @@ class FunctionSource(SampleSource):
         return True
 
     def _batches_with_epoch(self) -> Iterator[tuple[int, _Batch, int]]:
-        """Yield (epoch, batch, number of samples of the batch). Only the last batch of an epoch may
-        have less than a full batch of samples; otherwise raise ConfigurationError.
+        """Yield (epoch, batch, number of samples of the batch) for all epochs. Only the last batch
+        of an epoch may have less than a full batch of samples; it is skipped if the settings say
+        so. Raise ConfigurationError for other invalid batches.
         """
         batch_size = self._manifest.batch_size
         for epoch in itertools.count(1):
@@ -524,8 +553,8 @@ class FunctionSource(SampleSource):
                 )
 
     def _batches_of_epoch(self) -> Iterator[tuple[int, Any]]:
-        """Yield (number, batch) for the batches of one epoch. A function with a parameter `step` is
-        called from the current step on, until it returns None.
+        """Yield (number, batch) for the batches of one epoch, as the function returns them. A
+        function with a parameter `step` is called from the current step on, until it returns None.
         """
         if not self._by_step:
             yield from enumerate(self._function(**self._given))
@@ -543,12 +572,14 @@ def check_data(
     settings: DataSettings | None = None,
     begin: RunProgress = START_OF_RUN,
 ) -> tuple[StoredSource | None, str]:
-    """Return (source, note): the stored arrays at `data`, after a check of the values that `steps`
-    steps read, and a line about arrays that were checked only in part.
+    """Check the stored arrays at `data` before ranks start. Return (source, note).
 
-    The source is None if `data` names a function or random values, which are not checked here. If
-    `steps` is None or the data is shuffled, the check covers all samples. Raise ConfigurationError
-    if the arrays do not fit the model or each other.
+    source: the source on the arrays; None if `data` names a function or random values, which are
+    not checked.
+    note: a line about arrays that were checked only in part, otherwise "".
+
+    The check covers the samples that `steps` steps read; all samples if `steps` is None or the data
+    are shuffled. Raise ConfigurationError if the arrays do not fit the model or each other.
     """
     if data is None or is_data_function(data):
         return None, ""
@@ -560,9 +591,10 @@ def check_data(
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import and return the module `name`, from the current folder if it is there, otherwise from
-    the module path. If the current folder has it, the folder is appended to `sys.path`, so that the
-    module can import its neighbours.
+    """Import the module `name` and return it. A module in the current folder takes precedence over
+    the module path, except over modules of the standard library or modules that are already
+    imported. If the module is in the current folder, the folder is appended to `sys.path`, so that
+    the module can import modules next to it.
     """
     folder = os.getcwd()
     first = name.partition(".")[0]

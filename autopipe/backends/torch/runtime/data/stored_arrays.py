@@ -1,7 +1,7 @@
 """Stored arrays: `.npz` files, `.npy` files, folders of `.npy` files, and files of tokens.
 
 Uncompressed arrays are memory-mapped, so that reading a few samples of a large file reads only the
-pages of these samples. No file is unpickled.
+pages of these samples. No file is unpickled, because unpickling can run code.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-"""The header before each member of a ZIP file. Its last two fields are the lengths of the file name
-and of the extra field that follow the header (APPNOTE.TXT, section 4.3.7).
+"""Layout of the header before each member of a ZIP file. The last two fields are the lengths of the
+file name and of the extra field, which follow the header (APPNOTE.TXT, section 4.3.7).
 """
 _DAMAGED_FILE_ERRORS = (
     OSError,
@@ -43,14 +43,14 @@ _DAMAGED_FILE_ERRORS = (
     OverflowError,
     tokenize.TokenError,
 )
-"""Errors that reading a damaged file can raise. Numpy parses the header of an `.npy` file as a
+"""Errors that reading a damaged file can raise. Numpy parses the header of a `.npy` file as a
 Python literal, which can raise SyntaxError, TokenError, TypeError, and MemoryError for deep
 nesting.
 """
 
 
 class Array(Protocol):
-    """The part of the interface of a numpy array that sources use for stored arrays."""
+    """The part of numpy's array interface that sources use on a stored array."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -62,7 +62,7 @@ class Array(Protocol):
 
 
 class StoredArrays(ABC):
-    """Stored arrays, by the name of the graph input that reads them."""
+    """The arrays of a data set on disk, by the name of the graph input that reads them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,17 +76,19 @@ class StoredArrays(ABC):
 
     @abstractmethod
     def array(self, name: str) -> Array:
-        """Return the array. Raise ConfigurationError if its file is damaged."""
+        """Return an array. Raise ConfigurationError if its file is damaged."""
 
     def describe(self) -> str:
-        """Return a description of how the files were interpreted, if there is more than one way;
-        otherwise "".
+        """Return a line for the user on how the files were interpreted, for example the element
+        type that was inferred; "" if there is only one interpretation.
         """
         return ""
 
 
 class Archive(StoredArrays):
-    """An `.npz` file. Raises ConfigurationError if the file is damaged."""
+    """The arrays of an `.npz` file, by member name. Raises ConfigurationError if the file is
+    damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -101,6 +103,9 @@ class Archive(StoredArrays):
 
     @contextmanager
     def _opened(self, what: str) -> Iterator[zipfile.ZipFile]:
+        """Open the ZIP file for the block. Read errors become ConfigurationError; `what` names the
+        data in the message.
+        """
         with _convert_read_errors(self.path, what), zipfile.ZipFile(self.path) as archive:
             yield archive
 
@@ -109,7 +114,7 @@ class Archive(StoredArrays):
             return _read_npy_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
-        """Return the array: memory-mapped if its member is stored uncompressed, otherwise read into
+        """Return an array: memory-mapped if its member is stored uncompressed, otherwise read into
         memory.
         """
         info = self._members[name]
@@ -126,11 +131,12 @@ class Archive(StoredArrays):
 
 
 class ArrayFiles(StoredArrays):
-    """A folder with a file `NAME.npy` for each input, or a single `.npy` file for a model with one
-    input.
+    """The arrays of a folder with a file `NAME.npy` for each input, or a single `.npy` file for a
+    model with one input.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Raise ConfigurationError if `path` is a file and the model has several inputs."""
         super().__init__(path)
         if path.is_dir():
             self._files = {file.stem: file for file in sorted(path.glob("*.npy"))}
@@ -168,6 +174,9 @@ class ArrayFiles(StoredArrays):
 
 @contextmanager
 def _convert_read_errors(path: Path, what: str) -> Iterator[None]:
+    """Convert errors that a damaged file can raise in the block to ConfigurationError. `what` names
+    the data in the message.
+    """
     try:
         yield
     except _DAMAGED_FILE_ERRORS as error:
@@ -176,7 +185,9 @@ def _convert_read_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return (shape, is_fortran_order, dtype) from the header of an `.npy` file."""
+    """Read the header of a `.npy` file from `file` and return (shape, is_fortran_order, dtype). The
+    file's position is then at the start of the data. Raise ValueError for an unsupported version.
+    """
     form = np.lib.format
     version = form.read_magic(file)
     readers = {(1, 0): form.read_array_header_1_0, (2, 0): form.read_array_header_2_0}
@@ -186,8 +197,9 @@ def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _map_array(path: Path, file: IO[bytes]) -> np.ndarray:
-    """Return the array whose header starts at the position of `file`, which is open on `path`. The
-    array is memory-mapped.
+    """Return a memory-mapped array of the file `path`. The header of the array starts at the
+    current position of `file`, which is open on the same file. Raise ValueError if the array
+    contains Python objects.
     """
     shape, fortran, dtype = _read_npy_header(file)
     if dtype.hasobject:
@@ -198,45 +210,49 @@ def _map_array(path: Path, file: IO[bytes]) -> np.ndarray:
     mapped = np.memmap(  # type: ignore[call-overload]
         path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order
     )
-    return np.asarray(mapped)  # Slicing a memmap object is many times slower than slicing an array.
+    return np.asarray(mapped)  # Return a plain array: slicing a memmap object is many times slower.
 
 
 _LABELS_PATTERN = re.compile(r"(?:.*[._/])?(?:labels?|targets?)")
 _CONSTANT_INPUTS = {"attention_mask": 1, "token_type_ids": 0}
 _POSITION_INPUT = "position_ids"
 _SAMPLED_WORDS = 1 << 16
-"""Number of 16-bit words at the start of a token file from which the size of a token, 16, 32 or 64
-bits, is inferred.
+"""Number of 16-bit words at the start of a token file from which the size of a token (16, 32 or 64
+bits) is inferred.
 """
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_TYPE_BY_CODE = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Element types by their code in Megatron's `.idx` files
+"""Numpy element type by its code in Megatron's `.idx` files
 (megatron/core/datasets/indexed_dataset.py).
 """
 
 
 class TokenFile(StoredArrays):
-    """A `.bin` file of token numbers, as nanoGPT and Megatron write it.
+    """A `.bin` file of token ids, as nanoGPT and Megatron write it.
 
-    With the sequence length s of the graph, sample i is the tokens [i·s, (i + 1)·s). Its labels are
-    the next tokens: [i·s + 1, (i + 1)·s + 1).
+    With the sequence length s of the graph, sample i consists of the tokens [i·s, (i + 1)·s). Its
+    labels are the next tokens: [i·s + 1, (i + 1)·s + 1).
 
-    The data of an input follows from its name. Exactly one input has a name that is not listed
-    here; it reads the tokens.
+    The name of an input determines its data. Exactly one input must have a name that is not in this
+    list; it reads the tokens.
 
       labels, targets   the labels; also `label` and `target`, and after a dot, slash or underscore
       attention_mask    ones
       token_type_ids    zeros
       position_ids      0 to s - 1
 
-    If the graph itself shifts the labels, the labels input reads the unshifted tokens. This is
-    detected from the loss, which then does not read the first label.
+    If the graph itself shifts the labels by one token, the labels input reads the tokens unshifted.
+    Such a graph is recognised by its loss, which does not read the first label of a sample.
 
-    The element type is read from Megatron's `.idx` file of equal name if there is one. Otherwise
-    `_infer_token_type` infers uint16, uint32 or int64.
+    The element type is read from Megatron's `.idx` file of the same name, if there is one.
+    Otherwise `_infer_token_type` infers uint16, uint32 or int64.
     """
 
     def __init__(self, path: Path, manifest: Manifest, sequence_length: int | None) -> None:
+        """`sequence_length` is the sequence length that the data settings require, None for any.
+        Raise ConfigurationError if the model's inputs do not fit a file of tokens, or if the file
+        cannot be read or has less than one sample.
+        """
         super().__init__(path)
         self._manifest = manifest
         self._entries = {each.value.name: each for each in manifest.inputs}
@@ -318,8 +334,8 @@ class TokenFile(StoredArrays):
         return sample_blocks(samples, entry, self._manifest)
 
     def _label_shift(self, name: str) -> int:
-        """Return 1 for labels that are read one token later, 0 for tokens and for labels that the
-        graph shifts itself.
+        """Return by how many tokens the data of an input are shifted: 1 for labels, 0 for other
+        inputs and for labels that the graph itself shifts.
         """
         if not _LABELS_PATTERN.fullmatch(name):
             return 0
@@ -333,6 +349,7 @@ class TokenFile(StoredArrays):
         return 0 if starts and max(starts) == 1 else 1
 
     def _map_tokens(self) -> np.ndarray:
+        """Return the tokens of the file, a memory-mapped array [tokens]."""
         with _convert_read_errors(self.path, "tokens"):
             kind = self._type_in_index() or "<u2"
             if kind == "<u2" and not self.path.with_suffix(".idx").is_file():
@@ -349,7 +366,9 @@ class TokenFile(StoredArrays):
             return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
 
     def _type_in_index(self) -> str:
-        """Return the element type in Megatron's `.idx` file, "" if there is no such file."""
+        """Return the numpy element type that Megatron's `.idx` file states, "" if there is no such
+        file. Raise ValueError if the file is not a valid index.
+        """
         index = self.path.with_suffix(".idx")
         if not index.is_file():
             return ""
@@ -361,12 +380,12 @@ class TokenFile(StoredArrays):
 
 
 def _infer_token_type(words: np.ndarray, vocabulary: int) -> str:
-    """Return the element type of a token file, inferred from the 16-bit words at its start and the
-    number of tokens in the vocabulary.
+    """Return the numpy element type of a token file. `words` are the 16-bit words at its start,
+    `vocabulary` is the number of token ids that the model accepts, 0 if unknown.
 
     The upper words of a small little-endian integer are 0. If words 2 and 3 (from 0) of each group
-    of 4 are 0, tokens have 64 bits. Otherwise, if the vocabulary exceeds 2^16 or if each second
-    word is 0, tokens have 32 bits. Otherwise they have 16 bits.
+    of 4 are 0, tokens have 64 bits. Otherwise, if `vocabulary` exceeds 2^16 or if each second word
+    is 0, tokens have 32 bits. Otherwise they have 16 bits.
     """
     if words.any() and len(words) % 4 == 0 and not words.reshape(-1, 4)[:, 2:].any():
         return "<i8"
