@@ -65,21 +65,29 @@ from autopipe.ir.words import plural
 
 FORMAT = "autopipe.checkpoint/2"
 AVERAGE_STATE = "ema"
-"""Name of the exponential moving average in the state of a parameter."""
+"""Name under which the state of a parameter contains the exponential moving average of its values.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSlice:
+    """One block of a tensor: the slice `box` of the full tensor, stored in a file of the
+    checkpoint. `file` is an index into `Checkpoint.files`, and `key` is the name of the block in
+    the safetensors file.
+    """
+
     box: Annotated[TensorSlice, Inline()]
     file: Index
     offset: Index
-    """Offset from the start of the file in bytes."""
+    """Offset of the first byte from the start of the file."""
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of global shape `shape`. `dtype` is the lower-case ONNX name of its element type."""
+    """A tensor of a checkpoint, stored in one or more blocks. `shape` is the shape of the full
+    tensor, and `dtype` the lower-case ONNX name of its element type.
+    """
 
     dtype: str
     shape: tuple[Index, ...]
@@ -88,7 +96,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """The value of a parameter, and its optimizer state under torch's names."""
+    """A parameter of a checkpoint: its value and its optimizer state. `state` has one tensor per
+    entry (torch's names, such as `exp_avg`), `scalars` the entries that are single numbers, such as
+    `step`.
+    """
 
     name: str
     trainable: bool
@@ -99,8 +110,8 @@ class StoredParameter:
 
 @dataclass(frozen=True, slots=True)
 class StoredGenerator:
-    """The state of torch's generator of random numbers on a rank's `device`, "cpu" or "cuda", as
-    bytes.
+    """The state of torch's random number generator on a rank's `device`, "cpu" or "cuda", as a
+    tensor of bytes.
     """
 
     rank: Index
@@ -110,6 +121,10 @@ class StoredGenerator:
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
+    """The loss scale of an fp16 run, and the number of steps without an overflow since the scale
+    changed.
+    """
+
     scale: Annotated[float, Above(0)]
     good_steps: Index
 
@@ -117,11 +132,15 @@ class LossScale:
 FileName = Annotated[
     str, Predicate(lambda name: Path(name).name == name != "..", "a file of the checkpoint")
 ]
-"""A file name without folders, so that it cannot refer to a file outside of the checkpoint."""
+"""Name of a file, without folders. A name with folders is rejected, because it could refer to a
+file outside of the checkpoint.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
+    """A file of a checkpoint, its size in bytes and its SHA-256 digest."""
+
     name: FileName
     size: Annotated[int, KeyPath("bytes")]
     sha256: str
@@ -129,6 +148,8 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """The manifest of a checkpoint; the module docstring defines its fields."""
+
     model: Annotated[str, KeyPath("model.path")]
     model_digest: Annotated[str, KeyPath("model.sha256")]
     plan: str
@@ -139,21 +160,22 @@ class Checkpoint:
     optimizer: dict[str, Any]
     files: tuple[StoredFile, ...]
     parameters: tuple[StoredParameter, ...]
-    """Sorted by name."""
+    """Parameters of the model, sorted by name."""
     random: tuple[StoredGenerator, ...]
     loss_scale: Annotated[LossScale | None, OmitDefault()] = None
     eval_loss: Annotated[float | None, OmitDefault()] = None
     forwards: Annotated[Index | None, OmitDefault()] = None
-    """Micro-batches of all steps so far; None if they were not counted."""
+    """Number of micro-batches in all steps so far; None if they were not counted."""
 
     def parameter(self, name: str) -> StoredParameter | None:
+        """Return the entry of the parameter called `name`, or None if there is none."""
         return next((each for each in self.parameters if each.name == name), None)
 
 
 MANIFEST_FILE = "manifest.json"
 BEST_FOLDER = "best"
-"""Name of the subfolder for the checkpoint with the lowest validation loss, in a run's checkpoint
-folder.
+"""Name of the subfolder of a run's checkpoint folder that contains the checkpoint with the lowest
+validation loss.
 """
 DEFAULT_KEPT_CHECKPOINTS = 2
 """Default number of checkpoints that are kept: the newest one and its predecessor."""
@@ -163,8 +185,8 @@ _TEMPORARY_PATTERN = re.compile(r"step_\d{8,}\.tmp-.*")
 
 @contextlib.contextmanager
 def convert_write_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts a failure to write into a LaunchError, whose hint says that
-    earlier checkpoints are unchanged.
+    """Context manager that converts an OSError while `path` is written to a LaunchError. Its hint
+    states that earlier checkpoints are unchanged.
     """
     try:
         yield
@@ -177,6 +199,7 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 
 
 def _checkpoint_error(path: Path, message: str, where: object = None) -> LaunchError:
+    """Return the error for the checkpoint at `path`; `where` is a part of the checkpoint, if known."""
     hint = f"remove {path.name} to go on from the one before"
     return LaunchError(
         message, hint=hint, where=str(path / MANIFEST_FILE if where is None else where)
@@ -184,6 +207,9 @@ def _checkpoint_error(path: Path, message: str, where: object = None) -> LaunchE
 
 
 def _damage_error(path: Path, reason: object, where: object = None) -> LaunchError:
+    """Return the error for a damaged checkpoint at `path`; `where` is a part of the checkpoint, if
+    known.
+    """
     return _checkpoint_error(path, f"the checkpoint is damaged: {reason}", where)
 
 
@@ -191,17 +217,20 @@ _LOCK_FILE = ".lock"
 
 
 class FolderLock:
-    """Locks a folder until `release`, or until the process ends for any reason."""
+    """An exclusive lock on a folder of checkpoints. The lock is held until `release` or until the
+    process ends for any reason.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raise ConfigurationError if another run has locked the folder, and LaunchError if the
-        folder cannot be created.
+        """Create `folder` if it does not exist, and lock it. Wait up to `_REPLACED_RUN_PATIENCE_S`
+        seconds for another run to release it. Raise ConfigurationError if the other run does not,
+        and LaunchError if the folder cannot be created.
         """
         self._descriptor = -1
         self._folder = folder
         self.held = False
-        """False if the file system has no locks. In that case, no files of other runs may be
-        removed.
+        """True if this object holds the lock. False if the file system does not support locks; then
+        the files of other runs must not be removed.
         """
         with convert_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -218,6 +247,9 @@ class FolderLock:
             self.held = True
 
     def _try_lock(self) -> bool:
+        """Return True if the folder is now locked, and False if another process holds the lock.
+        Raise OSError if the file system does not support locks.
+        """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -225,11 +257,11 @@ class FolderLock:
         return True
 
     def claim(self, run: str) -> None:
-        """Record that the folder belongs to `run`. Raise ConfigurationError if the folder has
-        checkpoints of another run, which ended after this one was started.
+        """Write the name `run` to the lock file. Raise ConfigurationError if the folder has
+        checkpoints of another run, which has ended since this run was started.
         """
         if os.pread(self._descriptor, _MAX_RUN_NAME_BYTES, 0) == run.encode():
-            return  # The ranks of this run were restarted.
+            return  # This run has claimed the folder before its ranks were restarted.
         check_has_no_checkpoints(self._folder)
         with convert_write_errors(self._folder):
             os.ftruncate(self._descriptor, 0)
@@ -244,15 +276,18 @@ class FolderLock:
 
 
 _REPLACED_RUN_PATIENCE_S = 15.0
-"""Seconds that a run waits for a killed run, which it replaces, to end."""
+"""Maximum seconds that a new run waits for the lock. A killed run that it replaces may need some
+seconds to end.
+"""
 _LOCK_RETRY_S = 0.1
 _MAX_RUN_NAME_BYTES = 4096
 """Maximum size of a run's name in bytes."""
 _SHORT_PATIENCE_S = 2.0
-"""Seconds that a run without --resume waits for the ranks of a killed run to end."""
+"""Maximum seconds that `check_not_in_use` waits for the ranks of a killed run to end."""
 
 
 def _in_use_error(folder: Path) -> ConfigurationError:
+    """Return the error for a folder that another run has locked."""
     hint = "wait until the other run ends, or choose another folder with --checkpoint DIR"
     return ConfigurationError(
         "another run is writing checkpoints to this folder", hint=hint, where=str(folder)
@@ -262,9 +297,9 @@ def _in_use_error(folder: Path) -> ConfigurationError:
 def check_can_save(folder: Path) -> None:
     """Raise ConfigurationError if checkpoints cannot be saved in `folder`, which may not exist yet.
 
-    A temporary folder is created and removed in the nearest existing folder. File permissions are
-    not sufficient for the check: they do not show that a file system is read-only, and they do not
-    apply to root.
+    The check creates and removes a temporary folder in the nearest existing folder. File
+    permissions would not be sufficient: they do not show that a file system is read-only, and they
+    do not apply to root.
     """
     folder = folder.absolute()
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
@@ -272,8 +307,8 @@ def check_can_save(folder: Path) -> None:
         raise _cannot_save_error(folder, f"{there} is {_describe_non_folder(there)}")
     try:
         with temporary_folder(".autopipe-check-", there) as made:
-            # The missing folders are created in the temporary folder, too, because their names may
-            # be longer than the file system allows.
+            # The missing folders are created inside the temporary folder as well, because their
+            # names may be longer than the file system allows.
             names = [name for name in folder.relative_to(there).parts if name != ".."]
             made.joinpath(*names).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -283,12 +318,13 @@ def check_can_save(folder: Path) -> None:
 
 
 def _cannot_save_error(folder: Path, reason: str) -> ConfigurationError:
+    """Return the error for a folder in which checkpoints cannot be saved."""
     hint = "choose a writable folder with --checkpoint DIR"
     return ConfigurationError(f"checkpoints cannot be written: {reason}", hint, str(folder))
 
 
 def _describe_non_folder(path: Path) -> str:
-    """Return a noun for the object at `path`, which is not a folder."""
+    """Return a noun phrase for the object at `path`, which is not a folder, such as "a file"."""
     if not path.exists():
         return "a link to nothing"
     return (
@@ -301,8 +337,8 @@ def _describe_non_folder(path: Path) -> str:
 
 
 def check_not_in_use(folder: Path) -> None:
-    """Raise ConfigurationError if another run has locked `folder`, or if its lock file cannot be
-    opened. Nothing is written.
+    """Raise ConfigurationError if another run still holds the lock of `folder` after
+    `_SHORT_PATIENCE_S` seconds, or if the lock file cannot be opened. Write nothing.
     """
     try:
         descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
@@ -322,7 +358,7 @@ def check_not_in_use(folder: Path) -> None:
                     raise _in_use_error(folder) from None
                 time.sleep(_LOCK_RETRY_S)
                 continue
-            except OSError:  # The file system has no locks.
+            except OSError:  # The file system does not support locks, so no run can hold one.
                 pass
             return
     finally:
@@ -330,7 +366,7 @@ def check_not_in_use(folder: Path) -> None:
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Return the steps of the committed checkpoints, in ascending order."""
+    """Return the steps of the complete checkpoints in `folder`, in ascending order."""
     try:
         names = [entry.name for entry in folder.iterdir()]
     except FileNotFoundError:
@@ -344,8 +380,8 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def check_has_no_checkpoints(folder: Path) -> None:
-    """Raise ConfigurationError if the folder has checkpoints. A run without --resume does not save
-    next to the checkpoints of another run.
+    """Raise ConfigurationError if `folder` contains checkpoints. A run without --resume must not
+    mix its checkpoints with those of another run.
     """
     if steps := committed_steps(folder):
         hint = "resume the run with --resume, or choose another folder"
@@ -357,23 +393,26 @@ def check_has_no_checkpoints(folder: Path) -> None:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of step `step` in the run's checkpoint folder `folder`."""
     return folder / f"step_{step:08d}"
 
 
 def rank_file(rank: int) -> str:
+    """Return the name of the file in which rank `rank` stores its shards."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def temporary_path(folder: Path, step: int, token: str) -> Path:
-    """Return the path at which a checkpoint is written before it is committed. `token`
-    distinguishes runs.
+    """Return the temporary path of a checkpoint that is being written. `token` distinguishes the
+    runs that write to `folder`.
     """
     return folder / f"step_{step:08d}.tmp-{token}"
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary folders of crashed runs, except for folders with files that do not
-    belong to a checkpoint. No run may be saving in `folder` meanwhile; see `FolderLock`.
+    """Remove the incomplete checkpoints of crashed runs from `folder`, except folders with files
+    that do not belong to a checkpoint. The caller must hold the lock of `folder` (`FolderLock`), so
+    that no other run is writing a checkpoint.
     """
     with convert_write_errors(folder):
         for path in folder.iterdir():
@@ -385,7 +424,9 @@ _PART_FILE_PATTERN = re.compile(r"rank_\d{5,}\.safetensors|manifest\.json")
 
 
 def _holds_only_shards(folder: Path) -> bool:
-    """Return True if a folder has only the files of a checkpoint."""
+    """Return True if `folder` is a folder, not a link, that contains nothing but files of a
+    checkpoint.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(
@@ -394,8 +435,9 @@ def _holds_only_shards(folder: Path) -> bool:
 
 
 def commit(temporary: Path, manifest: str) -> Path:
-    """Write the manifest of a checkpoint and rename the checkpoint to its final name. All of its
-    other files must be on the disk. Only one rank calls this.
+    """Complete the checkpoint in the folder `temporary`: write its manifest, then rename the folder
+    to its final name. Return the final path. All other files must be on the disk. Only one rank
+    calls this function.
     """
     final = temporary.with_name(temporary.name.partition(".")[0])
     with convert_write_errors(final):
@@ -403,7 +445,8 @@ def commit(temporary: Path, manifest: str) -> Path:
         path.write_text(manifest, encoding="utf-8")
         flush_to_disk(path)
         flush_to_disk(temporary)
-        if final.exists():  # An earlier best checkpoint of this step, which has been repeated.
+        # A restarted run repeats this step, for which it has saved a best checkpoint before.
+        if final.exists():
             if _holds_only_shards(final):
                 _remove_folder(final)
             else:
@@ -416,18 +459,25 @@ def commit(temporary: Path, manifest: str) -> Path:
 def remove_old_checkpoints(
     folder: Path, latest: int = DEFAULT_KEPT_CHECKPOINTS, every: int = 0
 ) -> None:
-    """Remove old checkpoints. The `latest` newest ones are kept (0: all), and so are checkpoints
-    whose step is a multiple of `every`, and checkpoints with foreign files in their folder.
+    """Remove all checkpoints in `folder` except the `latest` newest ones (0: remove none), those
+    whose step is a multiple of `every` (0: no such exception), and those whose folders contain
+    foreign files.
     """
     old = committed_steps(folder)[:-latest] if latest else []
     _remove_steps(folder, [step for step in old if not every or step % every])
 
 
 def keep_only(folder: Path, step: int) -> None:
+    """Remove all checkpoints in `folder` except that of step `step`, and except those with foreign
+    files.
+    """
     _remove_steps(folder, [each for each in committed_steps(folder) if each != step])
 
 
 def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
+    """Remove the checkpoints of `steps` from `folder`, except those whose folders contain foreign
+    files.
+    """
     for step in steps:
         old = checkpoint_path(folder, step)
         with convert_write_errors(old):
@@ -436,8 +486,8 @@ def _remove_steps(folder: Path, steps: Sequence[int]) -> None:
 
 
 def _remove_folder(old: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a partly removed checkpoint is not taken
-    for a complete one.
+    """Remove the checkpoint in the folder `old`. The folder is renamed first, so that a partly
+    removed checkpoint never has the name of a complete one.
     """
     gone = old.with_name(f"{old.name}.tmp-old")
     os.rename(old, gone)
@@ -445,7 +495,7 @@ def _remove_folder(old: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until the content of a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -454,8 +504,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the manifest of the checkpoint in folder `path`. Raise LaunchError if it is damaged or
-    has another format.
+    """Return the manifest of the checkpoint in the folder `path`. Raise LaunchError if the manifest
+    is missing, is damaged or has another format.
     """
     try:
         document = json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))
@@ -471,11 +521,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def manifest_text(checkpoint: Checkpoint) -> str:
+    """Return the text of the manifest file, including its digest."""
     document = manifest_document(checkpoint)
     return json.dumps(document | {"sha256": _manifest_digest(document)}) + "\n"
 
 
 def _manifest_digest(document: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest as a JSON object without the key `sha256`."""
     return hashlib.sha256(
         json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
     ).hexdigest()
@@ -487,7 +539,9 @@ def manifest_document(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def parse_manifest(document: dict[str, Any], where: str = "") -> Checkpoint:
-    """Parse the manifest in a JSON object. Raise ConfigurationError if it is invalid."""
+    """Return the manifest that a JSON object represents. `where` names the file in errors. Raise
+    ConfigurationError if a value is missing or invalid.
+    """
     found: Checkpoint = decode(JsonRecord(document, where), Checkpoint)
     return found
 
@@ -500,9 +554,11 @@ def numpy_type(dtype: str) -> np.dtype:
 
 
 def merge_manifests(parts: Sequence[Checkpoint]) -> Checkpoint:
-    """Merge the manifests that the ranks wrote. The result has the files, blocks and generators of
-    all parts; the other fields are equal in all parts. The file number in each block must already
-    be its number in the result: the one file of part N has number N.
+    """Return the manifest of a checkpoint, given the parts that its ranks wrote. The result has the
+    files, blocks and generators of all parts; all other fields must be equal in all parts.
+
+    Each part has one file, and the file number in its blocks must already be the number of the
+    part.
     """
     pieces: dict[str, list[StoredParameter]] = defaultdict(list)
     for parameter in (parameter for part in parts for parameter in part.parameters):
@@ -516,6 +572,9 @@ def merge_manifests(parts: Sequence[Checkpoint]) -> Checkpoint:
 
 
 def _join_parameter(pieces: Sequence[StoredParameter]) -> StoredParameter:
+    """Return one parameter with the blocks of all `pieces`, which are the entries of this parameter
+    in the parts of a manifest.
+    """
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in (pair for piece in pieces for pair in (("", piece.value), *piece.state)):
         known = tensors.get(name)
@@ -533,7 +592,9 @@ _CHUNK_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorContent:
-    """A tensor to be stored. `data` has its elements in row-major order, little-endian."""
+    """A tensor to be stored under the safetensors name `key`. `data` has its elements as bytes, in
+    row-major order and little-endian.
+    """
 
     key: str
     dtype: str
@@ -542,10 +603,12 @@ class TensorContent:
 
 
 def write_shard(path: Path, contents: Sequence[TensorContent]) -> tuple[StoredFile, dict[str, int]]:
-    """Write a file and wait until it is on the disk. Return its description, and the offset of each
-    tensor in bytes by key. Raise LaunchError if it cannot be written.
+    """Write tensors to the safetensors file `path` and wait until it is on the disk. Return (file,
+    offsets): the description of the file, and the byte offset of each tensor by its key. Raise
+    LaunchError if the file cannot be written.
     """
-    # Larger element types first, so that each tensor is aligned.
+    # Tensors with larger element types come first, so that the offset of each tensor is a
+    # multiple of its element size.
     ordered = sorted(contents, key=lambda each: -numpy_type(each.dtype).itemsize)
     header, offsets, size = safetensors_header(
         (each.key, DType(each.dtype), each.shape) for each in ordered
@@ -563,8 +626,8 @@ def write_shard(path: Path, contents: Sequence[TensorContent]) -> tuple[StoredFi
 
 
 def verify_file(path: Path, file: StoredFile) -> None:
-    """Read a whole file of the checkpoint in `path`. Raise LaunchError if its size or digest
-    differs from the manifest.
+    """Read the file `file` of the checkpoint in the folder `path`. Raise LaunchError if its size or
+    SHA-256 differs from the manifest.
     """
     where = path / file.name
     try:
@@ -582,8 +645,8 @@ def verify_file(path: Path, file: StoredFile) -> None:
 
 
 class CheckpointReader:
-    """Reads tensors of the checkpoint in folder `path`. The contents of the files are not verified;
-    see `verify_file`.
+    """Reader of tensors of the checkpoint in the folder `path`. It does not verify the digests of
+    the files; `verify_file` does.
     """
 
     def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
@@ -592,9 +655,9 @@ class CheckpointReader:
         self._mapped: dict[int, np.ndarray] = {}
 
     def read(self, tensor: StoredTensor, box: TensorSlice | None = None) -> np.ndarray:
-        """Return a block of a tensor, or the full tensor if `box` is None. The elements of bfloat16
-        are returned as their bits, in uint16. Raise LaunchError if the checkpoint does not have all
-        of the block.
+        """Return the slice `box` of a tensor, or the full tensor if `box` is None. Elements of
+        bfloat16 are returned as bit patterns of type uint16. Raise LaunchError if the stored blocks
+        do not cover the slice.
         """
         wanted = full_slice(tensor.shape) if box is None else box
         found = np.empty(wanted.shape, numpy_type(tensor.dtype))
@@ -615,6 +678,7 @@ class CheckpointReader:
         return found
 
     def _read_slice(self, tensor: StoredTensor, block: StoredSlice) -> np.ndarray:
+        """Return a stored block of a tensor as an array of the block's shape."""
         if block.file not in self._mapped:
             where = self._path / self._files[block.file].name
             try:
@@ -632,9 +696,9 @@ class CheckpointReader:
 def check_checkpoint(
     path: Path, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Read the full checkpoint in folder `path`. Raise LaunchError for the first damaged file or
-    tensor. `progress` is called with the size of each file in bytes after the file has been
-    verified.
+    """Verify all files and tensors of the checkpoint in the folder `path`. Raise LaunchError for
+    the first damaged file or tensor. `progress` is called with the size in bytes of each file that
+    has been verified.
     """
     for name, tensor in tensors_of(checkpoint):
         if flaw := _first_defect(tensor, checkpoint):
@@ -645,7 +709,9 @@ def check_checkpoint(
 
 
 def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield a readable name and the tensor, for every stored tensor."""
+    """Yield (name, tensor) for each stored tensor of a checkpoint: values and optimizer state of
+    parameters, and states of random number generators. The name is for messages.
+    """
     for parameter in checkpoint.parameters:
         yield f"parameter {parameter.name!r}", parameter.value
         for name, tensor in parameter.state:
@@ -655,8 +721,8 @@ def tensors_of(checkpoint: Checkpoint) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _first_defect(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
-    """Describe the first defect of a tensor's blocks, or return "". The blocks must lie inside the
-    tensor and inside their files, cover the tensor, and not overlap.
+    """Return a description of the first defect of a tensor's blocks, or "" if they have none. The
+    blocks must lie inside the tensor and inside their files, cover the tensor, and not overlap.
     """
     try:
         size = numpy_type(tensor.dtype).itemsize
@@ -687,6 +753,7 @@ def _first_defect(tensor: StoredTensor, checkpoint: Checkpoint) -> str:
 
 
 def _has_overlapping_slices(tensor: StoredTensor) -> bool:
+    """Return True if two blocks of a tensor have an element in common."""
     blocks = [block.box for block in tensor.blocks if block.box.elements]
     starts, stops = (
         np.array([getattr(box, ends) for box in blocks]) for ends in ("starts", "stops")

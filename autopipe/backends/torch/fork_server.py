@@ -1,10 +1,10 @@
-"""A server process that imports torch and the runtime once and forks the ranks of a launch. The
-forked ranks need no further imports.
+"""A server process that imports torch and the runtime once, and forks the ranks of a launch, which
+then need no further imports.
 
-`ForkServer` is the launcher's side. The server process runs this module with the number of a
-socket. It has one thread and has not initialised CUDA, so that forking is safe. For each rank it
-forks twice, and the intermediate process ends. Linux then makes the launcher the parent of the
-rank, as if the launcher had started a new interpreter.
+The launcher uses the class `ForkServer`. The server process runs this module; its first argument is
+the descriptor of a socket to the launcher. It has one thread and has not initialised CUDA, so that
+forking is safe. It forks twice per rank, and the intermediate process ends at once. Linux then
+makes the launcher the parent of the rank, as if the launcher had started a new interpreter.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ from autopipe.backends.torch.child import (
 )
 
 SWITCH_VARIABLE: Final = "AUTOPIPE_FORK_SERVER"
-"""Environment variable. With the value 0, each rank runs in a new interpreter instead."""
+"""Environment variable that disables the fork server: with the value 0, each rank runs in a new
+interpreter.
+"""
 _PRELOADED_MODULES: Final = (
     "autopipe.backends.torch.runtime.rank",
     "autopipe.backends.torch.runtime.step.stage",
     "autopipe.backends.torch.runtime.operators",
 )
-"""Modules that every rank imports."""
+"""Modules that the server imports, because each rank needs them."""
 _LENGTH_STRUCT: Final = struct.Struct("<Q")
 _STANDARD_STREAMS: Final = 3
-"""Number of standard streams: input, output, errors."""
+"""Number of standard streams of a process: input, output and errors."""
 _ADOPTION_TIMEOUT_S: Final = 10.0
-"""Seconds that a forked rank waits until the launcher is its parent."""
+"""Maximum seconds that a forked rank waits until the launcher has become its parent."""
 _POLL_S: Final = 0.001
 _WAIT_POLL_S: Final = 0.02
 
 
 class ForkedProcess:
-    """A child process that `ForkServer` forked. It has the part of the interface of
-    `subprocess.Popen` that callers use.
+    """A child process that the fork server forked. The class implements the part of the interface
+    of `subprocess.Popen` that its callers use.
     """
 
     def __init__(self, pid: int) -> None:
@@ -62,8 +64,8 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, the negative signal number if a signal ended the process, or None
-        while it runs.
+        """Return None while the process runs. Afterwards return its exit code, or the negative
+        signal number if a signal ended it.
         """
         if self.returncode is None:
             with contextlib.suppress(ChildProcessError):
@@ -73,8 +75,8 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended and return its exit code. Raise
-        subprocess.TimeoutExpired after `timeout` seconds.
+        """Wait until the process has ended and return its exit code as `poll` does. Raise
+        subprocess.TimeoutExpired if it still runs after `timeout` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -90,7 +92,9 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The launcher's side of a fork server, as a context manager."""
+    """The launcher's side of a fork server, as a context manager: it starts the server on entry and
+    ends it on exit.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -104,7 +108,7 @@ class ForkServer:
         self.close()
 
     def open(self) -> None:
-        """Start the server process. It imports torch while this process does other work."""
+        """Start the server process, which imports torch in the background."""
         if sys.platform == "linux" and os.environ.get(SWITCH_VARIABLE) != "0":
             self._line, theirs = socket.socketpair()
             words = python_command(
@@ -112,7 +116,7 @@ class ForkServer:
             )
             changes = {PARENT_VARIABLE: str(os.getpid())}
             # The separate session protects the server from Ctrl-C at the terminal. Errors of the
-            # server's imports are not shown: the interpreters that are started instead of forks
+            # server's imports are not shown, because the interpreters that run the ranks instead
             # raise and report them again.
             self._process = subprocess.Popen(
                 words, env=os.environ | changes, pass_fds=[theirs.fileno()], start_new_session=True,
@@ -126,11 +130,11 @@ class ForkServer:
         env: Mapping[str, str],
         streams: tuple[int | IO[str] | None, ...] = (None, None, None),
     ) -> ForkedProcess | subprocess.Popen[bytes]:
-        """Start `words`, in the form that `python_command` takes, as a child process in a new
-        session.
+        """Start `words`, a Python file or module and its arguments, as a child process in a new
+        session. Return the process.
 
-        `streams`: files for standard input, output and errors; None stands for those of this
-        process. Without a fork server, or if it fails, a new interpreter runs the words.
+        `streams` are the child's standard input, output and errors; None stands for the stream of
+        this process. If there is no fork server or it fails, a new interpreter runs the words.
         """
         files = tuple(number if each is None else each for number, each in enumerate(streams))
         if self._line is not None:
@@ -148,7 +152,7 @@ class ForkServer:
         )
 
     def close(self) -> None:
-        """End the server. The ranks that it has forked continue."""
+        """End the server process. The ranks that it has forked continue to run."""
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -170,17 +174,18 @@ of its rendezvous do not help the user.
 
 @contextlib.contextmanager
 def rank_environment() -> Iterator[None]:
-    """Context manager that sets the environment variables that ranks inherit.
+    """Context manager that sets the environment variables that ranks inherit, and restores them
+    afterwards.
 
     The ranks use one thread each, import the same autopipe as this process, print only errors of
     torch's C++ code, and allocate GPU memory in expandable segments, which reduces fragmentation if
-    tensor sizes vary. Values of these settings that are already in the environment are kept; the
+    tensor sizes vary. A variable that the environment already sets keeps its value, except that the
     module search path is extended.
     """
     root = Path(__file__).resolve().parents[3]
-    # An empty entry would stand for the current folder, in which anybody may have put a module.
+    # An empty entry would mean the current folder, in which another user may have put a module.
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    # An installed autopipe is found without this entry, and site-packages must not precede the
+    # An installed autopipe needs no entry, and an entry for site-packages would precede the
     # standard library.
     if root.name not in ("site-packages", "dist-packages"):
         paths.append(str(root))
@@ -194,13 +199,12 @@ def rank_environment() -> Iterator[None]:
 
 
 _early_servers: Final[list[ForkServer]] = []
-"""The server that `start_early` has started and that no launch has used yet; otherwise empty."""
+"""The server that `start_early` has started, until a launch uses it; otherwise empty."""
 
 
 def start_early() -> None:
-    """Start the fork server of the next launch of this process. The server imports torch while this
-    process imports and checks what the launch needs. It ends with this process if no launch
-    follows.
+    """Start the fork server for the next launch of this process. The server imports torch while
+    this process checks the launch. It ends with this process if no launch follows.
     """
     server = ForkServer()
     with rank_environment():
@@ -210,8 +214,8 @@ def start_early() -> None:
 
 @contextlib.contextmanager
 def fork_server() -> Iterator[ForkServer]:
-    """Context manager that yields a fork server with the environment of ranks. If a server was
-    started early, that server is used.
+    """Context manager that yields an open fork server, in the environment of `rank_environment`. It
+    is the server of `start_early` if there is one.
     """
     if not _early_servers:
         start_early()
@@ -222,8 +226,9 @@ def fork_server() -> Iterator[ForkServer]:
 def _request_fork(
     line: socket.socket, words: list[str], env: Mapping[str, str], streams: list[int]
 ) -> int:
-    """Let the server at the other end of `line` fork a rank. Return the process number of the rank.
-    Raise OSError if the server does not fork.
+    """Let the server at the other end of the socket `line` fork a rank that runs `words`. `streams`
+    are the descriptors of its standard streams. Return the process number of the rank. Raise
+    OSError if the server does not fork.
     """
     ours, theirs = socket.socketpair()
     with ours:
@@ -236,19 +241,26 @@ def _request_fork(
         reply = ours.recv(_LENGTH_STRUCT.size)
         if len(reply) < _LENGTH_STRUCT.size:
             raise ConnectionError("the fork server ended")
-        # If this process is interrupted and does not send it, the rank ends at once.
+        # This byte confirms that the launcher knows the process number. The rank ends at once if
+        # the launcher is interrupted and does not send it.
         ours.sendall(b"\0")
         return int(_LENGTH_STRUCT.unpack(reply)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
+    """A request of the launcher to fork a rank: the command, environment and working folder of the
+    rank, and the process number of the launcher.
+    """
+
     words: list[str]
     env: dict[str, str]
     folder: str
     parent: int
     files: list[int]
-    """Standard streams, and the socket on which the rank reports its process number."""
+    """Descriptors of the standard streams, then of the socket on which the rank reports its process
+    number.
+    """
 
     def close(self) -> None:
         for file in self.files:
@@ -256,7 +268,9 @@ class _Request:
 
 
 def _receive_request(line: socket.socket) -> _Request | None:
-    """Return the next request of the launcher, or None if the launcher has ended."""
+    """Wait for the next request of the launcher on the socket `line` and return it. Return None if
+    the launcher has ended.
+    """
     head, files, _, _ = socket.recv_fds(line, _LENGTH_STRUCT.size, _STANDARD_STREAMS + 1)
     if len(head) < _LENGTH_STRUCT.size:
         return None
@@ -271,8 +285,8 @@ def _receive_request(line: socket.socket) -> _Request | None:
 
 
 def _serve_requests(line: socket.socket) -> list[str] | None:
-    """Fork a process per request. In each of these processes, return the words that it runs. In the
-    server, return None when the launcher has ended.
+    """Fork a rank for each request of the launcher. In a rank, return the words that the rank runs.
+    In the server, return None when the launcher has ended.
     """
     while (request := _receive_request(line)) is not None:
         pid = os.fork()
@@ -288,8 +302,9 @@ def _serve_requests(line: socket.socket) -> list[str] | None:
 
 
 def _become_rank(request: _Request) -> None:
-    """Give this process, which was just forked, the session, parent, environment, folder and
-    streams of the request.
+    """Set up this process, which has just been forked, as the request specifies: a new session, the
+    launcher as parent, environment, working folder and standard streams. Then report its process
+    number.
     """
     os.setsid()
     end = time.monotonic() + _ADOPTION_TIMEOUT_S
@@ -308,14 +323,15 @@ def _become_rank(request: _Request) -> None:
             os._exit(1)
     request.close()
     if "numpy.random" in sys.modules:
-        # Otherwise all ranks would generate equal random numbers if no seed is set.
+        # All forked ranks start with one state of numpy's generator, so without a new seed they
+        # would generate equal random numbers.
         importlib.import_module("numpy.random").seed()
 
 
 def _is_single_threaded() -> bool:
-    """Return True if the process has one thread, so that a fork loses no thread. The fork handlers
-    of some libraries, for example OpenBLAS, end their idle threads, so the threads are counted
-    after a fork.
+    """Return True if this process has one thread, so that a fork loses no thread. The threads are
+    counted after a test fork, because the fork handlers of some libraries, such as OpenBLAS, end
+    idle threads.
     """
     pid = os.fork()
     if pid == 0:
@@ -325,19 +341,19 @@ def _is_single_threaded() -> bool:
 
 
 def main() -> None:
-    """Import the modules that the command line names, and fork until the launcher ends. In each
-    fork, run the words of its request.
+    """Import the modules that the command line names, then serve requests until the launcher ends.
+    In a forked rank, run the words of its request.
     """
     line = socket.socket(fileno=int(sys.argv[1]))
-    # Importing modules creates many objects and few reference cycles. Garbage collections took a
-    # fifth of the import time.
+    # Imports create many objects and few reference cycles. Garbage collection took a fifth of the
+    # import time.
     gc.disable()
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if not _is_single_threaded():
         return
-    # Garbage collections in the ranks skip these objects, so that the ranks continue to share their
-    # memory pages.
+    # Garbage collections in the ranks skip the imported objects, so that the ranks do not write to
+    # the memory pages that they share.
     gc.freeze()
     gc.enable()
     if (words := _serve_requests(line)) is not None:

@@ -1,5 +1,6 @@
-"""The metrics log of a run: `metrics.jsonl` with a line every N steps, TensorBoard events, and a
-W&B run. The launcher writes the log from the reports of rank 0, so that no rank waits for it.
+"""The metrics log of a run: the file `metrics.jsonl` with one line per N steps, TensorBoard events,
+and a run of Weights & Biases (W&B). The launcher writes the log from the report file of rank 0, so
+that no rank waits for it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from autopipe.ir.output_files import add_path_to_errors, open_replacement_file
 Record = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
 _FLUSH_INTERVAL_S = 10
-"""Seconds between two flushes of TensorBoard's events. A flush at each step can take longer than
-the step.
+"""Seconds between two flushes of TensorBoard's events. They are not flushed at each step, because a
+flush can take longer than a step.
 """
 _RATE_METRICS = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu", "bubble_rate")
 
 
 class MetricsWriter(Protocol):
-    """Writes records, which come in the order of their steps. After a restart, steps are repeated.
-    Their records replace the earlier records of these steps and of later ones.
+    """A destination of the metrics log. Records arrive in the order of their steps. After a
+    restart, a run repeats steps; a repeated record replaces the earlier records of its step and of
+    all later steps.
     """
 
     @property
     def path(self) -> Path:
-        """The file or folder that the log is written to."""
+        """The file or folder to which the log is written."""
 
     def write(self, record: Record) -> None: ...
 
@@ -42,7 +44,7 @@ class MetricsWriter(Protocol):
 
 
 class JsonLines:
-    """A file with one JSON object per line."""
+    """Writes the metrics log to a file with one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,16 +62,19 @@ class JsonLines:
             file.write(json.dumps(record) + "\n")
 
     def _remove_steps_from(self, step: int) -> None:
+        """Remove the lines of step `step` and of later steps from the file."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         with open_replacement_file(self.path) as file:
             file.writelines(line for line in lines if json.loads(line)["step"] < step)
 
     def close(self) -> None:
-        """Nothing to do: each line has been written to the file already."""
+        """Do nothing, because `write` has already written each line to the file."""
 
 
 def _steps_of_log(path: Path) -> Iterator[int]:
-    """Yield the steps of a log. Raise ConfigurationError for a file that autopipe did not write."""
+    """Yield the step of each line of a metrics log. Raise ConfigurationError if a line is not an
+    entry of a step. The last line may be incomplete; it is skipped in that case.
+    """
     if not path.exists():
         return
     *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -85,10 +90,13 @@ def _steps_of_log(path: Path) -> Iterator[int]:
 
 
 _LINE_START = '{"step": '
-"""Beginning of each line of a log."""
+"""Beginning of each line of a metrics log."""
 
 
 def _invalid_line_error(path: Path, number: int) -> ConfigurationError:
+    """Return the error for line `number` of the file `path`, which is not an entry of a metrics
+    log.
+    """
     return ConfigurationError(
         f"line {number} is not an entry of a step",
         "move the file, or choose another folder",
@@ -97,8 +105,8 @@ def _invalid_line_error(path: Path, number: int) -> ConfigurationError:
 
 
 def _step_of_unfinished_line(line: str) -> int | None:
-    """Return the step of a last line that lacks only its line break; None if a part of its JSON
-    object is missing.
+    """Return the step of a last line that is complete except for its line break. Return None if a
+    part of its JSON object is missing.
     """
     try:
         return int(json.loads(line)["step"])
@@ -107,8 +115,8 @@ def _step_of_unfinished_line(line: str) -> int | None:
 
 
 def _complete_last_line(path: Path, content: bytes) -> None:
-    """Complete the last line of a log with a line break, or remove the line if a part is missing,
-    for example because the machine stopped.
+    """Append a line break to the last line of a log with the given content. If a part of the line
+    is missing, for example because the machine stopped, remove the line instead.
     """
     end = content.rfind(b"\n") + 1
     if _step_of_unfinished_line(content[end:].decode(errors="replace")) is None:
@@ -119,7 +127,7 @@ def _complete_last_line(path: Path, content: bytes) -> None:
 
 
 class TensorBoard:
-    """A TensorBoard event file."""
+    """Writes the metrics log as TensorBoard events to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -130,7 +138,8 @@ class TensorBoard:
         step = record["step"]
         if self._writer is None or step < self._last:
             self.close()
-            # TensorBoard no longer shows what an earlier start has written for these steps.
+            # `purge_step` lets TensorBoard hide the events that were written for these steps before
+            # a restart.
             module: Any = import_module("torch.utils.tensorboard")
             self._writer = module.SummaryWriter(
                 str(self.path), purge_step=step, flush_secs=_FLUSH_INTERVAL_S
@@ -146,10 +155,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run, whose files are in `folder`."""
+    """Writes the metrics log to a run of Weights & Biases, whose files are in `folder`."""
 
     def __init__(self, project: str, folder: Path, settings: Record) -> None:
-        """`settings` are stored as the configuration of the run."""
+        """`project` is the project of the run. `settings` are stored as the configuration of the
+        run. The run is created when the first record is written.
+        """
         self.path = folder
         self._start = {"project": project, "dir": str(folder), "config": dict(settings)}
         self._run: Any = None
@@ -169,8 +180,8 @@ class WeightsAndBiases:
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
-    """Yield the values of a record with the names under which TensorBoard and W&B show them, for
-    example `train/loss`.
+    """Yield (name, value) for each metric of a record. The names are those that TensorBoard and W&B
+    show, for example `train/loss`.
     """
     for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
         if record.get(name) is not None:
@@ -187,9 +198,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
 
 
 class MetricsLog:
-    """Passes the record of every N-th step to the writers. Loss, learning rate and gradient norm
-    are those of that step; times and rates are means over the steps since the previous record. A
-    writer that fails is removed, and the run continues.
+    """Passes one record per `every` steps to the writers. Loss, learning rate and gradient norm in
+    a record are those of its step; times and rates are means over the steps since the previous
+    record. A writer that raises an error is removed after a warning, and the run continues.
     """
 
     def __init__(
@@ -201,7 +212,10 @@ class MetricsLog:
         self._since: list[Record] = []
 
     def add(self, record: Record) -> None:
-        """Process a record of the report file. A record without a step is ignored."""
+        """Process the next record of the report file. The record of a step counts towards the next
+        line of the log; a record of a validation is written at once; a record without a step is
+        ignored.
+        """
         if "step_time_s" not in record:
             if "step" in record:
                 self._write(record)
@@ -212,6 +226,7 @@ class MetricsLog:
             self._since = []
 
     def _write(self, record: Record) -> None:
+        """Pass a record to all writers, with None in place of infinities and NaNs."""
         finite = {name: _finite_or_none(value) for name, value in record.items()}
         for writer in list(self._writers):
             self._call_writer(writer, partial(writer.write, finite))
@@ -220,7 +235,7 @@ class MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write the remaining steps and close the writers."""
+        """Write the steps since the last record, then close the writers."""
         if self._since:
             self._write(mean_of_steps(self._since))
             self._since = []
@@ -228,6 +243,9 @@ class MetricsLog:
             self._call_writer(writer, writer.close)
 
     def _call_writer(self, writer: MetricsWriter, act: Callable[[], None]) -> None:
+        """Call `act`, which uses `writer`. If it raises an error, remove the writer and warn the
+        user.
+        """
         try:
             act()
         except Exception as error:  # noqa: BLE001 - a service's own errors, and a full disk
@@ -238,8 +256,8 @@ class MetricsLog:
 
 
 def _write_error_text(error: Exception, path: Path) -> str:
-    """Return, on one line, the file that cannot be written and the reason. The file is `path`
-    unless the error names another one.
+    """Return the reason why a log cannot be written, with the name of the file, on one line. The
+    file is that of the error or, if the error names none, `path`.
     """
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or path}: {error.strerror}"
@@ -247,11 +265,12 @@ def _write_error_text(error: Exception, path: Path) -> str:
 
 
 def _finite_or_none(value: Any) -> Any:
+    """Return `value`, or None if it is an infinity or a NaN, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def mean_of_steps(records: list[Record]) -> dict[str, Any]:
-    """Return the last of some consecutive records, with the mean of the step times, and rates
+    """Return the last record of consecutive steps, with the mean of the step times and with rates
     averaged over the total time.
     """
     found = dict(records[-1])
@@ -268,15 +287,18 @@ def mean_of_steps(records: list[Record]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Folder and interval of the log of a launch."""
+    """Settings of the metrics log of a launch: its folder, the number of steps per record
+    (`every`), and the W&B project, if W&B is used.
+    """
 
     folder: Path
     every: int = 1
     wandb_project: str | None = None
 
     def check(self, resume: bool) -> None:
-        """Raise ConfigurationError if the log cannot be written, or if the folder has the log of
-        another run and `resume` is not set. Nothing is written.
+        """Raise ConfigurationError if the log cannot be written, if the package wandb is required
+        but missing, or if the folder has the log of another run and `resume` is not set. Write
+        nothing.
         """
         path = self.folder / METRICS_FILE
         there = next(
@@ -307,9 +329,9 @@ class LogSettings:
             )
 
     def open(self, run: Record, warn: Callable[[str], None]) -> MetricsLog:
-        """Create the folder and the log in it. W&B stores `run` as the configuration of the run.
-        Raise ConfigurationError if the folder cannot be created or the last line of the file cannot
-        be completed.
+        """Create the folder and return the log. W&B stores `run` as the configuration of the run;
+        `warn` is called if a writer fails. Raise ConfigurationError if the folder cannot be created
+        or the last line of an existing log cannot be completed.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Rendezvous of the nodes of a launch: torch elastic's protocol, with its state as signed JSON in a
-TCPStore that listens on one interface.
+"""Rendezvous of the nodes of a launch: how they find one another and number their ranks. It uses
+torch elastic's protocol, and keeps the shared state as signed JSON in a TCPStore.
 
-Elastic's own `c10d` backend listens on all interfaces and unpickles the data that it finds in the
-store. The store of a launch listens on one address of this machine only.
+Elastic's own `c10d` backend listens on all network interfaces and unpickles data from the store.
+The store of this module listens on one address, and its data are never unpickled.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ from autopipe.ir.words import plural
 _STORE_ANSWER_S = 60
 _HEARTBEAT_INTERVAL_S = 5
 _MAX_MISSED_HEARTBEATS = 3
-"""Number of heartbeats that a node may miss."""
+"""Number of consecutive heartbeats that a node may miss before elastic removes it from the
+rendezvous.
+"""
 _POLL_INTERVAL_S = 1.0
 _RUN_KEY = "autopipe/run"
 _STATE_KEY = "autopipe/state"
@@ -62,30 +64,35 @@ _REJECTED_KEY = "autopipe/rejected"
 signed.
 """
 _LOCAL_STORE_ANSWER_S = 3.0
-"""Seconds within which a store of another process on this machine answers."""
+"""Seconds within which a store that another process on this machine serves must answer."""
 _REMOTE_STORE_ANSWER_S = 10.0
-"""Seconds within which a store on another machine answers once its port accepts connections."""
+"""Seconds within which a store on another machine must answer, once its port accepts connections.
+"""
 _CONNECT_RETRY_S = 0.2
 """Seconds between two attempts to connect to a port where nobody listens yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousConfig:
-    """Configuration of the rendezvous: its address, its secret key, and which of the nodes this one
-    is.
+    """Configuration of the rendezvous on one node: its address, its secret key, and the identity of
+    the node.
     """
 
     nodes: int = 1
     endpoint: str = ""
-    """HOST:PORT. Not needed for a single node, which listens on its loopback interface."""
+    """Address of the store, HOST:PORT. Not needed for a single node, whose store listens on the
+    loopback interface.
+    """
     name: str = "autopipe"
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     node: int | None = None
-    """Number of this node, or None if it is not given. Ranks are numbered in the order of the
-    nodes.
+    """Number of this node, or None if the user has not set it. Ranks are numbered in the order of
+    the nodes.
     """
     local_address: str = ""
-    """Address of this node, if it is not the one from which this node reaches the endpoint."""
+    """Address of this node for the other nodes; "" for the address from which this node reaches the
+    endpoint.
+    """
     gpus: int = 0
     """Number of GPUs of this node that ranks may use."""
     hosts: tuple[str, ...] = ()
@@ -95,8 +102,8 @@ class RendezvousConfig:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Description of a node for the other nodes. Elastic sorts nodes by the text of this object and
-    numbers the ranks in that order.
+    """Description of a node that the other nodes read. Its text is elastic's name of the node:
+    elastic sorts the nodes by this text, and numbers the ranks in this order.
     """
 
     number: int | None
@@ -111,13 +118,15 @@ class Node:
 
     @staticmethod
     def parse(text: str) -> Node:
+        """Return the node that a text of `Node.__str__` describes."""
         number, address, host, ranks, gpus = text.split(" ")
         return Node(None if number == "-" else int(number), address, host, int(ranks), int(gpus))
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:
-    """Raise ConfigurationError if the nodes contradict one another: equal or partly missing
-    numbers, different numbers of ranks, or GPUs that suffice for the ranks on some nodes only.
+    """Raise ConfigurationError if the nodes do not fit together: two nodes have the same number,
+    only some nodes have a number, their numbers of ranks differ, or only some nodes have a GPU for
+    each of their ranks.
     """
     seen: dict[int | None, Node] = {}
     first = nodes[0]
@@ -152,7 +161,9 @@ def check_nodes(nodes: Sequence[Node]) -> None:
 
 
 def missing_nodes_text(place: RendezvousConfig, came: Sequence[Node]) -> str:
-    """Return a line that names the nodes that did not join."""
+    """Return a line for an error that names the nodes that did not join. `came` are the nodes that
+    joined. If the nodes have no numbers, the line names those that joined.
+    """
     numbers = {node.number for node in came}
     here = ", ".join(sorted(node.host for node in came)) or "none"
     if None in numbers or not came:
@@ -166,21 +177,21 @@ def missing_nodes_text(place: RendezvousConfig, came: Sequence[Node]) -> str:
 
 
 class RendezvousHandler(DynamicRendezvousHandler):
-    """Elastic's dynamic rendezvous, listening on one address only."""
+    """Elastic's dynamic rendezvous, with a store that listens on one address only."""
 
     def __init__(self, place: RendezvousConfig, ranks: int = 1) -> None:
         endpoint = (
             parse_endpoint(place.endpoint) if place.endpoint else Endpoint(LOOPBACK, 0, LOOPBACK)
         )
         if place.local_address:
-            # Raises an error if the address belongs to another machine.
+            # This call raises an error if the address does not belong to this machine.
             interface_of(place.local_address)
         self.address = place.local_address or endpoint.own
         """Address of this node. Its ranks listen on no other address."""
         self._place = place
         join = timedelta(seconds=place.join_s)
         self.raw = _make_or_join_store(endpoint, join)
-        """The store that holds the shared state of the nodes."""
+        """The store of the rendezvous, which holds the nodes' shared state."""
         self.signer = Signer(place.key, _agree_on_run_name(self.raw, place))
         patience = RendezvousTimeout(join=join)
         alive = timedelta(seconds=_HEARTBEAT_INTERVAL_S)
@@ -195,9 +206,10 @@ class RendezvousHandler(DynamicRendezvousHandler):
         super().__init__(node, settings, "autopipe", store, self._holder)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the other nodes. Raise ConfigurationError if the nodes contradict one another, and
-        LaunchError if some nodes do not join in time. Other failures, such as a node with another
-        key, raise RendezvousError of torch's elastic package.
+        """Wait until all nodes have joined, and return the result of the rendezvous. Raise
+        ConfigurationError if the nodes do not fit together (`check_nodes`), and LaunchError if some
+        nodes do not join in time. For other failures, such as a node with a different key, raise
+        RendezvousError of torch's elastic package.
         """
         try:
             found: RendezvousInfo = super().next_rendezvous()
@@ -208,13 +220,13 @@ class RendezvousHandler(DynamicRendezvousHandler):
         check_nodes([Node.parse(each.addr) for each in sorted(self._holder.state.participants)])
         master = found.bootstrap_store_info
         assert master is not None, "ranks use a store that is made here"
-        # A copy, because elastic uses the original object in its next round.
+        # A copy, because elastic still needs the original object in its next round.
         master = replace(master, master_addr=Node.parse(master.master_addr).address)
         return RendezvousInfo(found.store, found.rank, found.world_size, master)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that wait to join. Return 0 if the store ended with its node:
-        the ranks themselves find out which node they have lost.
+        """Return the number of nodes that wait to join. Return 0 if the node of the store has
+        ended, because then the ranks themselves report the lost node.
         """
         try:
             return int(super().num_nodes_waiting())
@@ -223,10 +235,11 @@ class RendezvousHandler(DynamicRendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Return True: the ranks use the store that the agent creates."""
+        """True, so that the ranks use the store that elastic's agent creates."""
         return True
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        """Return the agent's store for the ranks, which listens on the address of this node only."""
         made = _listen_with_store(self.address, master_port)
         if made is None:
             raise LaunchError("no port is free for the rendezvous store", where=self.address)
@@ -237,11 +250,11 @@ _NODE_DESCRIPTIONS = NodeDescGenerator()
 
 
 def _make_or_join_store(endpoint: Endpoint, patience: timedelta) -> TCPStore:
-    """Return the store of the rendezvous.
+    """Return the store of the rendezvous, created by this process or by another one.
 
-    This process creates the store if the address belongs to this machine and the port is free.
-    Otherwise it connects to the store. Raise LaunchError if the port is in use by a process that is
-    not a store, or if no store answers within `patience`.
+    This process creates the store if the endpoint's address belongs to this machine and its port is
+    free. Otherwise it connects to the store at the endpoint. Raise LaunchError if the port is in
+    use by a process that is not a store, or if no store answers within `patience`.
     """
     here = endpoint.own == endpoint.address
     made = _listen_with_store(endpoint.address, endpoint.port) if here else None
@@ -272,7 +285,7 @@ def _make_or_join_store(endpoint: Endpoint, patience: timedelta) -> TCPStore:
 
 
 def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
-    """Wait until a process accepts connections at an endpoint. Raises TimeoutError if none does
+    """Wait until a process accepts connections at `endpoint`. Raise TimeoutError if none does
     within `seconds`.
     """
     deadline = time.monotonic() + seconds
@@ -289,15 +302,15 @@ def _wait_for_listener(endpoint: Endpoint, seconds: float) -> None:
 
 
 def _connect_store(endpoint: Endpoint, seconds: float) -> TCPStore:
-    """Return a client of the store at an endpoint whose port accepts connections. Raise
-    RuntimeError or TimeoutError if no store answers there.
+    """Return a client of the store at `endpoint`, whose port must accept connections. Raise
+    RuntimeError or TimeoutError if no store answers within `seconds`.
 
-    If a listener accepts connections but never answers, torch waits without a limit and ignores
-    Ctrl-C. The connection is therefore made in a thread, which is abandoned if no answer comes.
+    If the listener never answers, torch waits without a limit and ignores Ctrl-C. The connection is
+    therefore made in a thread, which is abandoned if no answer comes.
 
-    A thread that returns from torch while Python shuts down aborts the process. If torch itself
-    gives up, it does so after at most twice its limit, because the pauses between its attempts
-    grow. The launcher waits that long, so that only a thread that never returns is abandoned.
+    A thread that returns from torch while Python shuts down aborts the process. If torch gives up
+    by itself, it does so after at most twice its limit, because the pauses between its attempts
+    grow. This function waits that long, so that only a thread that never returns is abandoned.
     """
     found: Future[TCPStore] = Future()
 
@@ -315,9 +328,9 @@ def _connect_store(endpoint: Endpoint, seconds: float) -> TCPStore:
 
 
 def _listen_with_store(address: str, port: int) -> TCPStore | None:
-    """Return a store of this process that listens on this address only, or None if the address
-    cannot be bound, for example because another process uses the port. Port 0 selects any free
-    port.
+    """Return a new store that this process serves on `address` and `port`, and on no other address.
+    Return None if the address cannot be bound, for example because another process uses the port.
+    Port 0 selects any free port.
     """
     listener = socket.socket(socket_family(address), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -334,13 +347,13 @@ def _listen_with_store(address: str, port: int) -> TCPStore | None:
 
 
 def _agree_on_run_name(store: Store, place: RendezvousConfig) -> str:
-    """Return the random name of the run. The first node that writes a name determines it. Raise
-    LaunchError if that node signed the name with another key; before that, leave a note for the
-    other nodes.
+    """Return the random name of the run, which the first node writes to the store and all nodes
+    use. If the first node signed the name with another key, write a note for the other nodes and
+    raise LaunchError.
     """
     signer = Signer(place.key, place.name)
     mine = signer.sign(_RUN_KEY, secrets.token_hex(16).encode())
-    # Values go through `compare_set` as text.
+    # `compare_set` supports text only, so the bytes are hexadecimal.
     found = store.compare_set(_RUN_KEY, "", mine.hex())
     try:
         return signer.value(_RUN_KEY, _decode_hex(found)).decode()
@@ -358,11 +371,11 @@ def _decode_hex(text: bytes) -> bytes:
 
 
 class SharedState(BackendRendezvousStateHolder):
-    """The state that the nodes share: the participants, the waiting nodes, and the time of each
-    node's last heartbeat.
+    """The state that the nodes share through the store: the participants, the waiting nodes, and
+    the time of each node's last heartbeat.
 
-    Each state has a number, which is one more than that of its predecessor. An earlier state of
-    this run that an attacker writes back is therefore detected.
+    Each state has a number, which increases by one with each change. A node rejects a state with a
+    lower number than the latest one, so an attacker cannot restore an earlier state.
     """
 
     def __init__(self, store: Store, signer: Signer, settings: RendezvousSettings) -> None:
@@ -370,21 +383,22 @@ class SharedState(BackendRendezvousStateHolder):
         self._store = store
         self._signer = signer
         self._held = b""
-        """Latest state read from the store, signed."""
+        """Latest state read from the store, with its signature."""
         self._number = 0
         self.came: set[str] = set()
-        """Nodes that have joined in this round."""
+        """Nodes, as text, that have joined in the current round of the rendezvous."""
         self._round = 0
         self._met = False
-        """True once all nodes have met."""
+        """True once the rendezvous of all nodes was complete."""
 
     def sync(self) -> bool | None:
-        """Write the state if this node has changed it, and replace it with the state that the store
-        then holds.
+        """Write the state to the store if this node has changed it, then replace it with the state
+        that the store holds.
 
-        Return True if the state was written, False if another node wrote first, and None if the
-        state was not changed. Raise RendezvousStateError if the stored state has a wrong signature
-        or is older than one that this node has read, or if a node had another key.
+        Return True if the state was written, False if it was not written because another node wrote
+        first, and None if there was nothing to do. Raise RendezvousStateError if the stored state
+        has a wrong signature or is older than one that this node has read, or if a node used
+        another key.
         """
         written: bool | None = None
         if self._dirty:
@@ -415,8 +429,9 @@ class SharedState(BackendRendezvousStateHolder):
         return written
 
     def _check_keys(self) -> None:
-        """Raise LaunchError if a node had another key. Once all nodes have met, such a note is
-        ignored, so that a further node cannot end the run.
+        """Raise LaunchError if a node has left the note that the keys differ. Such a note is
+        ignored once the rendezvous of all nodes was complete, so that an additional node cannot end
+        the run.
         """
         self._met |= self._state.complete
         if not self._met and _call_store(
@@ -428,6 +443,10 @@ class SharedState(BackendRendezvousStateHolder):
             )
 
     def _taken(self, held: bytes) -> RendezvousState:
+        """Return the state in `held`, the signed value from the store, and remember it as the
+        latest state. Raise LaunchError if the signature is wrong or the state is older than the
+        latest one.
+        """
         if not held and not self._number:
             return RendezvousState()
         form = json.loads(self._signer.value(_STATE_KEY, _decode_hex(held)))
@@ -443,8 +462,8 @@ class SharedState(BackendRendezvousStateHolder):
 
 
 def _call_store(ask: Callable[[], bytes]) -> bytes:
-    """Return the result of `ask`, which reads or writes the store. Convert errors to elastic's
-    RendezvousConnectionError.
+    """Return the result of `ask`, a function that reads or writes the store. Convert errors to
+    elastic's RendezvousConnectionError.
     """
     try:
         return ask()
@@ -453,6 +472,7 @@ def _call_store(ask: Callable[[], bytes]) -> bytes:
 
 
 def _state_to_json(state: RendezvousState) -> dict[str, Any]:
+    """Return elastic's rendezvous state as a JSON object."""
     return {
         "round": state.round,
         "complete": state.complete,
@@ -468,6 +488,7 @@ def _state_to_json(state: RendezvousState) -> dict[str, Any]:
 
 
 def _state_from_json(form: dict[str, Any]) -> RendezvousState:
+    """Return elastic's rendezvous state, given the result of `_state_to_json`."""
     state = RendezvousState()
     state.round = form["round"]
     state.complete = form["complete"]
