@@ -1,9 +1,11 @@
-"""The abstract domain: what is recorded of a value whose shape or elements depend on a selection.
+"""Facts: what the frontend records of a value whose shape or elements depend on a selection (the
+true elements of a boolean mask).
 
-From the most to the least precise fact, each of which can be converted to the next:
+Below, n is the number of selected elements. From the most to the least precise fact, each of which
+can be converted to the next:
 
     static          no fact is recorded: the shape does not depend on the data
-    Counted         numbers that are polynomials in n, the number of selected rows
+    Counted         numbers that are polynomials in n
     Indices         integers with a row per selected element, affine in that element's coordinates
     SelectedRows    any tensor with a row per selected element
 """
@@ -20,51 +22,61 @@ from autopipe.ir.graph import DType, Value
 from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
 WITNESS = 1_000_003
-"""The value of n for which shape inference runs and axes are followed. It is a prime larger than
-usual sizes, so that no other axis and no product of sizes is taken for the rows. Only the sizes of
-dimensions that do not count rows, and the position of the dimension that does, are used.
+"""The value of n, the number of selected rows, for which shape inference runs and for which the row
+dimension is traced through a node. It is a prime larger than usual sizes, so that no other size and
+no product of sizes is mistaken for n. Of the results, only the sizes of other dimensions and the
+index of the dimension with size n are used.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The number of leading rows that a selection has: `scale * count + offset`."""
+    """The number of rows of a selection that consists of the first rows of a vector: `scale * count
+    + offset`.
+    """
 
     count: str
     """Name of an int64 scalar in the graph."""
     root: str
-    """The root of the selection that has `count` rows."""
+    """The root (see `Selection.root`) of the selection that has `count` rows."""
     scale: int = 1
     offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The true elements of a boolean mask, in row-major order; n is their number."""
+    """The true elements of a boolean mask, in row-major order. Their number is called n."""
 
     mask: str
     """Name of the mask in the graph."""
     mask_shape: tuple[int, ...]
-    """The mask's shape in the graph: 1 along the axes over which the mask is broadcast."""
+    """The mask's shape in the graph. It is 1 along the axes over which the mask is broadcast."""
     shape: tuple[int, ...]
     """The shape to which the mask is broadcast."""
     node: str = field(compare=False)
-    """The operator that selects, for messages. Selections of several nodes can be equal."""
+    """Operator and name of the node that selects, for messages. Selections of several nodes can be
+    equal.
+    """
     root: str = field(default="", compare=False)
-    """The name of the mask's elements in row-major order, whatever their dimensions."""
+    """A name for the sequence of the mask's elements in row-major order. Masks of different shapes
+    can have one root. "" if only the mask itself identifies the elements.
+    """
     prefix: Prefix | None = field(default=None, compare=False)
-    """The number of selected rows, if the selection is the first rows along the mask's first axis.
+    """The number of selected rows, if the selection is the first rows along the mask's first axis;
+    otherwise None.
     """
 
     @property
     def first_rows(self) -> Prefix | None:
-        """The number of selected elements, if the selection is the first elements of a vector."""
+        """The number of selected elements, if the mask has one dimension and its first elements are
+        selected; otherwise None.
+        """
         return self.prefix if len(self.shape) == 1 else None
 
     @property
     def key(self) -> tuple[str, tuple[tuple[bool, int], ...]]:
-        """The selected elements in order. Masks that differ only in how their elements are divided
-        into dimensions have equal keys.
+        """An identifier of the selected elements and their order. Masks that differ only in how
+        their elements are divided into dimensions have equal keys.
         """
         parts: list[tuple[bool, int]] = []
         for stored, extent in zip(self.mask_shape, self.shape, strict=True):
@@ -77,25 +89,28 @@ class Selection:
 
     @property
     def axes(self) -> tuple[int, ...]:
+        """The indices of all axes of the mask."""
         return tuple(range(len(self.shape)))
 
     @property
     def capacity(self) -> int:
-        """Number of elements of the mask, the maximum of n."""
+        """Number of elements of the broadcast mask, the maximum of n."""
         return math.prod(self.shape)
 
     def extent(self, axes: Sequence[int]) -> int:
-        """Return the product of the sizes of some of the mask's axes."""
+        """Return the product of the mask's sizes along `axes`."""
         return math.prod(self.shape[axis] for axis in axes)
 
     def masked_shape(self, axes: Sequence[int]) -> tuple[int, ...]:
-        """Return the mask's shape with 1 for every axis that is not in `axes`."""
+        """Return the shape of the broadcast mask, with 1 for each axis that is not in `axes`."""
         return tuple(extent if axis in axes else 1 for axis, extent in enumerate(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Numbers that depend on the data only through n, the number of elements of `selection`."""
+    """The fact of numbers that depend on the data only through n, the number of elements of
+    `selection`.
+    """
 
     selection: Selection
     numbers: SizeArray
@@ -103,39 +118,44 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """Integers with a row per selected element. The row of an element with coordinates c and rank r
-    among the selected elements is `terms[0] + sum over a of c[a] * terms[1 + a] + r * terms[-1]`.
+    """The fact of integers with a row per selected element. The row of an element with coordinates
+    c in the mask, and rank r among the selected elements, is `terms[0] + sum over a of c[a] *
+    terms[1 + a] + r * terms[-1]`.
     """
 
     selection: Selection
     dtype: DType
     axis: int
-    """The dimension that counts rows."""
+    """The dimension of the value that counts rows."""
     terms: tuple[np.ndarray, ...]
-    """Coefficients: arrays of the value's shape with extent 1 along `axis`."""
+    """Coefficients: arrays of the value's shape with size 1 along `axis`."""
 
     @property
     def row_type(self) -> Value:
-        """Type of one row: the value's type with extent 1 along `axis`."""
+        """Type of one row: the value's type with size 1 along `axis`."""
         return Value("", self.dtype, self.terms[0].shape)
 
     @property
     def constants(self) -> np.ndarray:
+        """The term that depends on no coordinate and on no rank."""
         return self.terms[0]
 
     @property
     def rank_factors(self) -> np.ndarray:
+        """The coefficients of the rank among the selected elements."""
         return self.terms[-1]
 
     def coordinate_factors(self, axis: int) -> np.ndarray:
-        """Return the coefficients of the coordinate along an axis of the mask."""
+        """Return the coefficients of the coordinate along `axis` of the mask."""
         return self.terms[1 + axis]
 
     def index_columns(self, per_column: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Return the terms of each column, if all rows are equal; otherwise None.
+        """Return, for each column, the number of each term: constant, coordinate factors, rank
+        factor. A column is all entries at one index along the last dimension, or, without
+        `per_column`, all entries.
 
-        A column is an entry along the last dimension. Without `per_column`, all entries must be
-        equal, and the result has one column.
+        None if entries of one column differ, or if `per_column` is true and the last dimension
+        counts rows.
         """
         shape = self.terms[0].shape
         if per_column and self.axis == len(shape) - 1:
@@ -148,36 +168,42 @@ class Indices:
 
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
-    """A tensor with a row per selected element, stored with a row per element of the mask. Stored
-    rows of elements that are not selected are arbitrary.
+    """The fact of a tensor with a row per selected element. The graph stores a row per element of
+    the mask; the stored rows of elements that are not selected are arbitrary.
     """
 
     selection: Selection
     row_type: Value
-    """Type of one row: extent 1 along `axis`. Along `pair_axis` the extent is the capacity."""
+    """Type of one row: size 1 along `axis`. Along `pair_axis`, the size is the capacity of the
+    selection.
+    """
     axis: int
-    """The dimension that counts rows."""
+    """The dimension of the value that counts rows."""
     over: tuple[int, ...]
-    """Axes of the mask along which rows can differ. `value` has a row per element along them."""
+    """Axes of the mask along which rows can differ. `value` has a row per combination of
+    coordinates along these axes.
+    """
     value: str
     """Name of the stored tensor in the graph."""
     weight: str = ""
-    """Name of a vector that the rows are still to be multiplied with; "" if there is none."""
+    """Name of a vector with which the rows are still to be multiplied; "" if there is none."""
     weight_over: tuple[int, ...] = ()
-    """Axes of the mask along which weights can differ."""
+    """Axes of the mask along which weights can differ. The vector `weight` has an element per
+    combination of coordinates along these axes.
+    """
     pair_axis: int | None = None
-    """A second dimension that counts the rows of the same selection, as in the attention scores of
-    all rows with all rows.
+    """A second dimension that counts the rows of this selection, as in attention scores of all
+    selected rows with all selected rows; None if there is none.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of `value`."""
+        """Shape of `value`, the tensor that the graph stores."""
         return with_extent(self.row_type.shape, self.axis, self.selection.extent(self.over))
 
     @property
     def row_axes(self) -> tuple[int, ...]:
-        """The dimensions that count rows."""
+        """The dimensions that count rows: `axis`, and `pair_axis` if it is not None."""
         return (self.axis,) if self.pair_axis is None else (self.axis, self.pair_axis)
 
 
@@ -185,17 +211,21 @@ Fact = Counted | Indices | SelectedRows
 
 
 def with_extent(shape: Sequence[int], axis: int, extent: int) -> tuple[int, ...]:
-    """Return a shape with another extent along one axis."""
+    """Return `shape` with the size `extent` along `axis`."""
     return (*shape[:axis], extent, *shape[axis + 1 :])
 
 
 def row_type_of(value: Value, axis: int) -> Value:
-    """Return the type of one row of a value whose rows are counted by dimension `axis`."""
+    """Return the type of one row of a value whose dimension `axis` counts rows: its size along
+    `axis` becomes 1.
+    """
     return Value("", value.dtype, with_extent(value.shape, axis, 1))
 
 
 def witness_type(fact: Fact) -> Value:
-    """Return the value's type in the file for n = WITNESS."""
+    """Return the type that a value with this fact has in the ONNX file if n, the number of selected
+    rows, is `WITNESS`.
+    """
     if isinstance(fact, Counted):
         return Value("", DType.INT64, fact.numbers.shape)
     shape = fact.row_type.shape
@@ -205,12 +235,16 @@ def witness_type(fact: Fact) -> Value:
 
 
 def row_axes_of(fact: Fact | None) -> tuple[int, ...]:
-    """Return the dimensions of a value that count rows."""
+    """Return the dimensions of a value that count selected rows, by the value's fact; () if it has
+    none.
+    """
     if isinstance(fact, Indices):
         return (fact.axis,)
     return fact.row_axes if isinstance(fact, SelectedRows) else ()
 
 
 def depends_on_size(types: Sequence[Value]) -> bool:
-    """True if a shape that was inferred for n = WITNESS depends on n."""
+    """True if `types`, which were inferred for n = `WITNESS` selected rows, have a size that is a
+    nonzero multiple of `WITNESS`: this size depends on n.
+    """
     return any(extent and extent % WITNESS == 0 for value in types for extent in value.shape)

@@ -1,4 +1,6 @@
-"""Gather, GatherND, Slice and Split of selected rows, and gathers at selected indices."""
+"""Laws of Gather, GatherND, Slice and Split whose operands have a row per selected element, and of
+gathers that read a static value at indices with a row per selected element.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import Number, SizeArray
 
 
 def gather_own_elements(context: NodeContext) -> bool:
-    """Compute a GatherND that reads elements of each row at constant positions: the first index is
-    the rank of the row. Returns False for another GatherND.
+    """Law of a GatherND from selected rows in which each row reads from itself: the first index of
+    a position is the rank of the row among the selected rows, and the other indices are constants.
+    Return False for another GatherND.
     """
     data = context.fact(0)
     indices = context.fact(1)
@@ -49,8 +52,9 @@ def gather_own_elements(context: NodeContext) -> bool:
 
 
 def gather_by_rank(context: NodeContext) -> bool:
-    """Compute a Gather or GatherND of rows at their ranks among the selected rows. Returns False if
-    it reads along another dimension.
+    """Law of a Gather or GatherND of whole selected rows, whose indices are ranks among the
+    selected rows. It moves the selected rows to the front and gathers from them. Return False if
+    the node reads along another dimension than that of the rows.
     """
     write = context.write
     is_nd = context.node.op_type == "GatherND"
@@ -92,7 +96,10 @@ def _depth(
     context: NodeContext, data: Indices | SelectedRows, positions: Indices | SelectedRows | None
 ) -> int | None:
     """Return the axis along which a Gather reads, or the number of indices per position of a
-    GatherND; None if it is not supported.
+    GatherND.
+
+    None for a GatherND that is not supported: it has batch_dims, or the indices of one position are
+    not in one row.
     """
     if context.node.op_type == "Gather":
         return nonnegative_axis(context.integer("axis"), len(data.row_type.shape))
@@ -108,8 +115,11 @@ def _depth(
 def nonnegative_ranks(
     context: NodeContext, name: str, selection: Selection, index_type: Value, column: int | None
 ) -> str:
-    """Write ranks of rows with n added to negative ones, which count from the last row. If a
-    position has several indices, `column` is the one that counts rows.
+    """Write the ranks of rows `name`, of type `index_type`, with n added to negative ones, which
+    count from the last row; n is the number of selected rows. Return the result's name.
+
+    If a position has several indices, as in GatherND, `column` is the one that counts rows;
+    otherwise None.
     """
     write = context.write
     known = context.arrays.get(name)
@@ -124,8 +134,8 @@ def nonnegative_ranks(
 
 
 def gather_static(context: NodeContext) -> bool:
-    """Compute a Gather or GatherND that reads a static value at selected indices. Returns False if
-    the result is not the value with reordered dimensions.
+    """Law of a Gather or GatherND that reads a static value at `Indices`. Return False if the
+    result is not that value with sliced and reordered dimensions.
     """
     indices = context.fact(1)
     if not isinstance(indices, Indices) or context.fact(0) is not None:
@@ -153,8 +163,9 @@ def gather_static(context: NodeContext) -> bool:
 
 
 def slice_rows(context: NodeContext) -> bool:
-    """Compute a Slice along the dimension that counts rows, with constant bounds or to the last
-    row. Returns False for another Slice, and for one that keeps all rows.
+    """Law of a Slice along the one dimension that counts rows, whose start is constant and whose
+    end is constant or relative to the last row. Return False for another Slice, and for one that
+    keeps all rows. Raises ModelError if start, axis or step depends on the number of rows.
     """
     fact = context.fact(0)
     write = context.write
@@ -208,8 +219,9 @@ def slice_rows(context: NodeContext) -> bool:
 
 
 def _end(context: NodeContext, ends: Number, capacity: int) -> int | None:
-    """Return the end of a Slice of n <= `capacity` rows: a constant, which counts from the last row
-    if it is negative, or None for n and beyond.
+    """Return the end of a Slice of n rows, n <= `capacity`. A negative end counts from the last
+    row; None means that the last row is included. Raises ModelError for an end that depends on n
+    otherwise.
     """
     if isinstance(ends, np.ndarray):
         end = int(ends.reshape(-1)[0])
@@ -222,14 +234,17 @@ def _end(context: NodeContext, ends: Number, capacity: int) -> int | None:
 
 
 def _from_last(write: RowWriter, bound: int, count: str) -> str:
-    """Write a bound of a Slice; a negative one counts from the last row."""
+    """Return the name of a bound of a Slice: `bound`, plus the number of rows `count` if it is
+    negative.
+    """
     number = write.scalar(bound, DType.INT64)
     return write.node("Add", [count, number]) if bound < 0 else number
 
 
 def split_rows(context: NodeContext) -> bool:
-    """Compute a Split of rows into ranges of ranks, whose lengths can be computed while running.
-    Returns False for a Split along another dimension.
+    """Law of a Split along the dimension that counts rows, into parts whose lengths can be computed
+    while running. Each result has the rows of one range of ranks. Return False for a Split along
+    another dimension, without an operand for the lengths, or with lengths that have a fact.
     """
     fact = context.fact(0)
     write = context.write
@@ -253,7 +268,10 @@ def split_rows(context: NodeContext) -> bool:
 
 
 def _restricted(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
-    """Return the rows at which the vector `mask` is true. It is true only at selected rows."""
+    """Return the fact of only those of `rows` for which the boolean vector `mask`, with an element
+    per element of the selection's mask, is true. `mask` must be false for rows that are not
+    selected; `root` names the new selection.
+    """
     write = context.write
     shape = rows.selection.shape
     selection = Selection(write.reshape(mask, shape), shape, shape, context.title, root)

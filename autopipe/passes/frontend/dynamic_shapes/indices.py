@@ -1,8 +1,8 @@
 """Reading and writing a tensor at indices that are affine in the coordinates of selected elements.
 
-Exporters flatten indices, so that a token and its rank among the experts become `token * 2 + rank`.
-A tensor that is read at such indices for every element of the mask is the tensor itself with its
-dimensions in another order. Writing reorders the dimensions likewise.
+Exporters flatten indices: a token and its rank among the experts become `token * 2 + rank`. A
+tensor that is read at such indices, for every element of the mask, is the tensor itself with its
+dimensions in another order. Writing at such indices reorders the dimensions likewise.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from autopipe.passes.frontend.dynamic_shapes.domain import Indices, SelectedRows
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 
 Columns = Sequence[tuple[int, ...]]
-"""For each index of a multi-dimensional position, its terms as in `Indices`."""
+"""For each index of a multi-dimensional position, its coefficients: constant, a factor per axis of
+the mask, rank factor. See `Indices`.
+"""
 _NEUTRAL = {"add": 0.0, "max": -math.inf, "min": math.inf, "mul": 1.0}
-"""By the reduction of a scatter, the update that changes nothing."""
+"""By the reduction of a scatter, the update that changes no element."""
 REDUCTIONS = frozenset({"none", *_NEUTRAL})
 """Supported values of the attribute `reduction` of scatter operators."""
 
 
 def as_rows(write: RowWriter, indices: Indices) -> SelectedRows:
-    """Write the indices as a tensor."""
+    """Write the integers that `indices` describes as a tensor, and return its fact. The tensor has
+    a row per element of the mask, or per combination of coordinates on which the integers depend.
+    """
     selection = indices.selection
     dtype = indices.dtype
     over = tuple(axis for axis in selection.axes if indices.coordinate_factors(axis).any())
@@ -60,11 +64,12 @@ def as_rows(write: RowWriter, indices: Indices) -> SelectedRows:
 
 
 def as_selected_rows(write: RowWriter, fact: Indices | SelectedRows) -> SelectedRows:
-    """Return the fact as a tensor with a row per element of the mask."""
+    """Return the fact as `SelectedRows`. For `Indices`, this writes their integers as a tensor."""
     return as_rows(write, fact) if isinstance(fact, Indices) else fact
 
 
 def _term(write: RowWriter, term: np.ndarray, dtype: DType) -> str:
+    """Write a coefficient array as a constant of the type `dtype` and return its name."""
     flat = write.vector(term.reshape(-1).tolist())
     return write.cast(write.reshape(flat, term.shape), dtype)
 
@@ -74,9 +79,9 @@ def _mixed_radix_axes(
 ) -> tuple[int, ...] | None:
     """Return the axes of the mask, outermost first, whose coordinates are the digits of an index.
 
-    An index `constant + sum of coordinate * factor` runs over consecutive positions, each once, if
-    the factor of each axis is the product of the sizes of the axes inside of it. Returns None
-    otherwise, or if the positions are not inside a dimension of size `extent`.
+    The index is `constant + sum of coordinate * factor`; `column` has these numbers. It takes
+    consecutive values, each once, if the factor of each axis is the product of the sizes of the
+    axes after it. Return None otherwise, or if a value is outside of 0 … `extent` - 1.
     """
     constant, *factors, rank_factor = column
     if rank_factor:
@@ -95,8 +100,9 @@ def _mixed_radix_axes(
 def _axes_of_columns(
     columns: Columns, data: Value, first: int, selection: Selection
 ) -> list[tuple[int, ...]] | None:
-    """Return the mask axes of each index; None if an index is not mixed-radix, or an axis occurs in
-    two indices.
+    """Return, for each index of a position, the axes of the mask whose coordinates are its digits.
+    The indices address the dimensions of `data` from `first` on. None if an index has no such
+    digits (see `_mixed_radix_axes`), or if two indices share an axis.
     """
     found = []
     for place, column in enumerate(columns):
@@ -111,11 +117,12 @@ def _axes_of_columns(
 def read_at_indices(
     write: RowWriter, selection: Selection, columns: Columns, data: Value, first: int
 ) -> tuple[str, tuple[int, ...]] | None:
-    """Write the elements of `data` at positions whose indices, for the dimensions from `first` on,
-    are `columns`.
+    """Write the elements of `data` at positions that are affine in coordinates of the mask.
+    `columns` has the indices for the dimensions from `first` on; in the result, these become one
+    dimension that counts rows.
 
-    These dimensions become one, which counts rows. Returns the result's name and the axes of the
-    mask along which rows differ; None if the result is not `data` with reordered dimensions.
+    Return (name of the result, axes of the mask along which its rows differ); None if the result is
+    not `data` with sliced and reordered dimensions.
     """
     axes_of_columns = _axes_of_columns(columns, data, first, selection)
     if axes_of_columns is None:
@@ -138,8 +145,8 @@ def read_at_indices(
 
 
 def are_own_ranks(indices: Indices) -> bool:
-    """True if the first index of each position is the rank of its row and the other indices are
-    constants.
+    """True if `indices` are GatherND positions in which each row addresses itself: the first index
+    is the rank of the row, and the other indices are constants.
     """
     if indices.axis or len(indices.constants.shape) < 2:
         return False
@@ -151,8 +158,9 @@ def are_own_ranks(indices: Indices) -> bool:
 
 
 def read_own_elements(write: RowWriter, data: SelectedRows, indices: Indices) -> str:
-    """Write the elements that a GatherND reads of each row at constant positions, if `indices` are
-    the rank of the row followed by these positions. Returns the result's name.
+    """Write a GatherND that reads, from each row of `data`, elements at constant positions, and
+    return its name. `indices` are the rank of the row followed by these positions (see
+    `are_own_ranks`).
     """
     positions = indices.constants[..., 1:]
     target = (data.shape[0], *positions.shape[1:])
@@ -170,11 +178,12 @@ def write_at_indices(
     adds: bool,
     result: str,
 ) -> bool:
-    """Write `data` with rows written at, or added to, the positions whose indices for the
-    dimensions from `first` on are `columns`.
+    """Write `result`: the tensor `data` with `rows` written at, or with `adds` added to, positions
+    that are affine in coordinates of the mask. `columns` has the indices for the dimensions from
+    `first` on.
 
-    The positions of all elements of the mask must fill these dimensions. Otherwise writes nothing
-    and returns False.
+    Return False, with nothing written, unless the positions of all elements of the mask fill these
+    dimensions.
     """
     selection = rows.selection
     axes_of_columns = _axes_of_columns(columns, data, first, selection)
@@ -203,10 +212,11 @@ def write_at_indices(
 def _combined_updates(
     write: RowWriter, rows: SelectedRows, over: tuple[int, ...], rest: tuple[int, ...]
 ) -> tuple[str, str]:
-    """Write, for each position along the mask axes `over`, whether a selected row goes there, and
-    the sum of these rows. The sum is arbitrary where no row goes.
+    """Write, for each position along the mask axes `over`, (1) whether a selected row is written
+    there and (2) the sum of the selected rows that are written there. Return both names.
 
-    Both have the shape [positions ..., `rest` ...] or one that broadcasts to it.
+    The sum is arbitrary for a position that no selected row is written to. Both have the shape
+    [positions ..., `rest` ...] or one that broadcasts to it; `rest` is the shape of a row.
     """
     selection = rows.selection
     ones = [1] * len(rest)
@@ -234,7 +244,9 @@ def _combined_updates(
 
 
 def _rows_first(write: RowWriter, rows: SelectedRows, rest: tuple[int, ...]) -> str:
-    """Write the rows with the shape [rows, `rest` ...]."""
+    """Write the stored rows with the dimension of rows first, reshaped to [rows, `rest` ...].
+    Return the result's name.
+    """
     order = [rows.axis, *(axis for axis in range(len(rows.shape)) if axis != rows.axis)]
     return write.reshape(write.transpose(rows.value, order), (rows.shape[rows.axis], *rest))
 
@@ -246,8 +258,9 @@ def _sum_to_axes(
     over: Sequence[int],
     rest: tuple[int, ...],
 ) -> str:
-    """Write the sum, along the mask axes that `over` lacks, of a value with a row per element of
-    the mask. Its shape is [positions along `over` ..., `rest` ...].
+    """Write the sum, along the mask axes that `over` lacks, of `value`, which has a row of shape
+    `rest` per element of the mask. Return the name of the sum; its shape is [positions along `over`
+    ..., `rest` ...].
     """
     others = [axis for axis in selection.axes if axis not in over]
     divided = write.reshape(value, (*selection.shape, *rest))
@@ -265,11 +278,11 @@ def scatter_rows(
     reduction: str,
     result: str,
 ) -> None:
-    """Write a ScatterND, or a ScatterElements along `axis`, at indices that are known while
-    running.
+    """Write `result`: a ScatterND into `data`, or a ScatterElements along `axis`, whose indices are
+    computed while running. `rows` are the updates.
 
-    With a reduction, rows that are not selected are its neutral element. Otherwise `data` gets one
-    more slice along `axis`, to which these rows are written and which is cut off again.
+    With a reduction, the updates of elements that are not selected are neutral. Otherwise `data`
+    gets one more slice along `axis`; these updates are written to it, and it is cut off again.
     """
     selection = rows.selection
     extent = data.shape[axis]
@@ -294,7 +307,9 @@ def scatter_rows(
 
 
 def representable(number: float, dtype: DType) -> float:
-    """Return the number; of an infinite number the extreme value of an integer type."""
+    """Return `number`, or, if it is infinite and `dtype` is an integer type, the largest or
+    smallest integer of the type.
+    """
     if math.isinf(number) and dtype.is_integer:
         bounds = np.iinfo(dtype.value)
         return int(bounds.max if number > 0 else bounds.min)
@@ -304,9 +319,9 @@ def representable(number: float, dtype: DType) -> float:
 def _redirected(
     write: RowWriter, operator: str, indices: SelectedRows, extent: int
 ) -> SelectedRows:
-    """Return the indices with the index `extent` for rows that are not selected. A ScatterND's
-    positions have several indices along their last dimension, of which the first becomes `extent`
-    and the others 0.
+    """Return the indices with the index `extent`, which is outside of the data, for rows that are
+    not selected. A ScatterND's positions have several indices along their last dimension, of which
+    the first becomes `extent` and the others 0.
     """
     indices = write.spread(write.weighted(indices), indices.selection.axes)
     depth = indices.row_type.shape[-1] if operator == "ScatterND" else 1

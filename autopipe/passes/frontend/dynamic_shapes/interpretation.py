@@ -1,4 +1,6 @@
-"""Interprets the nodes of a file in the abstract domain, in topological order."""
+"""Visits the nodes of a file in topological order, records the facts of values whose shape depends
+on data, and writes nodes of static shapes.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,16 @@ _SELECTING_OPERAND = {
     "Range": 1,
     "Unique": 0,
 }
-"""By operator that selects, the operand whose elements decide what is selected."""
+"""By operator that selects, the index of the operand whose elements decide which elements, or how
+many, are selected.
+"""
 _SELECTING = _SELECTING_OPERAND.keys() - {"Range"}
 _FAILURES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
-"""Exceptions of numpy and of the evaluator for nodes whose operands do not fit."""
+"""Exceptions that numpy and ONNX's evaluator raise if the operands of a node do not fit."""
 
 
 class DynamicShapes(dict[str, Fact]):
-    """The facts of the values that have a row per selected element or depend on their number, by
+    """The facts of the values whose shape or elements depend on a selection of rows by data, by
     name. Values without a fact are static.
     """
 
@@ -71,7 +75,10 @@ class DynamicShapes(dict[str, Fact]):
         uses: Uses,
         bounds: Mapping[str, int],
     ) -> None:
-        """`bounds` has the maximum sizes of results of Range, by name."""
+        """`nodes` are all nodes of the file, `uses` has the readers of its values. `bounds` has
+        maximum numbers of elements of Range results, by name: for each Range whose end is computed
+        while running, the model's user must give one.
+        """
         super().__init__()
         self._inference = inference
         self._opset = opset
@@ -79,7 +86,9 @@ class DynamicShapes(dict[str, Fact]):
         self._bounds = bounds
         self._roots = MaskRoots(nodes)
         self._static_counts: dict[str, Counted] = {}
-        """Facts of static values of the graph that are known to be polynomials in n."""
+        """Facts of static values of the graph that are known to be polynomials in n, the number of
+        elements that a mask selects.
+        """
         self._derived_selections: dict[object, Selection] = {}
         self._row_axes_cache: dict[object, RowAxes] = {}
 
@@ -91,11 +100,11 @@ class DynamicShapes(dict[str, Fact]):
         arrays: Mapping[str, np.ndarray],
         declared: Callable[[str], Value | None],
     ) -> bool:
-        """True if the node reads a value that has a fact, selects by data, or has a static count as
-        a size operand.
+        """True if the node must be replaced: it reads a value that has a fact, selects elements by
+        data, or has a size operand that is a count of selected elements.
 
         `declared` returns the static type that the file states for a value, None if there is none.
-        A node whose result has one does not select.
+        A selecting operator whose result has a static type is not replaced.
         """
         if any(name in self for name in operands):
             return True
@@ -116,8 +125,9 @@ class DynamicShapes(dict[str, Fact]):
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> bool:
-        """True if a count of selected elements is a size or position operand of the node. Otherwise
-        the node stays in the graph, and counts that it computes are recorded.
+        """True if an operand of the node that is a size or a position is a count of selected
+        elements. Otherwise the node stays in the graph; if its results are counts, they are
+        recorded as such.
         """
         slots = [slot for slot in SHAPE_OPERANDS.get(node.op_type, ()) if slot < len(operands)]
         if any(operands[slot] in self._static_counts for slot in slots):
@@ -138,8 +148,8 @@ class DynamicShapes(dict[str, Fact]):
     def replace_node(
         self, rewriter: FileRewriter, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Write the nodes of static shapes that replace the node of `rewriter`, and record its
-        results. Raises ModelError if no law applies.
+        """Write the nodes of static shapes that replace the node of `rewriter`, and record the
+        facts of its results. Raises ModelError if no law applies to the node.
         """
         context = self._context(rewriter, types, arrays)
         try:
@@ -154,7 +164,7 @@ class DynamicShapes(dict[str, Fact]):
             self._static_counts[result] = Counted(operand.selection, SizeArray.of(coefficients))
 
     def _interpret(self, context: NodeContext) -> None:
-        """Record the facts of the node's results."""
+        """Record the facts of the node's results and write the nodes that compute them."""
         operator = context.node.op_type
         if operator in _SELECTING:
             select(context, self._uses, self._roots)
@@ -172,7 +182,7 @@ class DynamicShapes(dict[str, Fact]):
     def _context(
         self, rewriter: FileRewriter, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> NodeContext:
-        """Return the node of a rewriter with the facts of its operands."""
+        """Return the node of `rewriter` with the facts of its operands and a writer."""
         facts = self._node_facts(rewriter.proto, rewriter.node.inputs, types, arrays)
         held = {each.name: getattr(facts, each.name) for each in fields(facts)}
         return NodeContext(**held, write=RowWriter(rewriter))
@@ -184,8 +194,10 @@ class DynamicShapes(dict[str, Fact]):
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> NodeFacts:
-        """Return the node with the facts of its operands. Counts among static values are used for
-        size operands, and for all operands of a shape computation.
+        """Return the node with the facts of its operands.
+
+        A static operand that is known to be a count of selected elements gets its `Counted` fact if
+        it is a size operand, or if the node computes shapes and no operand has rows.
         """
         facts = [self.get(name) for name in operands]
         slots = [*SHAPE_OPERANDS.get(node.op_type, ())]
@@ -215,9 +227,11 @@ class DynamicShapes(dict[str, Fact]):
         return replace(context, facts=tuple(expressed))
 
     def write_output(self, rewriter: FileRewriter) -> None:
-        """Write an output of the model that has a fact, the operand of the rewriter's node. The
-        fact is removed. The output has its selected rows first, followed by zeros up to the
-        capacity of the selection.
+        """Write an output of the model that has a fact, and remove the fact. `rewriter` is for a
+        node whose operand is the output.
+
+        The output has a row per element of the selection's mask: the selected rows first, then
+        zeros. Numbers that depend on the count of selected rows are computed while running.
         """
         name = rewriter.required(0)
         context = self._context(rewriter, {}, {})

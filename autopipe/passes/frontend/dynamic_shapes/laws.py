@@ -1,8 +1,9 @@
-"""The laws of the abstract domain: one sequence of laws per operator class.
+"""The laws of dynamic shapes: for each class of operators, a sequence of functions that derive the
+facts of a node's results from the facts of its operands.
 
-A law returns False, without a fact for a result, if it does not apply to the node. The laws of a
-class are tried in order: special cases that keep more precise facts come first. An operator of no
-listed class computes rows one by one.
+A law returns False if it does not apply to the node; then it has recorded no fact. The laws of a
+class are tried in order: special cases that keep more precise facts come first. An operator that no
+class lists is treated as one that computes rows one by one.
 """
 
 from __future__ import annotations
@@ -37,28 +38,36 @@ from autopipe.passes.frontend.dynamic_shapes.size_operators import (
 from autopipe.passes.frontend.dynamic_shapes.windows import compute_windows
 
 Law = Callable[[NodeContext], bool]
+"""Records the facts of a node's results and writes nodes that compute them. False if it does not
+apply.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorClass:
-    """Operators with equal laws."""
+    """Operators to which the same laws apply."""
 
     name: str
     operators: frozenset[str]
     before_alignment: tuple[Law, ...] = ()
-    """Laws for operands whose rows different selections may select."""
+    """Laws that also apply if different selections select the rows of the operands. They are tried
+    first.
+    """
     laws: tuple[Law, ...] = ()
-    """Laws for operands whose rows are all selected by one selection. `compute_rows` and
+    """Laws that apply if one selection selects the rows of all operands. `compute_rows` and
     `reduce_rows` are tried after them.
     """
     combines_selections: bool = False
-    """The updates of a scatter may be selected by another selection than its target."""
+    """True for scatters, whose updates may be selected by another selection than their target."""
 
 
 ROW_WISE = OperatorClass("row-wise", frozenset())
 
 
 def _class(name: str, operators: str, *laws: Law, before: tuple[Law, ...] = ()) -> OperatorClass:
+    """Return the operator class of the space-separated `operators`. `before` are the laws that are
+    tried before the rows of all operands are aligned.
+    """
     return OperatorClass(name, frozenset(operators.split()), before, laws)
 
 
@@ -76,13 +85,14 @@ OPERATOR_CLASSES: tuple[OperatorClass, ...] = (
     _class("affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", move_indices),
     _class("window", "Conv ConvTranspose MaxPool Pad", compute_rows, compute_windows),
 )  # fmt: skip
-"""The operator classes with laws of their own."""
+"""The operator classes that have their own laws."""
 CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.operators}
+"""Operator classes by operator."""
 
 
 def apply_laws(context: NodeContext) -> None:
-    """Record the facts of a node's results and write the nodes that compute them. Raises ModelError
-    if no law applies.
+    """Record the facts of a node's results, and write the nodes that compute them, by the first law
+    that applies. Raises ModelError if none does.
     """
     operator_class = CLASS_OF.get(context.node.op_type, ROW_WISE)
     has_pairs = any(
@@ -103,13 +113,14 @@ def apply_laws(context: NodeContext) -> None:
 
 
 def _apply_first(laws: tuple[Law, ...], context: NodeContext) -> None:
+    """Apply the first of `laws` that applies to the node. Raises ModelError if none does."""
     if not any(law(context) for law in laws):
         raise context.unsupported()
 
 
 def _applies_across_selections(context: NodeContext, operator_class: OperatorClass) -> bool:
-    """Apply the laws of a scatter whose target another selection selects than its other
-    operands.
+    """Apply the laws of a scatter into selected rows whose indices or updates are rows of another
+    selection. Return False for another scatter, and if no law applies.
     """
     target, *others = context.facts
     if not isinstance(target, Indices | SelectedRows):
@@ -124,8 +135,8 @@ def _applies_across_selections(context: NodeContext, operator_class: OperatorCla
 
 
 def aligned(context: NodeContext) -> NodeContext:
-    """Return the context with all facts in terms of one selection. Raises ModelError if the
-    operands have rows of different selections.
+    """Return the context with all facts expressed in terms of one selection. Raises ModelError if
+    the operands have rows of different selections.
     """
     facts = [each for each in context.facts if each is not None]
     if len({each.selection.key for each in facts}) > 1:
@@ -138,6 +149,9 @@ def aligned(context: NodeContext) -> NodeContext:
 
 
 def _aligned_fact(context: NodeContext, fact: Fact | None, selection: Selection) -> Fact | None:
+    """Return the fact expressed in terms of `selection`, whose mask may divide the same elements
+    into other dimensions; None for a static operand.
+    """
     if isinstance(fact, Indices) and fact.selection.shape != selection.shape:
         fact = as_rows(context.write, fact)
     if isinstance(fact, SelectedRows):

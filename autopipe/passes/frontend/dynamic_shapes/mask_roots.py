@@ -1,5 +1,5 @@
-"""Finds masks of a file that have equal elements: exporters write a comparison, or the elements of
-one mask in other dimensions, several times.
+"""Finds masks of a file that have equal elements. Exporters write one comparison, or one mask with
+other dimensions, several times.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ if TYPE_CHECKING:
     import onnx
 
 _VIEWS = operators_with(lambda row: row.same_elements)
-"""Operators that keep the elements and their row-major order."""
+"""Operators that keep all elements and their row-major order."""
 _MASK_OPERATORS = operators_with(lambda row: row.mask) | {
     "Gather",
     "ReduceMax",
     "ReduceSum",
     "Slice",
 }
-"""Operators of which masks are computed. Equal operands give equal results."""
+"""Operators from which files compute masks. With equal operands they give equal results."""
 _ROUNDING = frozenset({"Ceil", "Floor", "Round"})
 _MAX_DEPTH = 8
-"""Maximum number of operators in a chain that is compared."""
+"""Maximum number of nodes before a mask that are compared."""
 
 
 class MaskRoots:
-    """The producers of masks and of the integers that bound ranges."""
+    """The nodes of a file that produce masks, and integers that bound a Range. Finds values with
+    equal elements.
+    """
 
     def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
         operators = _VIEWS | _MASK_OPERATORS | _ROUNDING | {"Cast", "Expand", "Mul"}
@@ -44,7 +46,9 @@ class MaskRoots:
         self._first_equal: dict[object, str] = {}
 
     def expanded_from(self, name: str) -> str:
-        """Return the operand of the Expand that produces a value; "" if no Expand does."""
+        """Return the name of the operand of the Expand that produces the value `name`; "" if no
+        Expand does.
+        """
         node = self._producers.get(name)
         return node.input[0] if node is not None and node.op_type == "Expand" else ""
 
@@ -55,8 +59,12 @@ class MaskRoots:
         arrays: Mapping[str, np.ndarray],
         depth: int = _MAX_DEPTH,
     ) -> str:
-        """Return the first value of the file found to have the elements of `name` in the same
-        row-major order. Up to `depth` producers are followed.
+        """Return the root of the value `name`: the first value found in the file whose elements, in
+        row-major order, are equal. It can be `name` itself. Up to `depth` nodes before the value
+        are compared.
+
+        `types` has the types of static values, and `arrays` the elements of those that are known
+        before running.
         """
         if name not in self._roots:
             self._roots[name] = self._find_root(name, types, arrays, depth)
@@ -65,8 +73,9 @@ class MaskRoots:
     def integer_root(
         self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> str:
-        """Return the first value of the file found to be the integer that `name` is, possibly of
-        another integer type.
+        """Return the first value found in the file that is equal to the integer `name`; it can have
+        another integer type or shape. `types` has the types of static values, and `arrays` the
+        elements of those that are known before running.
         """
         node = self._producers.get(name)
         while node is not None and (node.op_type == "Cast" or _is_single_element(node, types)):
@@ -80,8 +89,8 @@ class MaskRoots:
     def factor(
         self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> int:
-        """Return a positive integer that divides the scalar `name`, since the file multiplies an
-        integer with it; 1 if no such product is found.
+        """Return a positive integer that is known to divide the scalar `name`, because the file
+        computes it as the product of that constant and an integer; 1 if it is no such product.
         """
         node = self._producer_of_scalar(name, types)
         if node is None or node.op_type != "Mul":
@@ -101,7 +110,9 @@ class MaskRoots:
         return int(factor) if factor.is_integer() and factor >= 1 else 1
 
     def _producer_of_scalar(self, name: str, types: Mapping[str, Value]) -> onnx.NodeProto | None:
-        """Return the node that computes a scalar, before casts and views."""
+        """Return the node that computes the scalar `name`, before casts, views and gathers of a
+        single element; None if it is not recorded.
+        """
         node = self._producers.get(name)
         while node is not None and (node.op_type == "Cast" or _is_single_element(node, types)):
             node = self._producers.get(node.input[0])
@@ -110,6 +121,9 @@ class MaskRoots:
     def _find_root(
         self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray], depth: int
     ) -> str:
+        """Compute the result of `root`: compare the node that produces `name`, and up to `depth`
+        nodes before it, with the nodes seen so far.
+        """
         node = self._producers.get(name)
         if node is None or not depth:
             return name
@@ -132,7 +146,9 @@ class MaskRoots:
 
 
 def _is_single_element(node: onnx.NodeProto, types: Mapping[str, Value]) -> bool:
-    """True if the node returns the only element of its operand, or a view of its operand."""
+    """True if the node is a view of its operand (all elements in row-major order), or gathers from
+    an operand with one element.
+    """
     source = types.get(node.input[0])
     is_only_element = node.op_type == "Gather" and source is not None and source.elements == 1
     return node.op_type in _VIEWS or is_only_element

@@ -1,7 +1,7 @@
-"""Operators that combine selected rows: reductions, softmax, matmuls, losses, and sorting.
+"""Laws of operators that combine selected rows: reductions, softmax, matmuls, losses, and TopK.
 
-Rows that are not selected are filled with the operator's neutral element, so that the result is the
-one of the selected rows. The order of the selected rows is kept.
+Rows that are not selected are filled with the operator's neutral element, so that the result is
+that of the selected rows. The order of the selected rows is kept.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ from autopipe.passes.frontend.dynamic_shapes.size_operators import run_time_numb
 from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
 NEUTRAL_ELEMENTS = {name: row.neutral for name, row in OPERATORS.items() if row.neutral is not None}
-"""By operator, the element in rows that are not selected with which these rows change nothing."""
+"""By operator, the element that changes no result; rows that are not selected are filled with it.
+"""
 LOSSES = operators_with(lambda row: row.loss)
 _RETURN_ROWS = frozenset({"CumSum", "LogSoftmax", "Softmax"})
-"""Operators whose result has a row per row."""
+"""Operators of which each row of the operand gives a row of the result."""
 _RETURN_POSITIONS = frozenset({"ArgMax", "ArgMin"})
+"""Operators whose result is the position of an element."""
 _IGNORED_LABEL = -100
-"""Label of the rows that are not selected, for a loss that states no `ignore_index`."""
+"""Label that marks rows that are not selected, for a loss without the attribute `ignore_index`."""
 
 
 def reduce_rows(context: NodeContext) -> bool:
-    """Write the node for all elements of the mask, with neutral elements in rows that are not
-    selected. Raises ModelError for an operator without neutral element, and if the shape of a
-    result depends on n in another way than by a row per row.
+    """Law of operators that combine selected rows: write the node for all elements of the mask,
+    with the neutral element in rows that are not selected.
+
+    Raises ModelError for an operator that has no neutral element and is no loss, for operands with
+    two dimensions of rows, and if a result without rows has a size that depends on the number of
+    selected rows.
     """
     operator = context.node.op_type
     write = context.write
@@ -85,8 +90,9 @@ def reduce_rows(context: NodeContext) -> bool:
 
 
 def _correct_mean(context: NodeContext, rows: SelectedRows, mean: str, result: str) -> None:
-    """Write the mean of the selected rows from the mean over all elements of the mask: times
-    capacity / n. Without selected rows the mean is 0, as in ONNX Runtime.
+    """Write `result`, the mean of the selected rows: `mean`, which is over all elements of the mask
+    with zeros for those that are not selected, times capacity / n. Without selected rows (n = 0) it
+    is 0, as in ONNX Runtime.
     """
     write = context.write
     dtype = rows.row_type.dtype
@@ -99,8 +105,13 @@ def _correct_mean(context: NodeContext, rows: SelectedRows, mean: str, result: s
 def fill_pairs(
     context: NodeContext, rows: Mapping[int, SelectedRows], reduced_axes: tuple[int | None, ...]
 ) -> dict[int, SelectedRows]:
-    """Return the operands of a node that combines rows along the axes `reduced_axes` of values with
-    two axes of rows, with neutral elements in rows that are not selected.
+    """Return the operands `rows` of a node with neutral elements in rows that are not selected, by
+    the operand's index.
+
+    The operands have two dimensions that count selected rows, and the node combines elements along
+    one of them: `reduced_axes` has that dimension for each operand, None for an operand without it.
+    Raises ModelError for operators without neutral element, ReduceMean, and operators that return
+    positions.
     """
     operator = context.node.op_type
     write = context.write
@@ -118,8 +129,8 @@ def fill_pairs(
 
 
 def _neutral_element(operator: str, dtype: DType) -> float:
-    """Return the neutral element. That of a softmax is finite, so that a softmax of no selected row
-    is not NaN.
+    """Return the neutral element of the operator in the type `dtype`. That of softmax is finite, so
+    that the softmax of no selected row is not NaN.
     """
     if operator in ("LogSoftmax", "Softmax"):
         return -1e4 if dtype is DType.FLOAT16 else -1e30
@@ -127,8 +138,8 @@ def _neutral_element(operator: str, dtype: DType) -> float:
 
 
 def sort_rows(context: NodeContext) -> bool:
-    """Compute a TopK along the rows. Its k is a known number, n, or min(n, a known number). Returns
-    False for a TopK along another dimension.
+    """Law of a TopK along the dimension that counts rows. Its k may be a known number, n (the
+    number of rows), or min(n, a known number). Return False for a TopK along another dimension.
     """
     fact = context.fact(0)
     limit = context.fact(1)
@@ -179,8 +190,11 @@ def sort_rows(context: NodeContext) -> bool:
 
 
 def fix_sizes(context: NodeContext, names: list[str], count: int) -> None:
-    """Replace operands that are polynomials in n: sizes by their number for n = `count`, the rows
-    that are stored, and other operands by numbers that are computed while running.
+    """Replace, in `names`, the operands of the node that are polynomials in n, the number of
+    selected rows.
+
+    A size becomes its number for n = `count`, the number of stored rows. Another operand is
+    computed while running, from the actual n.
     """
     sizes = SHAPE_OPERANDS.get(context.node.op_type, ())
     for slot, fact in enumerate(context.facts):

@@ -1,5 +1,5 @@
-"""A node that reads selected rows, the facts of its operands, and the axes of its results that
-count rows.
+"""A node that reads values whose shape depends on data, the facts of its operands, and the axes of
+its results that count selected rows.
 """
 
 from __future__ import annotations
@@ -32,70 +32,73 @@ if TYPE_CHECKING:
     import onnx
 
 SHAPE_OPERANDS = {name: row.sizes for name, row in OPERATORS.items() if row.sizes}
-"""By operator, the operands that are sizes or positions."""
+"""By operator, the indices of the operands that are sizes or positions."""
 
 
 class RowAxes(NamedTuple):
-    """The axes of a node's results that count rows, as the operator's iteration space defines
-    them.
+    """The dimensions of a node's results that count selected rows, as the operator's iteration
+    space shows.
     """
 
     types: list[Value]
-    """Types of the results for n = WITNESS."""
+    """Types of the results if n, the number of selected rows, is `WITNESS`."""
     axes: list[int] | None = None
-    """The axis of each result that counts rows; None if a result combines several rows."""
+    """The dimension of each result that counts rows; None if a result combines several rows."""
     pair_axes: tuple[int | None, ...] = ()
-    """The second such axis of each result; () if no operand has two."""
+    """The second dimension of each result that counts rows; () if no operand has two such
+    dimensions.
+    """
     reduced_axes: tuple[int | None, ...] = ()
-    """The axis of each operand along which the node combines rows, where a second axis counts rows
-    that stay apart; () if there is none.
+    """For operands with two dimensions of rows of which the node reduces one: the reduced dimension
+    of each operand. Otherwise ().
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node and its operands, which are names with aliases resolved, with their facts and
-    types.
-    """
+    """A node, its operands (names of values of the graph), and the facts and types of the operands."""
 
     node: onnx.NodeProto
     operands: tuple[str, ...]
     facts: tuple[Fact | None, ...]
     """The fact of each operand; None for a static one."""
     types: Mapping[str, Value]
-    """Types of the static values of the graph."""
+    """Types of the static values of the graph, by name."""
     arrays: Mapping[str, np.ndarray]
-    """The static values whose elements are known before running."""
+    """The static values whose elements are known before running, by name."""
     inference: Inference
     opset: int
     row_axes_cache: dict[object, RowAxes]
-    """Results of `row_axes` by node and operands, since nodes of a file repeat."""
+    """Results of `row_axes`, by node and operands: many nodes of a file are equal."""
     derived_selections: dict[object, Selection]
-    """Selections that are made of others, by a name of their elements. Selections with as many rows
-    as `scale * n + offset` of another are also found by (key of the other, scale, offset).
+    """Selections that were made from other selections, by their root.
+
+    A selection that has `scale * n + offset` rows, where n is the number of rows of another, is
+    also found by (key of the other, scale, offset); a selection of concatenated rows by the keys
+    and sizes of its parts.
     """
     results: dict[str, Fact] = field(default_factory=dict)
-    """The facts of the node's results, to which laws add."""
+    """The facts of the node's results, which the laws add."""
 
     @property
     def title(self) -> str:
-        """Operator and name, for messages."""
+        """Operator and name of the node, for messages."""
         return f"{self.node.op_type} {self.node.name!r}"
 
     def fact(self, slot: int) -> Fact | None:
-        """Return the fact of an operand; None if the operand is static or absent."""
+        """Return the fact of operand `slot`; None if the operand is static or absent."""
         return self.facts[slot] if slot < len(self.facts) else None
 
     def integer(self, name: str, default: int = 0) -> int:
-        """Return an integer attribute."""
+        """Return the integer attribute `name`, `default` if the node does not have it."""
         return next((int(each.i) for each in self.node.attribute if each.name == name), default)
 
     def has_attribute(self, name: str) -> bool:
-        """True if the node states the attribute."""
+        """True if the node has the attribute `name`."""
         return any(each.name == name for each in self.node.attribute)
 
     def unsupported(self) -> ModelError:
-        """Return the error for a node that combines selected rows in an unsupported way."""
+        """Return the error that says that the node combines selected rows in an unsupported way."""
         selections = (each.selection.node for each in self.facts if each is not None)
         return ModelError(
             f"the node combines rows that {next(selections, 'another node')} selects depending "
@@ -106,18 +109,24 @@ class NodeFacts:
         )
 
     def numbers(self) -> list[Number]:
-        """Return the known elements of each operand: an array, polynomials in n, or None."""
+        """Return, for each operand, its elements: an array if they are known before running, a
+        `SizeArray` if they are polynomials in n, the number of selected rows; otherwise None.
+        """
         return [
             each.numbers if isinstance(each, Counted) else self.arrays.get(name) if name else None
             for name, each in zip(self.operands, self.facts, strict=True)
         ]
 
     def number(self, slot: int) -> Number:
-        """Return the known elements of one operand: an array, polynomials in n, or None."""
+        """Return the elements of operand `slot`: an array if they are known before running, a
+        `SizeArray` if they are polynomials in n, the number of selected rows; otherwise None.
+        """
         return self.numbers()[slot] if slot < len(self.operands) else None
 
     def numbers_for(self, count: int) -> list[np.ndarray | None]:
-        """Return the known elements of each operand for n = `count`."""
+        """Return, for each operand, its elements if the number of selected rows is `count`; None if
+        they are not known.
+        """
         return [
             each if each is None or isinstance(each, np.ndarray) else each.at(count)
             for each in self.numbers()
@@ -126,8 +135,8 @@ class NodeFacts:
     def evaluated(
         self, arrays: Sequence[np.ndarray | None], types: Sequence[Value]
     ) -> tuple[np.ndarray, ...] | None:
-        """Return the results of the node on these arrays for one row, given the result types for
-        n = WITNESS; None if the evaluator cannot compute them.
+        """Return the results of the node for the operands `arrays`, which have one row. `types` are
+        the result types for n = `WITNESS` rows. None if the evaluator cannot compute them.
         """
         one_row = [
             Value(
@@ -138,7 +147,7 @@ class NodeFacts:
         return self.inference.evaluate(self.node, tuple(arrays), one_row)
 
     def row_axes(self) -> RowAxes:
-        """Return which axes of the results count rows."""
+        """Return the dimensions of the results that count selected rows."""
         types = [*map(self._type, self.operands, self.facts)]
         numbers = self.numbers_for(WITNESS)
         kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
@@ -152,10 +161,12 @@ class NodeFacts:
     def _follow_rows(
         self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]
     ) -> RowAxes:
-        """Find the axis of the iteration space that counts rows, and its dimension in each result.
+        """Find the axis of the node's iteration space that counts rows, and the dimension in each
+        result that this axis becomes. `types` and `known` are the operands' types and elements for
+        n = `WITNESS` rows.
 
-        The node computes each row by itself if this axis is parallel and every result has it as a
-        dimension by itself. The same must hold for one of two axes if values have two.
+        The node computes each row separately if this axis is parallel and is a dimension of every
+        result. If operands have two dimensions of rows, this must hold for one of their axes.
         """
         inferred = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
         results = [each for each in inferred if each is not None]
@@ -195,6 +206,9 @@ class NodeFacts:
         return RowAxes(results, axes, pair_axes, reduced_axes)
 
     def _type(self, name: str, fact: Fact | None) -> Value | None:
+        """Return the type of an operand for n = `WITNESS` selected rows; None if the operand is
+        absent.
+        """
         if fact is not None:
             return witness_type(fact)
         return self.types[name] if name else None
@@ -205,7 +219,9 @@ class NodeFacts:
         results: Sequence[Value | None],
         known: Sequence[np.ndarray | None],
     ) -> Space:
-        """Return the iteration space of the node for n = WITNESS."""
+        """Return the iteration space of the node if the number of selected rows is `WITNESS`.
+        Raises ModelError for an operator without definition.
+        """
         node = self.node
         domain = "" if node.domain == "ai.onnx" else node.domain
         operator = OPERATORS.get(f"{domain}.{node.op_type}" if domain else node.op_type)
@@ -221,12 +237,15 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeContext(NodeFacts):
-    """A node that is replaced, and the writer of the nodes that replace it."""
+    """A node that is replaced, the facts of its operands, and the writer of the nodes that replace
+    it.
+    """
 
     write: RowWriter
 
 
 def _position(dimensions: Sequence[object], name: object) -> int | None:
+    """Return the index of `name` in `dimensions`, None if it is not there."""
     return next((place for place, each in enumerate(dimensions) if each == name), None)
 
 
@@ -237,8 +256,8 @@ def selection_of(
     shape: tuple[int, ...],
     root: str = "",
 ) -> Selection:
-    """Return the selection of a mask's true elements by the node. Raises ModelError if the mask has
-    no elements.
+    """Return the selection of the true elements of `mask`, whose shape `mask_shape` is broadcast to
+    `shape`. The node of `context` selects. Raises ModelError if the mask has no elements.
     """
     if not shape or math.prod(shape) == 0:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""Selections of the first rows of a vector, as many as a number that is computed while running.
+"""Selections of the first rows of a vector, whose number is computed while running.
 
-The number of rows of such a selection can be `scale * count + offset`, and convolutions and slices
-derive selections from it.
+The number of rows of such a selection can be `scale * count + offset`. Convolutions and slices of
+its rows give further selections of first rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 def bounded_prefix(
     context: NodeContext, limit: str, root: str, maximum: int, factor: int
 ) -> Selection:
-    """Return the selection of the first `limit` rows. The scalar `limit` is rounded up to an
-    integer, which is a multiple of `factor`. The program stops if it is larger than `maximum`.
+    """Return the selection of the first `limit` of `maximum` rows. `root` names its mask.
+
+    The scalar `limit` is rounded up to an integer, which must be a multiple of `factor`. The
+    program stops if the number is larger than `maximum`.
     """
     write = context.write
     result = context.node.output[0]
@@ -41,18 +43,19 @@ def bounded_prefix(
 
 
 def counted_limit(context: NodeContext, selection: Selection, limit: Value) -> Counted:
-    """Return the fact of the number that bounds a selection of first rows."""
+    """Return the fact of the value, of type `limit`, that is the number of rows of `selection`."""
     dtype = np.float64 if limit.dtype.is_floating else np.int64
     base, scale, offset = in_base_selection(context, selection)
     return Counted(base, SizeArray.affine(limit.shape, scale, offset, dtype))
 
 
 def in_base_selection(context: NodeContext, selection: Selection) -> tuple[Selection, int, int]:
-    """Return a selection and integers (scale, offset): the given one has `scale * n + offset` rows,
-    where n is the number of rows of the returned one.
+    """Return (base, scale, offset): `selection` has `scale * n + offset` rows, where n is the
+    number of rows of the selection `base`.
 
-    First rows whose number is a multiple of a count are expressed by the count, so that quotients
-    are exact.
+    If the number of first rows is such an expression of a count, `base` has as many rows as the
+    count, so that quotients of sizes are exact. Otherwise `base` is `selection` itself, with scale
+    1 and offset 0.
     """
     prefix = selection.first_rows
     if prefix is None or (prefix.scale, prefix.offset) == (1, 0):
@@ -64,7 +67,9 @@ def in_base_selection(context: NodeContext, selection: Selection) -> tuple[Selec
 
 
 def scaled_prefix(context: NodeContext, selection: Selection, scale: int, offset: int) -> Selection:
-    """Return the first `scale * n + offset` rows, where the given selection is the first n rows."""
+    """Return the selection of the first `scale * n + offset` rows, where n is the number of rows of
+    `selection`, which must consist of first rows.
+    """
     prefix = selection.first_rows
     assert prefix is not None
     scaled = replace(prefix, scale=prefix.scale * scale, offset=prefix.offset * scale + offset)
@@ -76,8 +81,9 @@ def scaled_prefix(context: NodeContext, selection: Selection, scale: int, offset
 def strided_prefix(
     context: NodeContext, selection: Selection, stride: int, offset: int
 ) -> Selection:
-    """Return the selection that has one row per `stride` rows of the first n + offset, starting
-    with the first row: (n + offset - 1) // stride + 1 rows.
+    """Return the selection of the first (n + offset - 1) // stride + 1 rows, where n is the number
+    of rows of `selection`, which must consist of first rows. These are as many rows as a window
+    with this stride has positions in n + offset rows.
     """
     if stride == 1:
         return scaled_prefix(context, selection, 1, offset)
@@ -103,7 +109,9 @@ def strided_prefix(
 
 
 def at_most(context: NodeContext, selection: Selection, maximum: int) -> Selection:
-    """Return the first min(n, maximum) rows, where n is the number of selected elements."""
+    """Return the selection of the first min(n, `maximum`) rows, where n is the number of elements
+    of `selection`.
+    """
     root = at_most_root(selection, maximum)
     if root in context.derived_selections:
         return context.derived_selections[root]
@@ -112,15 +120,18 @@ def at_most(context: NodeContext, selection: Selection, maximum: int) -> Selecti
 
 
 def at_most_root(selection: Selection, maximum: int) -> str:
-    """Return the root of the selection that `at_most` returns."""
+    """Return the root of the selection of the first min(n, `maximum`) rows, by which it is found
+    again.
+    """
     return f"{selection.key}, at most {maximum}"
 
 
 def slice_prefix(
     context: NodeContext, rows: SelectedRows, start: int, end: int | None, step: int
 ) -> bool:
-    """Take every `step`-th of the first rows, from row `start` to the last (`end` None), or to a
-    negative `end`. Returns False, with nothing done, for other rows and bounds.
+    """Law of a Slice of first rows that takes every `step`-th row from row `start` on, to the last
+    row (`end` is None), or to an `end` < 0, which counts from the last row. Return False for rows
+    of other selections and for other bounds.
     """
     if rows.selection.first_rows is None or start < 0 or (end is not None and end >= 0):
         return False
@@ -138,6 +149,9 @@ def slice_prefix(
 
 
 def _prefix_selection(context: NodeContext, prefix: Prefix, capacity: int) -> Selection:
+    """Return the selection of first rows whose number `prefix` states, of at most `capacity` rows.
+    Equal numbers share one selection.
+    """
     root = prefix.root
     if (prefix.scale, prefix.offset) != (1, 0):
         root = f"{prefix.scale} x {prefix.root!r} + {prefix.offset}"
@@ -147,7 +161,9 @@ def _prefix_selection(context: NodeContext, prefix: Prefix, capacity: int) -> Se
 
 
 def _new_prefix(context: NodeContext, root: str, prefix: Prefix, capacity: int) -> Selection:
-    """Write the mask of first rows and record the selection under its root."""
+    """Write the mask that is true for first rows, record its selection under `root`, and return it.
+    The mask has `capacity` elements. Raises ModelError if `capacity` is below 1.
+    """
     write = context.write
     count = prefix.count
     if capacity < 1:

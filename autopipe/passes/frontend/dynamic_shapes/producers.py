@@ -33,12 +33,17 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.uses import Uses
 
 _VIEWS = frozenset({"Cast", "Identity", "Transpose"})
+"""Operators that pass on all elements of their first operand."""
 _ELEMENT_VIEWS = _VIEWS | {"Gather", "Reshape", "Split", "Squeeze", "Unsqueeze"}
+"""Operators that pass on elements of their first operand."""
 _NO_BOUND = 1 << 62
+"""Limit of the elements of a value that no Gather reads as indices."""
 
 
 def select(context: NodeContext, uses: Uses, roots: MaskRoots) -> None:
-    """Record the indices or rows that a NonZero, Compress, Unique or NonMaxSuppression selects."""
+    """Record the facts of the indices or rows that a NonZero, Compress, Unique or NonMaxSuppression
+    selects.
+    """
     operator = context.node.op_type
     if operator == "NonMaxSuppression":
         _select_boxes(context)
@@ -56,11 +61,12 @@ def select(context: NodeContext, uses: Uses, roots: MaskRoots) -> None:
 
 
 def select_first(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, int]) -> Counted:
-    """Record the result of a Range from 0 in steps of 1 whose limit is computed while running.
-    Returns the fact of the limit.
+    """Record the fact of a Range from 0 in steps of 1 whose limit is computed while running: its
+    integers number the first rows. Return the fact of the limit.
 
-    `bounds` has the maximum number of elements of such results, by name. Raises ModelError if it
-    lacks this one, and for another start or step.
+    `bounds` has the maximum number of elements of such results, by name. Raises ModelError if
+    `bounds` lacks this result, unless an equal Range was seen before, and for another start or
+    step.
     """
     result = context.node.output[0]
     limit = context.operands[1]
@@ -86,8 +92,8 @@ def select_first(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, in
 
 
 def _select_nonzero(context: NodeContext, data: Value, uses: Uses, roots: MaskRoots) -> None:
-    """Record the coordinates of the nonzero elements, or write them if the file states how many
-    there are.
+    """Record the coordinates of the nonzero elements of `data`. If the readers of the result show
+    how many there are, write them with a static shape instead.
     """
     rank = len(data.shape)
     result = context.node.output[0]
@@ -102,7 +108,7 @@ def _select_nonzero(context: NodeContext, data: Value, uses: Uses, roots: MaskRo
 
 
 def nonzero_selection(context: NodeContext, data: Value, roots: MaskRoots) -> Selection:
-    """Return the selection of the nonzero elements of a value."""
+    """Return the selection of the nonzero elements of the value `data`."""
     write = context.write
     rank = len(data.shape)
     name = data.name
@@ -119,7 +125,9 @@ def nonzero_selection(context: NodeContext, data: Value, roots: MaskRoots) -> Se
 
 
 def _select_among_rows(context: NodeContext) -> None:
-    """Record the ranks, among selected rows of one element each, of the nonzero ones."""
+    """Record the ranks of the rows that a NonZero selects among rows that are selected already.
+    Each row has one element. Raises ModelError for other operators and rows.
+    """
     rows = context.fact(0)
     write = context.write
     if context.node.op_type != "NonZero" or not isinstance(rows, SelectedRows):
@@ -141,9 +149,11 @@ def _select_among_rows(context: NodeContext) -> None:
 def _write_known_count(
     context: NodeContext, mask: str, extent: int, count: int, limit: int
 ) -> None:
-    """Write the positions of the `count` true elements of a mask with `extent` elements, such as
-    the experts that the traced example used. If all positions are below `limit` <= `count`, they
-    are all positions.
+    """Write the result of a NonZero with a static shape: the positions of the `count` true elements
+    of a mask with `extent` elements, such as the experts that have tokens in the traced example.
+
+    All positions are below `limit`. If `count` is at least the smaller of `limit` and `extent`, the
+    positions are 0 … `count` - 1.
     """
     write = context.write
     positions = write.vector(range(count))
@@ -153,8 +163,9 @@ def _write_known_count(
 
 
 def _split_count(name: str, uses: Uses) -> int:
-    """Return the number of results of the Split that is the only reader of a value, seen through
-    `_VIEWS`: the iterations of a traced loop. Returns 0 if there is none.
+    """Return the number of results of the Split that is the only reader of the value `name`,
+    possibly after a cast or transpose. An exporter that unrolls a loop over the elements writes
+    such a Split. 0 if there is none.
     """
     readers = _readers(name, uses, _VIEWS)
     if len(readers) != 1:
@@ -165,7 +176,9 @@ def _split_count(name: str, uses: Uses) -> int:
 
 
 def _index_limit(name: str, uses: Uses, types: Mapping[str, Value]) -> int:
-    """Return the minimum size of the dimensions that are indexed with the elements of a value."""
+    """Return the minimum size of the dimensions that Gathers index with elements of the value
+    `name`, a very large number if there is none.
+    """
     sizes = [_NO_BOUND]
     for node, slot in _readers(name, uses, _ELEMENT_VIEWS):
         data = types.get(node.input[0])
@@ -176,8 +189,8 @@ def _index_limit(name: str, uses: Uses, types: Mapping[str, Value]) -> int:
 
 
 def _readers(name: str, uses: Uses, through: frozenset[str]) -> list[tuple[onnx.NodeProto, int]]:
-    """Return (node, operand slot) of each reader of a value, and of the results of readers with an
-    operator of `through` that have the value as first operand, instead of these readers.
+    """Return (node, operand index) of each reader of the value `name`. A reader whose operator is
+    in `through` and that has the value as first operand is replaced by the readers of its results.
     """
     found = []
     waiting = [name]
@@ -191,7 +204,9 @@ def _readers(name: str, uses: Uses, through: frozenset[str]) -> list[tuple[onnx.
 
 
 def _select_by_condition(context: NodeContext, data: Value, roots: MaskRoots) -> None:
-    """Record the slices that a Compress selects; without `axis`, the elements."""
+    """Record the slices of `data` that a Compress selects along its axis, or the elements if it has
+    no axis.
+    """
     write = context.write
     name = data.name
     shape = data.shape
@@ -214,8 +229,9 @@ def _select_by_condition(context: NodeContext, data: Value, roots: MaskRoots) ->
 
 
 def _select_boxes(context: NodeContext) -> None:
-    """Record the rows [image, class, box] of a NonMaxSuppression. Up to the file's maximum, each
-    class of each image can keep all boxes.
+    """Record the rows [image, class, box] that a NonMaxSuppression selects. The mask has, per image
+    and class, as many elements as boxes exist, or the maximum that the file states if this is
+    lower.
     """
     write = context.write
     named = context.operands[2] if len(context.operands) > 2 else ""
@@ -261,8 +277,9 @@ def _select_boxes(context: NodeContext) -> None:
 
 
 def _boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
-    """Return the boxes and their scores. If they are rows of one selection, the selected ones are
-    first and the others have the score minus infinity.
+    """Return the boxes and their scores as static values. If both are rows of one selection, the
+    selected ones come first, and the others have the score −∞. Raises ModelError if only one has
+    rows, or if their selections differ.
     """
     boxes, scores = context.facts[:2]
     if boxes is None and scores is None:
@@ -278,7 +295,10 @@ def _boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
 
 
 def _select_unique(context: NodeContext, data: Value) -> None:
-    """Record the distinct elements: of the sorted elements, the first of each run of equal ones."""
+    """Record the distinct elements of `data` that a Unique selects: it sorts all elements and
+    selects the first of each run of equal elements. Raises ModelError unless the node has sorted=1
+    and no axis.
+    """
     if context.has_attribute("axis") or not context.integer("sorted", 1):
         raise ModelError(
             "Unique is supported only with sorted=1 and without an axis", where=context.title

@@ -1,7 +1,8 @@
-"""Laws that reshape rows into rows of another size, and that join rows.
+"""Laws of reshapes that change the size of a selected row, and of concatenations of rows.
 
-Rows of four elements that are flattened are selected by the same mask with one more axis of size 4,
-along which the mask is broadcast. `NonZero` of such a broadcast mask selects the same elements.
+If selected rows of four elements are flattened, the elements are selected by the same mask with one
+more axis of size 4, along which the mask is broadcast. The file selects the same elements if it
+applies `NonZero` to that broadcast mask.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
 
 def regroup_rows(context: NodeContext) -> bool:
-    """Compute a Reshape or Flatten of rows along axis 0 into rows of another size. Returns False
-    for a reshape that keeps the size of a row, and for an unsupported one.
+    """Law of a Reshape or Flatten of selected rows, counted by axis 0, into rows of another size.
+    Return False for a reshape that keeps the size of a row, and for one that is not supported.
     """
     fact = context.fact(0)
     if not isinstance(fact, Indices | SelectedRows) or fact.axis:
@@ -53,8 +54,8 @@ def regroup_rows(context: NodeContext) -> bool:
 
 
 def _target_row_shape(context: NodeContext, row_shape: tuple[int, ...]) -> list[int] | None:
-    """Return the shape of a row of the result; None if it is not known, or if the first dimension
-    of the result does not count rows.
+    """Return the shape of a row of the result of a Reshape or Flatten; `row_shape` is that of the
+    operand. None if it is not known, or if the first dimension of the result does not count rows.
     """
     if context.node.op_type == "Flatten":
         axis = context.integer("axis", 1)
@@ -76,7 +77,9 @@ def _target_row_shape(context: NodeContext, row_shape: tuple[int, ...]) -> list[
 
 
 def _flattened(write: RowWriter, rows: SelectedRows) -> SelectedRows:
-    """Return every element of the rows as a row by itself."""
+    """Return the fact of the flattened rows: each element is a row, selected with the row that
+    contained it.
+    """
     selection = rows.selection
     row_shape = rows.row_type.shape[1:]
     if not row_shape:
@@ -97,8 +100,9 @@ def _flattened(write: RowWriter, rows: SelectedRows) -> SelectedRows:
 
 
 def _divided(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> SelectedRows | None:
-    """Return flat rows regrouped into rows of a shape; None if the mask does not select as many
-    elements at a time.
+    """Return the fact of `rows`, of one element each, regrouped into rows of the shape `row_shape`.
+    None unless the mask is broadcast along trailing axes, so that it selects a multiple of that
+    many elements together.
     """
     size = math.prod(row_shape)
     selection = rows.selection
@@ -132,7 +136,10 @@ def _divided(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> Sele
 
 
 def join_rows(context: NodeContext) -> bool:
-    """Compute a Concat along the dimension that counts rows, of selected rows and static values."""
+    """Law of a Concat, along the dimension that counts rows, of selected rows and static values.
+    Return False if a part counts rows along another dimension, or is a number that depends on the
+    count of rows.
+    """
     write = context.write
     result = context.node.output[0]
     facts = [each for each in context.facts if not isinstance(each, Counted)]
@@ -164,8 +171,8 @@ def join_rows(context: NodeContext) -> bool:
 def _joined_selection(
     context: NodeContext, parts: Sequence[Value | SelectedRows], axis: int
 ) -> Selection:
-    """Return the selection of the concatenated masks of all parts. Every row of a static part is
-    selected.
+    """Return the selection of the rows of all `parts`, concatenated along `axis`. Its mask is the
+    concatenation of their masks; every row of a static part is selected.
     """
     write = context.write
     extents = [part.shape[axis] for part in parts]
@@ -193,8 +200,11 @@ def _joined_selection(
 
 def in_joined_selection(context: NodeFacts, counted: Counted) -> Counted:
     """Return the numbers as polynomials in the number of rows of a selection that was derived from
-    theirs: if all elements that depend on n are the same `scale * n + offset` and a selection with
-    as many rows is recorded, they are its number of rows.
+    that of `counted`, if possible; otherwise `counted`.
+
+    This requires that all elements that depend on n, the number of rows of the original selection,
+    are one expression `scale * n + offset`, and that a selection with as many rows is recorded.
+    These elements are then its number of rows.
     """
     numbers = counted.numbers
     if numbers.dtype.kind != "i" or numbers.degree != 1:

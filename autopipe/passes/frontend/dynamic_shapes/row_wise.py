@@ -1,4 +1,6 @@
-"""Operators that compute each selected row by itself, and operators that move or add indices."""
+"""Laws of operators that compute each selected row separately, and of operators that are linear in
+indices.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,29 @@ from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.inference import RANDOM
 
 _SUMS = frozenset({"Add", "Concat", "Sub"})
-"""Operators on indices whose constant operands are added to the indices or joined with them."""
+"""Operators whose constant operands are added to, or joined with, the constant term of `Indices`
+only. For the other terms they count as zeros.
+"""
 _INTEGER_TYPES = (6, 7)
-"""ONNX's numbers of int32 and int64, the types of indices."""
+"""ONNX's numbers of the element types int32 and int64, the types of indices."""
 _SAFE_ELEMENTS = {
     (name, slot): element for name, row in OPERATORS.items() for slot, element in row.finite_at
 }
-"""By (operator, operand slot), an element of which result and gradient are finite. It replaces the
-elements of rows that are not selected, which can be outside of the operator's domain: their
-gradient, zero times infinity, would be NaN.
+"""By (operator, operand index), an element for which result and gradient are finite.
+
+It replaces elements of rows that are not selected, which can be outside of the operator's domain.
+Without this, their gradient, zero times infinity, would be NaN.
 """
 _KEEP_WEIGHTS = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators that commute with the multiplication of rows with their weights."""
+"""Operators f with f(weight · row) = weight · f(row), before which rows need not be multiplied by
+their weights.
+"""
 
 
 def move_indices(context: NodeContext) -> bool:
-    """Apply an operator that is linear in the indices to each of their terms. Returns False if the
-    result is not affine in the coordinates of the selected elements.
+    """Law of an operator that is linear in an operand with `Indices`: apply it to each term of the
+    indices. Return False if the result is not known to be affine in the coordinates of the selected
+    elements.
     """
     operator = context.node.op_type
     numbers = context.numbers_for(1)
@@ -81,8 +89,8 @@ def move_indices(context: NodeContext) -> bool:
 
 
 def compute_rows(context: NodeContext) -> bool:
-    """Compute each row by itself, for all elements of the mask. Returns False if a result combines
-    several rows.
+    """Law of an operator that computes each row separately: write the node for all elements of the
+    mask. Return False if a result combines several rows.
     """
     write = context.write
     operator = context.node.op_type
@@ -138,7 +146,9 @@ def compute_rows(context: NodeContext) -> bool:
 
 
 def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple[int, ...]:
-    """Return the axes of the mask along which any of the rows or their weights differ."""
+    """Return the axes of the mask along which any of the operands `rows` differ. Axes along which
+    their weights differ are included unless the weights stay separate (`keeps_weights`).
+    """
     axes: set[int] = set()
     for each in rows.values():
         axes.update(each.over)
@@ -148,13 +158,17 @@ def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple
 
 
 def _made_safe(write: RowWriter, rows: SelectedRows, number: float) -> SelectedRows:
-    """Return the rows with `number` in the elements that are not selected."""
+    """Return the rows with `number` in the elements that are not selected, along both dimensions of
+    rows if there are two.
+    """
     filled = write.filled(rows, number)
     return filled if rows.pair_axis is None else write.filled_pairs(filled, number)
 
 
 def _is_integer_power(context: NodeContext) -> bool:
-    """True for a Pow whose exponents are positive integers, which is finite for every base."""
+    """True for a Pow whose exponents are known positive integers: result and gradient are finite
+    for every finite base.
+    """
     exponent = context.number(1) if context.node.op_type == "Pow" else None
     if not isinstance(exponent, np.ndarray):
         return False
@@ -164,9 +178,11 @@ def _is_integer_power(context: NodeContext) -> bool:
 def _weigh(
     context: NodeContext, result_type: Value, axis: int, rows: Mapping[int, SelectedRows]
 ) -> bool:
-    """Record a product of rows with one number per row as weighted rows, if the numbers differ
-    along more axes of the mask. Weights are multiplied in where rows are summed, which leaves fewer
-    rows. Returns False for another product.
+    """Record the product of rows with one number per row as weighted rows, if the numbers differ
+    along an axis of the mask along which the rows are equal. Return False for another product.
+
+    Rows are multiplied by their weights only when an operator needs it, so the graph stores fewer
+    rows until then.
     """
     if len(rows) < 2:
         return False

@@ -1,7 +1,7 @@
 """Writes nodes of static shapes, through the `FileRewriter` of the node that they replace.
 
-A `RowWriter` converts between the representations of selected rows: one row per element of the
-mask, selected rows first, and rows of unselected elements filled.
+A `RowWriter` converts between forms of selected rows: one row per element of the mask, selected
+rows first, and rows that are not selected filled with a number.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from autopipe.passes.frontend.rewriter import (
 
 
 class RowWriter:
-    """Writes nodes that have the name of the replaced node. New values are called
-    RESULT/rows/NUMBER after its first result.
+    """Writes nodes that replace one node and have its name. New values are called
+    RESULT/rows/NUMBER, where RESULT is the first result of the replaced node.
     """
 
     def __init__(self, rewriter: FileRewriter) -> None:
@@ -40,24 +40,26 @@ class RowWriter:
     def node(
         self, operator: str, operands: Sequence[str], result: str = "", **attributes: Any
     ) -> str:
-        """Write a node with one result, by default with a new name. Return the result's name."""
+        """Write a node with one result and return the result's name: `result`, or a new name."""
         name = self._new_name()
         return self._add(operator, operands, [result or name], **attributes)
 
     def _new_name(self) -> str:
+        """Return a name for a new value."""
         self._count += 1
         return f"{next(filter(None, self._rewriter.node.outputs))}/rows/{self._count}"
 
     def _add(
         self, operator: str, operands: Sequence[str], results: Sequence[str], **attributes: Any
     ) -> str:
+        """Write a node with these results, and return the name of the first one."""
         name = self._rewriter.node.name or operator
         return self._rewriter.add(operator, operands, results=results, name=name, **attributes)
 
     def replaced_node(
         self, operands: Sequence[str], results: Sequence[str], **attributes: int
     ) -> None:
-        """Write the replaced node with other operands and results, and with more attributes."""
+        """Write the replaced node with other operands and results, and with `attributes` added."""
         import onnx.helper
 
         node = renamed(self._rewriter.proto, operands, results)
@@ -66,60 +68,69 @@ class RowWriter:
         self._rewriter.copy(node)
 
     def _constant(self, array: np.ndarray) -> str:
+        """Write a constant and return its name."""
         name = self._new_name()
         self._rewriter.scope.hold(Value(name, DType(array.dtype.name), array.shape), array)
         return name
 
     def vector(self, values: Sequence[int]) -> str:
-        """Write an int64 constant with one dimension."""
+        """Write an int64 constant with one dimension and return its name."""
         return self._constant(np.array([int(each) for each in values], np.int64))
 
     def scalar(self, value: float, dtype: DType) -> str:
-        """Write a constant without dimensions."""
+        """Write a constant of the type `dtype` without dimensions and return its name."""
         is_whole = abs(value) < 1 << 62 and value == int(value)
         array = np.array(int(value), np.int64) if is_whole else np.array(value, np.float32)
         return self.cast(self._constant(array), dtype)
 
     def arange(self, count: int) -> str:
-        """Write the integers from 0 to count - 1."""
+        """Write the integers from 0 to count - 1 as an int64 vector and return its name."""
         return self.node("Range", [self.scalar(each, DType.INT64) for each in (0, count, 1)])
 
     def cast(self, name: str, dtype: DType, result: str = "") -> str:
-        """Write a conversion to another element type."""
+        """Write a conversion of the value `name` to `dtype` and return the result's name."""
         return self.node("Cast", [name], result, to=NUMBERS[dtype])
 
     def reshape(self, name: str, shape: Sequence[int], result: str = "") -> str:
-        """Write a Reshape to a known shape."""
+        """Write a Reshape of the value `name` to a known shape and return the result's name."""
         return self.node("Reshape", [name, self.vector(shape)], result)
 
     def expand(self, name: str, shape: Sequence[int], target: Sequence[int]) -> str:
-        """Write an Expand from `shape` to `target`, unless they are equal."""
+        """Write an Expand of the value `name` from `shape` to `target` and return the result's
+        name; `name` if the shapes are equal.
+        """
         if tuple(shape) == tuple(target):
             return name
         return self.node("Expand", [name, self.vector(target)])
 
     def transpose(self, name: str, order: Sequence[int]) -> str:
-        """Write a Transpose, unless the order is the present one."""
+        """Write a Transpose of the value `name` and return the result's name; `name` if `order` is
+        ascending.
+        """
         if list(order) == sorted(order):
             return name
         return self.node("Transpose", [name], perm=list(order))
 
     def sum_over(self, name: str, axes: Sequence[int]) -> str:
-        """Write the sum along `axes`, which stay as axes of extent 1."""
+        """Write the sum of the value `name` along `axes`, which stay with size 1. Return the
+        result's name.
+        """
         if self._rewriter.opset < REDUCE_SUM_OPERANDS_SINCE:
             return self.node("ReduceSum", [name], axes=list(axes), keepdims=1)
         return self.node("ReduceSum", [name, self.vector(axes)], keepdims=1)
 
     def slice(self, name: str, axis: int, start: int, end: int, result: str = "") -> str:
-        """Write the elements from `start` to before `end` along one axis."""
+        """Write the elements `start` … `end` - 1 of the value `name` along one axis and return the
+        result's name.
+        """
         if self._rewriter.opset < SLICE_OPERANDS_SINCE:
             return self.node("Slice", [name], result, axes=[axis], starts=[start], ends=[end])
         bounds = [self.vector([each]) for each in (start, end, axis)]
         return self.node("Slice", [name, *bounds], result)
 
     def sort(self, name: str, count: int) -> tuple[str, str]:
-        """Write the ascending sort of a vector of `count` elements. Return the names of the sorted
-        values and of their positions in the vector.
+        """Write the ascending sort of the vector `name` of `count` elements. Return the names of
+        the sorted elements and of their former positions.
         """
         values = self._new_name()
         positions = f"{values}/places"
@@ -128,8 +139,9 @@ class RowWriter:
         return values, positions
 
     def selected_first(self, mask: str, count: int) -> str:
-        """Write the positions of a boolean vector of `count` elements: first those of true
-        elements, then those of false elements, both ascending.
+        """Write the positions of the elements of `mask`, a boolean vector of `count` elements:
+        first the positions of true elements, then those of false elements, both ascending. Return
+        the result's name.
         """
         is_last = self.cast(self.node("Not", [mask]), DType.INT64)
         steps = self.arange(count)
@@ -139,9 +151,9 @@ class RowWriter:
     def any_selected(
         self, selection: Selection, over: Sequence[int]
     ) -> tuple[str, tuple[int, ...]]:
-        """Write whether any element is selected along the axes of the mask that `over` lacks.
-        Return the result's name and its shape, which has extent 1 along these axes and along
-        broadcast axes.
+        """Write whether any element of the mask is selected along the axes that are not in `over`.
+        Return the result's name and its shape, whose size is 1 along these axes and along axes over
+        which the mask is broadcast.
         """
         others = [
             axis for axis in selection.axes if axis not in over and selection.mask_shape[axis] > 1
@@ -155,8 +167,8 @@ class RowWriter:
         return self.cast(count, DType.BOOL), shape
 
     def reexpressed(self, rows: SelectedRows, selection: Selection) -> SelectedRows:
-        """Return the rows in terms of a selection of equal key, whose mask can have other
-        dimensions.
+        """Return the rows in terms of `selection`, which selects the same elements, but whose mask
+        can have other dimensions.
         """
         former = rows.selection
         if (former.mask_shape, former.shape) == (selection.mask_shape, selection.shape):
@@ -165,17 +177,21 @@ class RowWriter:
         return replace(full, selection=selection, over=selection.axes)
 
     def flat_mask(self, selection: Selection) -> str:
-        """Write the mask as a vector of its `capacity` elements."""
+        """Write the broadcast mask of the selection as a vector of `capacity` elements and return
+        its name.
+        """
         wide = self.expand(selection.mask, selection.mask_shape, selection.shape)
         return self.reshape(wide, (selection.capacity,))
 
     def ranks(self, selection: Selection) -> str:
-        """Write, for each element of the mask, the number of selected elements before it."""
+        """Write, for each element of the mask, the number of selected elements before it, as an
+        int64 vector. For a selected element this is its rank. Return the vector's name.
+        """
         flags = self.cast(self.flat_mask(selection), DType.INT64)
         return self.node("CumSum", [flags, self.scalar(0, DType.INT64)], exclusive=1)
 
     def count_selected(self, selection: Selection) -> str:
-        """Write n, the number of selected elements, as an int64 scalar."""
+        """Write n, the number of selected elements, as an int64 scalar and return its name."""
         flags = self.cast(selection.mask, DType.INT64)
         total = self.reshape(self.sum_over(flags, selection.axes), ())
         repeats = selection.capacity // math.prod(selection.mask_shape)
@@ -184,7 +200,9 @@ class RowWriter:
         return self.node("Mul", [total, self.scalar(repeats, DType.INT64)])
 
     def packed(self, rows: SelectedRows) -> Value:
-        """Write the rows with the selected ones first, in their order, and the others behind."""
+        """Write a tensor of the rows with the selected ones first, in their order, and the others
+        after them. Return it as a static value.
+        """
         rows = self.spread(self.weighted(rows), rows.selection.axes)
         if rows.selection.first_rows is not None:
             return Value(rows.value, rows.row_type.dtype, rows.shape)
@@ -197,8 +215,9 @@ class RowWriter:
         return Value(self.reshape(found, rows.shape), rows.row_type.dtype, rows.shape)
 
     def mask_blocks(self, selection: Selection) -> tuple[str, int, int]:
-        """Write the mask without its trailing broadcast axes, as a vector. Return its name, its
-        number of elements, and the number of mask elements that each of them selects at a time.
+        """Write the mask without its last axes along which it is broadcast, as a vector. Return the
+        vector's name, its number of elements, and the number of mask elements that each of them
+        stands for.
         """
         stored = list(selection.mask_shape)
         wide = list(selection.shape)
@@ -210,14 +229,16 @@ class RowWriter:
         return self.reshape(mask, (math.prod(wide),)), math.prod(wide), inner
 
     def unpacked(self, selection: Selection, value: Value, axis: int) -> SelectedRows:
-        """Return rows for a selection from a static value: the row of rank r along `axis` becomes
+        """Return the rows of a selection from a static value: row r of `value` along `axis` becomes
         the row of the selected element of rank r.
         """
         name = self.gathered_by_rank(selection, value.name, value.shape, axis)
         return SelectedRows(selection, row_type_of(value, axis), axis, selection.axes, name)
 
     def spread(self, rows: SelectedRows, over: tuple[int, ...]) -> SelectedRows:
-        """Return the rows stored with a row per element along `over` and their present axes."""
+        """Return the rows stored with a row per combination of coordinates along the mask axes
+        `over`, in addition to the axes along which they are stored now.
+        """
         over = tuple(sorted({*rows.over, *over}))
         if over == rows.over:
             return rows
@@ -235,7 +256,7 @@ class RowWriter:
         return replace(rows, over=over, value=value)
 
     def weighted(self, rows: SelectedRows) -> SelectedRows:
-        """Return the rows multiplied with their weights."""
+        """Return the rows multiplied by their weights."""
         if not rows.weight:
             return rows
         full = self.spread(replace(rows, weight="", weight_over=()), rows.weight_over)
@@ -250,8 +271,11 @@ class RowWriter:
     def filled(
         self, rows: SelectedRows, number: float, over: tuple[int, ...] | None = None
     ) -> SelectedRows:
-        """Return the rows with `number` in the rows that are not selected. They are stored with a
-        row per element along `over`, or along their present axes if `over` is None.
+        """Return the rows, multiplied by their weights, with `number` in the rows that are not
+        selected.
+
+        They are stored with a row per element along the mask axes `over` and their present axes, or
+        along their present axes only if `over` is None.
         """
         rows = self.spread(self.weighted(rows), rows.over if over is None else over)
         mask, shape = self.any_selected(rows.selection, rows.over)
@@ -262,8 +286,8 @@ class RowWriter:
         return replace(rows, value=self.node("Where", [flat, rows.value, fill]))
 
     def filled_pairs(self, rows: SelectedRows, number: float) -> SelectedRows:
-        """Return the rows with `number` in the elements whose position along `pair_axis` is not
-        selected.
+        """Return the rows with `number` in the elements whose position along `pair_axis`, their
+        second dimension of rows, is not selected.
         """
         assert rows.pair_axis is not None
         ones = [1] * (len(rows.shape) - rows.pair_axis - 1)
@@ -275,11 +299,12 @@ class RowWriter:
     def gathered_by_rank(
         self, selection: Selection, source: str, shape: tuple[int, ...], axis: int
     ) -> str:
-        """Write, for each element of the mask, the row of `source` along `axis` whose number is the
-        rank of the element among the selected ones, clamped to the rows that `source` has.
+        """Write, for each element of the mask, row r of the value `source` along `axis`, where r is
+        the rank of the element among the selected ones, at most the last row. Return the result's
+        name. `shape` is that of `source`.
 
-        The mask can be broadcast along its last axes. Elements along these axes are selected
-        together, so blocks of rows are gathered.
+        If the mask is broadcast along its last axes, the elements along these axes are selected
+        together. Then blocks of rows are gathered instead of single rows.
         """
         inner = 1
         stored = list(selection.mask_shape)

@@ -1,5 +1,5 @@
-"""Scatter, ScatterElements and ScatterND of selected rows, at selected indices, or into selected
-rows.
+"""Laws of Scatter, ScatterElements and ScatterND whose indices, updates or target have a row per
+selected element.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 
 
 def scatter(context: NodeContext) -> bool:
-    """Compute a scatter whose indices, updates or target have a row per selected element. Returns
-    False for a scatter into selected rows along another dimension.
+    """Law of scatters whose indices, updates or target have a row per selected element. Return
+    False for a scatter into selected rows along another dimension than that of the rows. Raises
+    ModelError if the reduction is not supported, or if neither target nor indices have rows.
     """
     operator = context.node.op_type
     target = context.fact(0)
@@ -51,7 +52,9 @@ def scatter(context: NodeContext) -> bool:
 def _scatter_into_rows(
     context: NodeContext, target: Indices | SelectedRows, reduction: str
 ) -> bool:
-    """Write elements into selected rows, each at the rank of a row among the selected rows."""
+    """Write updates into `target`, which has selected rows. The indices are ranks of rows among the
+    selected rows. Return True; raises ModelError for unsupported operands.
+    """
     write = context.write
     indices = context.fact(1)
     result = context.node.output[0]
@@ -94,8 +97,8 @@ def _scatter_into_rows(
 
 
 def _own_positions(write: RowWriter, indices: Indices) -> str:
-    """Write ScatterND's positions for every element of the mask: the number of the element, then
-    the constant indices.
+    """Write the positions of a ScatterND in which each row updates itself, for every element of the
+    mask: the number of the element, followed by the constant indices. Return the result's name.
     """
     count = indices.selection.capacity
     constants = indices.constants
@@ -118,7 +121,9 @@ def _scatter_into_static(
     reduction: str,
     result: str,
 ) -> None:
-    """Write `data` with the updates at selected indices, by reordered dimensions if possible."""
+    """Write `result`: the tensor `data` with updates at `indices`, which have a row per selected
+    element. If possible, dimensions are reordered instead of a scatter.
+    """
     write = context.write
     rows = _updates(context, indices)
     operator = "ScatterND" if context.node.op_type == "ScatterND" else "ScatterElements"
@@ -138,8 +143,9 @@ def _scatter_into_static(
 def _columns(
     indices: Indices | SelectedRows, is_nd: bool, data: Value, axis: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Return the terms of the indices if they address whole slices of the data; None otherwise, and
-    if they are not affine.
+    """Return the coefficients of each index of a position (see `Indices.index_columns`) if a
+    position addresses a whole slice of `data`; None otherwise, and if the indices are not
+    `Indices`.
     """
     if not isinstance(indices, Indices):
         return None
@@ -153,8 +159,9 @@ def _columns(
 
 
 def _updates(context: NodeContext, indices: Indices | SelectedRows) -> SelectedRows:
-    """Return the updates. A static value has the updates of the selected elements in their
-    order.
+    """Return the updates of the scatter as rows of the selection of its indices. If the updates are
+    static, row r belongs to the selected element of rank r. Raises ModelError if they are numbers
+    that depend on the count of rows.
     """
     fact: Fact | None = context.fact(2)
     if isinstance(fact, Counted):

@@ -1,5 +1,5 @@
-"""Operators on numbers that are polynomials in n, the number of selected rows: shape computations,
-and tensors that are expanded or cut to n rows.
+"""Laws of shape computations, whose numbers are polynomials in n, the number of selected rows, and
+of operators that expand, reshape or cut tensors to n rows.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import (
 )
 
 _INTEGER_TYPES = (6, 7)
-"""ONNX's numbers of int32 and int64, the types of shapes."""
+"""ONNX's numbers of the element types int32 and int64, the types of shapes."""
 _MAX_EXPANDED = 1 << 16
-"""Maximum number of elements of a known array whose expansion is recorded as `Indices`."""
+"""Maximum number of elements per row of a known array whose expansion to n rows is recorded as
+`Indices`.
+"""
 _N = (0, 1)
-"""Coefficients of n."""
+"""Coefficients of the polynomial n."""
 
 
 def measure(context: NodeContext) -> bool:
-    """Compute a Shape or Size."""
+    """Law of Shape and Size: their results are polynomials in n, the number of selected rows."""
     (fact,) = context.facts
     assert fact is not None
     shape = fact.numbers.shape if isinstance(fact, Counted) else fact.row_type.shape
@@ -72,7 +74,9 @@ def measure(context: NodeContext) -> bool:
 
 
 def _record(context: NodeContext, name: str, selection: Selection, numbers: SizeArray) -> None:
-    """Record a result that depends on n; write one that does not as a constant."""
+    """Record that the result `name` has the polynomials `numbers`. If they do not depend on n, the
+    number of selected rows, write the result as a constant instead.
+    """
     if numbers.degree:
         context.results[name] = Counted(selection, numbers)
         return
@@ -82,9 +86,8 @@ def _record(context: NodeContext, name: str, selection: Selection, numbers: Size
 
 
 def compute_sizes(context: NodeContext) -> bool:
-    """Compute a node whose operands are static values and numbers that depend on n.
-
-    A result that is not a polynomial in n is computed while running.
+    """Law of a node without rows whose operands are static or depend on n, the number of selected
+    rows. A result that is not a polynomial in n is computed while running.
     """
     numbers = context.numbers()
     operator = context.node.op_type
@@ -116,9 +119,11 @@ def compute_sizes(context: NodeContext) -> bool:
 
 
 def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
-    """Return the results of a shape computation by name; None for other operators and for
-    a Cast to a type that is not an integer, if an operand is unknown, or if a result is not known
-    to be polynomials in n.
+    """Return the results of a shape computation by name, as polynomials in n, the number of
+    selected rows.
+
+    None for an operator that is not in `SIZE_OPERATORS`, for a Cast to a type that is not an
+    integer, if an operand is unknown, or if a result is not known to be a polynomial.
     """
     node = context.node
     numbers = context.numbers()
@@ -134,8 +139,9 @@ def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
 
 
 def _clamp_count(context: NodeContext, selection: Selection) -> bool:
-    """Compute min(n, constants ...), which is the number of rows of the first selected rows.
-    Returns False for a minimum of other numbers.
+    """Law of min(n, constants …), where n is the number of elements of `selection`: the result is
+    the number of rows of the selection of its first rows. Return False for a minimum of other
+    numbers.
     """
     is_reduction = context.node.op_type == "ReduceMin"
     numbers = context.numbers()[: 1 if is_reduction else None]
@@ -162,7 +168,9 @@ def _clamp_count(context: NodeContext, selection: Selection) -> bool:
 
 
 def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
-    """Reshape a static value into n rows. The file is valid only for the n whose rows it fills."""
+    """Write a Reshape of a static value into n rows, whose stated shape is `target`, with the
+    number of rows that the value's elements fill. The file is valid only if n is this number.
+    """
     elements = target.elements()
     sizes = [int(each[0]) for each in elements if each != _N]
     if len(sizes) != len(elements) - 1 or any(any(each[1:]) for each in elements if each != _N):
@@ -176,10 +184,13 @@ def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
 
 
 def run_time_numbers(context: NodeContext, name: str, counted: Counted) -> str:
-    """Write numbers that are polynomials in n, computed from the mask while running."""
+    """Write numbers that are polynomials in n, computed while running from the mask that selects n
+    elements. Return their name: `name` if they are floating-point numbers, which the graph computes
+    already.
+    """
     numbers = counted.numbers
     if numbers.dtype.kind == "f":
-        return name  # A float count is computed in the graph.
+        return name  # The graph computes counts of a floating-point type already.
     if numbers.dtype.kind != "i":
         raise context.unsupported()
     write = context.write
@@ -194,7 +205,9 @@ def run_time_numbers(context: NodeContext, name: str, counted: Counted) -> str:
 
 
 def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) -> None:
-    """Compute an Expand or ConstantOfShape to a shape with n rows: equal rows."""
+    """Law of an Expand or ConstantOfShape to the shape `target`, one size of which is n, the number
+    of selected rows: all rows are equal.
+    """
     write = context.write
     result = context.node.output[0]
     operand = context.operands[0] if context.node.op_type == "Expand" else ""
@@ -223,7 +236,7 @@ def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) 
 
 
 def _constant_type(context: NodeContext) -> DType:
-    """Return the element type of a ConstantOfShape."""
+    """Return the element type of the result of a ConstantOfShape."""
     shape = Value("", DType.INT64, (1,))
     (result,) = context.inference.types(context.node, ((shape, np.ones(1, np.int64)),))
     if result is None:
@@ -232,8 +245,8 @@ def _constant_type(context: NodeContext) -> DType:
 
 
 def _count_rows(context: NodeContext, selection: Selection) -> bool:
-    """Compute a Range from 0 in steps of 1 up to n, or up to `scale * n + offset` for first rows.
-    Returns False for another Range.
+    """Law of a Range from 0 in steps of 1 up to n, the number of selected rows, or up to `scale * n
+    + offset` if the first rows are selected. Return False for another Range.
     """
     start, end, step = context.numbers()
     if not isinstance(start, np.ndarray) or not isinstance(step, np.ndarray):
@@ -252,9 +265,10 @@ def _count_rows(context: NodeContext, selection: Selection) -> bool:
 
 
 def number_rows(context: NodeContext, selection: Selection) -> None:
-    """Record that the result of a Range numbers the rows of a selection from 0 on."""
+    """Record that the result of a Range numbers the rows of `selection` from 0 on."""
     rank = len(selection.shape)
-    # In a selection of first rows, the rank of a row is its coordinate.
+    # If the first rows are selected, the rank of a row is its coordinate. The coordinate is used,
+    # since reading and writing by reordered dimensions support coordinates but not ranks.
     numbered = 1 if selection.first_rows is not None else rank + 1
     terms = tuple(np.array([int(term == numbered)]) for term in range(rank + 2))
     indices = Indices(selection, DType.INT64, 0, terms)
@@ -275,8 +289,8 @@ def number_rows(context: NodeContext, selection: Selection) -> None:
 
 
 def is_cut_to_count(context: NodeContext) -> bool:
-    """True for a Slice whose end depends on the number of rows of a selection, and whose operand is
-    static or has rows of another selection.
+    """True for a Slice whose end depends on the number of rows of one selection, and whose operand
+    is static or has rows of another selection.
     """
     end = context.fact(2)
     if context.node.op_type != "Slice" or not isinstance(end, Counted):
@@ -287,7 +301,10 @@ def is_cut_to_count(context: NodeContext) -> bool:
 
 
 def cut_to_count(context: NodeContext) -> bool:
-    """Compute the first n rows of a value: the selected element of rank r gets row r."""
+    """Law of a Slice that keeps the first n rows of a value, where n is the number of elements of a
+    selection that does not select this value: the selected element of rank r gets row r. Return
+    False for another Slice.
+    """
     if not is_cut_to_count(context):
         return False
     write = context.write
@@ -314,8 +331,8 @@ def cut_to_count(context: NodeContext) -> bool:
 
 
 def counted_mask(context: NodeFacts, roots: MaskRoots) -> Counted | None:
-    """Return the fact of a ReduceSum of all elements of a mask that is cast to integers: its number
-    of true elements. Returns None for another ReduceSum.
+    """Return the fact of a ReduceSum of all elements of a boolean mask that is cast to integers:
+    the result is the number of true elements. None for another ReduceSum.
     """
     data = context.types.get(context.operands[0])
     root = roots.root(context.operands[0], context.types, context.arrays)

@@ -1,7 +1,7 @@
 """Arrays of numbers that are polynomials in one symbol: n, the number of selected rows.
 
-A file computes shapes from n with a few operators. `evaluate_with_sizes` applies them to the
-coefficients, so that n stays a symbol.
+A file computes shapes from n with a few operators. `evaluate_with_sizes` applies these operators to
+the coefficients, so that n stays a symbol.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LINEAR_OPERANDS: dict[str, tuple[int, ...] | None] = {
     "Unsqueeze": (0,),
     "Where": (1, 2),
 }
-"""By operator, the operands in which the result is linear if the other operands are constants; None
-for all operands.
+"""By operator, the indices of the operands in which the result is linear if the other operands are
+constants; None means all operands.
 """
 COMPARISONS = operators_with(lambda row: row.comparison)
 MINIMA = frozenset({"Min", "ReduceMin"})
@@ -48,7 +48,7 @@ SIZE_OPERATORS = ORDER_OPERATORS | LINEAR_OPERANDS.keys() | {"Div", "Mul", "Not"
 """Operators with which exporters compute shapes."""
 
 Evaluate = Callable[[Sequence[np.ndarray | None]], tuple[np.ndarray, ...] | None]
-"""Evaluates one node on constant operands; returns None if the evaluator cannot."""
+"""Evaluates one node on constant operands; returns None if it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,15 @@ class SizeArray:
     """An array of polynomials in n: element i is the sum of `coefficients[k][i] * n**k` over k."""
 
     coefficients: tuple[np.ndarray, ...]
-    """Arrays of equal shape and type, the constant terms first; the last has a nonzero element
+    """Arrays of equal shape and type, constant terms first. The last one has a nonzero element
     unless it is the only one.
     """
 
     @staticmethod
     def of(coefficients: Sequence[np.ndarray]) -> SizeArray:
-        """Return the array with trailing coefficients that are all zero removed."""
+        """Return the array with these coefficients, constant terms first. Trailing coefficients
+        that are all zero are removed.
+        """
         count = len(coefficients)
         while count > 1 and not coefficients[count - 1].any():
             count -= 1
@@ -89,41 +91,46 @@ class SizeArray:
 
     @property
     def offset(self) -> np.ndarray:
-        """Constant terms."""
+        """The constant term of each element."""
         return self.coefficients[0]
 
     def coefficient(self, power: int) -> np.ndarray:
-        """Return the coefficients of `n**power`, zeros beyond the degree."""
+        """Return the coefficient of `n**power` of each element, zero beyond the degree."""
         if power <= self.degree:
             return self.coefficients[power]
         return np.zeros_like(self.offset)
 
     def at(self, number: int) -> np.ndarray:
-        """Return the array for n = `number`."""
+        """Return the elements for n = `number`."""
         total = np.zeros_like(self.offset)
         for coefficient in reversed(self.coefficients):
             total = total * number + coefficient
         return total
 
     def elements(self) -> list[tuple[int | float, ...]]:
-        """Return the coefficients of each element, in row-major order."""
+        """Return the coefficients of each element, constant term first; elements are in row-major
+        order.
+        """
         return list(zip(*(each.reshape(-1).tolist() for each in self.coefficients), strict=True))
 
 
 Number = np.ndarray | SizeArray | None
-"""An operand of a shape computation; None if it is absent or not known before running."""
+"""Elements of an operand of a shape computation: known numbers or polynomials in n. None if the
+operand is absent or not known before running.
+"""
 Polynomial = tuple[int | float, ...]
-"""Coefficients of one element, the constant term first."""
+"""Coefficients of a polynomial in n, the constant term first."""
 
 
 def evaluate_with_sizes(
     node: onnx.NodeProto, operands: Sequence[Number], evaluate: Evaluate
 ) -> list[SizeArray] | None:
-    """Return the results of a node some of whose operands are SizeArrays and the others constants.
+    """Return the results of a node some of whose operands are SizeArrays, and the others constants.
+    None if a result is not known to be a polynomial in n.
 
-    Returns None if a result is not known to be a polynomial in n. Linear operators and products are
-    exact for every n. A quotient of integers is exact for every n at which the dividend is at least
-    0 and the divisor is not 0. Comparisons, minima and maxima hold for every sufficiently large n.
+    Linear operators and products are exact for every n. A quotient of integers is exact for every n
+    for which the dividend is at least 0 and the divisor is not 0. Comparisons, minima and maxima
+    hold for every sufficiently large n.
     """
     operator = node.op_type
     present = [each for each in operands if each is not None]
@@ -143,8 +150,8 @@ def evaluate_with_sizes(
 
 
 def _scatters_nonlinearly(node: onnx.NodeProto) -> bool:
-    """True if the node is a ScatterElements that multiplies its operands or takes their minimum or
-    maximum.
+    """True if the node's attribute `reduction`, of ScatterElements, multiplies elements or takes
+    their minimum or maximum.
     """
     reductions = {bytes(each.s) for each in node.attribute if each.name == "reduction"}
     return not reductions <= {b"none", b"add"}
@@ -153,7 +160,10 @@ def _scatters_nonlinearly(node: onnx.NodeProto) -> bool:
 def _apply_by_coefficient(
     operator: str, operands: Sequence[Number], linear: Sequence[int], evaluate: Evaluate
 ) -> list[SizeArray] | None:
-    """Apply a linear operator to each coefficient: f(sum a_k n^k) = sum f(a_k) n^k."""
+    """Apply a linear operator to each coefficient: f(sum a_k n^k) = sum f(a_k) n^k. `linear` has
+    the operands in which the operator is linear. None if another operand depends on n, if
+    `evaluate` fails, or if a Cast to integers changes a coefficient.
+    """
     if any(
         isinstance(each, SizeArray) and slot not in linear for slot, each in enumerate(operands)
     ):
@@ -182,8 +192,9 @@ def _apply_by_coefficient(
 def _apply_by_rank(
     operator: str, operands: Sequence[Number], slots: int, evaluate: Evaluate
 ) -> list[SizeArray] | None:
-    """Apply an operator that depends on order only to the ranks of the elements of its first
-    `slots` operands, ordered as for large n.
+    """Apply an operator that depends only on the order of elements: it gets the rank of each
+    element of its first `slots` operands instead of the element, ordered as for large n. None if an
+    operand is unknown or `evaluate` fails.
     """
     arrays = [_convert_to_sizes(each) for each in operands[:slots] if each is not None]
     if len(arrays) < slots or any(isinstance(each, SizeArray) for each in operands[slots:]):
@@ -209,10 +220,8 @@ def _apply_by_rank(
 
 
 def _order_key(element: Polynomial) -> tuple[int, Polynomial]:
-    """Return a key that orders polynomials as their values for large n are ordered.
-
-    Polynomials of one sign of the leading coefficient are ordered by degree and then by their
-    coefficients from the highest power on.
+    """Return a key by which polynomials are ordered as their values for large n: by the sign of the
+    leading coefficient times the degree, then by the coefficients from the highest power on.
     """
     leading = element[-1]
     degree = len(element) - 1
@@ -221,6 +230,7 @@ def _order_key(element: Polynomial) -> tuple[int, Polynomial]:
 
 
 def _trim_zeros(element: Polynomial) -> Polynomial:
+    """Return the polynomial without zeros after its last nonzero coefficient."""
     count = len(element)
     while count > 1 and not element[count - 1]:
         count -= 1
@@ -234,7 +244,7 @@ def _convert_to_sizes(number: np.ndarray | SizeArray) -> SizeArray:
 def _assemble_array(
     elements: Sequence[Polynomial], shape: tuple[int, ...], dtype: np.dtype
 ) -> SizeArray:
-    """Return the array of these elements."""
+    """Return the array of these elements, which are in row-major order."""
     columns = list(zip_longest(*elements, fillvalue=0)) or [()]
     return SizeArray.of([np.array(each, dtype).reshape(shape) for each in columns])
 
@@ -244,7 +254,9 @@ def _combine_elementwise(
     right: np.ndarray | SizeArray,
     combine: Callable[[Polynomial, Polynomial, bool], Polynomial | None],
 ) -> list[SizeArray] | None:
-    """Combine two arrays element by element, with broadcasting."""
+    """Combine two arrays element by element, with broadcasting. `combine` gets two polynomials and
+    whether they have integer type. None if it returns None for an element.
+    """
     first = _convert_to_sizes(left)
     second = _convert_to_sizes(right)
     shape = np.broadcast_shapes(first.shape, second.shape)
@@ -271,10 +283,11 @@ def _multiply_polynomials(left: Polynomial, right: Polynomial, is_integer: bool)
 
 
 def _divide_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial | None:
-    """Return left / right, of integers rounded down; None if it is not a polynomial.
+    """Return left / right, rounded down if `is_integer`; None if it is not a polynomial.
 
     A constant integer divisor d > 0 must divide every coefficient except the constant term b, since
-    floor((d * p(n) + b) / d) = p(n) + floor(b / d). Another divisor must leave no remainder.
+    floor((d * p(n) + b) / d) = p(n) + floor(b / d). Division by another divisor must leave no
+    remainder.
     """
     if not any(right):
         return None
@@ -298,7 +311,7 @@ def _divide_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -
 
 
 def product_of_elements(sizes: SizeArray) -> SizeArray:
-    """Return the product of all elements, without dimensions."""
+    """Return the product of all elements, as an array without dimensions."""
     total: Polynomial = (1,)
     for element in sizes.elements():
         total = _multiply_polynomials(total, element, True)
@@ -306,7 +319,9 @@ def product_of_elements(sizes: SizeArray) -> SizeArray:
 
 
 def _reduce_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[SizeArray] | None:
-    """Return the products of elements along the axes of a ReduceProd."""
+    """Return the result of a ReduceProd: products of polynomials along its axes. None if the
+    operand is a constant, or if the axes depend on n.
+    """
     data = operands[0]
     named = {each.name: each for each in node.attribute}
     listed = operands[1] if len(operands) > 1 else None

@@ -1,7 +1,7 @@
-"""Convolutions, poolings and paddings along the dimension that counts rows.
+"""Laws of convolutions, poolings and paddings along the dimension that counts selected rows.
 
-They are supported for selections of first rows. The rows behind the last one are filled with the
-element that the file's operator has there: 0 for a convolution, the smallest element for a max
+They apply to selections of first rows only. The rows after the last selected one are filled with
+the element that the file's operator has there: 0 for a convolution, the smallest element for a max
 pooling, the constant of a Pad.
 """
 
@@ -25,7 +25,9 @@ _UNSUPPORTED = (0.0, None)
 
 
 def compute_windows(context: NodeContext) -> bool:
-    """Compute a window operator over first rows. Returns False for other rows and attributes."""
+    """Law of a convolution, max pooling or Pad along the dimension of first rows. Return False for
+    rows of other selections and for attributes that are not supported.
+    """
     fact = context.fact(0)
     if not isinstance(fact, Indices | SelectedRows) or fact.selection.first_rows is None:
         return False
@@ -50,8 +52,9 @@ def compute_windows(context: NodeContext) -> bool:
 
 
 def _windows(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
-    """Return (fill, selection) of a convolution or max pooling: the element behind the last row and
-    the rows of the result, one per window. The selection is None for unsupported attributes.
+    """Return (fill, selection) of a convolution or max pooling: the element after the last row, and
+    the selection of the rows of the result, one per position of the window. The selection is None
+    if attributes are not supported.
     """
     lists = {each.name: list(each.ints) for each in context.node.attribute}
     words = {each.name: each.s.decode(errors="replace") for each in context.node.attribute}
@@ -91,8 +94,9 @@ def _windows(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection
 
 
 def _padding(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
-    """Return (fill, selection) of a Pad along the rows: the element behind the last row and the
-    rows of the result. The selection is None for a Pad that reads the last rows.
+    """Return (fill, selection) of a Pad along the dimension of rows: the element after the last
+    row, and the selection of the rows of the result. The selection is None if the Pad copies rows
+    from the end or its numbers are unknown.
     """
     arrays = {slot: context.arrays.get(name) for slot, name in enumerate(context.operands) if name}
     rank = len(rows.row_type.shape)
