@@ -1,20 +1,25 @@
-"""How the loss of a batch depends on the losses of its parts: whether micro-batches are averaged,
-summed, or neither.
+"""Analysis of how the loss of a batch depends on the losses of its parts: whether the losses of
+micro-batches are averaged, summed, or neither.
 
-Let A and B be batches and A + B their concatenation. Every value of a graph has one of these forms:
+Let A and B be batches, A + B their concatenation, and v(A) a value of the graph for batch A. Each
+value has one of these forms:
 
-    FIXED    depends on no sample                        a parameter, or computed from parameters
-    UNIFORM  has an entry per sample, all equal          a mask of ones
-    EACH     has an entry per sample, computed from it   an activation
-    TOTAL    v(A + B) = v(A) + v(B)                      a sum over samples
-    MIXED    none of these                               a maximum over samples
+    FIXED    depends on no sample                            a parameter
+    UNIFORM  has one entry per sample; all are equal         a mask of ones
+    EACH     has one entry per sample, computed from it      an activation
+    TOTAL    v(A + B) = v(A) + v(B)                          a sum over samples
+    BOUNDED  a TOTAL plus a constant, or the maximum of      a count of at least 1
+             a TOTAL and a constant
+    RATIO    a TOTAL divided by a TOTAL or a BOUNDED         a mean over counted labels
+    ROOT     the square root of a TOTAL or of a RATIO        a norm
+    MIXED    none of these                                   a maximum over samples
 
-Each form except MIXED has a degree d: the value is n^d times a value of that form, where n is the
-number of samples. A mean over samples is a TOTAL of degree -1. The number of samples is FIXED of
-degree 1. The forms follow from the iteration spaces of the nodes (`ir/space.py`): a sum over the
-sample axis turns an EACH into a TOTAL, and an operator that cannot split this axis makes the result
-MIXED. The degree of a constant that is computed from the number of samples is found by comparing
-the graphs for two numbers of samples.
+The forms FIXED, UNIFORM, EACH and TOTAL have a degree d: the value is n^d times a value of that
+form, where n is the number of samples. A mean over samples is a TOTAL of degree -1. The number of
+samples is FIXED of degree 1. The forms follow from the iteration spaces of the nodes
+(`ir/space.py`): a sum over the sample axis turns an EACH into a TOTAL, and an operator that cannot
+split this axis makes the result MIXED. The degree of a constant that is computed from the number of
+samples is found by comparing the graphs for two numbers of samples.
 
 BatchNormalization with batch statistics, and means over labels of which some are ignored, are
 treated as if they kept samples separate. This is accepted practice, and the frontend warns about
@@ -41,35 +46,37 @@ from autopipe.passes.analysis.loss_ratio import Divisor, Ratio
 
 
 class LossKind(enum.Enum):
-    """How the losses of equal parts of a batch determine the loss of the batch."""
+    """Rule by which the losses of equal parts of a batch determine the loss of the batch."""
 
     MEAN = "mean"
     SUM = "sum"
     MIXED = "mixed"
     """The losses of the parts do not determine the loss of the batch."""
     RATIO = "ratio"
-    """The loss is computed from totals. Summed over the parts, these totals determine the loss of
-    the batch (`Ratio`).
+    """The loss is computed from sums over samples (`Ratio`). Each of these sums is added up over
+    the parts, and the loss of the batch is computed from the results.
     """
     UNKNOWN = "unknown"
-    """The graph does not determine the kind."""
+    """The graph is not sufficient to determine the kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """The result of `loss_form` and `form_of`. For a MIXED loss, `reason` is why the losses of the
-    parts do not determine the loss of the batch. For an UNKNOWN loss, `reason` is why the graph
-    does not determine the kind.
+    """The kind of a loss, as `loss_form` and `form_of` determine it. For a MIXED loss, `reason` is
+    why the losses of the parts do not determine the loss of the batch. For an UNKNOWN loss,
+    `reason` is why the kind could not be determined. For other losses, `reason` is "".
     """
 
     kind: LossKind
     reason: str = ""
     samples: int | None = None
-    """Batch size that the file fixes; None if it is open."""
+    """Batch size that the model file fixes; None if the file leaves the batch size open."""
     divisor: int | None = None
-    """Constant divisor of a sum, a multiple of `samples`; None if there is none."""
+    """For a sum over samples that is divided by a constant: this constant, which is a multiple of
+    `samples`. Otherwise None.
+    """
     ratio: Ratio | None = None
-    """Present for a loss of kind RATIO, otherwise None."""
+    """The sums from which a loss of kind RATIO is computed; None for other kinds."""
 
     def __str__(self) -> str:
         if self.kind is LossKind.MEAN:
@@ -88,7 +95,9 @@ class LossForm:
 
     @property
     def weighed(self) -> str:
-        """A loss of kind RATIO as a noun, for messages."""
+        """The form of a loss of kind RATIO as a noun phrase for messages, such as "the square root
+        of a sum over samples".
+        """
         assert self.ratio is not None
         total = "a mean over samples" if self.ratio.degree else "a sum over samples"
         divided = total if self.ratio.divisor is None else "a mean weighed by values of the batch"
@@ -97,12 +106,16 @@ class LossForm:
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """The result of `mixed_output`."""
+    """Reason why an output of a model may depend on how a batch is divided, as found by
+    `mixed_output`.
+    """
 
     reason: str = ""
-    """Reason why an output may depend on the division of a batch; "" if no output does."""
+    """Clause for messages, such as "MaxPool 'pool' does not keep samples apart"; "" if no output
+    depends on the division.
+    """
     name: str = ""
-    """Name of the node or value in the reason."""
+    """Name of the node or value that `reason` is about; "" if there is no reason."""
 
 
 class _Base(enum.Enum):
@@ -111,11 +124,13 @@ class _Base(enum.Enum):
     EACH = "each"
     TOTAL = "total"
     BOUNDED = "bounded"
-    """A TOTAL plus a constant, or the maximum of a TOTAL and a constant, as divisor of another
-    total.
+    """A TOTAL plus a constant, or the maximum of a TOTAL and a constant. Only the division of
+    another TOTAL by this value gives a form other than MIXED.
     """
     RATIO = "ratio"
-    """A TOTAL divided by a TOTAL of the same degree that depends on no trained parameter."""
+    """A TOTAL divided by a TOTAL or a BOUNDED of the same degree. The divisor depends on no trained
+    parameter.
+    """
     ROOT = "root"
     """The square root of a TOTAL or of a RATIO."""
     MIXED = "mixed"
@@ -123,19 +138,26 @@ class _Base(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The form of a value. `divisor` is the same as in `LossForm`."""
+    """The form of a value, as defined in the docstring of the module.
+
+    degree: the exponent d of the number of samples. For a RATIO or a ROOT, the degree of the TOTAL
+    from which it is computed: 0 for a sum over samples, -1 for a mean.
+    divisor: as in `LossForm`.
+    """
 
     base: _Base
     degree: int = 0
     divisor: int | None = None
     mixing: Mixing = Mixing()
-    """Reason for a MIXED form."""
+    """Reason for a MIXED form; empty for other forms."""
     operator: str = ""
-    """Operator of the node that mixes samples, for a MIXED form; "" if a parameter or a constant
-    does.
+    """For a MIXED form: the operator of the node that mixes samples, or "" if the form is due to a
+    parameter or a constant. "" for other forms.
     """
     divided_by: Divisor | None = None
-    """Divisor of a BOUNDED, of a RATIO, and of the ROOT of a RATIO; otherwise None."""
+    """Divisor of a RATIO, and of the RATIO under a ROOT. For a BOUNDED, the value itself as a
+    divisor. Otherwise None.
+    """
 
     @property
     def reason(self) -> str:
@@ -147,7 +169,7 @@ class _Form:
 
     @property
     def text(self) -> str:
-        """The form as a noun, for messages."""
+        """The form as a noun phrase for messages, such as "a sum over samples"."""
         if self.base is _Base.TOTAL:
             divided = "" if self.divisor is None else f" divided by {self.divisor}"
             return "a mean over samples" if self.degree == -1 else f"a sum over samples{divided}"
@@ -168,30 +190,31 @@ _FIXED = _Form(_Base.FIXED)
 _EACH = _Form(_Base.EACH)
 
 _ADDING = operators_with(lambda row: row.linear == "together")
-"""Operators whose result is linear in all floating-point operands together."""
+"""Operators whose result is linear in all of their floating-point operands together, such as Add.
+"""
 _SUMS = operators_with(lambda row: row.adds)
 _MULTIPLYING = operators_with(lambda row: row.linear == "each")
-"""Operators whose result is linear in each operand separately."""
+"""Operators whose result is linear in each operand while the others are fixed, such as Mul."""
 _SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 """Operators that only change the type or shape of an operand."""
 _REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
 _DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)
 _DECIDED = frozenset({"DynamicQuantizeLinear", "GatherND", "MaxUnpool", "ScatterND"})
-"""Inference operators whose MIXED form is not conclusive: they gather or scatter samples, or depend
-on other samples only through rounding.
+"""Inference operators for which a MIXED form does not prove that results depend on the division of
+a batch. They gather or scatter samples, or depend on other samples only through rounding.
 """
 _TOGETHER = "takes the samples of a batch together"
-"""Words for an operator that cannot split the sample axis."""
+"""Predicate in messages, for an operator that cannot split the sample axis."""
 _REPEATING = frozenset({"Expand", "Tile", "ConstantOfShape"})
-"""Operators that repeat a value along a new axis."""
+"""Operators that repeat a value along an axis. They turn a FIXED value into a UNIFORM one."""
 
 
 def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -> LossForm:
-    """Return the form of the value `loss` of `graph`.
+    """Return how the value `loss` of `graph` depends on the losses of parts of a batch.
 
     `graph` has at least 2 samples. `other` is the graph of the same model for another number of
     samples; None if the model cannot be read for another number. `fixed` is the batch size that the
-    file fixes; None if it is open.
+    model file fixes; None if the file leaves it open.
     """
     forms = _Forms(graph, other, fixed)
     found = forms.of(loss)
@@ -208,16 +231,18 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
         )
     if power == 0:
         return LossForm(LossKind.MEAN, samples=fixed)
-    # A constant divisor belongs to the batch size of the file: for other batch sizes, the divisor
-    # would differ.
+    # For a sum that is divided by a constant, the file fixes the batch size: for another batch
+    # size, it would contain another constant.
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
 
 
 def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
-    """Return why an output of a graph on at least 2 samples may depend on the division of a batch.
+    """Return the reason why some output of `graph` may depend on how a batch is divided, or an
+    empty `Mixing` if no reason is found.
 
-    `other` is the graph for another number of samples, or None. Means over samples are accepted,
-    because they are averaged. Operators in `_DECIDED` are accepted; `joined_samples` checks them.
+    `graph` has at least 2 samples. `other` is the graph of the same model for another number of
+    samples, or None. Sums and means over samples and operators in `_DECIDED` are accepted here,
+    because `joined_samples` checks them.
     """
     forms = _Forms(graph, other, None)
     for name in graph.outputs:
@@ -233,8 +258,9 @@ def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
         form = forms.of(name)
         if form.degree and form.base is not _Base.TOTAL:
             return counts_samples
-        # Indices of maxima count through the batch; a pooling window over samples does not preserve
-        # them.
+        # The indices that MaxPool returns number the elements of the full batch, so such a node
+        # cannot split the sample axis. `joined_samples` checks it. A MaxPool whose windows cover
+        # several samples has another reason.
         is_index = form.operator == "MaxPool" and form.reason.endswith(_TOGETHER)
         if form.base is _Base.MIXED and form.operator not in _DECIDED and not is_index:
             return form.mixing
@@ -242,7 +268,9 @@ def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
 
 
 class _Forms:
-    """The forms of the values of a graph, computed in node order."""
+    """Computes the forms of values of one graph, in the order of the nodes, and stores them by
+    name.
+    """
 
     def __init__(self, graph: Graph, other: Graph | None, fixed: int | None) -> None:
         self._graph = graph
@@ -254,13 +282,18 @@ class _Forms:
 
     @property
     def ratios(self) -> tuple[str, ...]:
-        """Values that are a RATIO or a ROOT, in the order of the nodes that write them."""
+        """Names of the values that are a RATIO or a ROOT, in the order of the nodes that write
+        them. The property covers the values for which `of` was called, and the values on which they
+        depend.
+        """
         return tuple(
             name for name, form in self._forms.items() if form.base in (_Base.RATIO, _Base.ROOT)
         )
 
     def of(self, wanted: str) -> _Form:
-        """Return the form of the value `wanted`."""
+        """Return the form of the value `wanted`. Computes the forms of the values on which it
+        depends first.
+        """
         graph = self._graph
         for value in graph.inputs:
             self._forms[value.name] = _EACH if value.name in self._axes.values else _FIXED
@@ -268,13 +301,13 @@ class _Forms:
             self._forms[parameter.value.name] = self._of_parameter(parameter.value.name)
         needed = self._needed(wanted)
         for index, node in enumerate(graph.nodes):
-            # Several outputs of a model can depend on the same nodes.
+            # This method is called for each output, and outputs can depend on common nodes.
             if index in needed and self._forms.keys().isdisjoint(filter(None, node.outputs)):
                 self._add(index, node)
         return self._forms[wanted]
 
     def _needed(self, wanted: str) -> set[int]:
-        """Return the nodes from which `wanted` is computed."""
+        """Return the indices of the nodes on which the value `wanted` depends."""
         found: set[int] = set()
         waiting = [wanted]
         while waiting:
@@ -285,6 +318,7 @@ class _Forms:
         return found
 
     def _of_parameter(self, name: str) -> _Form:
+        """Return FIXED, or MIXED if the parameter has an entry for each sample of a batch."""
         if name not in self._axes.values:
             return _FIXED
         return _Form(
@@ -292,8 +326,11 @@ class _Forms:
         )
 
     def _of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
-        """Return the form of a constant operand of a node, from its entries per sample and its
-        value for another number of samples.
+        """Return the form of a constant that is operand `place` of a node: FIXED or UNIFORM with
+        its degree, or MIXED.
+
+        MIXED stands for a constant whose entries differ between samples, or that depends on the
+        number of samples otherwise than by a power of degree -1, 0 or 1.
         """
         name = constant.value.name
         reason = f"constant {name!r} depends on the number of samples or on their order"
@@ -309,12 +346,12 @@ class _Forms:
         return _Form(_Base.UNIFORM if self._axes.values.get(name) else _Base.FIXED, degree)
 
     def _degree(self, graph: Graph, node: Node, place: int, array: np.ndarray) -> int | None:
-        """Return d if a constant operand of a node grows as n^d for n samples; None if it depends
-        on n in another way.
+        """Return d if the constant that is operand `place` of a node grows as n^d for n samples,
+        where d is -1, 0 or 1; None if the constant depends on n in another way.
 
-        `array` is its value for this graph's number of samples, or the value of one sample if it
-        has an entry for each. `graph` is the graph for another number of samples. Its constant is
-        found through the node, because equal constants of a graph share one name.
+        `array` is the constant for this graph's number of samples, or its entry for one sample if
+        it has an entry per sample. `graph` is the graph for another number of samples. The constant
+        in `graph` is found through the node, because equal constants of a graph share one name.
         """
         index = graph.producer(next(filter(None, node.outputs)))
         name = (
@@ -322,7 +359,9 @@ class _Forms:
         )
         found = graph.constant(name)
         if found is None:
-            return 0  # The frontend creates other nodes for that number of samples.
+            # The node has no counterpart with a constant there. The constant is taken for
+            # independent of n.
+            return 0
         axes = batch_axes_of(graph)
         other = _of_one_sample(found, axes)
         if other is None or other.shape != array.shape:
@@ -343,19 +382,22 @@ class _Forms:
         return None
 
     def _add(self, index: int, node: Node) -> None:
-        """Compute the forms of the results of a node."""
+        """Compute and store the forms of the results of the node at `index`."""
         form = self._of_node(index, node)
         for place, name in enumerate(node.outputs):
             if not name:
                 continue
             if node.op == "BatchNormalization" and place > 0:
-                self._forms[name] = _FIXED  # Running statistics, which no loss reads.
+                self._forms[name] = _FIXED  # Running statistics, on which no loss depends.
             else:
                 self._forms[name] = self._placed(node, name, form)
 
     def _placed(self, node: Node, name: str, form: _Form) -> _Form:
-        """Return the form of the result `name`, given the form of its node and whether the result
-        has a batch dimension.
+        """Return the form of the result `name` of a node.
+
+        `form` is the form that the node gives to its results. It is corrected for a result whose
+        batch dimensions do not fit to it: for example, a FIXED form becomes UNIFORM if the node
+        repeats the value for each sample. A result without a possible correction is MIXED.
         """
         if form.base is _Base.MIXED:
             return form
@@ -374,6 +416,7 @@ class _Forms:
         return _mixed(node, f"makes entries of samples of {form.text}")
 
     def _of_node(self, index: int, node: Node) -> _Form:
+        """Return the form that a node gives to its results, from the forms of its operands."""
         row = operator_of(node)
         read = [(place, name) for place, name in enumerate(node.inputs) if name]
         if row is not None:
@@ -391,13 +434,19 @@ class _Forms:
         return self._of_samples(index, node, row, [name for _, name in read], operands)
 
     def _operand(self, node: Node, place: int, name: str) -> _Form:
+        """Return the form of `name`, a value or a constant, as operand `place` of a node."""
         constant = self._graph.constant(name)
         return self._forms[name] if constant is None else self._of_constant(constant, node, place)
 
     def _of_samples(
         self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]
     ) -> _Form:
-        """Return the form of a node that reads samples, or values computed from samples."""
+        """Return the form that a node gives to its results if an operand contains samples or was
+        computed from samples or their number, and no operand is MIXED.
+
+        `names` and `operands` are the names and forms of the operands, without absent and static
+        operands.
+        """
         signature = signature_of(self._graph, node)
         samples = self._axes.nodes[index]
         has_samples = any(each.has_samples for each in operands)
@@ -436,12 +485,16 @@ class _Forms:
         )
 
     def _weighs_by_class(self, node: Node) -> bool:
-        """True unless all classes have the same weight."""
+        """True unless the class weights of a label loss (operand 2) are a constant with equal
+        entries.
+        """
         weights = self._graph.constant(node.inputs[2])
         return weights is None or bool(np.any(weights.array != weights.array.reshape(-1)[:1]))
 
     def _combined(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
-        """Return the form of the result before a reduction over samples."""
+        """Return the form that a node's elementwise computation gives, before the node reduces over
+        samples.
+        """
         if node.op == "StopGradient":
             return operands[0]
         if node.domain:
@@ -468,8 +521,8 @@ class _Forms:
         return _nonlinear(node, operands)
 
     def _adds_nothing(self, node: Node, name: str) -> bool:
-        """True for an operand of an addition that is zero, and for an operand that only selects (an
-        index or a condition).
+        """True for an operand that cannot change the form of a sum: a constant zero that is added,
+        or an operand that only selects, such as an index or a condition.
         """
         constant = self._graph.constant(name)
         if constant is not None and not np.any(constant.array) and node.op in _SUMS:
@@ -478,6 +531,7 @@ class _Forms:
         return form == _FIXED and not self._graph.type_of(name).dtype.is_floating
 
     def _quotient(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
+        """Return the form of the result of a Div."""
         top, bottom = operands
         if bottom.base is _Base.TOTAL:
             return self._divided(node, top, bottom.degree, self._divisor(names[1], bottom))
@@ -488,11 +542,18 @@ class _Forms:
         divisor = self._integer(names[1])
         if not is_sum or divisor is None or self._fixed is None or divisor % self._fixed:
             return found
-        # Every integer is a multiple of 1: a batch of one is only divided by 1.
+        # Every integer is a multiple of 1. If the file fixes the batch to one sample, a divisor
+        # above 1 therefore is no evidence of a division by the batch size.
         return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
     def _divided(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
-        """Return the form of a quotient of totals."""
+        """Return the form of `top` divided by a TOTAL or a BOUNDED: a RATIO, or MIXED if this is
+        not possible.
+
+        `degree` is the degree of the divisor. `divisor` is None if `_divisor` rejected it. A RATIO
+        requires that `top` is a TOTAL of the same degree, without a constant divisor, and has the
+        shape of the result.
+        """
         is_total = top.base is _Base.TOTAL and top.degree == degree and top.divisor is None
         shapes = {self._graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0])}
         if divisor is None or not is_total or len(shapes) > 1:
@@ -505,19 +566,23 @@ class _Forms:
         return _Form(_Base.RATIO, degree, divided_by=divisor)
 
     def _divisor(self, name: str, form: _Form) -> Divisor | None:
-        """Return a total as a divisor. None if it has several elements, depends on a trained
-        parameter, or is itself divided by a constant batch size.
+        """Return the TOTAL `name` as a divisor. None if it has several elements, depends on a
+        trained parameter, or is itself divided by a constant batch size.
         """
         if form.divisor is not None or name in self._trained or not self._is_number(name):
             return None
         return Divisor(name, form.degree)
 
     def _is_number(self, name: str) -> bool:
+        """True if the value has exactly one element."""
         return self._graph.type_of(name).elements == 1
 
     def _bounded(self, node: Node, names: list[str], operands: list[_Form]) -> _Form | None:
-        """Return the form of a total plus a constant, or of a total with a constant minimum; None
-        for other nodes.
+        """Return the BOUNDED form of a TOTAL plus a constant, or of the maximum of a TOTAL and a
+        constant.
+
+        None for other nodes, for a mean over samples plus a constant, and if `_divisor` rejects the
+        TOTAL.
         """
         totals = [
             name for name, form in zip(names, operands, strict=True) if form.base is _Base.TOTAL
@@ -539,7 +604,8 @@ class _Forms:
         number = float(constant.array.reshape(()))
         if node.op != "Add":
             return _Form(_Base.BOUNDED, divided_by=replace(divisor, minimum=number))
-        # A value without samples that is added to a mean over samples gives a mean, not a BOUNDED.
+        # A constant plus a mean over samples is a mean over samples again (see `_sum`), not a
+        # BOUNDED.
         return (
             _Form(_Base.BOUNDED, divided_by=replace(divisor, added=number))
             if divisor.degree == 0
@@ -547,6 +613,7 @@ class _Forms:
         )
 
     def _is_square_root(self, node: Node) -> bool:
+        """True for a Sqrt, and for a Pow with the constant exponent 0.5."""
         if node.op == "Pow":
             exponent = self._graph.constant(node.inputs[1])
             return (
@@ -557,7 +624,9 @@ class _Forms:
         return node.op == "Sqrt"
 
     def _of_divided(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
-        """Return the form of a node that reads a BOUNDED, a RATIO or a ROOT."""
+        """Return the form that a node gives to its results if it reads a BOUNDED, a RATIO or a
+        ROOT.
+        """
         forms = [
             (form, name)
             for name, form in zip(names, operands, strict=True)
@@ -606,7 +675,7 @@ def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
     """Return the entry of one sample in a constant, or the full constant if it has no batch
     dimension.
 
-    None if the entries differ, or if several dimensions contain samples.
+    None if the entries of samples differ, or if several dimensions contain samples.
     """
     places = axes.values.get(constant.value.name, ())
     if not places:
@@ -618,8 +687,10 @@ def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
 
 
 def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.ndarray:
-    """Return the array with its samples on a new first axis. Along `dimension`, the index consists
-    of an outer index of size `outer`, the sample, and an inner index.
+    """Return the array with its samples on a new first axis, of size `batch`.
+
+    The index along `dimension` consists of an outer index of size `outer`, the sample, and an inner
+    index, in row-major order.
     """
     shape = array.shape
     inner = shape[dimension] // (outer * batch)
@@ -628,13 +699,16 @@ def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.
 
 
 def _mixed(node: Node, what: str) -> _Form:
+    """Return the form MIXED for a node, with a reason whose predicate is `what`."""
     return _Form(
         _Base.MIXED, mixing=Mixing(f"{node.op} {node.name!r} {what}", node.name), operator=node.op
     )
 
 
 def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
-    """Return the form of an elementwise nonlinear function of the operands."""
+    """Return the form of an elementwise nonlinear function of the operands. MIXED if an operand is
+    a TOTAL or depends on the number of samples.
+    """
     found = list(operands)
     for each in found:
         if each.base is _Base.TOTAL or each.degree:
@@ -646,7 +720,9 @@ def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
 
 
 def _product(node: Node, operands: Sequence[_Form]) -> _Form:
-    """Return the form of a function that is linear in each operand separately."""
+    """Return the form of a function that is linear in each operand while the others are fixed.
+    MIXED if it multiplies a TOTAL by another TOTAL or by a value per sample.
+    """
     totals = [each for each in operands if each.base is _Base.TOTAL]
     others = [each for each in operands if each.base not in (_Base.FIXED, _Base.TOTAL)]
     if len(totals) > 1:
@@ -663,7 +739,9 @@ def _product(node: Node, operands: Sequence[_Form]) -> _Form:
 
 
 def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
-    """Return the form of a function that is linear in all operands together."""
+    """Return the form of a function that is linear in all operands together. MIXED if the operands
+    have forms or degrees that cannot be added.
+    """
     found = operands[0]
     for each in operands[1:]:
         if each == found:
@@ -672,7 +750,7 @@ def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
         if found.degree == each.degree and _Base.TOTAL not in bases:
             found = _Form(_Base.EACH if _Base.EACH in bases else _Base.UNIFORM, found.degree)
             continue
-        # A value that is equal for all samples is the mean over samples of itself.
+        # A FIXED value is the mean over samples of itself, so FIXED plus a mean is a mean.
         fixed, total = (found, each) if found.base is _Base.FIXED else (each, found)
         if (
             bases == {_Base.FIXED, _Base.TOTAL}

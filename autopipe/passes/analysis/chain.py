@@ -1,7 +1,8 @@
-"""A graph as a chain of blocks in topological order, and sums over all contiguous ranges of blocks.
+"""A graph as a chain: its nodes in topological order, divided into blocks of consecutive nodes.
+Also sums over all contiguous ranges of blocks, for searches that assign such ranges to stages.
 
-Boundaries between blocks are at positions where few bytes cross. A sum over all ranges is a matrix
-indexed by (first block, block after the last).
+`make_chain` puts the boundaries between blocks where few bytes cross. The sums over all ranges are
+matrices indexed by (first block, block after the last block). Entry [i, j] is defined for i <= j.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from autopipe.ir.placement import recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Nodes in a topological order, divided into blocks.
+    """Nodes in a topological order, divided into blocks of consecutive nodes.
 
     order: the node at each position.
     cuts: ascending positions from 0 to the number of nodes; block b has the nodes at positions
     `cuts[b]` to `cuts[b + 1] - 1`.
-    block_of: the block of each node.
+    block_of: for each node, the index of its block.
     """
 
     order: tuple[int, ...]
@@ -38,8 +39,8 @@ class Chain:
 
     @staticmethod
     def of(order: Sequence[int], cuts: Iterable[int]) -> Chain:
-        """Return the chain with block boundaries at the positions `cuts`, which include 0 and the
-        number of nodes, in any order.
+        """Return the chain of the nodes `order` whose blocks begin and end at the positions `cuts`.
+        These include 0 and the number of nodes, and can be in any order.
         """
         edges = sorted(set(cuts))
         block_of = np.empty(len(order), dtype=np.int64)
@@ -47,11 +48,13 @@ class Chain:
         return Chain(tuple(order), tuple(edges), block_of)
 
     def nodes(self, first: int, stop: int) -> tuple[int, ...]:
-        """Return the nodes of blocks `first` to `stop - 1` in ascending order."""
+        """Return the indices of the nodes of blocks `first` to `stop - 1`, in ascending order."""
         return tuple(sorted(self.order[self.cuts[first] : self.cuts[stop]]))
 
     def by_block(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the sum of `values`, one per node, for each block."""
+        """Return, for each block, the sum of `values` over its nodes. `values` has one number per
+        node of the graph, in graph order.
+        """
         sums = np.zeros(self.blocks)
         np.add.at(sums, self.block_of, values)
         return sums
@@ -59,16 +62,20 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Disjoint sets of nodes in a topological order, with their dependencies."""
+    """Disjoint sets of nodes in a topological order, with the dependencies between the sets."""
 
     nodes: tuple[tuple[int, ...], ...]
-    """The nodes of each block in ascending order."""
+    """The indices of the nodes of each block, in ascending order."""
     needs: tuple[int, ...]
-    """For each block, a bit set of the blocks that it reads from."""
+    """For each block, an integer whose bit b is set if the block reads a value that block b
+    computes.
+    """
 
     @staticmethod
     def of(graph: Graph, nodes: Sequence[Iterable[int]]) -> Blocks:
-        """Return the blocks of `nodes`. No block may read from a later block."""
+        """Return the blocks that consist of the given sets of nodes. A block must not read from a
+        later block; this is not checked.
+        """
         needs = [0] * len(nodes)
         block_of = {node: block for block, each in enumerate(nodes) for node in each}
         for _, block, readers in values_between(graph, block_of):
@@ -78,7 +85,9 @@ class Blocks:
 
 
 def input_free_nodes(graph: Graph) -> set[int]:
-    """Return the nodes that depend on no input of the model."""
+    """Return the indices of the nodes that depend on no input of the model, such as a transposed
+    weight.
+    """
     inputs = {value.name for value in graph.inputs}
     found: set[int] = set()
     for index, (node, sources) in enumerate(zip(graph.nodes, graph.sources(), strict=True)):
@@ -90,10 +99,11 @@ def input_free_nodes(graph: Graph) -> set[int]:
 @memoize(MAX_CACHED_GRAPHS)
 def linear_order(graph: Graph) -> tuple[int, ...]:
     """Return the nodes in the order of the graph, except that nodes that depend on no input come
-    directly before their first reader.
+    directly before the first node that depends on an input and needs them. Nodes that depend on no
+    input and are not needed by such a node come last.
 
-    The values of such nodes (a transposed weight, a position table) would otherwise cross each
-    block boundary before the reader.
+    In graph order, the values of such nodes (a transposed weight, a position table) would cross
+    each block boundary between them and their readers.
     """
     floating = input_free_nodes(graph)
     order: dict[int, None] = {}
@@ -120,10 +130,10 @@ def linear_order(graph: Graph) -> tuple[int, ...]:
 def make_chain(
     graph: Graph, seconds: NDArray[np.float64], limit: int, groups: tuple[tuple[int, ...], ...] = ()
 ) -> Chain:
-    """Return the graph as a chain of about `limit` blocks at most.
+    """Return the graph as a chain of at most `limit` + 1 blocks, plus 2 per group of `groups`.
 
-    `seconds` has the time of each node. The boundaries of each group of `groups` are block
-    boundaries.
+    `seconds` has the time of each node. `choose_cuts` chooses the boundaries. Additional boundaries
+    are before the first and after the last node of each group.
     """
     order = linear_order(graph)
     place = {node: index for index, node in enumerate(order)}
@@ -137,10 +147,11 @@ def make_chain(
 def values_between(
     graph: Graph, block_of: Mapping[int, int]
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """Yield (value, block that computes it, other blocks that read it in ascending order) of each
-    value that leaves its block.
+    """Yield (value, block that computes it, other blocks that read it in ascending order) for each
+    value that another block reads.
 
-    Nodes in no block are ignored. So are `recomputed_nodes`, which each block computes itself.
+    `block_of` is the block of each node. Nodes without a block are ignored. The values of
+    `recomputed_nodes` are omitted, because each block that reads them computes them itself.
     """
     recomputed = recomputed_nodes(graph)
     for name, reading in graph.consumers().items():
@@ -155,8 +166,11 @@ def values_between(
 
 
 def crossing_bytes(graph: Graph, position: Mapping[int, int]) -> NDArray[np.float64]:
-    """Return, for each position p of a chain of all nodes, the bytes of the values that are
-    produced before p and read at p or later.
+    """Return, for each position p of a chain, the bytes of the full values that are computed before
+    position p and read at p or later.
+
+    `position` is the position of each node. Inputs, parameters and the values of `recomputed_nodes`
+    do not count.
     """
     change = np.zeros(len(position) + 1)
     for name, start, readers in values_between(graph, position):
@@ -168,17 +182,21 @@ def crossing_bytes(graph: Graph, position: Mapping[int, int]) -> NDArray[np.floa
 def choose_cuts(
     crossing: NDArray[np.float64], seconds: NDArray[np.float64], limit: int
 ) -> list[int]:
-    """Return up to `limit` positions of block boundaries, in ascending order.
+    """Return up to `limit` positions of block boundaries, in ascending order, or all positions if
+    there are at most `limit` nodes.
 
-    Half of the boundaries are distributed evenly over the work; the others are at the positions
-    with the fewest crossing bytes. Without more than `limit` nodes, each node is a block.
+    `crossing` has the bytes that cross each position, `seconds` the time of the node at each
+    position. The total time is divided into about `limit` / 2 equal intervals, and the position
+    with the fewest crossing bytes in each interval becomes a boundary. The remaining boundaries are
+    at the other positions with the fewest crossing bytes.
     """
     count = len(seconds)
     if count <= limit:
         return list(range(1, count))
     done = np.cumsum(seconds) - seconds
-    # Positions with nearly no work between them differ in crossing bytes only. Keep the position
-    # with the fewest.
+    # Boundaries with nearly no work between them would waste blocks. Of the positions within each
+    # interval of 1 / (16 · limit) of the total time, only the position with the fewest crossing
+    # bytes remains.
     interval = np.floor(done / max(float(done[-1]), 1e-30) * 16 * limit)
     places = np.lexsort((np.arange(count), crossing, interval))
     places = places[np.concatenate(([True], np.diff(interval[places]) > 0))]
@@ -201,13 +219,17 @@ Matrix = NDArray[np.float64]
 
 
 def range_sums(blocks: NDArray[np.float64]) -> Matrix:
-    """Return the matrix that has at [i, j] the sum of blocks i to j - 1."""
+    """Return the matrix that has at [i, j] the sum of the numbers of blocks i to j - 1. `blocks`
+    has one number per block; the matrix has one more row and column than blocks.
+    """
     prefix = np.concatenate(([0.0], np.cumsum(blocks)))
     return prefix[None, :] - prefix[:, None]
 
 
 def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
-    """Return the matrix that has at [i, j] the maximum of blocks i to j - 1, 0 for empty ranges."""
+    """Return the matrix that has at [i, j] the maximum of the numbers of blocks i to j - 1, and 0
+    for an empty range. `blocks` has one number per block.
+    """
     count = len(blocks)
     found = np.zeros((count + 1, count + 1))
     for first in range(count):
@@ -216,21 +238,20 @@ def range_maxima(blocks: NDArray[np.float64]) -> Matrix:
 
 
 def distinct_sums(count: int, items: Iterable[tuple[list[int], float]]) -> Matrix:
-    """Return the matrix that has at [i, j] the sum of the weights of the items with at least one
-    block in i to j - 1.
+    """Return the matrix that has at [i, j] the sum of the weights of the items that have at least
+    one of their blocks among blocks i to j - 1. Each such item counts once.
 
-    An item is a pair (blocks in ascending order, weight). An item counts at the first of its blocks
-    that is in the range.
+    An item is a pair (its blocks in ascending order, weight). `count` is the number of blocks.
     """
     return incoming_sums(count, ((-1, blocks, weight) for blocks, weight in items))
 
 
 def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
     """Return the matrix that has at [i, j] the sum of the weights of the values that a block before
-    i produces and a block of i to j - 1 reads.
+    i computes and a block of i to j - 1 reads. Each such value counts once.
 
-    A value is a triple (producing block, reading blocks in ascending order, weight). A value counts
-    at the first of its readers that is in the range.
+    A value is a triple (block that computes it, blocks that read it in ascending order, weight).
+    `count` is the number of blocks.
     """
     weights = np.zeros((count + 1, count))
     for before, readers, weight in values:
@@ -245,7 +266,8 @@ def incoming_sums(count: int, values: Iterable[tuple[int, list[int], float]]) ->
 
 def outgoing_sums(count: int, values: Iterable[tuple[int, list[int], float]]) -> Matrix:
     """Return the matrix that has at [i, j] the sum of the weights of the values that a block of i
-    to j - 1 produces and block j or a later block reads. `values` are as in `incoming_sums`.
+    to j - 1 computes and block j or a later block reads. The arguments are those of
+    `incoming_sums`.
     """
     weights = np.zeros((count, count + 1))
     for producer, readers, weight in values:

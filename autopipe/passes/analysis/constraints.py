@@ -1,5 +1,5 @@
-"""Resolve the user's constraints: find the nodes of each constraint, check that constraints do not
-contradict each other, and derive the required splits.
+"""Resolution of the user's constraints: finds the nodes of each constraint, checks that no two
+constraints contradict each other, and derives the splits of nodes that constraints require.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ space of an operator.
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConstraint:
-    """A constraint with its nodes in ascending order and its devices. `devices` is None if the
-    constraint does not restrict devices.
+    """A constraint with the indices of the nodes that it applies to, in ascending order, and its
+    devices. `devices` is None if the constraint does not restrict devices.
     """
 
     constraint: Constraint
@@ -43,14 +43,16 @@ class ResolvedConstraint:
 def resolved_constraints(
     problem: Problem, pipelines: int = 1, own_sizes: bool = False
 ) -> tuple[ResolvedConstraint, ...]:
-    """Return the problem's constraints in order, for a strategy that creates `pipelines` pipelines.
+    """Return the problem's constraints in order, each with its nodes and devices.
 
-    `own_sizes` is True if the strategy permits stages with different micro-batch sizes.
+    `pipelines` is the number of pipelines that the strategy creates. `own_sizes` is True if the
+    strategy permits stages with different micro-batch sizes.
 
-    Raises ConfigurationError for an invalid regular expression, for a constraint that matches no
-    node (with the nearest name), for a negative stage, for devices or pipelines that do not exist,
-    for an impossible micro-batch size, and for two constraints of one pipeline that contradict each
-    other on a node.
+    Raises ConfigurationError for an invalid regular expression; for a constraint that matches no
+    node (the hint names the most similar node); for a negative stage; for a device or pipeline that
+    does not exist; for a micro-batch size that the strategy does not permit or that does not divide
+    the micro-batch of the step; and for two constraints of one pipeline that require different
+    stages, devices, splits or micro-batch sizes of a common node.
     """
     resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):
@@ -87,8 +89,9 @@ def resolved_constraints(
 
 
 def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
-    """Return the possible micro-batch sizes: the sizes that constraints require, or all sizes that
-    the problem permits if constraints require none of them.
+    """Return the micro-batch sizes that remain possible: those sizes permitted by the problem that
+    a constraint requires, or all sizes permitted by the problem if constraints require none of
+    them.
     """
     required = {each.constraint.micro_batch_size for each in resolved} - {None}
     open_sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
@@ -96,6 +99,9 @@ def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> 
 
 
 def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> None:
+    """Raise ConfigurationError if two constraints require different stages, devices, splits or
+    micro-batch sizes of one node. `resolved` are the constraints of one pipeline.
+    """
     facets: dict[str, Callable[[ResolvedConstraint], object]] = {
         "stages": lambda each: each.constraint.stage,
         "devices": lambda each: each.devices,
@@ -116,6 +122,9 @@ def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> No
 
 
 def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
+    """Return the constraint with its nodes and devices. An empty list of devices stands for all
+    devices of the cluster. Raises ConfigurationError as `resolved_constraints` describes.
+    """
     graph = problem.graph
     devices = constraint.devices
     size = problem.cluster.size
@@ -157,9 +166,10 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
 
 
 def _matching(graph: Graph, match: str) -> tuple[int, ...]:
-    """Return the nodes whose full name matches a glob, or a regular expression after `re:`.
+    """Return the indices of the nodes whose full name matches `match`, a glob or, after the prefix
+    `re:`, a regular expression. Raises ConfigurationError if the regular expression is invalid.
 
-    The leading slash of names that torch exports is optional.
+    A leading slash of a node's name, which torch exports, may be missing in `match`.
     """
     pattern = match.removeprefix("re:") if match.startswith("re:") else fnmatch.translate(match)
     try:
@@ -178,13 +188,13 @@ def _matching(graph: Graph, match: str) -> tuple[int, ...]:
 def required_splits(
     resolved: Sequence[ResolvedConstraint], samples: SampleAxes
 ) -> dict[int, tuple[Split, ...]]:
-    """Return the splits, from outer to inner, of each node for which `resolved` requires splits.
+    """Return, for each node of a constraint with a split, the required splits from outer to inner.
 
-    A node is split along the axes of the constraint that it has; () means that the constraint
-    requires an unsplit node.
+    A node is split along those axes of the constraint that its iteration space has. A node that has
+    none of them is omitted. The value () means that the constraint requires an unsplit node.
 
     Raises ConfigurationError, with the constraint and the node, for an axis that none of the
-    constraint's nodes has, that cannot be split, or whose size the degree does not divide.
+    constraint's nodes has, and for splits that `checked_splits` rejects.
     """
     found: dict[int, tuple[Split, ...]] = {}
     for constraint in resolved:
@@ -212,8 +222,9 @@ def required_splits(
 
 
 def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AXIS) -> str | None:
-    """Return the node's name of an axis, or None if the node does not have it. The name `counting`
-    stands for the batch axis.
+    """Return the name of `axis` in the iteration space of the node, or None if the space does not
+    have this axis. If `axis` is `counting`, it stands for the batch axis, whose name differs
+    between operators.
     """
     name = samples.axes[node] if axis == counting else axis
     return name if any(each.name == name for each in samples.uses[node].space.axes) else None
@@ -222,10 +233,12 @@ def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AX
 def checked_splits(
     who: str, samples: SampleAxes, node: int, splits: Sequence[tuple[str, int]]
 ) -> tuple[Split, ...]:
-    """Return the splits of a node from pairs (axis, degree), from outer to inner, without degree 1.
+    """Return the splits of a node from pairs (axis, degree), from outer to inner, without the pairs
+    of degree 1.
 
     `who` names the origin of the splits in messages. Raises ConfigurationError for a repeated axis,
-    for an axis that cannot be split, and for a degree that does not divide the size of its axis.
+    for an axis that cannot be split, for a degree that does not divide the size of its axis, and
+    for splits that would give a device several separate parts of a tensor.
     """
     space = samples.uses[node].space
     where = repr(samples.graph.nodes[node].name)

@@ -1,5 +1,7 @@
-"""Analyses of backward: the values that have a gradient, the tensors that each node saves for
-backward, and the weight gradients that a split backward computes in its second task.
+"""Analyses of the backward pass: which values have a gradient, which tensors each node saves from
+forward to backward, and which weight gradients a split backward postpones. A split backward
+computes the gradients of activations in one task and the gradients of weights in a second, later
+task.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from autopipe.passes.analysis.operators import (
 
 @memoize(MAX_CACHED_GRAPHS)
 def differentiable_values(graph: Graph) -> frozenset[str]:
-    """Return the values with a gradient: trainable parameters, and floating-point values that
-    differentiable nodes compute from them.
+    """Return the names of the values with a gradient: the trainable parameters, and the
+    floating-point results of differentiable nodes that read a value with a gradient.
     """
     found = {parameter.value.name for parameter in graph.parameters if parameter.trainable}
     for node in graph.nodes:
@@ -51,10 +53,11 @@ def differentiable_values(graph: Graph) -> frozenset[str]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def trained_body(graph: Graph, node: Node) -> Graph:
-    """Return the body of a loop in which each input with a gradient is a trainable parameter.
+    """Return the body of the loop `node`, in which each input that has a gradient is replaced by a
+    trainable parameter.
 
-    These inputs are the operands of `node` that have a gradient in `graph`, and the loop-carried
-    states that an iteration computes from them.
+    The inputs with a gradient are those that pass operands of `node` with a gradient in `graph`,
+    and the loop-carried states that an iteration computes from inputs with a gradient.
     """
     body = body_of(node)
     gradient = differentiable_values(graph)
@@ -81,11 +84,12 @@ _AUTOCAST_TYPES = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
 
 @memoize(MAX_CACHED_GRAPHS)
 def message_types(graph: Graph, precision: str) -> dict[str, DType]:
-    """Return the element type of each value, and of its gradient, in messages between stages.
+    """Return, for each value, the element type in which the value and its gradient are sent between
+    stages.
 
-    Under autocast, fp32 values with a gradient are sent in 16 bits. Scalars are not, because they
-    save no bandwidth. Values without a gradient, such as masks and counts, are not, because 16 bits
-    may not represent them.
+    Under autocast, fp32 values with a gradient are sent in 16 bits, except scalars, which are too
+    small for this to save bandwidth. Values without a gradient, such as masks and counts, keep
+    their type, because 16 bits may not represent them.
     """
     narrow = _AUTOCAST_TYPES.get(precision)
     differentiable = differentiable_values(graph)
@@ -102,31 +106,39 @@ def message_types(graph: Graph, precision: str) -> dict[str, DType]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def sent_bytes(graph: Graph, precision: str) -> dict[str, int]:
-    """Return the bytes of each full value in messages between stages."""
+    """Return, for each value, the bytes of its message between stages if the full, unsharded value
+    is sent.
+    """
     types = message_types(graph, precision)
     return {name: graph.type_of(name).elements * dtype.itemsize for name, dtype in types.items()}
 
 
 def most_widened(precision: str) -> int:
-    """Return the maximum ratio of the bytes of a received value to the bytes of its message."""
+    """Return the maximum ratio of the bytes of a received value to the bytes of its message: 2
+    under autocast, where fp32 values are sent in 16 bits, otherwise 1.
+    """
     return 2 if narrows(precision) else 1
 
 
 @memoize(MAX_CACHED_GRAPHS)
 def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return, for each node, the indices of the operands whose gradients the weight-gradient task
-    of a split backward computes.
+    """Return, for each node, the indices of its weight operands: the operands whose gradients are
+    computed in the second task of a split backward. The result has one entry per node, in graph
+    order.
 
-    These operands are trainable parameters of at least two dimensions, or views of them, whose
-    gradient needs a matmul or a scatter of its own (`Operator.weights`). The gradient of a vector
-    is a sum, which is cheaper to compute immediately than to postpone.
+    A weight operand is a trainable parameter of at least two dimensions, or a view of such a
+    parameter, whose gradient needs a separate matmul or scatter (`Operator.weights`). The gradient
+    of a vector, such as a bias, is a sum, which is cheaper to compute immediately than to postpone.
     """
 
     differentiable = differentiable_values(graph)
 
     def is_weight(name: str) -> bool:
+        """True if `name` is a trainable floating-point parameter of at least two dimensions, or a
+        view of one that has a gradient.
+        """
         if name not in differentiable:
-            return False  # The name is a view of a parameter after StopGradient.
+            return False  # A view of a parameter has no gradient after a StopGradient.
         found = graph.parameter(viewed(graph, name))
         return bool(
             found
@@ -148,15 +160,17 @@ def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def viewed(graph: Graph, name: str) -> str:
-    """Return the value that `name` is a view of, through any number of views; `name` itself if it
-    is no view.
+    """Return the value whose memory `name` shares, followed through any number of views, or `name`
+    itself if it is no view.
     """
     return views(graph).get(name, name)
 
 
 @memoize(MAX_CACHED_GRAPHS)
 def views(graph: Graph) -> dict[str, str]:
-    """Return, for each view, the value that it shows, through any number of views."""
+    """Return, for each view, the value whose memory it shares, followed through any number of
+    views. Views are the results of operators of kind "view", such as Reshape.
+    """
     found: dict[str, str] = {}
     for node in graph.nodes:
         row = operator_of(node)
@@ -167,18 +181,21 @@ def views(graph: Graph) -> dict[str, str]:
 
 
 _SAVED_ELEMENT_BYTES = {"mask": 1, "places": 8}
-"""Bytes per element of the first result of saved tensors that are not values of the graph."""
+"""Bytes per element of saved tensors that are not values of the graph and have as many elements as
+the node's first result. The keys are entries of `Operator.keeps`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor saved from forward to backward.
+    """A tensor that a node saves from forward to backward.
 
-    key: equal for two nodes that save one tensor.
-    bytes: size of the full tensor.
-    dimensions: for each dimension, the axes of the saving node that index it.
-    windows: pairs (window, size of the dimension) of the dimensions that the node reads through
-    sliding windows.
+    key: two nodes with equal keys save one common tensor.
+    bytes: size of the full, unsharded tensor.
+    dimensions: for each dimension of the tensor, the axes of the saving node's iteration space that
+    index it.
+    windows: pairs (window, size of the dimension) for the dimensions that the node reads through
+    sliding windows, as a convolution does.
     """
 
     key: tuple[str, int]
@@ -187,7 +204,9 @@ class SavedTensor:
     windows: tuple[tuple[Windowed, int], ...] = ()
 
     def local_bytes(self, degrees: dict[str, int]) -> int:
-        """Return the bytes on one device of a group that splits the node's axes by `degrees`."""
+        """Return the bytes on one device if the axes of the saving node are split. `degrees` has
+        the number of parts of each split axis.
+        """
         if not degrees:
             return self.bytes
         size = self.bytes // math.prod(
@@ -202,10 +221,11 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTensor:
-    """A tensor that an attention writes in addition to its result.
+    """A tensor that an attention node writes in addition to its result.
 
     scores: True for attention scores, False for keys and values repeated for each query head.
-    kept: True if backward reads the saved tensor, False if backward computes it again.
+    kept: True if the tensor is saved for backward, False if it is temporary and backward computes
+    it again.
     """
 
     tensor: SavedTensor
@@ -217,13 +237,12 @@ class AttentionTensor:
 def attention_tensors(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
 ) -> dict[int, AttentionTensor]:
-    """Return the additional tensor of each attention that has one, by node, on GPUs of compute
-    capability `capability`.
+    """Return the additional tensor of each attention node that writes one, by the index of the
+    node. `capability` is the compute capability of the GPUs, None for CPUs.
 
     Attention in torch's math kernel writes its probabilities, in fp32 or a wider type. The fused
     kernel that repeats heads writes keys and values for each query head. An attention that is
-    computed operator by operator writes its scores. With `capability` None (CPUs), only the last
-    kind has an entry.
+    computed operator by operator writes its scores; on CPUs, only this kind has an entry.
     """
     found: dict[int, AttentionTensor] = {}
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
@@ -256,9 +275,10 @@ def attention_tensors(
 
 
 def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionProperties:
-    """Return the properties that select the kernel of an attention over full sequences.
+    """Return the properties by which torch selects the kernel of an attention over full sequences.
 
-    Sliding windows, and a causal attention with a cache, are passed to torch as masks.
+    `axes` has the size of each axis of the node's iteration space. Sliding windows, and a causal
+    attention with a cache, count as masked, because they are passed to torch as masks.
     """
     windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
     masked = any(node.inputs[3:4]) or any(node.inputs[6:7]) or max(windows) >= 0
@@ -274,7 +294,8 @@ def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionProper
 class Scratch:
     """Bytes of the temporary tensors of a node on one device.
 
-    samples: temporary tensors of forward or backward, which are proportional to the samples.
+    samples: tensors that exist only during the node's forward or backward and whose size grows with
+    the number of samples.
     weight: the gradient of the weight before it is added to the accumulated gradient.
     """
 
@@ -285,10 +306,12 @@ class Scratch:
 def scratch_of(
     graph: Graph, precision: str, index: int, use: OpInstance, degrees: Mapping[str, int]
 ) -> Scratch:
-    """Return the temporary memory of a cross-entropy; 0 for other operators.
+    """Return the bytes of the temporary tensors of the node `index`: 0 unless the node is a
+    cross-entropy. `degrees` has the number of parts of each split axis.
 
-    A cross-entropy that recomputes its logits needs a block of logits. A cross-entropy that saves
-    its logits needs an fp32 copy under autocast: of the logits in forward, of their gradient in
+    A cross-entropy that recomputes its logits from the last hidden state needs the logits of one
+    block of classes, and the gradient of the weight if it is trained. A cross-entropy that reads
+    fp32 logits needs an fp32 copy under autocast: of the logits in forward, of their gradient in
     backward.
     """
     node = graph.nodes[index]
@@ -305,7 +328,8 @@ def scratch_of(
     narrow = dtype in _AUTOCAST_TYPES.values() or (narrows(precision) and dtype is DType.FLOAT32)
     gradient = 0
     if weight.name in differentiable_values(graph):
-        # The gradient of the 16-bit copy, and its conversion to the type of the parameter.
+        # The gradient exists in 16 bits and, at once, in the type of the parameter to which it is
+        # converted.
         width = weight.dtype.itemsize + 2 * (weight.name in low_precision_copies(graph, precision))
         gradient = weight.elements * width // degrees.get("c", 1)
     return Scratch(scratch_bytes(use.space, degrees, bytes_per_statistic(dtype), narrow), gradient)
@@ -322,17 +346,18 @@ def kept_values(
     capability: Capability | None = None,
     made: tuple[str, ...] = (),
 ) -> tuple[tuple[SavedTensor, ...], ...]:
-    """Return the tensors that each node saves for backward, at `precision` on GPUs of compute
-    capability `capability`, or on CPUs if it is None.
+    """Return the tensors that each node saves for backward, one tuple per node in graph order.
+    `capability` is the compute capability of the GPUs, None for CPUs.
 
-    - Parameters, constants and graph inputs exist in any case and do not count.
-    - The 16-bit copies that autocast creates of the operands of a matmul count: one copy of a
-      trained parameter for all matmuls of a forward, and one copy per reader of other values
-      (PyTorch documentation, "Automatic Mixed Precision package", `cache_enabled`).
-    - A view saves no tensor. Saving a view saves the value that it shows.
-    - A node without a gradient saves no tensor.
+    - Parameters, constants and graph inputs do not count, because they are in memory anyway.
+    - The 16-bit copies that autocast makes of the operands of a matmul count: one copy of a trained
+      parameter for all matmuls of a forward, and one copy per reader of other values (PyTorch
+      documentation, "Automatic Mixed Precision package", `cache_enabled`).
+    - A view saves no tensor. A node that saves a view saves the value whose memory the view shares.
+    - A node that is not differentiable or reads no value with a gradient saves no tensor.
 
-    `made` is for the graph of a loop body: the graph inputs that the loop creates, which count.
+    `made` is not empty for the graph of a loop body only: it has the graph inputs that count
+    although they are inputs, because the loop creates them.
     """
     gradient = differentiable_values(graph)
     widths = element_bytes(graph, precision)
@@ -344,9 +369,10 @@ def kept_values(
     def tensor(
         name: str, dimensions: Dimensions, windows: Iterable[Windowed] = (), cast: str = ""
     ) -> Kept:
-        """Return the saved tensor of a value, None if it exists in any case.
+        """Return the saved tensor of the value `name`, or None if the value is in memory anyway.
 
-        `cast` is the key of the 16-bit copy that the reader creates, "" if it creates none.
+        `dimensions` and `windows` are as in `SavedTensor`. `cast` is the key of the 16-bit copy
+        that the reader makes of the value, "" if it makes none.
         """
         through = tuple((window, graph.type_of(name).shape[window.dimension]) for window in windows)
         root = viewed(graph, name)
@@ -364,9 +390,13 @@ def kept_values(
         return SavedTensor((root, width), value.elements * width, dimensions or (), through)
 
     def tensors(node: Node, use: OpInstance) -> Iterator[Kept]:
+        """Yield the tensors that `Operator.keeps` lists for the node; None for tensors that are in
+        memory anyway.
+        """
         result = node.outputs[0]
         read = node.inputs
-        # Backward needs a factor only for the gradients of the other factors.
+        # A factor of a product is saved only if another factor has a gradient, because only that
+        # gradient depends on it.
         multiplies = (
             use.row.kind in ("matmul", "convolution") and use.row.name != LINEAR_CROSS_ENTROPY
         )
@@ -386,7 +416,8 @@ def kept_values(
                     (f"{result}\0rows", width), elements * width, use.space.operands[1] or ()
                 )
             elif what == "probabilities":
-                # Log-probabilities have the type of the logits; autocast computes losses in fp32.
+                # Log-probabilities have the declared type of the logits, because autocast computes
+                # losses in fp32.
                 scores = graph.type_of(read[0])
                 key = f"{result}\0probabilities", scores.dtype.itemsize
                 yield SavedTensor(key, scores.bytes, use.space.operands[0] or ())
@@ -411,6 +442,7 @@ def kept_values(
                         )
 
     def kept(index: int, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
+        """Return the distinct tensors that a node saves, () if it reads no value with a gradient."""
         if use.row.kind == "view" or not use.row.differentiable or gradient.isdisjoint(node.inputs):
             return ()
         found: dict[tuple[str, int], SavedTensor] = {}
@@ -439,8 +471,12 @@ def _saved_by_iterations(
     tensor: Callable[[str, Dimensions], Kept],
     target: tuple[str, Capability | None],
 ) -> Iterator[Kept]:
-    """Yield the tensors that a loop saves: the saved tensors of its body times the number of
-    iterations, except tensors that all iterations read, which exist once.
+    """Yield the tensors that the loop `node` saves. A tensor that an iteration of the body saves
+    exists once per iteration. A tensor that all iterations read, an operand of the loop, exists
+    once.
+
+    `tensor` returns the saved tensor of a value of `graph`. `target` is (precision, compute
+    capability).
     """
     body = trained_body(graph, node)
     states = node.integer("states")

@@ -1,5 +1,7 @@
-"""Value ranges of a graph's inputs, inferred from their uses: indices are below the size of the
-indexed dimension, labels are below the number of classes, and lengths are at least 1.
+"""Ranges of the values of a graph's inputs, inferred from the operators that read them: indices are
+below the size of the indexed dimension, labels are below the number of classes, and lengths are at
+least 1. Random data are generated in these ranges, and given data are checked against the ranges of
+indices and labels.
 """
 
 from __future__ import annotations
@@ -16,36 +18,42 @@ from autopipe.ir.ops.operator import Move, Signature, signature_of
 from autopipe.ir.program import InputBounds, InputRange
 
 _MASK_LIMIT = 2
-"""Exclusive upper bound of an integer that is neither index nor label. It is assumed to be a mask:
-0 or 1.
+"""Exclusive upper bound for integer inputs that are used neither as an index nor as a label. They
+are assumed to be masks of 0 and 1.
 """
 _MOST_ELEMENTS = 1 << 22
-"""Maximum number of elements of an input whose elements are bounded separately."""
+"""Maximum number of elements for which an input gets a bound per element. A larger input gets one
+bound for all elements.
+"""
 _MOST_VISITS = 1000
-"""Maximum number of values to which an input is followed."""
+"""Maximum number of values of the graph that are searched for uses of one input."""
 _MOST_PARTS = 1 << 10
-"""Maximum number of separately bounded parts of an input. A recommender model has a few dozen."""
+"""Maximum number of different pairs of bounds of one input; above it, the input gets no bounds per
+part. The input of a recommender model has a few dozen.
+"""
 _UNBOUNDED = 1 << 62
 _FEWEST_CONSECUTIVE = 3
-"""Minimum number of consecutive integers that are taken for classes or positions. The pair 0 and 1
-may be the two values of a mask.
+"""Minimum number of consecutive integers in a constant for which a comparison with it reveals a
+range. The integers 0 and 1 alone could be the two values of a mask.
 """
 
 _KEEPING = operators_with(lambda row: row.same_elements) | {"Cast", "Expand", "Tile", "Transpose"}
-"""Operators whose result holds all elements of their operand."""
+"""Operators whose result contains each element of their first operand."""
 _CHANGING = frozenset(["Abs", "Clip", "Max", "Min", "Mod", "Where"])
-"""Operators that change values, but give no larger values for small operands. Ranges behind them
-are used to generate values, not to reject given values.
+"""Operators that change elements but map small elements to small results. A range that is inferred
+from their result is used to generate data, but not to reject given data.
 """
 _COMPARISONS = operators_with(lambda row: row.comparison)
 _RECURRENCES = operators_with(lambda row: row.gates)
 _SEQUENCE_LENGTHS = 4
-"""Position of the operand of a recurrent operator with the length of each sequence."""
+"""Index of the operand of a recurrent operator that has the length of each sequence."""
 Numbers = npt.NDArray[np.int64]
 
 
 def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
-    """Return the value range of each graph input, in the order of the inputs."""
+    """Return the value range of each graph input, in the order of the inputs. A floating-point
+    input that is not cast to integers has no range.
+    """
     batch_axes = dict(graph.batch_axes)
     found = []
     for value in graph.inputs:
@@ -55,7 +63,8 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
             continue
         bounds, allowed, ignored = _bounds_of(graph, value)
         least = int(bounds.below.min(initial=_UNBOUNDED))
-        # At least one value remains to generate.
+        # The range [0, below) must contain at least one value, also if the bounds contradict each
+        # other.
         below = (
             None
             if value.dtype.is_floating
@@ -74,8 +83,8 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
 
 
 def _becomes_whole(graph: Graph, value: Value) -> bool:
-    """True if a floating-point input is cast to integers somewhere. Exporters of tabular models
-    store indices as floating-point numbers.
+    """True if the elements of a floating-point input are cast to integers. Exporters of tabular
+    models store indices as floating-point numbers.
     """
     waiting = [value.name]
     seen = {value.name}
@@ -92,21 +101,27 @@ def _becomes_whole(graph: Graph, value: Value) -> bool:
 
 
 def _move_of(node: Node) -> Move | None:
-    """Return the function that moves elements as a node does, or None if the node moves none."""
+    """Return the function of the node's operator that maps an array with one number per element of
+    an operand to the array of these numbers in a result (`Operator.moved`). None if the operator
+    has no such function.
+    """
     row = operator_of(node)
     return None if row is None else row.moved
 
 
 class _Bounds:
-    """Tightest bounds found so far, for each element of an input or for all elements together."""
+    """The tightest bounds found so far: one pair per element of an input, or one pair for all
+    elements. `least` has the inclusive lower bounds, `below` the exclusive upper bounds.
+    """
 
     def __init__(self, elements: int) -> None:
         self.least = np.full(elements, -_UNBOUNDED)
         self.below = np.full(elements, _UNBOUNDED)
 
     def tighten(self, places: Numbers | None, least: Numbers, below: Numbers) -> None:
-        """Tighten the bounds of the elements at the indices `places`, or of all elements if None,
-        to the arrays `least` (inclusive) and `below` (exclusive).
+        """Tighten the bounds of the elements at the indices `places` to `least` (inclusive) and
+        `below` (exclusive). If `places` is None, tighten the bounds of all elements to the maximum
+        of `least` and the minimum of `below`. Negative indices are skipped.
         """
         if places is None:
             np.maximum(self.least, least.max(initial=-_UNBOUNDED), out=self.least)
@@ -117,11 +132,12 @@ class _Bounds:
         np.minimum.at(self.below, places[real], np.broadcast_to(below, places.shape)[real])
 
     def parts(self, value: Value, batch_axis: int | None, widest: bool) -> tuple[InputBounds, ...]:
-        """Return the bounded rectangular blocks of an input, in ascending order of their bounds.
+        """Return the rectangular blocks of the input `value` whose elements have equal bounds, in
+        ascending order of the bounds.
 
-        Bounds are combined along the batch axis: the tightest of any sample, or the widest if
-        `widest`. Elements with equal bounds that form no rectangular block are omitted. Time O(n
-        log n) for n elements.
+        Bounds are first combined along the batch axis: the tightest bounds over the samples, or the
+        widest if `widest`. Blocks are omitted if they have no bounds, contradictory bounds, or the
+        elements with these bounds do not form a rectangle. Time O(n log n) for n elements.
         """
         if not self.below.size:
             return ()
@@ -136,7 +152,7 @@ class _Bounds:
         for first, stop, positions in _by_bounds(least.reshape(-1), below.reshape(-1)):
             if (stop == _UNBOUNDED and first == -_UNBOUNDED) or stop <= first:
                 continue
-            # NumPy rejects scalars.
+            # `np.unravel_index` rejects scalars.
             axes = np.unravel_index(positions, least.shape) if least.ndim else ()
             starts = np.asarray([axis.min() for axis in axes], np.int64)
             stops = np.asarray([axis.max() + 1 for axis in axes], np.int64)
@@ -148,8 +164,9 @@ class _Bounds:
 
 
 def _by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbers]]:
-    """Yield (inclusive lower bound, exclusive upper bound, element indices) for each pair of
-    bounds, in ascending order. Yield nothing for more than `_MOST_PARTS` pairs.
+    """Yield (inclusive lower bound, exclusive upper bound, indices of the elements with these
+    bounds), in ascending order of the bounds. Yield nothing if there are more than `_MOST_PARTS`
+    different pairs.
     """
     # `np.unique` along an axis compares rows as structures, which is many times slower than two
     # sorts of integers.
@@ -166,28 +183,31 @@ def _by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbe
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A value of the graph that holds elements of an input, possibly moved and shifted by
+    """A value of the graph that contains elements of an input, possibly in other positions and plus
     constants.
     """
 
     name: str
     places: Numbers | None
-    """Index of the input's element at each position of the value, -1 if the position holds no
-    element of the input. None if positions are not tracked: the bounds apply to all elements.
+    """For each position of the value, the index of the input's element there, or -1 if there is
+    none. None if positions are not tracked; bounds then apply to all elements of the input.
     """
     shift: Numbers
-    """Sum of the constants that were added to the elements."""
+    """Sum of the constants that were added to the elements, as one number or one per position."""
     exact: bool
-    """True if the elements are unchanged except for the shift."""
+    """True if the value contains the elements plus `shift`, without other changes."""
     summed: bool = False
-    """True if the value holds sums of the elements, for example sequence lengths computed from a
-    mask.
+    """True if the value contains sums of elements, such as sequence lengths computed from a mask.
     """
 
 
 def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None]:
-    """Return (bounds for generated values, bounds for given values, ignored label or None) of an
-    input, from every use of its elements as an index or label.
+    """Return (bounds for generated data, bounds for given data, ignored label or None) of the
+    integers of an input.
+
+    The bounds are inferred by following the elements of the input through the graph to each
+    operator that uses them as an index, label, length or divisor. At most `_MOST_VISITS` values are
+    searched.
     """
     places = (
         np.arange(value.elements).reshape(value.shape) if value.elements <= _MOST_ELEMENTS else None
@@ -219,13 +239,15 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
                         path.places, *[np.asarray(bound, np.int64) - path.shift for bound in likely]
                     )
                 continue
-            # A sum of 0 would mean an empty sequence, and an index before the first element.
+            # Sums of elements that are used as indices are taken for sequence lengths, minus a
+            # constant. Each element is generated as 1, because a length of 0 would give an index
+            # before the first element.
             if path.summed:
                 drawn.tighten(None, np.ones(1, np.int64), np.full(1, _MASK_LIMIT))
                 continue
             bounds = [np.asarray(bound, np.int64) - path.shift for bound in limits]
             drawn.tighten(path.places, *bounds)
-            # OneHot accepts any index; a row out of range is empty.
+            # OneHot accepts any index: it writes no 1 for an index that is out of range.
             if path.exact and node.op != "OneHot":
                 taken.tighten(path.places, *bounds)
             if is_label_loss(node) and node.has("ignore_index") and not path.shift.any():
@@ -236,12 +258,13 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
 
 
 def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
-    """Return the range [least, below) for generated values of an operand, or None if its use
-    implies no range.
+    """Return the likely range (inclusive lower bound, exclusive upper bound) of operand `slot` of a
+    node, or None if its use implies no range. Data are generated in this range, but data outside of
+    it are not rejected.
 
-    Unlike the range of an index, this range rejects no given values. An operand compared with
-    consecutive integers is taken for a class (Equal) or a length (Less and others). Lengths and
-    divisors are at least 1.
+    An operand that Equal compares with consecutive integers is assumed to be a class. An operand
+    that another comparison, such as Less, compares with consecutive integers is assumed to be a
+    length. Lengths and divisors are at least 1.
     """
     node = signature.node
     if node.domain:
@@ -263,8 +286,8 @@ def _likely_limits(signature: Signature, slot: int) -> tuple[int, int] | None:
 
 
 def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
-    """Return the first and last integer in `array` if its distinct values are consecutive, start at
-    0 or 1, and are at least three. Otherwise return None, also if `array` is None.
+    """Return the first and the last integer in `array` if its distinct values are at least three
+    consecutive integers that start at 0 or 1. Return None for other arrays, and if `array` is None.
     """
     if array is None or not 0 < array.size <= _MOST_ELEMENTS or array.dtype == np.bool_:
         return None
@@ -278,8 +301,8 @@ def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
 
 
 def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
-    """Yield the results of a node that hold the elements of operand `slot`. Yield nothing if the
-    node computes other values from them.
+    """Yield a path for each result of the node that contains the elements of operand `slot`, which
+    is `path`. Yield nothing if the node computes other values from the elements.
     """
     if node.op in ("Add", "Sub"):
         yield from _shifted(graph, node, slot, path)
@@ -311,7 +334,9 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
 
 
 def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
-    """Yield the sum of the path's values and a constant, or the values minus a constant."""
+    """Yield the path of the result of an Add or Sub with an integer constant. Yield nothing if the
+    other operand is no integer constant, or if the elements are subtracted from it.
+    """
     constant = graph.constant(node.inputs[1 - slot])
     negated = node.op == "Sub" and slot == 1
     if (

@@ -1,7 +1,8 @@
-"""Detection of nodes in an inference graph that compute one result from several samples.
+"""Detection of nodes in an inference graph that compute an output of the model from several
+samples.
 
-Micro-batches would change the result of such a node. A step therefore runs the complete batch at
-once.
+Dividing the batch into micro-batches would change such an output. The complete batch is then run as
+one micro-batch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from autopipe.ir.ops.normalization import loss_reduction
 from autopipe.ir.space import AxisKind
 
 _PLACING: Final = frozenset({"Concat", "GatherND", "Pad", "ScatterElements", "ScatterND", "Tile"})
-"""Operators that move samples by constant indices or sizes. If the samples cannot be followed into
-the result, micro-batches change the result; for example, each micro-batch would be padded.
+"""Operators that move samples by constant indices or sizes. If the result has no recognisable batch
+dimension, micro-batches change the result; for example, each micro-batch would be padded.
 """
 _JOINT: Final = (AxisKind.SUM, AxisKind.JOINT, AxisKind.AGREED)
 _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
@@ -30,14 +31,14 @@ _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
 
 @memoize(MAX_CACHED_GRAPHS)
 def joining_node(graph: Graph) -> Node | None:
-    """Return the first node that computes an output from several samples; None if no node certainly
-    does.
+    """Return the first node that computes an output of the model from several samples; None if no
+    node certainly does.
 
-    `graph` has at least two samples. Not counted are:
-    - a mean over samples that is an output or of which an output is a linear function, because the
-      mean of equal micro-batches is the mean of the batch;
-    - a value computed from all samples that is read together with samples, because the frontend
-      warns about it;
+    `graph` has at least two samples. These cases do not count:
+    - a mean over samples that is an output, or on which an output depends linearly, because the
+      mean over equal micro-batches is the mean over the batch;
+    - a value without samples that is computed from samples and read together with samples, because
+      the frontend warns about it;
     - an operator that gathers samples by computed indices, because its effect is unknown.
     """
     axes = batch_axes_of(graph)
@@ -64,8 +65,9 @@ def joining_node(graph: Graph) -> Node | None:
 
 
 def _keeps_joined(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes: BatchAxes) -> bool:
-    """True if a node mixes samples and its results contain samples, or contain fewer samples than
-    the batch.
+    """True if the node mixes samples so that the output of the model certainly depends on the
+    division of the batch: its results contain samples computed from other samples, indices into the
+    batch, or only some of the samples.
     """
     row = operator_of(node)
     if row is None or is_label_loss(node) or node.op in _APPROXIMATE:
@@ -83,14 +85,16 @@ def _keeps_joined(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes: 
 
 
 def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
-    """True if a node returns indices that count through the batch, or moves samples by constant
-    indices.
+    """True if a node returns indices into the full batch, or joins or moves samples by constant
+    indices or sizes so that its results have no batch dimension. Index tuples that select equal
+    elements of each sample do not count.
     """
     placed = node.inputs if node.op == "Concat" else node.inputs[:1]
     if node.domain or axes.values.keys().isdisjoint(placed):
         return False
     if node.op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1]:
-        # MaxUnpool reads the indices of the same micro-batch.
+        # A MaxUnpool that reads the indices runs on the same micro-batch, for which they are
+        # correct.
         readers = {graph.nodes[index].op for index in graph.consumers().get(node.outputs[1], ())}
         return node.outputs[1] in graph.outputs or bool(readers - {"MaxUnpool"})
     if node.op not in _PLACING or _has_samples(node, axes):
@@ -107,8 +111,8 @@ def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
 
 
 def _is_alike(places: np.ndarray, samples: int) -> bool:
-    """True if rows of indices, whose first column is the sample, select the same elements of each
-    sample.
+    """True if the index tuples in `places`, whose first column is the sample, select equal elements
+    of each sample. `samples` is the size of the batch.
     """
     first = places[:, 0] % samples
     inside = [places[first == sample, 1:] for sample in range(samples)]
@@ -116,11 +120,14 @@ def _is_alike(places: np.ndarray, samples: int) -> bool:
 
 
 def _has_samples(node: Node, axes: BatchAxes) -> bool:
+    """True if a result of the node has a batch dimension."""
     return any(name in axes.values for name in node.outputs)
 
 
 def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
-    """True if a node selects samples by constant indices, independent of their data."""
+    """True if a node selects samples by constant indices: a Slice of a part of the batch dimension,
+    a Gather by constants, or a Split of the batch dimension.
+    """
     dimensions = [
         each.dimension
         for each in axes.values.get(node.inputs[0], ())
@@ -139,7 +146,9 @@ def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
 
 
 def _adds_up(graph: Graph, node: Node, samples: Sequence[BatchAxis]) -> bool:
-    """True if a node reduces all samples to a value without samples, except by a mean."""
+    """True if a node computes its results from all samples together, as a sum does. Means, and
+    operators that depend on other samples only through rounding, do not count.
+    """
     row = operator_of(node)
     if row is None or row.kind == "memory" or node.op in _APPROXIMATE:
         return False
@@ -149,8 +158,8 @@ def _adds_up(graph: Graph, node: Node, samples: Sequence[BatchAxis]) -> bool:
 
 
 def _is_linear(graph: Graph, node: Node, averaged: dict[str, Node]) -> bool:
-    """True if a node is linear in the operands that are means over samples. The mean over equal
-    micro-batches of its results is then the result for the mean.
+    """True if the results of a node are linear in the operands in `averaged`, which are means over
+    samples. The mean of the results over equal micro-batches then is the result for the full batch.
     """
     own = [place for place, name in enumerate(node.inputs) if name in averaged]
     row = operator_of(node)

@@ -1,5 +1,5 @@
-"""Weights with which the losses of micro-batches are combined into the loss of a step, or errors if
-no weights exist.
+"""Rules that compute the loss of a step from the losses of its micro-batches, and errors for losses
+for which no rule exists.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from autopipe.passes.frontend.model import Model
 from autopipe.passes.frontend.read import mixing_nodes
 
 _DIVISIBLE = (LossKind.MEAN, LossKind.SUM)
-"""Kinds of losses for which the losses of parts of a batch determine the loss of the batch."""
+"""Kinds of losses for which the losses of the parts of a batch suffice to compute the loss of the
+batch.
+"""
 _SIZES = (2, 4)
-"""Batch sizes for which a model with an open batch is read, to find what depends on the batch
-size.
+"""The two batch sizes for which a model with an open batch size is read. Values that differ between
+the two graphs depend on the batch size.
 """
 _UNREADABLE = f"the model cannot be read on {' and '.join(map(str, _SIZES))} samples"
 
@@ -33,8 +35,8 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
     """Return how the loss of `model` depends on the losses of parts of a batch. None if the model
     is not for training, has no loss or has no batch dimension.
 
-    `read` returns the same model for another batch size, even if its file fixes the batch to one
-    sample.
+    `read` returns the same model for another batch size, also if the model file fixes the batch to
+    one sample.
     """
     if model.mode is not Mode.TRAIN or not model.loss or model.batch is None:
         return None
@@ -65,18 +67,20 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
 def divided_loss(
     form: LossForm | None, model: Model, normalize: str, batching: Batching
 ) -> LossDivision:
-    """Return how the losses of the micro-batches of a step are combined into its loss, for the
-    value `normalize` of the key `loss.normalize`.
+    """Return how the loss of a step is computed from the losses of its micro-batches.
 
-    `model` is for one micro-batch. `form` is the result of `form_of`. Raise InfeasibleError if the
-    losses of micro-batches do not determine the loss of the step.
+    `form` is the result of `form_of`. `model` is for one micro-batch. `normalize` is the value of
+    the key `loss.normalize`: how the user wants losses to be combined. Raises InfeasibleError if
+    the losses of micro-batches do not determine the loss of the step and `normalize` does not
+    permit an approximation.
     """
     if model.mode is not Mode.TRAIN:
         return AVERAGED_LOSS
     if batching.micro_batches == 1:
         return LossDivision(divisible=form is None or form.kind in _DIVISIBLE)
     if model.graph.has(COUNTED_LABELS):
-        # The sum of the losses and the number of labels are added up separately.
+        # Each micro-batch returns the sum of its losses and its number of labels. The step adds up
+        # each of the two, so that its loss is the mean over all labels.
         if (
             form is not None
             and form.kind is not LossKind.SUM
@@ -102,24 +106,27 @@ def divided_loss(
     if form.ratio is not None and form.samples in (None, batching.batch_size):
         return _ratio_division(form.ratio, model, batching, exact)
     if form.samples == batching.micro_batch_size:
-        # The file fixes the samples from which a loss is computed.
+        # The file fixes the number of samples per loss to the micro-batch size. The mean of these
+        # losses is the closest possible result.
         return LossDivision(None, exact=False, divisible=form.kind is LossKind.UNKNOWN)
     raise _not_divisible(form, model, batching)
 
 
 def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool) -> LossDivision:
-    """Return how the totals of micro-batches are combined into a loss.
+    """Return how the loss of a step is computed from the sums N_k and D_k of its micro-batches,
+    with the symbols of `loss_ratio`.
 
-    Totals are weighted so that the divisor has a magnitude of about 1, and the gradients of the
-    dividend have about the magnitude of the gradients of the loss, because float16 cannot represent
-    much larger numbers.
+    Sums are multiplied by a weight so that the divisor has a magnitude of about 1, and the
+    gradients of N have about the magnitude of the gradients of the loss, because float16 cannot
+    represent much larger numbers. `exact` is passed on to the result.
     """
     divisor = ratio.divisor or Divisor("")
     counted = summed_elements(model.graph, divisor.total) if ratio.degree == 0 else 1
     weight = 1.0 / (batching.micro_batches * counted)
     if ratio.divisor is None and ratio.degree == 0:
         weight = 1.0
-    # For means, the added constant and the minimum already refer to a mean.
+    # For means, the added constant and the minimum refer to a mean already. For sums, they are
+    # multiplied by the weight of the sums.
     scale = weight if ratio.degree == 0 else 1.0
     minimum = None if divisor.minimum is None else divisor.minimum * scale
     return LossDivision(
@@ -134,8 +141,9 @@ def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool)
 
 
 def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> bool:
-    """True if a node that mixes samples gives other results on micro-batches than on the complete
-    batch.
+    """True if a node that mixes samples gives other results on micro-batches than on the full
+    batch. Not counted is a loss with class weights whose sum of weights is the divisor of `form`,
+    because that divisor is computed for the full batch.
     """
     if not is_label_loss(node):
         return True
@@ -146,8 +154,9 @@ def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> 
 
 
 def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
-    """Return the model with the totals of a loss of kind RATIO as outputs. Raise InfeasibleError if
-    its graph does not contain them.
+    """Return the model with the sums from which a loss of kind RATIO is computed as additional
+    outputs. Raises InfeasibleError if `form` has no ratio or the model's graph does not contain the
+    sums.
     """
     own = other = None
     if form is not None and form.ratio is not None:
@@ -160,8 +169,8 @@ def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
 
 
 def trained_loss(model: Model, division: LossDivision) -> str:
-    """Return the name of the value whose gradients micro-batches compute: the loss of the model, or
-    the dividend of a divided loss.
+    """Return the name of the value whose gradient is computed in each micro-batch: the loss of the
+    model, or, for a divided loss, the sum N that `in_totals` has added to the outputs.
     """
     if not division.divided:
         return model.loss
@@ -169,8 +178,9 @@ def trained_loss(model: Model, division: LossDivision) -> str:
 
 
 def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
-    """Return a note for the user on the loss of a step if it has another batch size than the file
-    fixes; "" if there is nothing to note.
+    """Return a note for the user on the meaning of the loss if the step has another batch size than
+    the file fixes. Return "" if the sizes are equal, if the file fixes no size, if the loss is a
+    mean over samples, or if `form` is None.
     """
     if form is None or form.samples is None or form.samples == batching.batch_size:
         return ""
@@ -203,6 +213,9 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
 
 
 def _not_divisible(form: LossForm, model: Model, batching: Batching) -> InfeasibleError:
+    """Return the error for a loss that cannot be computed from the losses of micro-batches, with a
+    hint.
+    """
     if form.kind is LossKind.UNKNOWN:
         return InfeasibleError(
             f"the loss {model.loss!r} of a batch of {batching.batch_size} "

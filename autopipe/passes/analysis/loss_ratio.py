@@ -1,5 +1,6 @@
-"""Losses that divide one sum over samples by another, and square roots of sums: extraction of the
-sums, from which the loss of a complete batch is computed.
+"""Losses that divide one sum over samples by another, and losses that are a square root of a sum.
+This module extends a graph so that it returns the sums, from which the loss of a complete batch is
+computed.
 
 Let N and D be sums over samples, where D depends on no trained parameter, and let N_k and D_k be
 their values for micro-batch k. The loss of the batch is h(Σ N_k / d(Σ D_k)), where h is the
@@ -21,16 +22,18 @@ from autopipe.passes.frontend.elements import NUMBERS
 from autopipe.passes.frontend.rewriter import GraphEdit
 
 Stated = tuple[str, Attribute]
-"""An attribute of a node: its name and its value."""
+"""An attribute of a node: (name, value)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divisor:
-    """A divisor of a sum over samples: max(`total` + `added`, `minimum`)."""
+    """The divisor d(D) of a sum over samples: max(D + `added`, `minimum`), where `total` is the
+    name of D. `minimum` None stands for no minimum.
+    """
 
     total: str
-    """Name of the value D, or title of a loss with class weights; D is then the sum of the weights
-    of its labels.
+    """Name of the value D. For the mean of a loss with class weights, the name of the loss node; D
+    then is the sum of the class weights of its labels.
     """
     degree: int = 0
     """0 if D is a sum over samples, -1 if it is a mean."""
@@ -39,28 +42,33 @@ class Divisor:
 
     @property
     def is_plain(self) -> bool:
-        """True if the divisor is D itself."""
+        """True if the divisor is D itself: it has no added constant and no minimum."""
         return not self.added and self.minimum is None
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A loss h(N / d(D)) with the symbols of the module's docstring. `root` is True if h is the
-    square root.
+    """A loss h(N / d(D)), with the symbols of the module's docstring. `root` is True if h is the
+    square root, False if h is the identity.
     """
 
     divisor: Divisor | None
-    """None if N is not divided."""
+    """The divisor d(D); None if N is not divided."""
     root: bool
     degree: int
     """0 if N is a sum over samples, -1 if it is a mean."""
     values: tuple[str, ...]
-    """Values after the division or the square root from which the loss is computed."""
+    """Names of the values between N and the loss: the quotient or square root, and the values
+    computed from it.
+    """
 
 
 def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | None:
-    """Return the graph with N, and D if there is a divisor, as additional outputs, and the name of
-    N. None if the graph lacks values of `ratio`, because it is another form of the analysed graph.
+    """Return (graph, name of N): the graph with N as an additional output and, if the ratio has a
+    divisor, D as the last output.
+
+    None if the graph lacks values of `ratio`, because it differs from the graph from which `ratio`
+    was derived.
     """
     building = _Totals(graph, ratio)
     total = building.total(loss)
@@ -75,8 +83,8 @@ def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | No
 
 
 def summed_elements(graph: Graph, total: str) -> int:
-    """Return the number of elements that are summed in a total; 1 if it is not known. `total` is
-    the same as in `Divisor`.
+    """Return the number of elements that are added up in the sum `total`, which is named as in
+    `Divisor`. Return 1 if the number is not found.
     """
     loss = next((each for each in graph.nodes if each.name == total and is_label_loss(each)), None)
     if loss is not None:
@@ -92,7 +100,9 @@ def summed_elements(graph: Graph, total: str) -> int:
 
 
 class _Totals:
-    """Adds nodes to a graph that compute N and D."""
+    """Adds nodes that compute N and D to a graph. `nodes` are the graph's nodes and the added ones,
+    `added` are the new values.
+    """
 
     def __init__(self, graph: Graph, ratio: Ratio) -> None:
         self._graph = graph
@@ -104,14 +114,19 @@ class _Totals:
         self._counted: str | None = None
 
     def total(self, name: str) -> str | None:
-        """Return the name of the value multiplied by the divisor, or of the operand of its square
-        root. None if the graph lacks the values.
+        """Return the name of a new or existing value: the value `name` without the division by d(D)
+        and without the square root. None if the graph lacks the necessary values.
         """
         if name not in self._totals:
             self._totals[name] = self._new_total(name)
         return self._totals[name]
 
     def _new_total(self, name: str) -> str | None:
+        """Return the name of the value `name` without the division and the square root, adding the
+        nodes that compute it. None if the graph lacks the necessary values.
+
+        If the value is a sum, each summand that was not divided is multiplied by D.
+        """
         index = self._graph.producer(name)
         if index is None:
             return None
@@ -141,8 +156,8 @@ class _Totals:
     def _append(
         self, node: Node, inputs: tuple[str, ...], result: str, attributes: tuple[Stated, ...]
     ) -> str:
-        """Add a copy of `node` that writes the total of `result`, and return the name of the
-        total.
+        """Add a copy of `node` with these inputs and attributes. The copy writes a new value, which
+        replaces the value `result` in the computation of N. Return the name of the new value.
         """
         value = self._graph.type_of(result)
         total = self.added.value(f"{result}_total", value.dtype, value.shape)
@@ -155,11 +170,14 @@ class _Totals:
         return total
 
     def _node(self, op: str, inputs: tuple[str, ...], result: str, *attributes: Stated) -> str:
+        """Add a node with the operator `op` that writes the value `result`, and return `result`."""
         self.nodes.append(Node(f"autopipe/{op}/{result}", op, inputs, (result,), attributes))
         return result
 
     def _times_divisor(self, name: str) -> str | None:
-        """Return the name of the product of a value and D; None if the graph has no D."""
+        """Return the name of the product of the value `name` and D, adding the nodes that compute
+        it. None if the graph has no D.
+        """
         value = self._graph.type_of(name)
         divisor = self.counted()
         if divisor is None:
@@ -172,7 +190,9 @@ class _Totals:
         )
 
     def counted(self) -> str | None:
-        """Return the name of D as a float32 scalar; None if the graph has no such value."""
+        """Return the name of D as a float32 scalar, adding the nodes that compute it at the first
+        call. None if the graph lacks D, or already has a value `COUNTED_LABELS`.
+        """
         divisor = self._ratio.divisor
         assert divisor is not None
         if self._counted is None and not self._graph.has(COUNTED_LABELS):
@@ -193,7 +213,9 @@ class _Totals:
         return self._counted
 
     def _as_counted(self, total: str, shape: tuple[int, ...]) -> str:
-        """Return the name of a value of one element, converted to a float32 scalar."""
+        """Return the name of the value `total`, which has one element, converted to a float32
+        scalar.
+        """
         if shape:
             number = self.added.value(f"{total}_number", self._graph.type_of(total).dtype, ())
             total = self._node("Reshape", (total, self.added.shape_operand(number, ())), number)
@@ -201,7 +223,9 @@ class _Totals:
         return self._node("Cast", (total,), counted, ("to", NUMBERS[DType.FLOAT32]))
 
     def _sum_of_weights(self, loss: Node) -> str:
-        """Return the name of the sum of the weights of a loss's labels, without ignored labels."""
+        """Return the name of the sum of the class weights of a loss's labels, adding the nodes that
+        compute it. Ignored labels do not count.
+        """
         labels, weights = (self._graph.type_of(name) for name in loss.inputs[1:3])
         chosen = labels.name
         added = self.added

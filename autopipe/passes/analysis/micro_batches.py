@@ -1,5 +1,5 @@
 """Stages with different micro-batch sizes: the graph of each stage, the parts of values that stages
-exchange, and the check that smaller micro-batches do not change the results.
+send to each other, and the check that smaller micro-batches do not change the results.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The part of a value that a micro-batch of the sender and a micro-batch of the receiver have
-    in common.
+    """The part of a value that a micro-batch of the sending stage and a micro-batch of the
+    receiving stage have in common.
 
-    source_slice, target_slice: the micro-batches of the sender and receiver to which it applies.
-    sent: the part in coordinates of the sender's value.
-    received: the part in coordinates of the receiver's value.
+    source_slice, target_slice: the micro-batches of the sender and the receiver that have such a
+    part.
+    sent: the part, as a slice of the sender's value.
+    received: the part, as a slice of the receiver's value.
     """
 
     source_slice: MicroBatchSlice
@@ -50,10 +51,12 @@ def shared_blocks(
     source: tuple[int, tuple[int, ...]],
     target: tuple[int, tuple[int, ...]],
 ) -> tuple[Shared, ...]:
-    """Return the parts of a value that a stage sends to another stage.
+    """Return the parts of the value `name` that one stage sends to another, for all pairs of
+    micro-batches with common samples.
 
-    `source` and `target` are pairs (samples per micro-batch, shape of the value) of the two stages.
-    A value without samples is sent in full, once to each micro-batch of the receiver. Raises
+    `source` and `target` are pairs (samples per micro-batch, shape of the value) of the sending and
+    the receiving stage. With equal sizes, there is one part: the full value. With different sizes,
+    a value without samples is sent in full to each micro-batch of the receiver, once. Raises
     InfeasibleError as `check_shareable` does.
     """
     (source_size, _) = source
@@ -86,10 +89,10 @@ def shared_blocks(
 def _boxes(
     place: BatchDimension, index: int, size: int, shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[TensorSlice]:
-    """Yield the slices of a value that contain the samples [start, stop) of the batch, in the
-    micro-batch `index` of `size` samples.
+    """Yield the slices of a value that contain the samples `start` to `stop` - 1 of the batch. The
+    value has the samples of micro-batch `index`, which has `size` samples.
 
-    There are several slices if the batch axis is merged into a dimension behind another axis.
+    There are several slices if another axis precedes the batch axis in a merged dimension.
     """
     for outer in range(place.outer):
         first = (outer - index) * size
@@ -105,12 +108,13 @@ def block_transfers(
     hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: Shared
 ) -> Iterator[tuple[int, int, TensorSlice, TensorSlice]]:
     """Yield (sender, receiver, slice of the sender's local tensor, slice of the receiver's local
-    tensor) of each message from one group of devices to another.
+    tensor) for each message that transfers the part `shared` of a value from one group of devices
+    to another.
 
     hold, need: layouts of the value in the groups `senders` and `receivers`.
 
-    If several senders hold a shard, receivers take it from them in turn, so that no sender serves
-    all receivers. A receiver that holds the shard itself takes it from itself.
+    If several senders hold a shard, receivers take it from each of them in turn, so that no sender
+    serves all receivers. A receiver that holds the shard itself takes it from itself.
     """
     held = [
         (box, [senders[place] for place in places])
@@ -119,6 +123,10 @@ def block_transfers(
 
     @cache
     def parts(own: TensorSlice) -> list[tuple[list[int], TensorSlice, TensorSlice]]:
+        """Return (devices that hold it, slice of their local tensor, slice of the receiver's local
+        tensor) for each shard of the senders that overlaps with `own`, the slice of the value that
+        a receiver needs.
+        """
         wanted = own.intersect(shared.received)
         if wanted is None:
             return []
@@ -137,11 +145,12 @@ def block_transfers(
 
 
 def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, target: int) -> None:
-    """Raise InfeasibleError for a value that cannot pass between micro-batches of `source` and of
-    `target` samples.
+    """Raise InfeasibleError if the value `name` cannot be sent from micro-batches of `source`
+    samples to micro-batches of `target` samples.
 
-    Such a value depends on samples but has no single batch dimension. For example, the mean over
-    the samples of one micro-batch does not give the mean over a micro-batch of another size.
+    Such a value depends on samples but has no single batch dimension, and the sizes differ. For
+    example, the mean over the samples of one micro-batch does not give the mean over a micro-batch
+    of another size.
     """
     places = batch.values.get(name, ())
     if source == target or len(places) == 1:
@@ -160,8 +169,8 @@ def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, targ
 
 
 def micro_batch_size(graph: Graph, placement: Placement) -> int:
-    """Return the samples of one micro-batch of the graph; the maximum over stages if no input has a
-    batch axis.
+    """Return the number of samples of one micro-batch of the graph. If no input has a batch axis,
+    return the maximum micro-batch size of the stages.
     """
     for name, axis in graph.batch_axes:
         return graph.type_of(name).shape[axis]
@@ -169,8 +178,9 @@ def micro_batch_size(graph: Graph, placement: Placement) -> int:
 
 
 def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
-    """Return, for each stage, the number of its micro-batches per micro-batch of the graph. Raises
-    CodegenError if a size does not divide the graph's.
+    """Return, for each stage, the number of the stage's micro-batches that have together the
+    samples of one micro-batch of the graph. Raises CodegenError if a stage's micro-batch size does
+    not divide that of the graph.
     """
     try:
         ratios = micro_batch_ratios(placement, micro_batch_size(graph, placement))
@@ -180,10 +190,10 @@ def stage_micro_batches(graph: Graph, placement: Placement) -> tuple[int, ...]:
 
 
 def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
-    """Return, for each stage, the graph for the stage's micro-batch size.
+    """Return, for each stage, the graph with the stage's micro-batch size as its batch size.
 
-    Nodes, values and parameters keep their names and indices. Raises ModelError if the batch of the
-    graph cannot be reduced.
+    Nodes, values and parameters keep their names and indices. Raises ModelError if the graph cannot
+    be changed to a smaller batch.
     """
     largest = micro_batch_size(graph, placement)
     sizes = (stage.micro_batch_size for stage in placement.stages)
@@ -191,13 +201,16 @@ def stage_graphs(graph: Graph, placement: Placement) -> tuple[Graph, ...]:
 
 
 _INDEPENDENT_KINDS = (AxisKind.PARALLEL, AxisKind.MEAN, AxisKind.UNSPLITTABLE)
-"""Kinds of batch axes for which equal micro-batches give the results of the full batch: independent
-samples, and means, which average to the mean of all samples.
+"""Kinds of batch axes of nodes for which smaller, equal micro-batches give the results of the full
+batch: samples that are computed independently, and means, because the mean of the means of
+micro-batches is the mean over all samples.
 """
 
 
 def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes that read a value without samples which is computed from samples."""
+    """Return the nodes that read a value without a batch dimension that is computed from samples,
+    such as the mean of a batch.
+    """
     batch = batch_axes_of(graph)
     computed = {each.name for each in graph.inputs}
     found = []
@@ -211,12 +224,13 @@ def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
 
 
 def check_portions(graph: Graph, placement: Placement, loss: str | None = None) -> None:
-    """Raise InfeasibleError if the micro-batch sizes of stages change the results.
+    """Raise InfeasibleError if the micro-batch sizes of stages change the results of the step.
 
-    Batch statistics and sums over samples depend on the number of samples; a mean over equal
-    micro-batches does not. Functions of sums and means depend on it too, unless `loss` is a mean
-    over samples. A value that passes between stages with different sizes needs a single batch
-    dimension.
+    Results change if a stage with smaller micro-batches computes batch statistics, a sum over
+    samples, or another operator that mixes samples; a mean over samples is permitted. If `loss` is
+    given and is not a mean over samples, results also change if such a stage computes a function of
+    a sum or mean over samples. They also change if a value without a single batch dimension is sent
+    between stages with different sizes.
     """
     ratios = stage_micro_batches(graph, placement)
     if set(ratios) == {1}:

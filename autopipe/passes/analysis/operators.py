@@ -1,5 +1,5 @@
-"""Per node: the operator definition, iteration space and batch axis. Per value: the bytes per
-element.
+"""For each node of a graph: its operator definition, iteration space and batch axis. For each
+value: its bytes per element.
 
 With precision `bf16` or `fp16`, parameters stay in fp32. Autocast converts the operands and results
 of matmuls, convolutions and recurrent operators to 16 bits, including a bias that is added in the
@@ -29,8 +29,8 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class OpInstance:
-    """An operator applied to operands of given types. `flops` are the FLOPs of one forward of the
-    unsplit node.
+    """An operator definition applied to operands of given types and shapes, with its iteration
+    space. `flops` are the FLOPs of one forward of the unsplit node.
     """
 
     row: Operator
@@ -40,9 +40,9 @@ class OpInstance:
 
 @memoize(MAX_CACHED_GRAPHS)
 def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
-    """Return the `OpInstance` of each node.
+    """Return the `OpInstance` of each node, in graph order.
 
-    Nodes with equal operator, attributes, tensor types and constants share one object, so that
+    Nodes with equal operators, attributes, tensor types and constants share one object, so that
     equal layers are analysed once. Raises ModelError for an operator without a definition.
     """
     known: dict[Hashable, OpInstance] = {}
@@ -63,9 +63,10 @@ def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SampleAxes:
-    """The batch axes of a graph, along which data parallelism splits nodes.
+    """The batch axes of the nodes of a graph, along which data parallelism splits the nodes.
 
-    `axes[i]` is the batch axis of node i, None if the node has no samples.
+    `axes[i]` is the name of the batch axis in the iteration space of node i; None if the node has
+    no samples.
     """
 
     graph: Graph
@@ -74,12 +75,12 @@ class SampleAxes:
     axes: tuple[str | None, ...]
 
     def carries(self, value: str) -> bool:
-        """True if the value has a batch axis, so that replicas divide it."""
+        """True if the value has a batch dimension, so that each replica has only a part of it."""
         return value in self.batch.values
 
     def divides(self, node: int, degree: int) -> bool:
-        """True if `degree` replicas can divide the samples of a node equally, or the node has
-        none.
+        """True if `degree` replicas can divide the samples of the node equally, or the node has no
+        samples.
         """
         axis = self.axes[node]
         return axis is None or degree == 1 or is_even_split(self.uses[node].space, axis, degree)
@@ -87,10 +88,11 @@ class SampleAxes:
     def splits(
         self, nodes: Iterable[int], degree: int
     ) -> tuple[tuple[int, tuple[Split, ...]], ...]:
-        """Return the splits that divide the samples of `nodes` among `degree` devices.
+        """Return pairs (node, splits) that divide the samples of each of the `nodes` equally among
+        `degree` devices.
 
-        Nodes without samples are not split. Raises InfeasibleError, with the node, if an axis
-        cannot be divided equally.
+        Nodes without samples are omitted, and all nodes if `degree` is 1. Raises InfeasibleError,
+        with the node, if the samples of a node cannot be divided equally.
         """
         if degree == 1:
             return ()
@@ -114,15 +116,16 @@ class SampleAxes:
 
 @memoize(MAX_CACHED_GRAPHS)
 def sample_axes(graph: Graph) -> SampleAxes:
-    """Return the batch axes of a graph."""
+    """Return the batch axes of the nodes of a graph."""
     batch = batch_axes_of(graph)
     return SampleAxes(graph, uses_of(graph), batch, tuple(map(batch.axis, range(len(graph.nodes)))))
 
 
 @memoize(MAX_CACHED_GRAPHS)
 def bias_additions(graph: Graph) -> dict[int, int]:
-    """Return, for each MatMul by a matrix whose only reader adds a bias vector of the same type to
-    its result, the node of the addition.
+    """Return a mapping from each MatMul by a matrix to the Add of its bias, as indices of nodes. It
+    has the MatMuls whose only reader is an Add of a bias vector of equal type, because torch
+    computes these two nodes in one call.
     """
     reads = Counter(name for node in graph.nodes for name in node.inputs)
     reads.update(graph.outputs)
@@ -143,23 +146,24 @@ def bias_additions(graph: Graph) -> dict[int, int]:
 
 
 PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
-"""Classes of operators that autocast runs in 16 bits."""
+"""Kinds of operators (`Operator.kind`) that autocast runs in 16 bits."""
 
 _FULL_KINDS = frozenset({"normalization", "reduction"})
 
 
 def narrows(precision: str) -> bool:
-    """True if matmuls run in 16 bits at this precision."""
+    """True if matmuls run in 16 bits at this precision: `bf16` or `fp16`."""
     return precision in ("bf16", "fp16")
 
 
 @memoize(MAX_CACHED_GRAPHS)
 def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
-    """Return the fp32 parameters of which ranks keep a 16-bit copy, which is updated once per step
-    and replaces the parameter for all readers.
+    """Return the names of the fp32 parameters of which ranks keep a 16-bit copy. The copy is
+    updated once per step, and all nodes read it instead of the parameter.
 
-    These are the parameters of at least two dimensions that only matmuls and convolutions read, and
-    that are not outputs. Autocast copies other parameters in each forward.
+    These are the parameters of at least two dimensions that only matmuls and convolutions read and
+    that are no outputs of the graph. At precision `fp32` there are none. Autocast copies other
+    parameters in each forward.
     """
     if not narrows(precision):
         return frozenset()
@@ -174,7 +178,8 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     for node in graph.nodes:
         row = operator_of(node)
         for place, name in enumerate(node.inputs):
-            # Code generation multiplies stacked matrices by einsum, for which it keeps no copies.
+            # Generated programs multiply stacked matrices by einsum, for which they keep no 16-bit
+            # copies.
             stacked = name in found and node.op == "MatMul" and len(graph.type_of(name).shape) > 2
             if stacked or row is None or place not in row.copied_weights:
                 found.discard(name)
@@ -183,13 +188,13 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
 
 
 def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_received: bool) -> int:
-    """Return the bytes per element of a value in a collective inside a stage.
+    """Return the bytes per element of the value `name` in a collective among the devices of one
+    stage. Gradients are sent in the type of their value.
 
-    `is_received` is True if the stage does not compute the value. A value that the stage computes
-    is sent in the type of its operator's result, which is often 16 bits under autocast. A value
-    from another stage is converted to its declared type on arrival, and is sent in that type. A
-    parameter of which the stage keeps a 16-bit copy is sent as the copy. Gradients are sent in the
-    type of their value.
+    `is_received` is True if the stage does not compute the value. A value from another stage is
+    sent in its declared type, to which it is converted on arrival. A value that the stage computes
+    is sent in the type of its operator's result, which is often 16 bits under autocast. A parameter
+    of which the stage keeps a 16-bit copy is sent as the copy.
     """
     if is_received and graph.parameter(name) is None:
         return graph.type_of(name).dtype.itemsize
@@ -198,7 +203,9 @@ def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_recei
 
 @memoize(MAX_CACHED_GRAPHS)
 def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
-    """Return the bytes per element of each value if the graph runs at `precision`."""
+    """Return the bytes per element of each input, parameter, constant and value of the graph, as
+    they are in memory if the graph runs at `precision`.
+    """
     held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]
     widths = {value.name: value.dtype.itemsize for value in (*graph.inputs, *held, *graph.values)}
     if not narrows(precision):
@@ -212,7 +219,8 @@ def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
         width = 2
         if use.row.kind not in PRODUCT_KINDS and index not in with_product:
             read = [name for name in node.inputs if name in floating]
-            # A scalar operand does not widen the result (PyTorch's type promotion).
+            # A scalar operand does not widen the result unless all operands are scalars (PyTorch's
+            # type promotion).
             wide = [widths[name] for name in read if graph.type_of(name).shape] or [
                 widths[name] for name in read
             ]

@@ -1,8 +1,9 @@
-"""Divide a stage that recomputes into segments. The backward of a segment first runs the forward of
-this segment again.
+"""Division of a stage that recomputes activations into segments. A segment is a range of
+consecutive nodes; its backward first runs its forward again.
 
-A stage saves only the values that pass between its segments, for each micro-batch in flight, and
-recomputes the activations of one segment at a time. Objective: choose the boundaries that minimise
+A stage saves only the values that pass from one segment to another, for each micro-batch in flight
+(its forward has run, its backward has not). It recomputes the activations of one segment at a time.
+Objective: choose the boundaries that minimise
 
     held * (bytes that cross boundaries) + (maximum over segments of the bytes saved in a segment)
 
@@ -12,10 +13,11 @@ segments (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, se
 Method: for each of 16 decreasing limits L on the bytes of a segment, a dynamic program finds the
 boundaries with the fewest crossing bytes:
 
-    cost[e] = min over b < e with S(b, e) <= L of cost[b] + crossing[e]
+    cost[e] = min over b < e with S(b, e) <= L or b = e - 1 of cost[b] + crossing[e]
 
-where S(b, e) are the bytes that nodes b to e - 1 save and cost[0] = 0. A monotone queue makes this
-O(n) per limit. The best result over all limits is taken.
+where S(b, e) are the bytes that nodes b to e - 1 save, crossing[e] are the bytes that cross a
+boundary before node e, and cost[0] = 0. A monotone queue makes this O(n) per limit. The result is
+the best over all limits, or no boundaries if none of the results is better.
 """
 
 from __future__ import annotations
@@ -34,34 +36,38 @@ from autopipe.ir.program import Collective, Compute, Segment, StageCode
 from autopipe.passes.analysis.gradients import differentiable_values, viewed
 
 _LIMIT_RATIO = 2**0.5
-"""Ratio between successive limits on the bytes of a segment."""
+"""Ratio of each limit on the bytes of a segment to the next, smaller limit."""
 _LIMITS = 16
-"""Number of limits that are tried."""
+"""Number of limits on the bytes of a segment that are tried."""
 _BIAS_PENALTY = 2**10
-"""Factor on the crossing bytes of a boundary between a matmul and the addition of its bias."""
+"""Factor on the bytes that cross a boundary between a matmul and the addition of its bias. It keeps
+the two nodes in one segment, because torch computes them in one call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The nodes of each segment of a stage, and the values that pass from a segment to a later
-    one.
+    """The segments of a stage that recomputes activations. `nodes` has the indices of the nodes of
+    each segment.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     passing: frozenset[str]
-    """Names of values; a view is represented by the value that it shows."""
+    """Names of the values that pass from a segment to a later one. A view is represented by the
+    value whose memory it shares.
+    """
 
 
 @memoize(MAX_CACHED_GRAPHS)
 def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
-    """Return a function from (nodes of a stage in execution order, number of micro-batches in
-    flight) to the segments of the stage.
-
-    Callers pass `Placement.length` as the number of micro-batches in flight.
+    """Return a function that divides a stage into segments. Its arguments are the indices of the
+    stage's nodes in execution order and the number of micro-batches in flight, for which callers
+    pass `Placement.length`, the number of stages of a pipeline. The function caches its results.
     """
 
     @functools.cache
     def cut(nodes: tuple[int, ...], held: int) -> Segments:
+        """Return the segments of the stage with these nodes."""
         spans = _spans(graph, nodes)
         cuts = best_cuts(
             [_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans), held
@@ -78,13 +84,15 @@ def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
 
 
 def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
-    """Return the segment boundaries of a sequence of nodes, in ascending order.
+    """Return the segment boundaries of a sequence of nodes, as ascending positions of the first
+    node of each segment except the first.
 
     kept: bytes that each node saves.
-    crossing: bytes that cross a boundary before each node.
+    crossing: for each node, the bytes that cross a boundary before it.
     held: number of micro-batches in flight.
 
-    The boundaries minimise the objective of the module's docstring over the limits that are tried.
+    Of the boundaries that result from the tried limits, these have the minimum of the objective in
+    the module's docstring.
     """
     total = sum(kept)
     sums = (0, *accumulate(kept))
@@ -102,14 +110,15 @@ def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[
 
 
 def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -> tuple[int, ...]:
-    """Return the boundaries with the fewest crossing bytes such that each segment of several nodes
-    saves at most `limit` bytes. `sums` are the prefix sums of the saved bytes.
+    """Return the segment boundaries with the fewest crossing bytes such that each segment saves at
+    most `limit` bytes or has only one node. `sums` are the prefix sums of the saved bytes, starting
+    with 0.
     """
     count = len(sums) - 1
     cost = [0.0] * (count + 1)
     before = [0] * (count + 1)
     window: deque[int] = deque()
-    """Possible starts of the last segment, in ascending order and with increasing cost."""
+    """Positions at which the last segment may start, in ascending order and with ascending cost."""
     for end in range(1, count + 1):
         while window and cost[window[-1]] > cost[end - 1]:
             window.pop()
@@ -126,14 +135,15 @@ def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -
 
 
 def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """Return, for each value, the positions of the node that writes it and of the last node that
-    reads it or a view of it.
+    """Return, for each value that one of the nodes writes, (position of the node that writes it,
+    position of the last node that reads it or a view of it).
 
-    Views have no entry, except views of parameters: such a view that crosses a boundary has a
-    gradient of its own, as large as the parameter.
+    A view has no entry, because it shares the memory of another value. A view of a parameter has an
+    entry: if it crosses a boundary, its gradient is a separate tensor as large as the parameter.
     """
 
     def root_of(name: str) -> str:
+        """Return the value whose memory `name` shares, or `name` itself for a view of a parameter."""
         root = viewed(graph, name)
         return name if graph.parameter(root) is not None else root
 
@@ -149,9 +159,10 @@ def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
 
 
 def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, int]]) -> list[int]:
-    """Return the bytes that cross a boundary before each node.
+    """Return, for each node, the bytes that would cross a boundary directly before it. `spans` is
+    the result of `_spans`.
 
-    Values of `recomputed_nodes`, such as masks, do not count: most segments read them.
+    Values of `recomputed_nodes`, such as masks, do not count, because most segments read them.
     """
     shared = recomputed_nodes(graph)
     consumers = graph.consumers()
@@ -160,7 +171,8 @@ def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, 
         if nodes[first] not in shared:
             written = graph.producer(name)
             readers = [graph.nodes[reader].op for reader in consumers.get(name, ())]
-            # Torch computes a matmul and an addition that is its only reader in one call.
+            # Torch computes a matmul and the addition of its bias in one call. An addition that is
+            # the only reader of the matmul's result is assumed to add a bias.
             has_bias = (
                 readers == ["Add"] and written is not None and graph.nodes[written].op == "MatMul"
             )
@@ -171,7 +183,9 @@ def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, 
 
 
 def _kept(graph: Graph, index: int) -> int:
-    """Return an estimate of the bytes that a node saves: its differentiable results."""
+    """Return an estimate of the bytes that a node saves for backward: the bytes of its results with
+    a gradient, 0 for a view.
+    """
     node = graph.nodes[index]
     flowing = differentiable_values(graph)
     row = operator_of(node)
@@ -181,10 +195,11 @@ def _kept(graph: Graph, index: int) -> int:
 
 
 def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
-    """Return the local names of the stage's values that receive a gradient.
+    """Return the local names of the stage's values that receive a gradient in backward.
 
-    Such a value depends on an input or parameter that needs a gradient, and an output of the stage
-    depends on the value. Autograd runs the backward of these values only.
+    Such a value depends on an input or parameter with a gradient, and a floating-point output of
+    the stage depends on the value, both through differentiable operators. Autograd runs the
+    backward of these values only.
     """
     read = (*code.inputs, *(value for _, value in code.parameters))
     wanting = {value.name for value in read if value.name in differentiable}
@@ -215,10 +230,11 @@ def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
 def with_segments(
     graph: Graph, code: StageCode, differentiable: frozenset[str], held: int
 ) -> StageCode:
-    """Return a training stage with its segments, if it recomputes.
+    """Return the code of a training stage, divided into segments if the stage recomputes
+    activations.
 
     graph: the graph for the micro-batch size of the stage.
-    differentiable: values that have a gradient.
+    differentiable: names of the values that have a gradient.
     held: number of micro-batches in flight.
     """
     if not code.recompute:
@@ -236,8 +252,8 @@ def with_segments(
 
 
 def running_again(code: StageCode) -> frozenset[int]:
-    """Return the indices of the segments whose forward runs again: the segments with an output that
-    receives a gradient.
+    """Return the indices of the segments whose forward runs again in backward: the segments that
+    write a value that receives a gradient and is an output of the stage or read by a later segment.
     """
     found: set[int] = set()
     wanted = {value.name for value in code.outputs}

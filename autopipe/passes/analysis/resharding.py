@@ -1,9 +1,12 @@
-"""Changes of layout inside a stage: the collectives that take a value from one layout to another.
+"""Changes of layout inside a stage: the collectives that convert a value from one layout to
+another. A layout is the distribution of a tensor over the devices of a group; DTensor calls it
+placements.
 
 The cost model and lowering both use these steps. The rules:
 
-- A value whose partial sums are reduced gets them reduced right after the node that produces it:
-  reduce-scattered if all readers need one layout, and otherwise all-reduced.
+- The partial sums of a value are reduced directly after the node that produces it: by
+  reduce-scatters if all readers need one layout that is sharded further and the value is no output
+  of the stage, and otherwise by an all-reduce. Scalars that may stay partial are an exception.
 - Each further layout that a reader needs is made from the available layout of the value that lacks
   the fewest elements.
 - A device receives only elements that it lacks.
@@ -40,26 +43,31 @@ from autopipe.ir.space import Space
 
 @lru_cache(maxsize=1 << 16)
 def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
-    """Return the steps that take a value from layout `source` to layout `target`.
+    """Return the steps that convert a value from layout `source` to layout `target`.
 
-    `source` has even shards and no partial sums. The rules, in order:
+    `source` has even shards (no shards read through windows) and no partial sums. The first rule
+    that applies decides:
 
-    1. If `target` has windowed shards: one `slice` if no device lacks an element, otherwise one
+    1. If the layouts are equal: no steps.
+    2. If `target` has windowed shards: one `slice` if no device lacks an element, otherwise one
        `redistribute`.
-    2. If the strides of all mesh axes do not nest: one `redistribute`.
-    3. If each dimension is either sharded further or gathered, and no gathered mesh axis shards
+    3. If the strides of all mesh axes do not nest, so that none of the other rules can compare
+       them: one `redistribute`.
+    4. If each dimension is either sharded further or gathered, and no gathered mesh axis shards
        another dimension of `target`: one `slice` per dimension that is sharded further, then one
        `all_gather` per gathered dimension. Slicing first reduces the gathered volume.
-    4. If only one dimension is gathered, and exactly its gathered mesh axes are added to one other
-       dimension: the slices of other dimensions, then one `all_to_all`.
-    5. Otherwise: one `redistribute`.
+    5. If only one dimension is gathered, and exactly its gathered mesh axes are added to one other
+       dimension: one `slice` for each other dimension that is sharded further, then one
+       `all_to_all`.
+    6. Otherwise: one `redistribute`.
     """
     assert not source.is_partial and not source.windows, source
     if source == target:
         return ()
     if target.windows:
         both = (axis for layout in (source, target) for axes in layout.shard_axes for axis in axes)
-        # The coordinates of positions repeat after this number of devices.
+        # Along each mesh axis, coordinates repeat after stride · degree devices. After `group`
+        # devices, all coordinates repeat, so a larger group has no other cases.
         group = math.lcm(*(axis.stride * axis.degree for axis in both))
         is_local = not missing_elements(source, target, group).any()
         return (Redistribution("slice" if is_local else "redistribute", source, target),)
@@ -89,6 +97,9 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution
     current = source
 
     def append_step(kind: str, dimension: int, axes: MeshAxes, *origin: int) -> None:
+        """Append a step from the current layout to the layout in which `dimension`, and the
+        dimension `origin` if given, are sharded as in `target`.
+        """
         nonlocal current
         shard_axes = (
             merge_axes(target.shard_axes[other]) if other in (dimension, *origin) else present
@@ -120,12 +131,13 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution
 
 @lru_cache(maxsize=1 << 16)
 def reduction_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...]:
-    """Return the steps that reduce the partial sums and means of `source` on the way to layout
-    `target`.
+    """Return the steps that reduce the partial sums and means of layout `source`, and thereby shard
+    the value further towards layout `target` as far as reduce-scatters can.
 
-    Partial axes that shard a dimension further in `target` are reduce-scattered along that
-    dimension. All remaining partial axes are all-reduced. The last step's result has no partial
-    sums or means. Both layouts must have even shards.
+    Partial axes, the mesh axes over which devices hold partial sums or means, are reduce-scattered
+    along the dimensions that they shard further in `target`. The remaining partial axes are
+    all-reduced. The result of the last step has no partial sums or means, but may differ from
+    `target`. Both layouts must have even shards.
     """
     shard_axes = list(source.shard_axes)
     partial_axes = source.partial_over
@@ -150,12 +162,13 @@ def reduction_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...
 def reduce_scatters(
     shard_axes: tuple[MeshAxes, ...], partial_axes: MeshAxes, target: tuple[MeshAxes, ...]
 ) -> Iterator[tuple[MeshAxes, int, MeshAxes]]:
-    """Yield (mesh axes, dimension, remaining partial axes) for each dimension to reduce-scatter on
-    the way to `target`.
+    """Yield (mesh axes, dimension, remaining partial axes) for each reduce-scatter on the way to
+    `target`: the mesh axes that it communicates over, the dimension that it shards, and the partial
+    axes that are left after it.
 
     `shard_axes` are the mesh axes that shard each dimension before, and `target` the mesh axes that
-    are to shard it. `partial_axes` are the mesh axes over which the devices hold partial sums. The
-    remaining partial axes are left after the reduce-scatter. All are ordered from outer to inner.
+    are to shard it. `partial_axes` are the mesh axes over which the devices hold partial sums or
+    means. All are ordered from outer to inner.
     """
     for dimension, (present, wanted) in enumerate(zip(shard_axes, target, strict=True)):
         scatter_axes = reduce_scatter_axes(present, wanted, partial_axes)
@@ -166,11 +179,11 @@ def reduce_scatters(
 
 @lru_cache(maxsize=1 << 16)
 def reduce_scatter_axes(present: MeshAxes, wanted: MeshAxes, partial_axes: MeshAxes) -> MeshAxes:
-    """Return the mesh axes to reduce-scatter one dimension over, or () if there are none.
+    """Return the mesh axes over which one dimension can be reduce-scattered, () if there are none.
 
-    `present` and `wanted` are the mesh axes that shard the dimension before and after. The returned
-    axes shard it in `wanted` directly inside of `present`, and the value is partial over them
-    (`partial_axes`).
+    `present` and `wanted` are the mesh axes that shard the dimension before and after the change of
+    layout. The returned axes follow directly inside of `present` in `wanted`, and are partial axes
+    (`partial_axes`), over which devices hold partial sums or means.
     """
     if present == wanted or not partial_axes or not is_sharded_further(present, wanted):
         return ()
@@ -192,8 +205,8 @@ def reduce_scatter_axes(present: MeshAxes, wanted: MeshAxes, partial_axes: MeshA
 
 
 def is_sharded_further(present: MeshAxes, wanted: MeshAxes) -> bool:
-    """True if the mesh axes `wanted` shard a dimension along `present`, and possibly along more
-    axes inside of `present`.
+    """True if the mesh axes `wanted` shard a dimension as `present` does, and each shard possibly
+    further.
 
     Both are merged (`merge_axes`), so the innermost axis of `present` may be the outer part of an
     axis of `wanted`.
@@ -212,7 +225,9 @@ def is_sharded_further(present: MeshAxes, wanted: MeshAxes) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def without_axes(axes: MeshAxes, removed: MeshAxes) -> MeshAxes:
-    """Return `axes` minus `removed`. The strides of all axes must nest."""
+    """Return `axes` without the parts that are in `removed`. The strides of all axes must nest:
+    each stride at which an axis begins or ends must divide the next larger one.
+    """
     bounds = _nested_bounds([*axes, *removed])
     assert bounds is not None, (axes, removed)
     removed_atoms = set(_split_at(removed, bounds))
@@ -220,23 +235,26 @@ def without_axes(axes: MeshAxes, removed: MeshAxes) -> MeshAxes:
 
 
 def _nested_bounds(axes: Iterable[MeshAxis]) -> list[int] | None:
-    """Return the strides at which the axes begin and end, ascending, or None if they do not nest.
+    """Return the strides at which the axes begin and end, in ascending order, or None if they do
+    not nest (`are_nested`).
 
-    Axis (degree, stride) begins at stride and ends at stride · degree.
+    An axis (degree, stride) begins at `stride` and ends at `stride` · `degree`.
     """
     found = sorted({bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)})
     return found if are_nested(found) else None
 
 
 def are_nested(bounds: Sequence[int]) -> bool:
-    """True if each of the ascending strides divides the next one, so that axes between these
-    strides nest.
+    """True if each of the ascending strides `bounds` divides the next stride. Axes between such
+    strides can be split at these strides.
     """
     return all(outer % inner == 0 for inner, outer in itertools.pairwise(bounds))
 
 
 def _split_at(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
-    """Return `axes` split at the strides `bounds`, outer to inner."""
+    """Return `axes`, each split at those strides of `bounds` that are inside of it, from outer to
+    inner.
+    """
     found = []
     for axis in axes:
         inner = [bound for bound in bounds if axis.stride <= bound <= axis.stride * axis.degree]
@@ -248,8 +266,8 @@ def _split_at(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
 
 @dataclass(frozen=True, slots=True)
 class NodeLayouts:
-    """A node with the layouts in which it needs its operands and produces its results; None for
-    absent tensors.
+    """A node with the layouts in which it reads its operands and writes its results. The layout of
+    an absent operand or result is None.
     """
 
     index: int
@@ -261,8 +279,8 @@ class NodeLayouts:
 def node_layouts(
     graph: Graph, index: int, space: Space, splits: tuple[Split, ...], group: int
 ) -> NodeLayouts:
-    """Return the layouts of the operands and results of the graph's node `index`, for these splits
-    over `group` devices.
+    """Return the layouts of the operands and results of the node `index`, if `splits` divide it
+    over `group` devices. `space` is the iteration space of the node.
     """
     node = graph.nodes[index]
     axes = mesh_axis_by_name(splits, group)
@@ -284,12 +302,13 @@ def node_layouts(
 def received_layouts(
     graph: Graph, nodes: Sequence[NodeLayouts], stage: Stage, whole: Set[str] = frozenset()
 ) -> dict[str, Layout]:
-    """Return the layout in which a stage receives each value that it reads and does not compute.
+    """Return the layout in which a stage receives each value that its nodes read and do not
+    compute.
 
     This is the layout that all nodes of the stage need, or replicated if they need different
     layouts. Windowed shards count as even shards of the same mesh axes (`Layout.even`). Constants
-    and the values in `whole` are replicated. The values that the stage gathers (`Stage.gathers`)
-    are received in slices (`ir.layout.sliced`).
+    and the values in `whole` are replicated. The values of other stages that the stage gathers
+    (`Stage.gathers`) are received in slices (`shard_copies`).
     """
     computed = frozenset(name for constant in nodes for name in constant.node.outputs)
     replicated_names = whole | {constant.value.name for constant in graph.constants}
@@ -307,7 +326,7 @@ def received_layouts(
 
 @dataclass(frozen=True, slots=True)
 class ValueRedistribution:
-    """One step that changes the layout of the value `value`."""
+    """One step that changes the layout of the value named `value`."""
 
     value: str
     step: Redistribution
@@ -320,27 +339,27 @@ def with_redistributions(
     may_stay_partial: Set[str],
     group: int,
 ) -> Iterator[NodeLayouts | ValueRedistribution]:
-    """Yield the nodes of a stage in order, with the layout changes that they need in between.
+    """Yield the nodes of a stage in order, and between them the steps that change layouts.
 
-    `received` contains the layouts of the values that the stage does not compute. `outputs` are the
-    outputs of the stage. `may_stay_partial` are scalar values that may stay partial sums. `group`
-    is the number of devices.
+    `received` has the layouts of the values that the stage does not compute. `outputs` are the
+    outputs of the stage. `may_stay_partial` are the values that stay partial sums if they are
+    scalars. `group` is the number of devices.
 
-    Other partial results are reduced right after their node: to the layout of its readers if they
-    need a single one and the value is not in `outputs`, and otherwise to replicated partial axes.
-    Before a node reads an operand in a layout that does not exist yet, the layout is made from the
-    available layout that lacks the fewest elements. If a later node needs a layout from which this
-    one is a slice, the later node's layout is made first.
+    Other partial results are reduced directly after their node: to the layout of their readers if
+    these need a single layout and the value is not in `outputs`, and otherwise to copies. Before a
+    node reads an operand in a layout that does not exist yet, this layout is made from the
+    available layout that lacks the fewest elements. If a later node needs a layout of which this
+    layout is a part, the later node's layout is made first.
     """
     needed = _needed_layouts(nodes)
     available = {name: [layout] for name, layout in received.items()}
-    """The layouts that exist so far of each value; the first is the one it was received or produced
-    in.
+    """For each value, the layouts that exist so far; the first is the layout in which the value was
+    received or produced.
     """
 
     def make_layout(name: str, need: Layout) -> Iterator[ValueRedistribution]:
-        """Yield the steps to layout `need` from the available layout that lacks the fewest
-        elements.
+        """Yield the steps that make the layout `need` of the value `name` from the available layout
+        that lacks the fewest elements.
         """
         even = (have for have in available[name] if not have.windows)
         nearest = min(even, key=lambda have: int(missing_elements(have, need, group).max()))
@@ -353,7 +372,8 @@ def with_redistributions(
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is None or need in available[name]:
                 continue
-            # Layouts of later readers that contain all elements that this reader needs.
+            # Layouts that contain all elements that this reader needs. This reader's layout can
+            # then be made from one of them by a slice, without communication.
             later = (
                 layout_needed
                 for layout_needed in needed.get(name, ())
@@ -390,8 +410,8 @@ def with_redistributions(
 def _needed_layouts(
     nodes: Sequence[NodeLayouts], skipped: Set[str] = frozenset()
 ) -> dict[str, dict[Layout, None]]:
-    """Return the even layouts in which the nodes read each value, in order of first use. Values in
-    `skipped` are skipped.
+    """Return, for each value, the layouts in which the nodes read it, in order of first use.
+    Windowed shards are replaced by even shards. Values in `skipped` are omitted.
     """
     needed: dict[str, dict[Layout, None]] = {}
     for each in nodes:
@@ -404,12 +424,13 @@ def _needed_layouts(
 def parameters_to_replicate(
     stages: Sequence[tuple[tuple[int, ...], Mapping[str, Layout]]],
 ) -> frozenset[str]:
-    """Return the names of the parameters that must be replicated although the stages need shards of
-    them.
+    """Return the names of the parameters that each stage must hold in full, although it needs only
+    shards of them.
 
-    `stages` are (devices, layout of each parameter) pairs. A parameter is replicated if a rank
+    `stages` are pairs (devices, layout of each parameter). A parameter is replicated if a rank
     would hold two different shards of it, or if shards on different ranks overlap without being
-    equal: gradients are summed over ranks that hold equal shards.
+    equal. In these cases gradients could not be summed, because they are summed over ranks that
+    hold equal shards.
     """
     holdings: defaultdict[str, list[tuple[tuple[int, ...], Layout]]] = defaultdict(list)
     for devices, parameters in stages:
@@ -423,6 +444,10 @@ def parameters_to_replicate(
 
 
 def _has_unequal_shards(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) -> bool:
+    """True if a device would hold two different shards of a parameter, or if two different shards
+    overlap. `holdings` has the devices and the layout of the parameter for each stage that reads
+    it.
+    """
     shard_of_device: dict[int, TensorSlice] = {}
     for devices, layout in holdings:
         for shard, positions in holders_by_shard(layout, len(devices)):
@@ -435,7 +460,7 @@ def _has_unequal_shards(holdings: tuple[tuple[tuple[int, ...], Layout], ...]) ->
         len({(len(devices), layout) for devices, layout in holdings}) == 1
         and not holdings[0][1].windows
     ):
-        return False  # Even shards of one layout do not overlap.
+        return False  # Even shards of one layout on groups of one size are equal or disjoint.
     return any(
         one.intersect(other) is not None
         for one, other in itertools.combinations(set(shard_of_device.values()), 2)

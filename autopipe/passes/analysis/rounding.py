@@ -1,5 +1,5 @@
-"""The number of successive roundings on the paths of a graph in forward and backward, which bounds
-the numerical error of a step.
+"""Estimate of the number of successive roundings on the paths of a graph in forward and backward,
+from which the numerical error of a step is bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
 def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundaries: int) -> Rounding:
     """Return the number of successive roundings of a step of `graph` at `precision`.
 
-    added: number of summands of a gradient, over micro-batches and ranks.
+    train: True if the step has a backward pass.
+    added: number of gradients that are summed, over micro-batches and ranks.
     boundaries: number of successive messages between stages in each direction.
 
     A matmul is assumed to add its terms one after the other in fp32. Other sums use pairwise
@@ -39,8 +40,9 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
 
 
 def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple[int, int]:
-    """Return (sums, narrow): the maximum number of successive roundings of sums, and of results in
-    16 bits, over all paths. `flowing` are the values with a gradient.
+    """Return (sums, narrow), maxima over all paths of the graph: the number of successive roundings
+    in sums, and the number of successive roundings of results to 16 bits. `flowing` are the values
+    with a gradient; empty for inference.
     """
     widths = element_bytes(graph, precision)
     sums: dict[str, int] = {}
@@ -75,7 +77,9 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
 
 
 def _coarsest(graph: Graph, precision: str) -> Type:
-    """Return the least precise type to which values of the graph are rounded."""
+    """Return the least precise floating-point type to which values of the graph are rounded at
+    `precision`.
+    """
     held = (*graph.values, *graph.inputs, *(each.value for each in graph.parameters))
     types = {value.dtype for value in held if value.dtype.is_floating}
     own: Type = next(
@@ -85,17 +89,19 @@ def _coarsest(graph: Graph, precision: str) -> Type:
 
 
 def _floating(graph: Graph, node: Node) -> Iterator[Value]:
+    """Yield the floating-point operands of a node."""
     found = (graph.type_of(name) for name in node.inputs if name)
     return (value for value in found if value.dtype.is_floating)
 
 
 def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
-    """Return the successive roundings of an element of `tensor`, which is a result of the node or
-    an operand whose gradient the node computes.
+    """Return the number of successive roundings in the computation of one element of `tensor`,
+    which is a result of the node or an operand whose gradient the node computes.
 
-    An interpolation computes its coordinates in fp32. The error of a coordinate up to n is as large
+    A sum of n terms counts as n roundings in a matmul, and as 1 + log2(n) in most other operators.
+    An interpolation computes its coordinates in fp32: the error of a coordinate up to n is as large
     as the error of n numbers near 1, and so is the error of the interpolation weights. Each
-    dimension of size n counts as n² successive roundings, once for the coordinate and once for the
+    dimension of size n therefore counts as 2 n² roundings, n² for the coordinate and n² for the
     scale.
     """
     elements = max(tensor.elements, 1)
@@ -112,9 +118,11 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
 
 
 def _inexact_extents(node: Node, graph: Graph) -> Iterator[int]:
-    """Yield the sizes of the dimensions along which an interpolation's coordinates are rounded.
+    """Yield the sizes before resizing of the dimensions along which the coordinates of an
+    interpolation are rounded.
 
-    A dimension that is resized by a power of two has exact coordinates and is omitted.
+    A dimension of a Resize or Upsample that keeps its size, or that is resized by a power of two
+    without aligned corners, has exact coordinates and is omitted.
     """
     before, after = (graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0]))
     places = node.text("coordinate_transformation_mode", "half_pixel")

@@ -13,8 +13,11 @@ from autopipe.ir.placement import Placement, Split, Stage, recomputed_nodes
 
 @dataclass(frozen=True, slots=True)
 class StageNodes:
-    """The nodes of a stage in topological order with their splits, and the values that other stages
-    or the program's outputs need from the stage.
+    """The nodes of a stage and the values that it must provide.
+
+    nodes: pairs (index of the node, its splits), in topological order.
+    outputs: names of the values that other stages or the outputs of the program need from the
+    stage.
     """
 
     nodes: tuple[tuple[int, tuple[Split, ...]], ...]
@@ -24,10 +27,11 @@ class StageNodes:
 def assign_nodes(
     graph: Graph, placement: Placement, wanted: tuple[str, ...]
 ) -> tuple[StageNodes, ...]:
-    """Return the nodes of each stage such that each pipeline computes the values `wanted`.
+    """Return the nodes and outputs of each stage such that each pipeline computes the values
+    `wanted`.
 
-    A node that no wanted value depends on is omitted. A node of `recomputed_nodes` is in each stage
-    that needs its values.
+    A node on which no wanted value depends is omitted. A node of `recomputed_nodes` (cheap nodes
+    such as masks, which are computed again instead of sent) is in each stage that needs its values.
     """
     recomputed = recomputed_nodes(graph)
     every = graph.sources()
@@ -38,7 +42,8 @@ def assign_nodes(
         for name in wanted:
             producer = graph.producer(name)
             if producer is None:
-                # Any stage can return an input, parameter or constant. The first one does.
+                # Inputs, parameters and constants have no producing stage, and any stage can return
+                # them. The first stage of the pipeline does.
                 outputs[[stage.pipeline for stage in placement.stages].index(pipeline)][name] = None
                 continue
             outputs[stage_of[producer]][name] = None
@@ -55,7 +60,7 @@ def assign_nodes(
                 elif stage_of[producer] != own:
                     outputs[stage_of[producer]][name] = None
     for nodes in computed:
-        # A recomputed node needs all nodes that it depends on in its stage.
+        # A stage that computes a recomputed node must also compute all nodes on which it depends.
         waiting = [node for node in nodes if node in recomputed]
         while waiting:
             sources = {producer for _, producer in every[waiting.pop()]} - nodes
@@ -73,7 +78,7 @@ def assign_nodes(
 
 @memoize(MAX_CACHED_GRAPHS)
 def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the nodes that the values `wanted` depend on, in ascending order."""
+    """Return the indices of the nodes on which the values `wanted` depend, in ascending order."""
     live = {producer for name in wanted if (producer := graph.producer(name)) is not None}
     every = graph.sources()
     for index in reversed(range(len(graph.nodes))):
@@ -85,11 +90,13 @@ def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
 def _splits(
     graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage
 ) -> tuple[Split, ...]:
-    """Return the splits of a node in `stage`.
+    """Return the splits of a node in `stage`. `stage_of` is the stage to which the placement
+    assigns each node.
 
-    In its own stage, a node has the splits of the placement. A recomputed node in another stage is
-    split along an equal axis over that stage's group if this is possible, and is unsplit otherwise.
-    If the micro-batch sizes of the two stages differ, the group must divide the stage's size.
+    In its own stage, a node has the splits of the placement. In another stage, where it is
+    recomputed, it is split along the axis of its only split over all devices of that stage if these
+    shards are even, and otherwise it is unsplit. If the micro-batch sizes of the two stages differ,
+    the number of devices must also divide the other stage's size.
     """
     home = placement.stages[stage_of[node]]
     if home is stage:

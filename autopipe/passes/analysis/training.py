@@ -1,5 +1,6 @@
-"""Checks of a request to train: which parameters are matrices (for Muon), whether parameter groups
-match parameters, and whether a last batch can be padded with samples that have ignored labels.
+"""Properties of a graph that a request to train depends on: which parameters are matrices (for the
+optimizer Muon), whether each parameter group matches a parameter, and whether the last batch can be
+padded with samples that have ignored labels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 @memoize(MAX_CACHED_GRAPHS)
 def matrices(graph: Graph) -> frozenset[str]:
-    """Return the trainable parameters with two dimensions, except embedding tables."""
+    """Return the names of the trainable parameters with two dimensions, except embedding tables."""
     tables = {
         node.inputs[0]
         for node in graph.nodes
@@ -45,11 +46,12 @@ _SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 
 
 def check_padding(graph: Graph, loss: str) -> None:
-    """Raise ConfigurationError unless samples with ignored labels change neither the loss nor a
-    gradient.
+    """Raise ConfigurationError unless samples with ignored labels, which pad the last batch, change
+    neither the loss nor a gradient.
 
-    This holds if the loss is the mean of a cross-entropy with an `ignore_index`, its labels are an
-    input, and no other node mixes samples.
+    This holds if the loss is the unweighted mean of a cross-entropy with an `ignore_index`, its
+    labels are an input, and no other node mixes samples. If the graph counts labels
+    (`COUNTED_LABELS`), the loss may be a sum, and other cross-entropies may mix samples.
     """
     node = _producer(graph, loss)
     while node is not None and node.op in _SAME:
@@ -81,5 +83,6 @@ def check_padding(graph: Graph, loss: str) -> None:
 
 
 def _producer(graph: Graph, name: str) -> Node | None:
+    """Return the node that computes the value `name`, None for inputs, parameters and constants."""
     index = graph.producer(name)
     return None if index is None else graph.nodes[index]
