@@ -1,4 +1,6 @@
-"""One stage on all devices, each with an equal share of every micro-batch's samples."""
+"""Strategy `data_parallel`: one stage on all devices. Each device computes an equal number of the
+samples of every micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +32,28 @@ class DataParallel:
     name: ClassVar[str] = "data_parallel"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.FEW`: a single stage needs no pipeline, so large micro-batches are
+        preferred.
+        """
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError unless the devices have one type, split a micro-batch evenly, and
-        fit the weights into memory.
+        """Raise InfeasibleError unless all devices may share one stage, divide the samples of a
+        micro-batch evenly, and have enough memory for a full copy of the parameters and their
+        optimizer state.
         """
         check_one_kind(problem, self.name)
         check_state(problem, problem.cluster.size, 1)
         check_samples(problem, problem.cluster.size, self.name, "devices")
 
     def run(self, problem: Problem) -> Placement:
-        """Return a placement with one stage that runs all nodes on all devices.
+        """Return a placement with one stage that runs all nodes on all devices. The stage
+        recomputes its forward if the problem requires it, or permits it and memory does not suffice
+        otherwise.
 
-        Raise InfeasibleError if a node's samples cannot be split evenly or memory is insufficient.
-        Raise ConfigurationError for a constraint that this placement violates.
+        Raise InfeasibleError if the samples of a node cannot be divided evenly among the devices,
+        or if memory does not suffice. Raise ConfigurationError for a constraint that this placement
+        violates.
         """
         samples = sample_axes(problem.graph)
         devices = problem.cluster.size
@@ -73,8 +82,8 @@ class DataParallel:
 
 
 def _is_by_samples(resolved: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
-    """True if a constraint permits a split of the samples over all `size` devices and no other
-    split.
+    """True if the constraint `resolved` is satisfied by splitting the samples of its nodes over
+    `size` devices, and nothing else. A constraint without a split is satisfied.
     """
     split = resolved.constraint.split
     if split is None or size == 1:

@@ -1,5 +1,5 @@
-"""Strategy `explicit`: a placement that is written stage by stage in YAML. Also writes placements
-in this form.
+"""Strategy `explicit`: run a placement that a YAML file describes stage by stage, and write a given
+placement in this form.
 """
 
 from __future__ import annotations
@@ -29,25 +29,33 @@ from autopipe.passes.batching import Division
 NodeName = int | str
 """A node's index in the graph, its name, or a glob over names."""
 NodeEntry = NodeName | tuple[NodeName, NodeName]
-"""A node name, or the (first, last) node of a range in the order of the graph."""
+"""An entry that selects nodes: a `NodeName`, or (first, last) for a range of nodes in the order of
+the graph.
+"""
 
 Degrees = tuple[tuple[str, int], ...]
-"""(axis, degree) pairs, outer to inner."""
+"""(axis, degree) pairs, from the outermost to the innermost split. `degree` is the number of parts
+into which the axis is split.
+"""
 SAMPLES = "samples"
-"""The name of the sample axis in a split, whatever its name in a node's iteration space."""
+"""Name that stands for the sample axis of each node in a split, whatever the axis is called in the
+node's iteration space.
+"""
 EVERY = ("*",)
-"""The node entries that select all nodes of a stage."""
+"""The node entries (a single glob) that select all nodes of a stage."""
 _LAST = chr(0x10FFFF)
 _SPECIAL = re.compile(r"[*?[]")
 _RUN = re.compile(r"(\d{1,9})-(\d{1,9})")
 _MINIMUM_RUN = 3
-"""Minimum number of consecutive devices that are written as a range."""
+"""Minimum number of consecutive devices that are written as one range, such as `0-2`."""
 _MAXIMUM_GLOBS = 256
-"""Maximum number of role globs that are tried."""
+"""Maximum number of globs that `role_globs` yields."""
 
 
 class NodeNames:
-    """The names of a graph's nodes. Names can be equal, empty, or contain glob characters."""
+    """Translates between the nodes of a graph and the names by which placement files refer to them.
+    Names can be equal, empty, or contain glob characters.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.names = tuple(node.name for node in graph.nodes)
@@ -55,7 +63,8 @@ class NodeNames:
         for index, name in enumerate(self.names):
             self._positions.setdefault(name, []).append(index)
         variants = [(name, index) for index, name in enumerate(self.names)]
-        # Exported names begin with a slash, which a glob may omit.
+        # A glob may omit the slash with which the names of exported nodes begin, so each such name
+        # is also stored without it.
         variants += [(name[1:], index) for name, index in variants if name.startswith("/")]
         self._sorted = sorted(variants)
         self._globs: dict[str, tuple[int, ...]] = {}
@@ -63,9 +72,10 @@ class NodeNames:
     def meant(self, entry: NodeEntry) -> tuple[int, ...]:
         """Return the nodes that an entry selects, ascending; at least one.
 
-        An entry that equals the name of a node is not a glob. Raise ConfigurationError for an index
-        or name that does not exist (with the nearest name), and for a range whose ends are reversed
-        or select several nodes.
+        A text that equals the name of a node selects the nodes of that name, even if it contains
+        glob characters. Raise ConfigurationError for an index or a name that no node has (the hint
+        contains the most similar name), and for a range whose last node comes before its first or
+        one of whose ends selects several nodes.
         """
         if isinstance(entry, tuple):
             first, last = map(self._one, entry)
@@ -93,7 +103,7 @@ class NodeNames:
         return matched
 
     def matched(self, glob: str) -> tuple[int, ...]:
-        """Return the nodes whose names match a glob, ascending."""
+        """Return the nodes whose names match a glob, ascending; () if there are none."""
         if glob not in self._globs:
             prefix = _SPECIAL.split(glob, maxsplit=1)[0]
             low = bisect_left(self._sorted, (prefix,))
@@ -104,7 +114,9 @@ class NodeNames:
         return self._globs[glob]
 
     def called(self, node: int) -> NodeName:
-        """Return the node's name if it is unique, and otherwise the node's index."""
+        """Return how a placement file refers to a node: by its name if no other node has it,
+        otherwise by its index.
+        """
         name = self.names[node]
         return name if len(self._positions[name]) == 1 else node
 
@@ -113,6 +125,9 @@ class NodeNames:
         return name in self._positions
 
     def _one(self, end: NodeName) -> int:
+        """Return the node that `end`, an end of a range, selects. Raise ConfigurationError if it
+        selects several nodes.
+        """
         found = self.meant(end)
         if len(found) > 1:
             hint = f"use the index of one node: {', '.join(map(str, found[:4]))}" + (
@@ -140,12 +155,13 @@ def entries_of(
     globs: Iterable[str],
     layers: Sequence[str] = (),
 ) -> tuple[NodeEntry, ...]:
-    """Return entries, in the order of the graph, that select all of `nodes` and only nodes of
-    `allowed` among `among`.
+    """Return entries that select nodes, in the order of the graph.
 
-    `among` is ascending. Each of `globs` is used if it selects permitted nodes only and at least
-    one new node. The remaining nodes are written as ranges. If `layers` has the layer of each node,
-    no range extends beyond one layer.
+    Of the nodes in `among` (ascending), the entries select all of `nodes` and possibly further
+    nodes of `allowed`, which contains `nodes`. A glob of `globs` becomes an entry if all nodes of
+    `among` that it matches are in `allowed` and at least one of them is not selected yet. Nodes
+    that no glob selects are written as ranges of consecutive nodes of `among`. If `layers` contains
+    the name of each node's layer, no range extends beyond one layer.
     """
     found: list[tuple[int, NodeEntry]] = []
     remaining = set(nodes)
@@ -172,8 +188,9 @@ def entries_of(
 
 
 def layer_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
-    """Yield one glob per layer: the prefix of its nodes' names up to the first folder that contains
-    a digit.
+    """Yield one glob per layer of a model, such as `encoder/layer.0/*`: the common prefix of node
+    names up to and including the first folder with a digit. Nodes without such a folder give no
+    glob.
     """
     layers: dict[str, None] = {}
     for node in nodes:
@@ -186,8 +203,9 @@ def layer_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
 
 
 def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
-    """Yield globs for nodes of equal role in all layers: the node's name, with `*` in place of the
-    numbers in its folders.
+    """Yield globs that match nodes of equal role in all layers, such as `encoder/layer.*/add`: a
+    node's name, in which each number in a folder is replaced by `*`. Nodes without a number in
+    their folders give no glob. At most `_MAXIMUM_GLOBS` globs are yielded.
     """
     folders_and_own = (names.names[node].rpartition("/") for node in nodes)
     roles = (
@@ -199,32 +217,33 @@ def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
 
 
 def _literal(text: str) -> str:
-    """Return a glob that matches only `text`."""
+    """Return a glob that matches only `text`, with all glob characters escaped."""
     return _SPECIAL.sub(r"[\g<0>]", text)
 
 
 @dataclass(frozen=True, slots=True)
 class GivenSplits:
-    """Nodes of a stage with equal splits."""
+    """A split, and the nodes of a stage to which it applies."""
 
     split: Degrees
-    """Degrees by axis of the iteration space, outer to inner over the stage's devices. `samples` is
-    the sample axis, whatever its name in an operator. A node is split along the axes that it has;
-    `{}` splits nothing.
+    """Number of parts by axis of the iteration space, from the outermost to the innermost split of
+    the stage's devices. `samples` is the sample axis, whatever its name in an operator. A node is
+    split along those of the axes that it has. `{}` splits nothing.
     """
     nodes: tuple[NodeEntry, ...]
-    """The nodes, written like those of a stage. If several entries select a node, the last one
-    counts. An entry also applies to its nodes that were moved to another stage, unless an entry
-    there selects them or the devices there cannot be divided accordingly.
+    """The nodes that are split, written like the nodes of a stage. If several entries select a
+    node, the last one counts. An entry also applies to nodes that were moved from this stage to
+    another stage, unless that stage has an entry for them other than `*`, or the number of its
+    devices is not divisible by the number of parts.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class GivenStage:
-    """One stage."""
+    """One stage of a written placement."""
 
     devices: tuple[int | str, ...]
-    """The devices, in order; `0-3` means four devices."""
+    """The devices, in the order in which splits number them. `0-3` means devices 0, 1, 2 and 3."""
     nodes: tuple[NodeEntry, ...]
     """The nodes: names, globs over names, indices into the graph's nodes (for equal or empty
     names), or `[first, last]` for a range in the order of the graph.
@@ -232,20 +251,22 @@ class GivenStage:
     micro_batch_size: int | None = None
     """Samples per micro-batch of the stage. Default: the step's micro-batch size."""
     recompute: bool = False
-    """Run the forward again for the backward (activation recomputation)."""
+    """True to run the forward again before the backward instead of saving its tensors (activation
+    recomputation).
+    """
     pipeline: int = 0
     """Number of the pipeline to which the stage belongs, from 0; each pipeline contains
     all nodes.
     """
     splits: tuple[GivenSplits, ...] = ()
-    """Splits of the stage's nodes over its devices. Each device computes all other
-    nodes in full.
+    """Splits of the stage's nodes over its devices. Nodes without a split are computed in full by
+    each device.
     """
 
 
 def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
-    """Return the devices written as numbers and ranges. Raise ConfigurationError for an entry that
-    is neither.
+    """Return the devices that `written` lists by number, such as 4, and by range, such as "0-3".
+    Raise ConfigurationError for an entry of another form.
     """
     found: list[int] = []
     for entry in written:
@@ -262,7 +283,9 @@ def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
 
 
 def written_devices(devices: Sequence[int]) -> Iterator[int | str]:
-    """Yield devices in the form that `devices_of` reads, in this order."""
+    """Yield entries for `devices` in the form that `devices_of` reads, in the given order. At least
+    `_MINIMUM_RUN` consecutive devices become a range.
+    """
     for _, each in groupby(enumerate(devices), key=lambda numbered: numbered[1] - numbered[0]):
         run = [device for _, device in each]
         yield from [f"{run[0]}-{run[-1]}"] if len(run) >= _MINIMUM_RUN else run
@@ -270,34 +293,35 @@ def written_devices(devices: Sequence[int]) -> Iterator[int | str]:
 
 @dataclass(frozen=True, slots=True)
 class Explicit:
-    """Run a placement as it is written, if it is executable. Nothing is searched, and constraints
+    """Run a placement as it is written, if it can be executed. Nothing is searched, and constraints
     are ignored.
 
-    The file `placement.yaml` in the folder of each plan contains its placement in this form.
-    `autopipe plan --from DIR` reads the file, edited or not.
+    The folder of each plan contains the file `placement.yaml` with the plan's placement in this
+    form. `autopipe plan --from DIR` reads this file, which may have been edited.
     """
 
     name: ClassVar[str] = "explicit"
 
     placement: tuple[GivenStage, ...] = ()
-    """The stages in order; each may read from earlier stages only."""
+    """The stages in order. A stage may read values of earlier stages only."""
 
     @property
     def devices(self) -> int:
-        """Return the largest device number plus 1. Raise ConfigurationError for an entry that is
-        not a device.
+        """Return the number of devices that the placement requires: the largest device number plus
+        1, or 0 without devices. Raise ConfigurationError for an entry that is not a device.
         """
         every = map(self.devices_at, range(len(self.placement)))
         return 1 + max(chain.from_iterable(every), default=-1)
 
     def devices_at(self, index: int) -> tuple[int, ...]:
-        """Return the devices of a stage. Raise ConfigurationError with the stage for an entry that
-        is not a device.
+        """Return the devices of stage `index`. Raise ConfigurationError, which names the stage, for
+        an entry that is not a device.
         """
         with _naming(index):
             return devices_of(self.placement[index].devices)
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.MANY`: a pipeline is kept busy by many micro-batches."""
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
@@ -309,10 +333,11 @@ class Explicit:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """Return the placement.
+        """Return the written placement.
 
-        Raise ConfigurationError with the stage and the node if a node is in no stage or in several,
-        a stage reads from a later one, a device does not exist, or a split is not possible.
+        Raise ConfigurationError, which names the stage or the node, if a node is in no stage or in
+        several, a stage reads from a later stage, a device does not exist, or a split is not
+        possible.
         """
         names = NodeNames(problem.graph)
         homes = [_stage_nodes(names, index, each) for index, each in enumerate(self.placement)]
@@ -329,12 +354,13 @@ class Explicit:
         return placement
 
     def _moved(self, names: NodeNames, homes: Sequence[set[int]], index: int) -> dict[int, Degrees]:
-        """Return the splits of nodes of stage `index` that entries of other stages of its pipeline
-        select.
+        """Return splits, by node, of nodes of stage `index` that splits of other stages select.
 
-        An entry follows a node that was moved to another stage. It is recognised by one of: a name
-        that is not in the entry's stage, a range with an end outside of the entry's stage, or a
-        glob that matches nothing in it. If several entries select a node, the last one counts.
+        If a node is moved to another stage, its entry in the splits of the former stage still
+        applies. So an entry of another stage of the same pipeline counts if one of these holds: it
+        is a name or a glob that selects no node of its own stage, or a range with an end outside of
+        its own stage. If several entries select a node, the last one counts. `homes` contains the
+        nodes of each stage.
         """
         found: dict[int, Degrees] = {}
         for other, stage in enumerate(self.placement):
@@ -350,8 +376,8 @@ class Explicit:
 
 
 def _has_left(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
-    """True if nodes that the entry selects were moved out of the entry's stage, whose nodes are
-    `home`.
+    """True if `meant`, the nodes that `entry` selects, show that a node was moved out of the
+    entry's stage, which has the nodes `home`.
     """
     if isinstance(entry, tuple):
         return meant[0] not in home or meant[-1] not in home
@@ -359,7 +385,7 @@ def _has_left(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
 
 
 def _stage_nodes(names: NodeNames, index: int, given: GivenStage) -> set[int]:
-    """Return the nodes of a stage. Raise ConfigurationError if there are none."""
+    """Return the nodes that stage `index` lists. Raise ConfigurationError if it lists none."""
     with _naming(index):
         nodes = {node for entry in given.nodes for node in names.meant(entry)}
     if not nodes:
@@ -378,8 +404,12 @@ def _stage(
     nodes: set[int],
     moved: Mapping[int, Degrees],
 ) -> Stage:
-    """Return a stage of `nodes`. The nodes in `moved` have splits that are written with other
-    stages.
+    """Return stage `index` of the written placement, with the nodes `nodes` on the devices
+    `devices`.
+
+    `moved` contains splits, by node, that are listed in other stages for nodes of this stage. They
+    count if the stage has no entry for the node other than `*`. Raise ConfigurationError for values
+    that are out of range or contradict each other.
     """
     whole = problem.micro_batch_size
     size = whole if given.micro_batch_size is None else given.micro_batch_size
@@ -443,11 +473,12 @@ def _stage(
 def _moved_split(
     samples: SampleAxes, node: int, split: Degrees, devices: int, has_other: bool
 ) -> Iterator[tuple[int, Degrees]]:
-    """Yield (node, split) for a node that was moved to a stage of `devices` devices, if the node is
-    split there.
+    """Yield the pair (node, split) for a node that was moved to a stage of `devices` devices, or
+    nothing if `split` does not determine a split there.
 
-    If the parts of its split do not divide the devices, the node gets the stage's split of all
-    nodes (`has_other`), otherwise a split by samples if it is possible, and otherwise none.
+    The node keeps `split` if the number of its parts divides `devices`. Otherwise, if the stage has
+    no split for all its nodes (`has_other` is False), the node's samples are split over all
+    devices, if they can be divided evenly.
     """
     own = split_of(samples, node, split)
     if devices % math.prod(degree for _, degree in own) == 0:
@@ -458,7 +489,9 @@ def _moved_split(
 
 @contextmanager
 def _naming(index: int) -> Iterator[None]:
-    """Add the stage to errors that are raised inside."""
+    """Return a context manager that prepends the number of the stage to the message of a
+    ConfigurationError.
+    """
     try:
         yield
     except ConfigurationError as error:
@@ -468,8 +501,9 @@ def _naming(index: int) -> Iterator[None]:
 def _nodes_of(
     names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]
 ) -> set[int]:
-    """Return the nodes of the stage to which `given` applies; empty if all of them were moved to
-    other stages.
+    """Return the nodes of stage `index` that the entries of `given` select. The result is empty if
+    all of them were moved to other stages. Raise ConfigurationError if none of the nodes has an
+    axis along which `given` splits.
     """
     found: set[int] = set()
     for entry in given.nodes:
@@ -487,7 +521,9 @@ def _nodes_of(
 
 
 def split_of(samples: SampleAxes, node: int, split: Degrees) -> Degrees:
-    """Return the degrees along the axes that the node has, under the node's own axis names."""
+    """Return the part of `split` that applies to a node: axes that the node lacks are omitted, and
+    `samples` is replaced by the name of the node's sample axis.
+    """
     named = ((own_axis(samples, node, axis, SAMPLES), degree) for axis, degree in split)
     return tuple((own, degree) for own, degree in named if own is not None)
 
@@ -537,9 +573,10 @@ def _node_text(graph: Graph, node: int) -> str:
 
 
 def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Explicit:
-    """Return the strategy that produces exactly this placement of `graph`, with few entries.
+    """Return the strategy that produces exactly this placement of `graph`, with as few entries as
+    ranges and globs permit.
 
-    If `layers` has the layer of each node, no range of nodes extends beyond one layer.
+    If `layers` contains the name of each node's layer, no range of nodes extends beyond one layer.
     """
     names = NodeNames(graph)
     samples = sample_axes(graph)
@@ -567,8 +604,10 @@ def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> E
 
 
 def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenSplits, ...]:
-    """Return the splits as entries: the split of more than half of the split nodes for all nodes,
-    then all others, equal ones together.
+    """Return the splits of a stage as entries.
+
+    If one split applies to more than half of the split nodes, it is written first, for all nodes
+    (`*`). Nodes whose split differs from it follow, with one entry per distinct split.
     """
     degrees_by_node = {
         node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes
@@ -593,13 +632,17 @@ def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tupl
 
 
 def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> Degrees:
-    """Return a node's splits as (axis, degree) pairs, with its sample axis called `samples`."""
+    """Return the splits of a node as (axis, degree) pairs. The node's sample axis is called
+    `samples`.
+    """
     own = samples.axes[node]
     return tuple((SAMPLES if split.axis == own else split.axis, split.degree) for split in splits)
 
 
 def _nodes_with_splits(samples: SampleAxes, stage: Stage, degrees: Degrees) -> frozenset[int]:
-    """Return the nodes of a stage whose splits are exactly what `degrees` produces."""
+    """Return the nodes of a stage whose splits equal the splits that `degrees` produces for them
+    (`split_of`).
+    """
     found = {
         node: tuple(Split(*each) for each in split_of(samples, node, degrees))
         for node in stage.nodes

@@ -1,8 +1,9 @@
-"""GraphPipe: pipeline stages that keep the branches of a model parallel (Jeon et al., 2024).
+"""Strategy `graphpipe`: pipeline stages that keep parallel branches of a model parallel (Jeon et
+al., "GraphPipe", 2024).
 
 - `series_parallel` decomposes the graph into a series-parallel tree and a chain of blocks;
 - `stage_costs` computes the cost of each contiguous range of blocks as a stage;
-- `search` finds the minimum number of devices for one target time;
+- `search` finds the minimum number of devices on which all stages meet a target time;
 - `micro_batch_search` searches target times and micro-batch sizes;
 - `strategy` is the placement strategy.
 

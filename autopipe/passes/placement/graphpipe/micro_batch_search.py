@@ -1,9 +1,10 @@
-"""The search over chains, micro-batch sizes and target times, and the choice among the partitions
-that it finds.
+"""The search over chains, micro-batch sizes and target times of GraphPipe, and the choice among the
+partitions that it finds.
 
-For each chain and micro-batch size, a binary search over the time of the slowest stage (Jeon et
-al., "GraphPipe" (2024), Algorithm 1) finds the best partition for each depth of the pipeline.
-Partitions whose estimated steps are nearly equal are simulated.
+A chain lists blocks of nodes in a topological order. A partition divides a chain into stages. For
+each chain and micro-batch size, a binary search over the time of the slowest stage (Jeon et al.,
+"GraphPipe" (2024), Algorithm 1) finds the best partition for each depth of the pipeline. Partitions
+whose estimated steps are nearly equal are simulated.
 """
 
 from __future__ import annotations
@@ -46,16 +47,18 @@ from autopipe.passes.schedule.limits import predicted_step
 from autopipe.passes.schedule.predict import predict
 
 _PERIODS = 3
-"""Number of periods, each of as many micro-batches as the pipeline is deep, after which a step is
-assumed to be periodic.
+"""Number of periods after which the step of a pipeline is assumed to be periodic. In a period, each
+stage runs as many micro-batches as the pipeline is deep.
 """
 
 
 def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: int) -> float:
-    """Return the seconds of a step with `micro_batches` micro-batches.
+    """Return the seconds of a step with `micro_batches` micro-batches in a pipeline of `depth`
+    stages.
 
-    `seconds` returns them for any number. For a large number, the result is extrapolated from two
-    smaller numbers, because each further period takes equally long.
+    `seconds(n)` returns the seconds of a step with n micro-batches. For a large number of
+    micro-batches, the result is extrapolated linearly from two smaller numbers, because each
+    further period of `depth` micro-batches takes equally long.
     """
     enough = _PERIODS * depth + 2
     if micro_batches <= enough + depth:
@@ -66,16 +69,19 @@ def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: in
 
 
 def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
-    """Return (seconds, memory) of a simulated step under 1F1B.
+    """Return (seconds, memory) of the simulated 1F1B step of a placement.
 
-    `memory` is the maximum over devices of used divided by available bytes. The problem must have
-    the placement's micro-batch size.
+    `memory` is the maximum over devices of peak bytes divided by available bytes; the placement
+    fits if it is at most 1. The micro-batch size of `problem` must be that of the placement.
     """
     graph = StageGraph.of(problem, placement)
     prediction = predict(problem, placement)
     shares = [0.0]
 
     def seconds(micro_batches: int) -> float:
+        """Return the seconds of a step with this number of micro-batches, and add the memory
+        fractions of the devices to `shares`.
+        """
         step = predicted_step(graph, prediction, micro_batches, problem.train)
         shares.extend(
             peak / problem.memory_of(device) for device, peak in enumerate(step.peak_memory)
@@ -94,10 +100,14 @@ def _estimated_seconds(
 ) -> float:
     """Return the estimated seconds of a step of `count` micro-batches under 1F1B.
 
-    A task starts when its stage is free and its messages have arrived. Tasks are visited in the
-    order of slots: forward m of stage s has slot 2m - depth(s), backward m has slot
-    2m + depth(s) - 1. This is the order of 1F1B on each stage, and each task follows the tasks that
-    it depends on.
+    `edges` contains the (source, target) pairs of stages that communicate, and `depths` the number
+    of stages from each stage to the end of the pipeline. `train` is False for inference, which has
+    no backward.
+
+    A task starts when its stage is free and its messages have arrived. Tasks are visited in
+    ascending order of slots: the forward of micro-batch m in stage s has slot 2m - depth(s), and
+    its backward has slot 2m + depth(s) - 1. On each stage this is the order of 1F1B, and each task
+    comes after the tasks that it depends on.
     """
     before: list[list[int]] = [[] for _ in drafts]
     after: list[list[int]] = [[] for _ in drafts]
@@ -123,10 +133,11 @@ def _estimated_seconds(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """A partition of a chain into stages, for micro-batches of `size` samples.
+    """A partition of a chain (`line`) into stages (`drafts`), for micro-batches of `size` samples.
 
+    depth: number of stages on the longest path through the pipeline.
     step_s: estimated seconds of a step.
-    memory: estimated maximum over devices of used divided by available bytes.
+    memory: estimated maximum over devices of peak bytes divided by available bytes.
     """
 
     line: BlockLine
@@ -138,30 +149,39 @@ class Partition:
 
 
 _WORTH_WIDENING = 1.2
-"""A partition whose step is at most this factor longer than the best is improved with its unused
-devices.
+"""A partition is improved with its unused devices (`Solver._improved`) if its step is shorter than
+this factor times the limit on the step.
 """
 
 _FEW_STAGES = 6
-"""Maximum number of stages for which boundaries between stages are moved."""
+"""Maximum number of stages for which the improvement of a partition also moves boundaries between
+stages.
+"""
 _ROUNDING = 1e-9
-"""Relative tolerance of lower bounds, because sums in another order round differently."""
+"""Relative tolerance of lower bounds, because sums of equal terms in another order round
+differently.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Solver:
-    """The search for partitions of one chain on at most `devices` devices."""
+    """The search for partitions of the chain `line` on at most `devices` devices. `train` is False
+    for inference.
+    """
 
     line: BlockLine
     devices: int
     train: bool
 
     def partitions(self, table: OptionTable, least: float, limit: float) -> Iterator[Partition]:
-        """Yield the fastest partition, then the fastest one of smaller depth, and so on while it
-        can be better.
+        """Yield partitions of decreasing depth, while a smaller depth can give a shorter step.
+
+        For each maximum depth, the partition whose slowest stage takes the least time is yielded.
+        If its step is nearly as short as `limit`, the partition is yielded again after an
+        improvement by `_improved`.
 
         least: lower bound on the seconds per micro-batch of the slowest stage.
-        limit: upper bound on the seconds of a step.
+        limit: upper bound on the seconds of a step. It is replaced by shorter steps that are found.
         """
         levels = self.levels(table)
         while levels:
@@ -178,26 +198,31 @@ class Solver:
             least = target
 
     def single_stage(self, table: OptionTable) -> Partition | None:
-        """Return the fastest partition with a single stage, or None if none fits the memory."""
+        """Return the partition with a single stage that takes the least time per micro-batch, or
+        None if no single stage fits the memory.
+        """
         at = (0, table.places - 1)
         fitting = (option for option in table.options if option.holds(*at, 1))
         best = min(fitting, key=lambda option: float(option.seconds[at]), default=None)
         return None if best is None else self._estimated((best.stage(*at, 1),), table)
 
     def levels(self, table: OptionTable) -> int:
-        """Return the maximum depth of a pipeline."""
+        """Return the maximum possible depth of a pipeline: the smaller of the numbers of devices
+        and blocks.
+        """
         return min(self.devices, table.places - 1)
 
     def fastest(self, table: OptionTable, low: float, high: float, levels: int) -> float | None:
-        """Return the minimum time per micro-batch of the slowest stage over all partitions of depth
-        up to `levels`, if it is between `low` and `high`; otherwise None.
+        """Return the minimum over all partitions of depth up to `levels` of the seconds per
+        micro-batch of the slowest stage. Return None if no partition takes at most `high` seconds.
+        `low` is a lower bound on the result.
         """
         slowest = (
             np.max(each.seconds, where=each.seconds < np.inf, initial=0.0) for each in table.options
         )
         high = min(high, float(max(slowest)))
-        # First search upwards in growing steps. The first step is about the time that each stage
-        # gains if there is one stage less.
+        # First search upwards in growing steps. The size of the first step, low / levels, is about
+        # the time by which each stage becomes longer if there is one stage less.
         step = low / levels
         while 0 < step < high - low:
             if self.meets(table, low + step, levels):
@@ -222,22 +247,28 @@ class Solver:
         return float(values[best])
 
     def meets(self, table: OptionTable, target: float, levels: int) -> bool:
-        """True if a partition of depth up to `levels` meets the target on the available devices.
+        """True if a partition of depth up to `levels` exists whose stages take at most `target`
+        seconds per micro-batch, on the available devices.
 
-        The faster test without levels decides most cases.
+        A faster test that ignores the depth (`minimum_devices`) is run first; it decides most
+        cases.
         """
         needs = table.needs(target, levels)
         if minimum_devices(needs[1], table.runs) > self.devices:
             return False
         if needs[1] is needs[-1] and levels == self.levels(table):
-            # The needs are equal at all levels, and the depth is not limited.
+            # All levels need the same devices, and `levels` is the maximum depth, so the faster
+            # test is exact.
             return True
         probe = TargetProbe(needs.__getitem__, table.places, table.runs, levels)
         return probe.solve(self.line.regions)[0] <= self.devices
 
     def shallowest(self, table: OptionTable, target: float, levels: int) -> Partition:
-        """Return the partition that meets the target with the minimum micro-batches in flight."""
-        # The minimum is usually close to `levels`, so search downwards in growing steps first.
+        """Return the partition of minimum depth, and so with the fewest micro-batches in flight,
+        whose stages take at most `target` seconds. A partition of depth `levels` must exist.
+        """
+        # The minimum depth is usually close to `levels`, so search downwards in growing steps
+        # before bisecting.
         fewer = 1
         while fewer < levels and self.meets(table, target, levels - fewer):
             levels -= fewer
@@ -252,11 +283,11 @@ class Solver:
         return self._estimated(tuple(table.stage(stage, target) for stage in stages), table)
 
     def _improved(self, answer: Partition, table: OptionTable) -> Partition:
-        """Return the partition improved by a greedy search.
+        """Return the partition after a greedy improvement of its estimated step.
 
-        Each step assigns unused devices to a stage, or moves a boundary by one block if there are
-        at most `_FEW_STAGES` stages. The change that shortens the step the most is kept, until none
-        does.
+        A change gives unused devices to a stage, or, if there are at most `_FEW_STAGES` stages,
+        moves a boundary between two stages by one block. The change that shortens the step the most
+        is applied, until no change shortens it.
         """
         best = answer
         while True:
@@ -282,8 +313,9 @@ class Solver:
     def _with_moved_boundaries(
         self, drafts: tuple[DraftStage, ...], table: OptionTable
     ) -> Iterator[tuple[DraftStage, ...]]:
-        """Yield the stages with one boundary moved by one block, if depths and recomputation do not
-        change and the stages fit the memory.
+        """Yield the stages with one boundary between two stages moved by one block. Only stages
+        that fit the memory are yielded, and only if the depth of each stage and its recomputation
+        do not change.
         """
         depths = depths_to_end(len(drafts), self._edges(drafts))
         for index, (one, other) in enumerate(itertools.pairwise(drafts)):
@@ -301,6 +333,9 @@ class Solver:
                         yield found
 
     def _estimated(self, drafts: tuple[DraftStage, ...], table: OptionTable) -> Partition:
+        """Return the partition with the stages `drafts`, its estimated step and its estimated
+        memory.
+        """
         edges = self._edges(drafts)
         depths = depths_to_end(len(drafts), edges)
         step = _step_seconds(
@@ -312,8 +347,8 @@ class Solver:
         return Partition(self.line, drafts, table.size, max(depths), step, memory)
 
     def _edges(self, drafts: Sequence[DraftStage]) -> list[tuple[int, int]]:
-        """Return the pairs (source, target) of stages such that the target reads from the
-        source.
+        """Return the (source, target) pairs of stages for which stage `target` reads a value of
+        stage `source`.
         """
         masks = [(1 << draft.stop) - (1 << draft.start) for draft in drafts]
         read = [
@@ -331,8 +366,9 @@ class Solver:
 def _variants(
     draft: DraftStage, table: OptionTable, more: range = range(1)
 ) -> Iterator[DraftStage]:
-    """Yield the options for a stage with `more` additional devices of its run that fit its
-    micro-batches in flight into memory.
+    """Yield the stage with other numbers of devices of its run, with and without recomputation, if
+    its micro-batches in flight fit the memory. `more` contains the permitted numbers of additional
+    devices.
     """
     own = (draft.start, draft.stop, draft.in_flight)
     for option in table.options:
@@ -341,40 +377,45 @@ def _variants(
 
 
 _BLOCKS_PER_DEVICE = 24
-"""Number of blocks per device, within the two following limits. The time of the search grows with
-the square of the number of blocks.
+"""Number of blocks of a chain per device, limited by `_MIN_BLOCKS` and `_MAX_BLOCKS`. The time of
+the search grows with the square of the number of blocks.
 """
 _MIN_BLOCKS = 96
-"""Minimum number of blocks into which a large graph is divided."""
+"""Minimum number of blocks into which the chain of a large graph is divided."""
 _MAX_BLOCKS = 224
-"""Maximum number of blocks."""
+"""Maximum number of blocks into which a chain is divided."""
 
 _CLOSE = 1.005
-"""Partitions whose estimated steps differ by at most this factor are simulated, because the
-estimate is not more accurate.
+"""Ratio of a partition's estimated step to the shortest estimate up to which the partition is
+simulated, because estimates are not more accurate.
 """
 
 _CLOSE_AMONG_NODES = 1.01
-"""The factor for clusters of several nodes, for which the search does not know the link of a
-message.
+"""Replaces `_CLOSE` in a cluster of several nodes. Estimates are less accurate there, because the
+search does not know over which link a message is sent.
 """
 
 _MAX_TRIALS = 4
 """Maximum number of partitions that are simulated."""
 _HALVINGS = 14
-"""Number of bisection steps for the minimum excess over the memory limit: a precision of 1 /
-10,000.
+"""Number of bisection steps for the minimum number of bytes by which all memory limits would have
+to be higher: a precision of about 1 / 10,000.
 """
 _TRUSTED_MEMORY = 0.9
-"""Maximum estimated fraction of the memory for which a partition is accepted without simulation."""
+"""Maximum estimated fraction of a device's memory for which a partition is accepted without a
+simulation.
+"""
 _NEAR = 1.2
-"""Another chain is searched if the step exceeds the bound of pure computation by this factor."""
+"""Another chain is searched only if the best step is longer than this factor times a lower bound,
+in which all devices compute all the time.
+"""
 
 
 class MicroBatchSearch:
-    """The search over chains and micro-batch sizes.
+    """The search over chains and micro-batch sizes for one problem.
 
-    `units` are the groups of nodes that stay in one stage, `weights` the time of each node.
+    `units` contains the groups of nodes that stay in one stage. `weights` contains the seconds of
+    each node.
     """
 
     def __init__(self, problem: Problem, units: Blocks, weights: NDArray[np.float64]) -> None:
@@ -389,15 +430,19 @@ class MicroBatchSearch:
             size: self._load(size) / self.devices
             for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
         }
-        """Lower bound on the seconds per micro-batch of each size, with all devices always busy."""
+        """By micro-batch size: lower bound on the seconds per micro-batch of the slowest stage. In
+        the bound, all devices compute all the time.
+        """
         self.close = _CLOSE_AMONG_NODES if problem.cluster.node_count > 1 else _CLOSE
 
     def _load(self, size: int) -> float:
-        """Return a lower bound on the seconds of a micro-batch on one device: the time of the
-        fastest device type, or of its host if the host is slower.
+        """Return a lower bound on the seconds that one device needs for a micro-batch of `size`
+        samples: the time of the fastest device type, or the time of its host to launch all
+        operators if that is longer.
 
-        Each parameter and each operator counts once. With measured times, the bound is the minimum
-        over degrees of degree times the measured time of 1 / degree of an operator.
+        Each operator and the gradient accumulation of each parameter count once. If operators have
+        measured times, the bound for an operator is the minimum over degrees d of d times its time
+        on 1 / d of the samples.
         """
         problem = self.problem
         kinds = self.problem.cluster.kinds
@@ -423,12 +468,14 @@ class MicroBatchSearch:
         return max(every + added, started * launch_s)
 
     def best(self, trees: Iterable[Tree]) -> Placement:
-        """Return the placement of the best partition over `trees`.
+        """Return the placement of the best partition over all `trees`, each of which determines a
+        chain.
 
         Among partitions with nearly equal estimates, the one with the shortest simulated step is
-        chosen. Further trees are searched only while the best step exceeds the bound of pure
-        computation by the factor `_NEAR`. Raises InfeasibleError, with the minimum excess over the
-        memory limit, if no stages fit the memory.
+        chosen. Further trees are searched only while the best step exceeds a lower bound, in which
+        all devices compute all the time; for graphs with more than `FEW_UNITS` units, only while it
+        exceeds `_NEAR` times the bound. Raise InfeasibleError, with the minimum excess over the
+        memory limit, if no partition fits the memory.
         """
         found: list[Partition] = []
         near = _NEAR if len(self.units.nodes) > FEW_UNITS else 1.0
@@ -450,12 +497,16 @@ class MicroBatchSearch:
         return chosen
 
     def _chosen(self, found: list[Partition]) -> Placement | None:
-        """Return the placement of the best partition, or None if none fits the memory."""
-        # Several chains may give equal partitions.
+        """Return the placement of the best partition of `found`, or None if no partition fits the
+        memory.
+        """
+        # Different chains may give equal partitions. Keep one partition per micro-batch size and
+        # step.
         found = list({(each.size, each.step_s): each for each in reversed(found)}.values())
         found.sort(key=lambda each: each.step_s)
         least = found[0].step_s if found else 0.0
-        # The estimate of a single stage is exact, because no tasks overlap.
+        # The estimate for a single stage is exact, because its tasks run one after the other. So a
+        # single stage needs no tolerance.
         close = [
             each
             for each in found
@@ -476,11 +527,13 @@ class MicroBatchSearch:
         return best
 
     def _partitions(self, line: BlockLine, best: float) -> Iterator[Partition]:
-        """Yield partitions of a chain whose estimated step is below `best`, or close to it."""
+        """Yield partitions of a chain that can have a shorter estimated step than `best` seconds,
+        or one that is longer by at most the factor `self.close`.
+        """
         batch = self.problem.batch_size
         solver, tables = self._solver(line)
-        # Start with one stage on all devices and the largest micro-batches that fit the memory. It
-        # is found quickly and is often good.
+        # Start with one stage on all devices and the largest micro-batches that fit the memory.
+        # This partition is found quickly, is often good, and limits the search that follows.
         for size in sorted(self.loads, reverse=True) if best == np.inf else ():
             table = option_table(tables, self.seconds, size, (self.devices,))
             answer = solver.single_stage(table) if table.options else None
@@ -488,8 +541,8 @@ class MicroBatchSearch:
                 best = answer.step_s
                 yield answer
                 break
-        # Visit sizes in the order of an estimate that counts warm-up and cool-down as two
-        # micro-batches.
+        # Visit sizes in ascending order of an estimated step, in which warm-up and cool-down count
+        # as two micro-batches.
         for size in sorted(self.loads, key=lambda size: self.loads[size] * (batch // size + 2)):
             limit = best * self.close
             if self.loads[size] * (batch // size) > limit:
@@ -500,6 +553,9 @@ class MicroBatchSearch:
                 yield answer
 
     def _solver(self, line: BlockLine) -> tuple[Solver, Tables]:
+        """Return the solver for a chain, and the tables from which the costs of its stages are
+        computed.
+        """
         return Solver(line, self.devices, self.problem.train), make_tables(
             self.problem, line.chain, self.samples
         )
@@ -507,9 +563,11 @@ class MicroBatchSearch:
     def _placement(self, found: Partition) -> Placement:
         """Return the placement of a partition.
 
-        Stages get consecutive devices of their runs, the stages with most devices first. If degrees
-        and node sizes are powers of two, no stage that fits into a node then spans two nodes. Among
-        stages with equally many devices, neighbours of the chain get neighbouring devices.
+        A stage gets consecutive devices of its run, the range of equal devices that it uses. Stages
+        with more devices are placed first, so if all degrees and node sizes are powers of two, a
+        stage that fits into a node of the cluster does not span two nodes. Stages with equally many
+        devices are placed in the order of the chain, so neighbouring stages get neighbouring
+        devices.
         """
         runs = equal_device_runs(self.problem.cluster)
         firsts = [run.start for run in runs]
@@ -531,17 +589,20 @@ class MicroBatchSearch:
         return Placement(tuple(stages[index] for index in range(len(stages))))
 
     def _too_little_memory(self, line: BlockLine) -> InfeasibleError:
-        """Return the error that names the stage with the largest excess in the partition with the
-        minimum excess over the memory limit, for the smallest micro-batches.
+        """Return the error for a chain no partition of which fits the memory.
+
+        The error is for the partition that exceeds the memory limits the least, with the smallest
+        micro-batches, and names the stage of this partition with the largest excess.
         """
         problem = self.problem
         solver, tables = self._solver(line)
 
         def table(spare: float) -> OptionTable:
+            """Return the stage options if each memory limit is `spare` bytes higher."""
             return option_table(tables, self.seconds, min(self.loads), self.degrees, spare)
 
         def holds(spare: float) -> bool:
-            """True if a partition of any speed fits memory limits that are `spare` bytes higher."""
+            """True if a partition, however slow, fits memory limits that are `spare` bytes higher."""
             found = table(spare)
             return solver.meets(found, np.inf, solver.levels(found))
 

@@ -1,19 +1,20 @@
-"""The dynamic program of GraphPipe: the minimum number of devices on which each stage meets a
-target time, by the number of micro-batches in flight.
+"""The dynamic program of GraphPipe: the minimum number of devices on which all stages meet a target
+time, for each number of micro-batches in flight.
 
 Objective: given a target t (seconds per micro-batch), partition the chain of blocks into stages,
 each a contiguous range, so that each stage takes at most t seconds on its devices and fits their
 memory, with the minimum number of devices in total.
 
-The *level* of a stage is its number of micro-batches in flight under 1F1B: one more than the
-highest level of its successors. Jeon et al., "GraphPipe" (2024), Algorithm 1, minimise the samples
-in flight for a given number of devices. This module answers the equivalent question with the two
-exchanged: it minimises the devices for each level of the first stage. The devices of parts in
-series and of parts in parallel then both add up, and one table serves all numbers of devices.
+The *level* of a stage is its number of micro-batches in flight under 1F1B (micro-batches whose
+forward has run and whose backward has not): one more than the highest level of its successors. Jeon
+et al., "GraphPipe" (2024), Algorithm 1, minimise the samples in flight for a given number of
+devices. This module exchanges the two quantities: it minimises the number of devices for each level
+of the first stage. Then the devices of parts in series and of parts in parallel both add up, and
+one table serves all numbers of devices.
 
-Recurrence for a chain without forks. Let need(l, i, j) be the minimum devices for blocks i to j - 1
-as one stage with l micro-batches in flight, and D(l, i) the minimum devices for all blocks from i
-on if a stage that ends at i has a successor of level l:
+Recurrence for a chain without forks. Let need(l, i, j) be the minimum number of devices for blocks
+i to j - 1 as one stage with l micro-batches in flight, and D(l, i) the minimum number of devices
+for all blocks from i on if a stage that ends at i has a successor of level l:
 
     D(0, end) = 0
     D(l, i) = min over j > i of need(l, i, j) + D(l - 1, j)
@@ -41,24 +42,24 @@ from autopipe.passes.placement.graphpipe.series_parallel import BlockRun, Fork, 
 
 Devices = NDArray[np.int16]
 UNREACHABLE = 10_000
-"""Number of devices that stands for "impossible": more than any cluster has, and small enough that
-the sum of two fits in 16 bits.
+"""Number of devices that stands for "impossible". It exceeds the size of any cluster, and the sum
+of two such numbers fits in 16 bits.
 """
 Front = NDArray[np.int32]
-"""The table of the dynamic program.
+"""The table of the dynamic program, of shape [1 or 2, levels, block boundaries].
 
 `front[0, level, i]` is D(level, i): the minimum number of devices for all blocks from i on, if
-`level` is the highest level among the successors of a stage that ends at i. An entry that needs at
-least as many devices as an entry of a lower level is omitted (`UNREACHABLE`). If stages are traced,
-`front[1, level, i]` is the number, counted from 1, of the first stage of this solution in
-`TargetProbe.stages`, and 0 at the end of the chain.
+`level` is the highest level among the successors of a stage that ends at i. An entry is omitted
+(`UNREACHABLE`) if an entry of a lower level needs at most as many devices. If stages are recorded
+(`TargetProbe.traced`), `front[1, level, i]` is the number, counted from 1, of the first stage of
+this solution in `TargetProbe.stages`, and 0 at the end of the chain.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionStage:
     """A stage of a solution: blocks `start` to `stop - 1`, with at most `level` micro-batches in
-    flight, on devices of the run `run`.
+    flight, on devices of the run (range of equal devices) with index `run`.
     """
 
     start: int
@@ -68,13 +69,15 @@ class PartitionStage:
 
 
 class TargetProbe:
-    """The dynamic program for one target.
+    """The dynamic program for one target time.
 
     needs: `needs(level)[run][start, stop]` is the minimum number of devices of a run on which
     blocks `start` to `stop - 1` meet the target as one stage with `level` micro-batches in flight,
-    or `UNREACHABLE`. places: number of block boundaries, one more than the number of blocks. runs:
-    number of devices of each run. levels: maximum level. traced: True to record the stages of the
-    solution.
+    or `UNREACHABLE`.
+    places: number of block boundaries, one more than the number of blocks.
+    runs: number of devices of each run.
+    levels: maximum level of a stage.
+    traced: True to record the stages of the solution.
     """
 
     def __init__(
@@ -89,24 +92,28 @@ class TargetProbe:
         self.levels = levels
         self.nothing: Front = np.full((1 + traced, levels + 1, places), UNREACHABLE, dtype=np.int32)
         self.ends = tuple(itertools.accumulate(reversed(runs)))
-        """Number of devices in use if a run and all later runs are fully used, last run first."""
+        """For each run, from the last to the first: number of devices in use if this run and all
+        later runs are fully used.
+        """
         least = np.minimum.reduce(needs(min(1, levels)))
         before = np.full(places, UNREACHABLE, dtype=np.int16)
         before[0] = 0
         for stop in range(1, places):
             before[stop] = min(UNREACHABLE, int((before[:stop] + least[:stop, stop]).min()))
         self.limit: Devices = np.minimum(self.ends[-1] - before + 1, UNREACHABLE).astype(np.int16)
-        """For each boundary, an exclusive bound on the devices for all blocks after it: the blocks
-        before it need the other devices at any level.
+        """For each block boundary: a number of devices that the blocks after it must not reach,
+        because otherwise too few devices remain for the blocks before it.
         """
         self.stages: list[tuple[PartitionStage, int]] = []
-        """Traced stages, each with the number, counted from 1, of the next stage of its
-        solution.
+        """Recorded stages, each with the number, counted from 1, of the next stage of its solution;
+        0 after the last stage.
         """
 
     def solve(self, regions: tuple[Region, ...]) -> tuple[int, tuple[PartitionStage, ...]]:
-        """Return (devices, stages): the minimum number of devices for the chain, `UNREACHABLE` if
-        it cannot meet the target, and its stages in order if they are traced.
+        """Return (devices, stages) for a chain that consists of `regions`.
+
+        devices: the minimum number of devices; `UNREACHABLE` if the chain cannot meet the target.
+        stages: the stages of the solution in order; () unless they are recorded.
         """
         front = self.nothing.copy()
         front[:, 0, -1] = 0
@@ -121,7 +128,9 @@ class TargetProbe:
         return devices, tuple(found)
 
     def _line(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
-        """Extend the table from the end of `regions` to their start, with levels up to `most`."""
+        """Fill the entries of the table `front` for all blocks of `regions`, from the last block to
+        the first. No stage has a level above `most`.
+        """
         for region in reversed(regions):
             if isinstance(region, BlockRun):
                 self._run(region, front, most)
@@ -129,7 +138,9 @@ class TargetProbe:
                 self._fork(region, front, most)
 
     def _run(self, run: BlockRun, front: Front, most: int) -> None:
-        """Extend the table over a run of blocks in series."""
+        """Fill the entries of the table for a run of blocks in series. The entries for the blocks
+        after it must be present.
+        """
         places = slice(run.start, run.stop)
         limit = self.limit[places]
         behind = front[0, :most, run.start + 1 :]
@@ -162,8 +173,9 @@ class TargetProbe:
                     front[1, level, run.start + place] = len(self.stages)
 
     def _taken(self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices) -> Devices:
-        """Return the devices in use with a stage from each boundary of a run of blocks (rows) to
-        each of `stops` (columns). `seen` are the devices in use after each stop.
+        """Return the number of devices in use after a stage of level `level` is added, for each
+        boundary of a run of blocks where the stage may start (rows) and each of `stops` where it
+        may end (columns). `seen` contains the devices in use by the blocks after each stop.
         """
         found: list[Devices] = []
         start = 0
@@ -179,10 +191,10 @@ class TargetProbe:
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
     def _fork(self, fork: Fork, front: Front, most: int) -> None:
-        """Extend the table over a fork.
+        """Fill the entries of the table for a fork, a set of parallel branches.
 
-        The stage that joins the branches has one level, which is enumerated. A stage before the
-        fork sees the maximum of the branches' levels.
+        The stage that contains the join of the branches has one level; all its possible levels are
+        tried. A stage before the fork sees the maximum of the branches' levels.
         """
         places = slice(fork.start, fork.stop)
         stop = fork.stop
@@ -190,8 +202,9 @@ class TargetProbe:
         found = self.nothing.copy()
 
         def keep(ends: Front, level: int) -> None:
-            """Record, for each boundary, the minimum devices over levels up to `level` as the entry
-            of `level`.
+            """Copy the entries of `ends` with the minimum number of devices over all levels to
+            level `level` of `found`, at each boundary where they need fewer devices than the
+            present entry.
             """
             best = ends[0, :, places].argmin(axis=0)
             better = ends[0, best, columns] < found[0, level, columns]
@@ -201,7 +214,8 @@ class TargetProbe:
         for level in range(most + 1):
             if front[0, level, stop] == UNREACHABLE and not (level and filled[level - 1]):
                 continue
-            # The join is in a stage of `level` that starts at the join or inside the last branch.
+            # The join is in a stage of level `level`. The stage starts at the join or inside the
+            # last branch.
             behind = self.nothing.copy()
             behind[:, level, stop] = front[:, level, stop]
             if level:
@@ -210,7 +224,9 @@ class TargetProbe:
             ends = self._branches(fork, behind.copy(), level, most, passed)
             keep(ends, most)
             if not fork.start:
-                continue  # No stage before the fork sees the levels of the branches.
+                # The chain starts with the fork, so there is no stage before it whose level depends
+                # on the levels of the branches.
+                continue
             least = ends[0, :, places].min(axis=0)
             for highest in range(max(level, 1), most):
                 ends = self._branches(fork, behind.copy(), level, highest, passed)
@@ -224,20 +240,23 @@ class TargetProbe:
     def _branches(
         self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]
     ) -> Front:
-        """Extend the table over the branches of a fork, from the last to the first.
+        """Fill the entries of the table for the branches of a fork, from the last to the first, and
+        return the table.
 
-        level: level of the stage that joins the branches. most: maximum level inside the branches.
-        passed: the table after each branch in the first call for this `level`, which fills the
-        list. A later call has a smaller `most`; it reuses the entries of a branch if the table
-        after the branch is equal.
+        level: level of the stage that joins the branches.
+        most: maximum level inside the branches.
+        passed: the tables after each branch from the first call for this `level`, which appends
+        them. Later calls have a smaller `most`. They copy the entries of a branch from `passed` if
+        the entries after the branch are equal.
         """
         known = iter(tuple(passed))
         for branch in reversed(fork.branches):
             places = slice(branch[0].start, branch[-1].stop)
             stop = branch[-1].stop
             if stop < fork.stop:
-                # The stages of the next branch are no successors of this branch. Only the join is,
-                # so the minimum over levels becomes the entry of the join's level.
+                # The stages of the next branch are not successors of this branch. The only
+                # successor is the join, so the minimum over levels becomes the entry at the level
+                # of the join.
                 best = front[:, front[0, :, stop].argmin(), stop].copy()
                 front[0, :, stop] = UNREACHABLE
                 front[:, level, stop] = best
@@ -254,16 +273,18 @@ class TargetProbe:
 
 
 def _filled(devices: Front) -> list[bool]:
-    """Return, for each level, True if it has an entry."""
+    """Return a list with True for each level at which `devices` has a reachable entry."""
     found: list[bool] = np.logical_or.reduce(devices < UNREACHABLE, axis=1).tolist()
     return found
 
 
 def minimum_devices(needs: Sequence[Devices], runs: Sequence[int]) -> int:
-    """Return the number of devices of `TargetProbe.solve` if `needs` is equal at all levels.
+    """Return the minimum number of devices that `TargetProbe.solve` returns if `needs` is equal at
+    all levels.
 
-    `needs` has one matrix per run of `runs` devices. Without levels, each boundary has one entry
-    and forks need no special treatment, so this is faster.
+    `needs` contains one matrix [start, stop] per run, and `runs` the number of devices of each run.
+    Without levels, the table has one entry per block boundary, and forks need no special treatment,
+    so this function is faster than `TargetProbe`.
     """
     ends = tuple(itertools.accumulate(reversed(runs)))
     kinds = tuple(zip(reversed(needs), (0, *ends), ends, strict=False))

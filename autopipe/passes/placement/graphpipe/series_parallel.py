@@ -1,13 +1,15 @@
 """The series-parallel tree of a graph, and its blocks as a chain (Jeon et al., "GraphPipe" (2024),
 section 5).
 
-Two units (groups of nodes) are in series if one depends on the other, directly or not. A residual
-connection is therefore not a branch: the units that it skips are in series with both of its ends.
-In a region that is not series-parallel, dependencies are added until it is.
+Two units (groups of nodes that stay together) are in series if one depends on the other, directly
+or indirectly. A residual connection is therefore not a branch: the units that it skips are in
+series with both of its ends. In a region that is not series-parallel, dependencies are added until
+it is.
 
-The chain lists the blocks in a topological order. A stage of the search is a contiguous range of
-the chain, which is convex. A stage may therefore end inside one branch and start in another,
-contain several branches, or contain the end of a branch and the join.
+The chain lists blocks of units in a topological order. A stage of the search is a contiguous range
+of the chain, which is convex: no path between two of its nodes leaves it. A stage may therefore end
+inside one branch and start in another, contain several branches, or contain the end of a branch and
+the join.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ def make_units(graph: Graph) -> Blocks:
     """Return the units of a graph: groups of nodes that stay in one stage.
 
     Most units are single nodes. A view joins the node whose value it shows. Nodes that depend on no
-    input (constants, transposed weights, positions) and nodes that each stage recomputes join their
-    first reader; as separate units they would form artificial branches, parallel to all preceding
-    nodes.
+    input (constants, transposed weights, positions), and nodes that each stage computes locally
+    (`recomputed_nodes`), join their first reader. As separate units they would form artificial
+    branches, parallel to all preceding nodes.
     """
     sources = [tuple(dict.fromkeys(producer for _, producer in each)) for each in graph.sources()]
     aside = recomputed_nodes(graph) | input_free_nodes(graph)
@@ -62,15 +64,15 @@ def make_units(graph: Graph) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tree of one unit."""
+    """A series-parallel tree that consists of one unit."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Parts in order, each of which depends on all units of the preceding parts. No part is a
-    Series.
+    """Parts that run one after the other: each part depends on all units of the preceding parts. No
+    part is itself a Series.
     """
 
     parts: tuple[Tree, ...]
@@ -78,7 +80,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """Parts without dependencies between them."""
+    """Parts that may run at the same time, because no part depends on another."""
 
     parts: tuple[Tree, ...]
 
@@ -87,7 +89,7 @@ Tree = Leaf | Series | Parallel
 
 
 def leaves(tree: Tree) -> tuple[int, ...]:
-    """Return the units of a tree in the order of its parts, which is a topological order."""
+    """Return the units of a tree from its first to its last part, which is a topological order."""
     if isinstance(tree, Leaf):
         return (tree.unit,)
     return tuple(itertools.chain.from_iterable(map(leaves, tree.parts)))
@@ -96,13 +98,14 @@ def leaves(tree: Tree) -> tuple[int, ...]:
 def decompose(
     needs: Sequence[int], weights: Sequence[float]
 ) -> tuple[Tree, tuple[tuple[int, ...], ...]]:
-    """Return (tree, regions) of units in topological order.
+    """Return (tree, regions) for units that are numbered in topological order.
 
-    tree: the series-parallel tree.
+    tree: the series-parallel tree of all units.
     regions: the units of each minimal region that is not series-parallel. Dependencies were added
-    inside of it, where they lose the least parallel work (see `least_ordering_cut`).
+    inside these regions, where they lose the least parallelism (see `least_ordering_cut`).
 
-    `needs` has a bit set of the units that each unit reads from, `weights` the time of each unit.
+    `needs` contains, for each unit, a bit set of the units that it reads from, and `weights` the
+    time of each unit.
     """
     above = closed(needs)
     linked = list(needs)
@@ -112,14 +115,17 @@ def decompose(
     regions: list[tuple[int, ...]] = []
 
     def series(parts: Iterable[list[int]], inside: bool) -> Series:
+        """Return a Series of the trees of `parts`. Parts that are Series themselves are replaced by
+        their own parts.
+        """
         found: list[Tree] = []
         for each in (tree(part, inside) for part in parts):
             found += each.parts if isinstance(each, Series) else (each,)
         return Series(tuple(found))
 
     def tree(units: list[int], inside: bool) -> Tree:
-        """Return the tree of `units`, which are ascending. `inside` is True in a region that is not
-        series-parallel.
+        """Return the tree of `units`, which are ascending. `inside` is True if they are part of a
+        region that is not series-parallel and was already added to `regions`.
         """
         if len(units) == 1:
             return Leaf(units[0])
@@ -142,8 +148,9 @@ def decompose(
 
 
 def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
-    """Divide the units into consecutive parts such that each unit depends on all units of the
-    preceding parts.
+    """Divide `units` into the maximum number of consecutive parts such that each unit depends on
+    all units of the preceding parts. `above` contains, for each unit, a bit set of all units that
+    it depends on.
     """
     before = list(itertools.accumulate((1 << unit for unit in units), initial=0))
     shared = before[-1]
@@ -156,25 +163,29 @@ def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
 
 
 _MAX_CUT_ENTRIES = 2**18
-"""Maximum number of candidate cuts times units; beyond it, cuts are subsampled evenly."""
+"""Maximum number of candidate cuts times units. If there are more candidates, only every k-th one
+is compared.
+"""
 
 
 def least_ordering_cut(
     units: list[int], above: Sequence[int], weights: Sequence[float]
 ) -> list[int]:
-    """Return the first of two parts of `units` such that making the second part depend on the first
-    loses the least parallelism.
+    """Divide `units`, which are in topological order, into two parts such that the least
+    parallelism is lost if the second part must wait for the first. Return the first part.
 
-    The candidates are the ancestors or descendants of one unit, with or without the unit, and the
-    prefixes of the given order. The loss of a cut is the weight of its pairs (first part, second
-    part) of independent units, divided by the weight of all its pairs; the weight of a pair is the
-    product of the units' weights. `above` has a bit set of all units that each unit depends on.
+    The candidates for the first part are, for each unit: its ancestors, and all units except its
+    descendants, each with or without the unit itself; and the prefixes of `units`. The loss of a
+    candidate is the weight of all pairs (unit of the first part, unit of the second part) that are
+    independent, divided by the weight of all such pairs. The weight of a pair is the product of the
+    units' weights. `above` contains, for each unit, a bit set of all units that it depends on.
     """
     count = len(units)
     own = np.eye(count, dtype=bool)
     # earlier[i, j] is True if unit j depends on unit i.
     earlier = membership([above[unit] for unit in units], max(units) + 1)[:, units].T
-    # A first part holds, with a unit, all that this waits for, and is neither empty nor all.
+    # Each row of `firsts` marks the units of a candidate, which contains all ancestors of its
+    # units. Candidates that are empty or contain all units are removed.
     along = np.tri(count, count, -1, dtype=bool)[1:]
     firsts = np.concatenate((along, earlier.T | own, earlier.T, ~(earlier | own), ~earlier))
     sizes = firsts.sum(axis=1)
@@ -191,7 +202,7 @@ def least_ordering_cut(
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Blocks `start` to `stop - 1` in series."""
+    """Blocks `start` to `stop - 1` of a chain, which are in series."""
 
     start: int
     stop: int
@@ -199,8 +210,8 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Parallel branches, which occupy the blocks `start` to `stop - 1` one after the other. Each
-    branch is a sequence of regions.
+    """Parallel branches. They occupy the blocks `start` to `stop - 1` of a chain, one branch after
+    the other. Each branch is a sequence of regions.
     """
 
     branches: tuple[tuple[Region, ...], ...]
@@ -213,7 +224,9 @@ Region = BlockRun | Fork
 
 @dataclass(frozen=True, slots=True)
 class BlockLine:
-    """The blocks in topological order, and the regions that they form, in order."""
+    """A chain of blocks in topological order, and the regions (runs in series and forks) that the
+    blocks form, in order.
+    """
 
     chain: Chain
     regions: tuple[Region, ...]
@@ -222,20 +235,25 @@ class BlockLine:
 
 
 _SMALL_GRAPH = 32
-"""Maximum number of units of a graph all of whose forks are kept."""
+"""Maximum number of units of a graph in which all forks are kept. In larger graphs, small forks
+become blocks in series.
+"""
 _MIN_FORK_FRACTION = 32
-"""In a larger graph, a fork with less than 1 / 32 of all work becomes blocks in series."""
+"""In a larger graph, a fork with at most this reciprocal fraction (1 / 32) of all work becomes
+blocks in series.
+"""
 
 
 def make_line(
     graph: Graph, units: Blocks, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
 ) -> BlockLine:
-    """Return the chain of a tree, with about `limit` blocks at most. `seconds` has the time of each
-    node.
+    """Return the chain of a series-parallel tree, with about `limit` blocks at most. `seconds`
+    contains the time of each node.
 
     In a graph with more than `_SMALL_GRAPH` units, a fork becomes blocks in series if its work is
-    below total / devices or 1 / `_MIN_FORK_FRACTION` of the total. If there are more units than
-    `limit`, units of a run are merged where many bytes cross between them.
+    at most total / d, where d is the smaller of `devices` and `_MIN_FORK_FRACTION`. If there are
+    more units than `limit`, adjacent units of a run are merged into blocks, so that few bytes cross
+    the boundaries between blocks.
     """
     order = leaves(tree)
     work = np.array([seconds[list(units.nodes[unit])].sum() for unit in order])
@@ -245,11 +263,11 @@ def make_line(
     starts = np.cumsum([0, *(len(units.nodes[unit]) for unit in order)])
     crossing = crossing_bytes(graph, {node: place for place, node in enumerate(nodes)})[starts[:-1]]
     cuts: list[int] = []
-    """Position of the first unit of each block in `order`."""
+    """Position in `order` of the first unit of each block."""
 
     def run(begins: list[int], stop: int) -> BlockRun:
-        """Append blocks for the units from `begins[0]` to `stop`, each starting at one of
-        `begins`.
+        """Append blocks for the units at positions `begins[0]` to `stop - 1`, and return them. Each
+        block starts at one of the positions `begins`.
         """
         own = np.add.reduceat(work[:stop], begins)
         most = (
@@ -263,7 +281,9 @@ def make_line(
         return BlockRun(first, len(cuts))
 
     def regions(part: Tree, place: int) -> list[Region]:
-        """Return the regions of a part of the tree that starts at position `place`."""
+        """Return the regions of a part of the tree whose first unit is at position `place` of
+        `order`.
+        """
         found: list[Region] = []
         begins: list[int] = []
         for each in part.parts if isinstance(part, Series) else (part,):
@@ -292,19 +312,22 @@ def make_line(
 FEW_UNITS = 8
 """Maximum number of units of a graph for which many topological orders are searched."""
 _MAX_ORDERS = 64
-"""Maximum number of orders of each kind."""
+"""Maximum number of trees of each kind (permuted branches, topological orders) that are searched.
+"""
 
 
 def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> Iterator[Tree]:
-    """Yield trees of equal units in other topological orders, the most promising first.
+    """Yield trees of the same units whose chains have other topological orders, the most promising
+    tree first.
 
     The chain of `tree` keeps each branch contiguous. If branches are uneven, other orders can have
-    better stages: an order by depth has a range with the first halves of two branches, and an order
-    with another branch last has a range with this branch and the join. An order that interleaves
-    branches is yielded as a Series, so each of its stages depends on the preceding one and memory
-    counts as for a chain.
+    better stages. In an order by earliest finish time, a range can contain the first halves of two
+    branches. If another branch is last, a range can contain this branch and the join. An order that
+    interleaves branches is yielded as a Series, so each of its stages counts as dependent on the
+    preceding stage, and its memory is computed as for a chain.
 
-    `needs` has a bit set of the units that each unit reads from, `weights` the time of each unit.
+    `needs` contains, for each unit, a bit set of the units that it reads from, and `weights` the
+    time of each unit.
     """
     few = len(needs) <= FEW_UNITS
     seen = {_equal_branches(tree, weights)}
@@ -312,7 +335,7 @@ def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> 
         if (key := _equal_branches(each, weights)) not in seen:
             seen.add(key)
             yield each
-    # The chain of `tree` already covers the order of its own leaves.
+    # The order of the leaves of `tree` is the order of its own chain, which was searched before.
     known = {leaves(tree)}
     every = itertools.islice(_extensions(needs, 0, ()), _MAX_ORDERS) if few else ()
     for order in (tuple(range(len(needs))), tuple(_by_depth(needs, weights)), *every):
@@ -322,7 +345,9 @@ def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> 
 
 
 def _equal_branches(tree: Tree, weights: Sequence[float]) -> object:
-    """Return a key that is equal for trees that differ only in the order of equal branches."""
+    """Return a key that is equal for two trees if one can be obtained from the other by exchanging
+    parts of equal structure and equal weights.
+    """
     if isinstance(tree, Leaf):
         return weights[tree.unit]
     return type(tree).__name__, tuple(_equal_branches(part, weights) for part in tree.parts)
@@ -337,7 +362,9 @@ def _mirrored(tree: Tree) -> Tree:
 
 
 def _permuted(tree: Tree) -> Iterator[Tree]:
-    """Yield the tree with its branches in each order."""
+    """Yield the tree with the branches of its forks in all orders, the given order first. Of a
+    nested tree, at most `_MAX_ORDERS` orders are combined with the orders of the other trees.
+    """
     if isinstance(tree, Leaf):
         yield tree
         return
@@ -351,21 +378,25 @@ def _permuted(tree: Tree) -> Iterator[Tree]:
 
 
 def _by_depth(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Return the units by their earliest finish time if each unit has a device of its own."""
+    """Return the units in ascending order of their earliest finish time, which assumes that each
+    unit runs on a device of its own.
+    """
     times: list[tuple[float, float, int]] = []
-    """(finish, start, unit) of each unit."""
+    """(finish, start, unit number) of each unit."""
     for unit, (need, weight) in enumerate(zip(needs, weights, strict=True)):
         begun = max((times[other][0] for other in bits(need)), default=0.0)
         times.append((weight + begun, begun, unit))
-    # A unit of zero time finishes together with the units that it depends on; the unit number keeps
-    # them in topological order.
+    # A unit that takes no time finishes together with the units that it depends on. Sorting by
+    # start and unit number as well keeps such units in topological order.
     return [unit for _, _, unit in sorted(times)]
 
 
 def _extensions(
     needs: Sequence[int], done: int, order: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield each topological order that starts with `order`, whose units are the bits of `done`."""
+    """Yield each topological order of all units that starts with `order`. `done` is the bit set of
+    the units in `order`.
+    """
     if len(order) == len(needs):
         yield order
         return

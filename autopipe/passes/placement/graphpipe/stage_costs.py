@@ -1,9 +1,9 @@
-"""Time and memory of each contiguous range of blocks as one stage, for each number of devices, with
+"""Time and memory of each contiguous range of blocks as one stage: for each number of devices, with
 and without recomputation, and for any micro-batch size.
 
-Work and bytes are affine functions of the micro-batch size. They follow from two sizes, so that no
-graph is created per size. Each matrix is indexed by (first block, block after the last); seconds
-are per micro-batch.
+Work and bytes are affine functions of the micro-batch size. They are computed from the values at
+two sizes, so that no graph is created per size. Each matrix is indexed by (first block, block after
+the last), and seconds are per micro-batch unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ Seconds = NDArray[np.float64]
 
 
 class NodeSeconds:
-    """Seconds of each node's forward and backward, for any micro-batch size and number of devices
-    that divide the samples.
+    """Seconds of the forward and backward of each node, for any micro-batch size and any number of
+    devices that divide the samples.
 
-    The work at a size is interpolated linearly between the problem's micro-batch size and half of
-    it. Nodes of equal work are computed once.
+    The work at a micro-batch size is interpolated or extrapolated linearly from the work at the
+    problem's micro-batch size and at half of it. Nodes of equal work form a class, which is
+    computed once.
     """
 
     def __init__(self, problem: Problem, samples: SampleAxes) -> None:
@@ -59,18 +60,22 @@ class NodeSeconds:
         self.halves = [half[node] for node in self.firsts]
         self.axes = np.array([samples.axes[node] is not None for node in self.firsts])
         self.measured = np.array([bool(whole.measured) for whole in self.wholes])
-        """True for classes with measured times, which cover fractions of the samples."""
+        """For each class: True if its times were measured. Measured times also cover fractions of
+        the samples.
+        """
         self._undivided: dict[int, Seconds] = {}
 
     def of(self, size: int, degree: int, devices: Sequence[Device]) -> tuple[Seconds, Seconds]:
-        """Return (forward, backward) of each node for micro-batches of `size` samples on `degree`
-        devices; the maximum over the types `devices`. Backward is 0 in inference.
+        """Return (forward, backward): the seconds of each node for a micro-batch of `size` samples
+        that is divided among `degree` devices. Each value is the maximum over the device types
+        `devices`. Backward is 0 in inference.
         """
         every = [self._on(device, size, degree) for device in devices]
         forward, backward = (np.maximum.reduce([each[phase] for each in every]) for phase in (0, 1))
         return forward, backward
 
     def _on(self, device: Device, size: int, degree: int) -> tuple[Seconds, Seconds]:
+        """Return the seconds (forward, backward) of each node on one device type."""
         problem = self.problem
         part = size / problem.micro_batch_size
         shares = np.where(self.axes, 1.0 / degree, 1.0)
@@ -89,7 +94,9 @@ class NodeSeconds:
         return forward[self.kind_of], backward[self.kind_of]
 
     def undivided(self, degree: int) -> Seconds:
-        """Return 1 for each node that `degree` devices cannot divide by samples, else 0."""
+        """Return an array with 1 for each node whose samples `degree` devices cannot divide evenly,
+        and 0 for all other nodes.
+        """
         if degree not in self._undivided:
             each = [not self.samples.divides(node, degree) for node in self.firsts]
             self._undivided[degree] = np.array(each, dtype=float)[self.kind_of]
@@ -100,8 +107,8 @@ _SCALED_FIELDS = ("forward_flops", "backward_flops", "forward_bytes", "backward_
 
 
 def _between(half: NodeCost, whole: NodeCost, part: float) -> NodeCost:
-    """Return the work of the fraction `part` of the samples, given that of half and of all
-    samples.
+    """Return the work of a node on the fraction `part` of the samples, given its work on half of
+    the samples and on all samples.
     """
     found = {}
     for name in _SCALED_FIELDS:
@@ -113,9 +120,10 @@ def _between(half: NodeCost, whole: NodeCost, part: float) -> NodeCost:
 
 @dataclass(frozen=True, slots=True)
 class DraftStage:
-    """A stage without assigned devices: blocks `start` to `stop - 1` on `degree` devices of a run.
+    """A stage without assigned devices: blocks `start` to `stop - 1` on `degree` devices of the run
+    (range of equal devices) with index `run`.
 
-    memory: bytes per device.
+    memory: bytes per device with `in_flight` micro-batches in flight.
     The other float fields are seconds, as in `StageOption`.
     """
 
@@ -135,36 +143,34 @@ class DraftStage:
 
 @dataclass(frozen=True, slots=True)
 class StageOption:
-    """The costs of all ranges of blocks on `degree` devices of a run, with or without
-    recomputation.
+    """The costs of all contiguous ranges of blocks as stages on `degree` devices of one run, with
+    or without recomputation.
     """
 
     run: int
-    """Index of the run of equal devices in `equal_device_runs`."""
+    """Index of the run of equal devices in `equal_device_runs(cluster)`."""
     degree: int
     recompute: bool
     forward: Matrix
     backward: Matrix
-    """Seconds of backward, with the second forward of recomputation and the accumulation of
-    gradients.
-    """
+    """Seconds of backward, including the recomputed forward and the accumulation of gradients."""
     arriving: Matrix
-    """Seconds of messages from preceding stages."""
+    """Seconds of messages with values from preceding stages."""
     returning: Matrix
     """Seconds of messages with gradients from following stages."""
     end: Matrix
-    """Seconds per step of the gradient reduction and the update."""
+    """Seconds per step of the gradient all-reduce and the optimizer update."""
     always: Matrix
-    """Bytes per device that do not depend on the micro-batches in flight."""
+    """Bytes per device that do not depend on the number of micro-batches in flight."""
     kept: Matrix
-    """Bytes per device and micro-batch in flight."""
+    """Bytes per device for each micro-batch in flight."""
     seconds: Matrix
-    """Sum of all seconds, with `end` divided by the number of micro-batches; infinite for empty
-    ranges.
+    """Sum of the seconds above per micro-batch; `end` is divided by the number of micro-batches.
+    Infinite for empty ranges.
     """
     most: NDArray[np.int16]
-    """Maximum number of micro-batches in flight that fit the memory, at most the number of devices;
-    0 if none fits.
+    """Maximum number of micro-batches in flight that fit the memory, at most the number of devices
+    of the cluster; 0 if not even one fits.
     """
 
     def holds(self, start: int, stop: int, in_flight: int) -> bool:
@@ -174,7 +180,7 @@ class StageOption:
         return bool(self.seconds[start, stop] < np.inf and self.most[start, stop] >= in_flight)
 
     def stage(self, start: int, stop: int, in_flight: int) -> DraftStage:
-        """Return the stage of blocks `start` to `stop - 1`."""
+        """Return blocks `start` to `stop - 1` as a stage with `in_flight` micro-batches in flight."""
         at = (start, stop)
         memory = float(self.always[at] + in_flight * self.kept[at])
         seconds = (
@@ -188,7 +194,9 @@ class StageOption:
 
 @dataclass(frozen=True, slots=True)
 class OptionTable:
-    """The stage options for one micro-batch size, in descending order of degree."""
+    """The stage options for micro-batches of `size` samples, in descending order of the number of
+    devices.
+    """
 
     size: int
     micro_batches: int
@@ -196,10 +204,10 @@ class OptionTable:
     runs: tuple[int, ...]
     """Number of devices in each run of equal devices."""
     limits: tuple[float, ...]
-    """Memory limit in bytes of a device of each run."""
+    """For each run: the memory limit in bytes of one of its devices."""
     bounds: frozenset[int]
-    """All values of `StageOption.most`: only at these levels can the set of feasible ranges
-    change.
+    """All values of `StageOption.most` in the options. The set of ranges that fit the memory can
+    change only from one of these levels to the next level.
     """
 
     @property
@@ -208,8 +216,12 @@ class OptionTable:
         return len(self.options[0].seconds)
 
     def needs(self, target: float, levels: int) -> list[tuple[Devices, ...]]:
-        """Return, by level and run, the minimum number of devices on which each range takes at most
-        `target` seconds per micro-batch.
+        """Return tables with the minimum number of devices on which each range of blocks takes at
+        most `target` seconds per micro-batch, or `UNREACHABLE`.
+
+        The list has an entry for each level (number of micro-batches in flight) from 0 to `levels`.
+        An entry has one table [start, stop] per run of devices. Levels with equal tables share
+        them.
         """
         target = min(target, float(np.finfo(float).max))
         fits = [
@@ -232,8 +244,8 @@ class OptionTable:
         return found
 
     def stage(self, piece: PartitionStage, target: float) -> DraftStage:
-        """Return a stage of a solution for `target`: the fastest option with the minimum number of
-        devices.
+        """Return the stage for `piece`, a stage of a solution of the search with target time
+        `target`: the fastest of the options with the minimum number of devices.
         """
         at = (piece.start, piece.stop)
         kept = min(piece.level, self.micro_batches)
@@ -248,10 +260,10 @@ class OptionTable:
 def option_table(
     tables: Tables, seconds: NodeSeconds, size: int, degrees: Iterable[int], spare: float = 0.0
 ) -> OptionTable:
-    """Return the stage options for micro-batches of `size` samples and the degrees that divide
-    them.
+    """Return the stage options for micro-batches of `size` samples, on the numbers of devices in
+    `degrees` that divide `size`.
 
-    Each device has its memory limit plus `spare` bytes.
+    `spare` bytes are added to the memory limit of each device.
     """
     problem = tables.problem
     runs = equal_device_runs(problem.cluster)
@@ -281,8 +293,8 @@ def option_table(
 def _options(
     tables: Tables, seconds: NodeSeconds, size: int, degree: int, run: int, limit: float
 ) -> Iterator[StageOption]:
-    """Yield the options of one degree: with, without, or with and without recomputation, as the
-    problem permits.
+    """Yield the stage options on `degree` devices of run `run`, whose memory limit is `limit`
+    bytes: with recomputation, without it, or both, as the problem permits.
     """
     problem = tables.problem
     chain = tables.chain
@@ -313,6 +325,9 @@ def _options(
     empty = np.tri(len(forward), dtype=bool)
 
     def option(recompute: bool, backward: Matrix, returning: Matrix, end: Matrix) -> StageOption:
+        """Return the option with the given recomputation; the matrices contain seconds, as in
+        `StageOption`.
+        """
         always, kept = memory.needed(problem, recompute)
         tasks = forward, backward
         if launch_s:
@@ -340,10 +355,11 @@ def _options(
 
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
-    """Return the average link between neighbouring stages with `degree` devices each.
+    """Return the average link between neighbouring stages that have `degree` devices each.
 
-    The devices of a stage are not known yet. Some neighbours are in one node, others are not, and
-    one stage of the run has a neighbour in another group of the cluster.
+    The devices of a stage are not known yet, so the link between two stages is an average: some
+    neighbouring stages share a node of the cluster, others do not, and one stage of the run has a
+    neighbour in another group of the cluster.
     """
     first, levels = cluster.part(devices[0])
     inner = levels[0]
@@ -359,7 +375,9 @@ def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
 
 
 def _mean(first: Link, second: Link, fraction: float) -> Link:
-    """Return the mean of two links, of which `fraction` of all messages use the second."""
+    """Return a link with the mean latency and the mean seconds per byte of two links; `fraction` of
+    all messages use the second link.
+    """
     weight = min(1.0, fraction)
     latency = weight * second.latency_s + (1 - weight) * first.latency_s
     per_byte = weight / second.bandwidth_bytes_per_s + (1 - weight) / first.bandwidth_bytes_per_s

@@ -38,17 +38,19 @@ from autopipe.passes.sharding.search import Exact, SplitProblem
 
 @dataclass(frozen=True, slots=True)
 class GraphPipe:
-    """Partitions the series-parallel graph of the model into stages of about equal time, with
-    stages of parallel branches running concurrently.
+    """Partitions the series-parallel graph of the model into stages of about equal time. Stages on
+    parallel branches run concurrently.
     """
 
     intra: Literal["data_parallel", "pase"] = "data_parallel"
-    """How the devices of a stage divide its work: `data_parallel` divides samples; `pase` searches
-    the splits of each operator.
+    """How the devices of a stage divide its work: `data_parallel` divides the samples; `pase`
+    searches a split of each operator.
     """
 
     per_stage_micro_batch: bool = False
-    """True to search a micro-batch size per stage that shortens the step of a kFkB schedule."""
+    """True to search a micro-batch size for each stage, if this shortens the simulated step of
+    schedule kFkB.
+    """
 
     name: ClassVar[str] = "graphpipe"
 
@@ -63,14 +65,16 @@ class GraphPipe:
     def run(self, problem: Problem) -> Placement:
         """Return the placement with the minimum expected step time.
 
-        A device that would not make the slowest stage faster has no stage. Raises InfeasibleError,
-        with the minimum excess over the memory limit, if no stages fit the memory. Raises
+        A device that would not make the slowest stage faster remains unused. Raise InfeasibleError,
+        with the minimum excess over the memory limit, if no partition fits the memory. Raise
         ConfigurationError for a constraint that the stages violate.
         """
         return best_order(problem, self._placed, parts=False)
 
     def _placed(self, problem: Problem) -> Placement:
-        """Return the placement for the order of devices in the problem's cluster."""
+        """Return the placement if the devices are used in the order of the problem's cluster. Raise
+        as `run` does.
+        """
         placement = _in_stages(problem)
         if isinstance(placement, InfeasibleError):
             raise placement
@@ -84,11 +88,11 @@ class GraphPipe:
 
 @memoize(2)
 def _in_stages(problem: Problem) -> Placement | InfeasibleError:
-    """Return the placement before refinements, or the error if no stages fit the memory.
+    """Return the placement before the refinements, or the error if no partition fits the memory.
 
-    The error is a result, so that it is cached: finding it takes as long as finding stages. The
-    placement has a note for each region of the graph that is not series-parallel, with the size and
-    the ends of the region.
+    The error is returned instead of raised so that it is cached: finding it takes as long as
+    finding a placement. The placement has a note for each region of the graph that is not
+    series-parallel, with the number of its operators and the names of the first and last one.
     """
     graph = problem.graph
     units = make_units(graph)
@@ -111,17 +115,18 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
 
 
 _MAX_SWEEPS = 3
-"""Maximum number of passes over all changes of micro-batch sizes."""
+"""Maximum number of passes over all possible changes of micro-batch sizes."""
 
 
 def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
-    """Return `placement` with a micro-batch size per stage (section 6 of the paper).
+    """Return `placement` with a micro-batch size for each stage (section 6 of the paper).
 
-    The search is greedy. A change moves the stages of equal depth (distance from the end of the
-    pipeline), optionally with all stages of greater or of smaller depth, to the next larger or
-    smaller size that the problem permits. A change is kept if it fits the memory and shortens the
-    simulated step of the kFkB schedule with k = 1. The search ends when no change helps, or after
-    `_MAX_SWEEPS` passes. All sizes divide the largest one.
+    The search is greedy. A change moves a set of stages to the next larger or smaller size that the
+    problem permits. The set contains the stages of one depth (number of stages to the end of the
+    pipeline), or also all stages of smaller depth, or also all stages of greater depth. A change is
+    kept if it fits the memory and shortens the simulated step of the schedule kFkB with k = 1. The
+    search ends when no change shortens the step, or after `_MAX_SWEEPS` passes. All sizes divide
+    the largest size.
     """
     best = _step_by_kfkb(problem, placement)
     graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
@@ -146,8 +151,9 @@ def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
 def _with_next_size(
     problem: Problem, placement: Placement, indices: frozenset[int], up: bool
 ) -> Placement | None:
-    """Return the placement with the next larger (`up`) or smaller micro-batch size for the stages
-    `indices`; None if there is no such size or a size would not divide the largest one.
+    """Return the placement in which the stages `indices` have the next larger (`up`) or next
+    smaller micro-batch size. Return None if a stage has no such size, or if a size would not divide
+    the largest one.
     """
     stages = list(placement.stages)
     for index in indices:
@@ -170,8 +176,8 @@ def _with_next_size(
 
 
 def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
-    """Return the seconds of a step under kFkB; infinite if memory does not suffice or values cannot
-    be divided into these micro-batches.
+    """Return the seconds of a step under kFkB with k = 1. Return infinity if memory does not
+    suffice or if values cannot be divided into micro-batches of these sizes.
     """
     try:
         problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
@@ -181,14 +187,15 @@ def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
 
 
 def split_further(problem: Problem, placement: Placement) -> Placement:
-    """Return `placement` with the splits of PaSE's search in each stage for which they shorten the
-    step.
+    """Return `placement` in which stages have the splits of PaSE's search, if these splits shorten
+    the step.
 
-    The choice between the splits of the search and those of `placement` is made per stage, by a
-    simulated step under kFkB with k = 1, because neighbouring stages with different splits have
-    more to send. The step does not become longer, except for stages with required splits. Nodes,
-    devices, micro-batch sizes and recomputation do not change. Stages must not share devices.
-    Raises ConfigurationError for constraints that cannot be satisfied.
+    The choice between the splits of the search and those of `placement` is made for each stage by a
+    simulated step under kFkB with k = 1, because neighbouring stages with different splits have to
+    send more. The step does not become longer, except for stages with required splits, which always
+    get the splits of the search. Nodes, devices, micro-batch sizes and recomputation do not change.
+    Stages must not share devices. Raise ConfigurationError for constraints that cannot be
+    satisfied.
     """
     problem = resized(problem, max(stage.micro_batch_size for stage in placement.stages))
     required = _required_splits(problem, placement)
@@ -208,16 +215,19 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
         return placement
 
     def measured(placement: Placement) -> tuple[float, list[float]]:
-        """Return the seconds of a step, and the busy seconds of each stage's devices."""
+        """Return (seconds of the simulated step, seconds for which the devices of each stage are
+        busy).
+        """
         costs = stage_costs(problem, placement)
         counts = (problem.batch_size // stage.micro_batch_size for stage in placement.stages)
         return quick_step(problem, placement, costs).end, list(map(step_seconds, costs, counts))
 
     def improved(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
-        """Replace each stage in turn by its counterpart in `others` if the step becomes shorter, or
-        stays equal and the stage's devices are busy for a shorter time.
+        """Return (seconds of a step, placement) after replacing stages of `placement`, one after
+        the other.
 
-        Returns the seconds of a step and the placement.
+        A stage is replaced by its counterpart in `others` if the step becomes shorter, or if the
+        step stays equal and the stage's devices are busy for a shorter time.
         """
         step, busy = measured(placement)
         for index, other in others.items():
@@ -235,14 +245,14 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
 
 
 def _with_stages(placement: Placement, others: dict[int, Stage]) -> Placement:
-    """Return the placement with the stages `others`, by index, in place of its own."""
+    """Return the placement in which the stages with the indices of `others` are replaced."""
     stages = (others.get(index, stage) for index, stage in enumerate(placement.stages))
     return replace(placement, stages=tuple(stages))
 
 
 def _required_splits(problem: Problem, placement: Placement) -> dict[int, Splits]:
-    """Return the splits that constraints require, by node, if their product divides the number of
-    devices of the node's stage.
+    """Return, by node, the splits that constraints require. Nodes are omitted if the number of
+    parts does not divide the number of devices of their stage.
     """
     resolved = resolved_constraints(problem)
     found = dict[int, Splits]()
