@@ -1,7 +1,8 @@
-"""Reading of ONNX models: an untrusted file becomes a graph of typed values with static shapes. The
-weights stay in the file.
+"""Reading of ONNX models. An untrusted file becomes a graph whose values have types and static
+shapes. The weights stay in the file.
 
-`read` has the steps in order. May import only ir.
+The module `read` runs the steps in order. Of autopipe's other packages, this package may import
+only `autopipe.ir`.
 """
 
 from autopipe.passes.frontend.load import Source

@@ -1,4 +1,4 @@
-"""Inference of the inputs without a batch dimension, by following axis 0 of each input through the
+"""Detection of inputs without a batch dimension. Axis 0 of each input is followed through the
 graph.
 """
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import onnx
 
 _TRIAL_SIZE = 5
-"""Size of unbound symbols while axes are followed. It is a prime, so that products of symbols are
-distinguished.
+"""Size that unbound symbolic dimensions have in the graph in which axes are followed. It is prime,
+so that it is not a product of smaller sizes.
 """
 
 
@@ -31,14 +31,22 @@ def infer_batch_axes(
     declared: Mapping[str, int | None],
     read: Callable[[Inputs], Graph],
 ) -> Mapping[str, int | None]:
-    """Return `declared`, plus None for each input without a batch dimension, such as the edges of a
-    graph, regions of images, and tables of positions.
+    """Return `declared`, plus None for each input whose axis 0 does not count samples, such as the
+    edge list of a graph network, regions of images, and tables of positions.
 
-    If axis 0 of all inputs has one size, apart from inputs of size 1, it counts samples. Otherwise
-    each size of axis 0 is followed through the graph that `read` returns for bound inputs. It
-    counts no samples if a node uses it for a lookup or divides it into parts. Of the remaining
-    sizes, those count samples that the fewest nodes combine, and that are the first dimension of
-    the outputs.
+    Inputs in `declared` and inputs without dimensions are not examined. The others are grouped by
+    the size or symbol of axis 0. With a single group, nothing is added. Otherwise each group,
+    except that of size 1, is followed through the graph that `read` returns for trial sizes. Axis 0
+    of a group does not count samples in these cases:
+
+    - No output depends on it.
+    - A node uses it for a lookup, or cannot be split along it.
+    - Another group has fewer nodes that combine elements along axis 0, or equally many nodes and an
+      earlier output dimension.
+
+    If the graph cannot be read with the trial sizes, it is read with all unbound symbols set to 1.
+    If that succeeds, inputs whose axis 0 has a fixed size above 1 get None; otherwise nothing is
+    added. Raises an AutopipeError if reading fails although `dims` binds all symbols.
     """
     inputs_of_size: dict[int | str, list[str]] = {}
     for info in inputs:
@@ -64,9 +72,10 @@ def infer_batch_axes(
             raise
         of_one = {**dict.fromkeys(symbols, 1), **dims}
         if len(fixed_names) < len(inputs) and _is_readable(inputs, of_one, read):
-            # The sizes that the file fixes are no batch sizes: the batch is another size.
+            # The model can be read if all symbols are 1, so the symbolic sizes of axis 0 are batch
+            # sizes, and the fixed sizes are not.
             return {**declared, **dict.fromkeys(fixed_names)}
-        # The model may be readable with the user's sizes although it is not with the trial sizes.
+        # A failed trial is no error: the model may be readable with the sizes that the user sets.
         return declared
     minimum = min(filter(None, mixing.values()), default=None)
     without_samples = [
@@ -83,7 +92,7 @@ def _is_readable(
     dims: Mapping[str, int],
     read: Callable[[Inputs], Graph],
 ) -> bool:
-    """True if the model can be read with these sizes."""
+    """True if the model can be read with the sizes in `dims` for its symbolic dimensions."""
     try:
         read(bind_inputs(inputs, dims, None, {info.name: None for info in inputs}))
     except AutopipeError:
@@ -92,11 +101,11 @@ def _is_readable(
 
 
 def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
-    """Return (nodes, dimension): the number of nodes that combine elements along axis 0 of these
-    inputs, and the smallest dimension of an output that this axis becomes.
+    """Return (nodes, dimension) for axis 0 of the inputs `names`: the number of nodes that combine
+    elements along this axis, and the smallest dimension of an output that the axis becomes.
 
-    Returns None if the axis counts no samples: if no output depends on it, or a node uses it for a
-    lookup or divides it into parts.
+    Returns None if the axis cannot count samples: if no output depends on it, if a node uses it for
+    a lookup, or if a node cannot be split along it.
     """
     axes = batch_axes_of(replace(graph, batch_axes=tuple((name, 0) for name in names)))
     producers = (graph.producer(name) for name in graph.outputs)
@@ -122,6 +131,6 @@ def _mixing(graph: Graph, names: Iterable[str]) -> tuple[int, int] | None:
 
 
 def _carries(axes: BatchAxes, graph: Graph, index: int) -> bool:
-    """True if a value that the node reads or writes has the axis."""
+    """True if node `index` reads or writes a value that has a batch dimension in `axes`."""
     node = graph.nodes[index]
     return any(name in axes.values for name in (*node.inputs, *node.outputs))

@@ -1,4 +1,6 @@
-"""Parallel branches of a graph, such as the towers of a multi-modal model."""
+"""Search for branches of a graph that can run in parallel, such as the towers of a multi-modal
+model.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +12,35 @@ import numpy as np
 from autopipe.ir.graph import Graph
 
 MIN_NODE_WORK = 1e-3
-"""Nodes with less than this fraction of the graph's operations are ignored when paths are compared.
+"""Nodes with less than this fraction of the graph's operations do not count when the work that can
+run in parallel with a node is summed.
 """
 MIN_PARALLEL_WORK = 0.05
-"""A branch has at least this fraction of the graph's operations, and so have the nodes that may run
-in parallel with each of its nodes.
+"""Minimum work of a branch, as a fraction of the graph's operations. It is also the minimum work
+that can run in parallel with each node of a branch.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A connected part of a graph that may run in parallel with other branches."""
+    """A connected part of a graph that can run in parallel with other branches."""
 
     first: str
-    """Name of its first node."""
+    """Name of the first node of the branch in the graph's order."""
     nodes: int
-    """Number of its nodes."""
+    """Number of nodes of the branch."""
     flops: float
 
 
 def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
-    """Return branches of a graph that are independent of each other, in topological order; () if
-    there are fewer than two.
+    """Return the branches of a graph that can run in parallel with each other, in the order of
+    their first nodes; () if there are fewer than two.
 
-    `flops` has the operations of each node. The trunk are the nodes with which less than
-    `MIN_PARALLEL_WORK` of all operations may run in parallel. A branch is a connected component of
-    the other nodes with at least `MIN_PARALLEL_WORK` of all operations. Heads of one attention, or
-    its three projections, are smaller except in small models. Components are taken in order of
-    their first nodes; one that depends on an earlier branch is skipped.
+    `flops[i]` is the number of operations of node i. A node can be part of a branch if the nodes
+    that neither precede nor follow it have at least `MIN_PARALLEL_WORK` of all operations. A branch
+    is a connected component of these nodes with at least `MIN_PARALLEL_WORK` of all operations. The
+    heads of an attention layer, or its three projections, are smaller except in small models. A
+    component that depends on an accepted branch, or that an accepted branch depends on, is skipped.
     """
     total = sum(flops)
     heavy = [index for index, count in enumerate(flops) if total and count >= MIN_NODE_WORK * total]
@@ -68,8 +71,8 @@ def branches_of(graph: Graph, flops: Sequence[float]) -> tuple[Branch, ...]:
 
 
 def _heavy_relatives(graph: Graph, heavy: list[int], backwards: bool = False) -> np.ndarray:
-    """Return a boolean table [nodes, heavy nodes]: entry (i, j) is true if node i depends on heavy
-    node j, or, with `backwards`, if heavy node j depends on node i. A node is related to itself.
+    """Return a boolean table [nodes, heavy nodes]. Entry (i, j) is true if node i depends on node
+    `heavy[j]` or is that node; with `backwards`, if `heavy[j]` depends on node i or is that node.
     """
     table = np.zeros((len(graph.nodes), len(heavy)), dtype=bool)
     table[heavy, np.arange(len(heavy))] = True
@@ -85,11 +88,11 @@ def _heavy_relatives(graph: Graph, heavy: list[int], backwards: bool = False) ->
 
 
 def _components(graph: Graph, nodes: list[int]) -> list[list[int]]:
-    """Return the connected components of these nodes, each ascending, in order of their first
-    nodes.
+    """Return the connected components of `nodes` (ascending indices), each ascending, in the order
+    of their first nodes.
 
-    A union-find with path halving. scipy has such a function, but importing it takes longer than
-    the whole command `inspect`.
+    Two nodes are connected if one reads a result of the other. This is a union-find with path
+    halving, because importing the function of scipy takes longer than the whole command `inspect`.
     """
     parents = {each: each for each in nodes}
 

@@ -1,8 +1,8 @@
-"""Passes that simplify a graph without changing its results. Each takes linear time.
+"""Passes that simplify a graph.
 
-`cleaned` removes Identity nodes that rename outputs, repeated computations, unread values, and
-gathers that only broadcast. Other passes turn a graph that was exported in training mode into one
-for inference.
+`cleaned` does not change results: it removes Identity nodes that only rename outputs, repeated
+computations, unread values, and gathers that only broadcast. `at_inference` turns a graph that was
+exported in training mode into a graph for inference.
 """
 
 from __future__ import annotations
@@ -23,19 +23,27 @@ from autopipe.passes.frontend.rewriter import GraphEdit, Rewriter
 from autopipe.passes.frontend.uses import VIEWS
 
 _OPERATIONS_PER_INDEX = 8
-"""Operations per index that the analysis of a gather with known indices costs."""
+"""Number of operations per index that the analysis of a gather costs. They are subtracted from the
+budget for constants.
+"""
 GATHERS = frozenset({"Gather", "GatherND"})
 
 
 STOP_GRADIENT = "StopGradient"
-"""Operator of domain `autopipe` that returns its operand and stops the gradient, like `detach`."""
+"""Operator of the domain `autopipe` that returns its operand and passes no gradient to it, like
+torch's `detach`.
+"""
 UNPACKING = frozenset({"Unpack", "DequantizeLinear"})
-"""Operators that convert packed and quantised parameters."""
+"""Operators that convert packed or quantised parameters to floating-point values."""
 
 
 def with_plain_gathers(graph: Graph) -> Graph:
-    """Return the graph with Reshape and Expand in place of gathers that read all elements in order,
-    each for a block of results. Attention masks are exported so: `mask[batch_index, key_index]`.
+    """Return the graph in which Reshape and Expand replace each Gather and GatherND that only
+    broadcasts its data.
+
+    The indices of such a gather are known and read all rows of the data in order; each row may be
+    repeated for a block of results. Exporters write attention masks like this: `mask[batch_index,
+    key_index]`. Gathers from parameters are kept.
     """
     if not any(node.op in GATHERS and not node.domain for node in graph.nodes):
         return graph
@@ -65,9 +73,11 @@ def with_plain_gathers(graph: Graph) -> Graph:
 
 
 def with_indices_from_start(graph: Graph) -> Graph:
-    """Return the graph with indices that count from the start for each Gather whose indices are
-    differences, such as widths of boxes: negative indices count from the end in ONNX, but torch's
-    embedding rejects them.
+    """Return the graph in which each Gather whose indices are differences, such as widths of boxes,
+    reads indices that are not negative.
+
+    A difference may be negative. In ONNX, a negative index counts from the end of the axis, but
+    torch's embedding rejects it. The added nodes add the size of the axis to negative indices.
     """
     is_difference = [
         node.op == "Gather" and not node.domain and _is_difference(graph, node.inputs[1])
@@ -118,7 +128,9 @@ def with_indices_from_start(graph: Graph) -> Graph:
 
 
 def _is_difference(graph: Graph, name: str) -> bool:
-    """True if a Sub or Neg writes a value, seen through reshapes, transposes and casts."""
+    """True if a Sub or Neg computes the value `name`. Reshapes, transposes, casts and other
+    operators of `VIEWS` after it are ignored.
+    """
     while (index := graph.producer(name)) is not None and not graph.nodes[index].domain:
         node = graph.nodes[index]
         if node.op not in VIEWS:
@@ -128,10 +140,11 @@ def _is_difference(graph: Graph, name: str) -> bool:
 
 
 def _expanded_shape(graph: Graph, known: ConstantFolder, node: Node) -> tuple[int, ...] | None:
-    """Return the shape from which the data of a gather expand to its result; None if the gather
-    cannot be replaced by a Reshape and an Expand.
+    """Return the shape to which the data of the gather `node` are reshaped so that an Expand yields
+    the result. Returns None if a Reshape and an Expand cannot replace the gather, or if its
+    analysis exceeds the budget of `known`.
 
-    Gathers from parameters are embeddings and are kept.
+    A gather from a parameter is an embedding and is kept.
     """
     data = graph.type_of(node.inputs[0])
     result = graph.type_of(node.outputs[0])
@@ -155,12 +168,13 @@ def _expanded_shape(graph: Graph, known: ConstantFolder, node: Node) -> tuple[in
 
 
 def _range_shape(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
-    """Return the shape in which the integers 0 … count − 1, in order, broadcast to `rows`, an array
-    that is not empty; None if there is none.
+    """Return the shape in which the integers 0 … count − 1, in order, broadcast to the array
+    `rows`; None if there is no such shape. `rows` must not be empty.
     """
     if rows.size < count:
         return None
-    # Along a broadcast dimension the row is constant; the other dimensions read all rows in order.
+    # Along a broadcast dimension, the row number is constant. Together, the other dimensions count
+    # all rows in order.
     shape = tuple(
         size if size > 1 and (rows.take(0, axis) != rows.take(1, axis)).any() else 1
         for axis, size in enumerate(rows.shape)
@@ -174,11 +188,14 @@ def _range_shape(rows: np.ndarray, count: int) -> tuple[int, ...] | None:
 def _rows(
     node: Node, shape: tuple[int, ...], indices: np.ndarray
 ) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...]] | None:
-    """Return (before, rows, after) of a gather from data with `shape`: the dimensions before and
-    after those that the indices address, and the number of the row that each index reads.
+    """Return (before, rows, after) for a gather with known `indices` from data of shape `shape`.
 
-    A row is the part of the data that one index reads; rows are counted in row-major order. None if
-    an index is out of range, and for gathers that cannot be a broadcast.
+    - before, after: the dimensions before and after the dimensions that the indices address.
+    - rows: an array with the number of the row that each index reads. A row is the part of the data
+      that one index reads; rows are numbered in row-major order.
+
+    Returns None if an index is out of range, or if the gather cannot be a broadcast: if it has
+    `batch_dims`, or fewer indices than rows.
     """
     if node.op == "Gather":
         axis = node.integer("axis") % max(len(shape), 1)
@@ -190,7 +207,8 @@ def _rows(
         axis = 0
         limits = shape[: indices.shape[-1]]
         columns = indices
-    # A broadcast reads all rows. This also excludes row numbers that are too large for numpy.
+    # A broadcast reads every row, so it has at least as many indices as rows. This also rejects row
+    # numbers that numpy cannot represent.
     if math.prod(limits) > max(columns.size, 1):
         return None
     rows: np.ndarray | None = None
@@ -206,9 +224,11 @@ def _rows(
 
 
 def with_late_weights(graph: Graph) -> Graph:
-    """Return the graph with the nodes that unpack or dequantise parameters moved right before the
-    first node that reads them. Files often have all of these nodes at the beginning, and then all
-    unpacked weights would be in memory at once.
+    """Return the graph in which nodes that unpack or dequantise parameters stand right before the
+    first node that reads their results.
+
+    Files often have all of these nodes at the beginning. In that order, all unpacked weights would
+    be in memory at once.
     """
     held = (
         {each.value.name for each in graph.parameters}
@@ -233,8 +253,8 @@ def with_late_weights(graph: Graph) -> Graph:
 
 
 def _take(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
-    """Remove the nodes that the values `names` depend on from `waiting`, which maps results to
-    nodes; return them in topological order.
+    """Remove from `waiting` the nodes on which the values `names` depend, and return them in
+    topological order. `waiting` maps the name of a result to the node that writes it.
     """
     found: list[Node] = []
     stack = [name for name in names if name in waiting]
@@ -250,30 +270,34 @@ def _take(waiting: dict[str, Node], names: Iterable[str]) -> list[Node]:
 
 
 def cleaned(graph: Graph) -> Graph:
-    """Return an equivalent graph with fewer nodes. Parameters that an output depends on are
-    unchanged.
+    """Return a graph with the same results, after the passes of this module that every graph goes
+    through. They replace gathers that only broadcast, make indices non-negative, drop Identity
+    nodes before outputs, merge equal constants and nodes, remove unread nodes, and move unpacking
+    right before its use. Parameters on which an output depends are unchanged.
     """
     plain = with_indices_from_start(with_plain_gathers(with_named_outputs(graph)))
     return with_late_weights(without_unread(without_repeats(merged_constants(plain))))
 
 
 def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
-    """Return the graph with other nodes, which write values whose types the graph has."""
+    """Return the graph with `nodes` in place of its nodes. The graph must already have the types of
+    the values that `nodes` write.
+    """
     nodes = tuple(nodes)
     values = tuple(graph.type_of(name) for node in nodes for name in node.outputs if name)
     return dataclasses.replace(graph, nodes=nodes, values=values)
 
 
 def _reading(node: Node, names: dict[str, str]) -> Node:
-    """Return the node with operand `names[x]` in place of each operand x of `names`."""
+    """Return the node with each operand x that is a key of `names` replaced by `names[x]`."""
     if names.keys().isdisjoint(node.inputs):
         return node
     return dataclasses.replace(node, inputs=tuple(names.get(name, name) for name in node.inputs))
 
 
 def with_named_outputs(graph: Graph) -> Graph:
-    """Return the graph without Identity nodes that only name an output: the node that computes the
-    value writes the output itself.
+    """Return the graph without Identity nodes that only give a value the name of an output. The
+    node that computes the value writes the output itself.
     """
     names: dict[str, str] = {}
     kept: list[Node] = []
@@ -301,8 +325,8 @@ def with_named_outputs(graph: Graph) -> Graph:
 
 
 def without_repeats(graph: Graph) -> Graph:
-    """Return the graph with one of several nodes with equal operator, operands and attributes.
-    Operators that draw random numbers are kept.
+    """Return the graph with only the first of several nodes that have the same operator, operands
+    and attributes. Nodes that draw random numbers, loops, and nodes that write an output are kept.
     """
     first: dict[object, Node] = {}
     names: dict[str, str] = {}
@@ -322,8 +346,8 @@ def without_repeats(graph: Graph) -> Graph:
 
 
 def merged_constants(graph: Graph) -> Graph:
-    """Return the graph whose nodes read one of several equal constants. Parameters are not
-    merged.
+    """Return the graph in which, of several equal constants, nodes read only the first. Parameters
+    are not merged.
     """
     first: dict[object, str] = {}
     names: dict[str, str] = {}
@@ -336,7 +360,9 @@ def merged_constants(graph: Graph) -> Graph:
 
 
 def without_unread(graph: Graph) -> Graph:
-    """Return the graph without nodes, parameters and constants on which no output depends."""
+    """Return the graph without nodes, parameters and constants on which no output depends. This
+    includes states and results of loops.
+    """
     needed = set(graph.outputs)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
@@ -344,7 +370,7 @@ def without_unread(graph: Graph) -> Graph:
             node = node if node.body is None else _read_results(node, needed)
             kept.append(node)
             needed.update(node.inputs)
-            needed.discard("")  # The name of an absent operand.
+            needed.discard("")  # An absent operand has the name "".
     return dataclasses.replace(
         with_nodes(graph, reversed(kept)),
         parameters=tuple(
@@ -355,8 +381,8 @@ def without_unread(graph: Graph) -> Graph:
 
 
 def _read_results(loop: Node, needed: set[str]) -> Node:
-    """Return a loop without the states and results that are not needed. `needed` has the names of
-    values that nodes after the loop, or the graph's outputs, read.
+    """Return the node `loop` without the states and results that nothing needs. `needed` has the
+    names of values that are outputs of the graph or that nodes after the loop read.
     """
     body = body_of(loop)
     states = loop.integer("states")
@@ -403,15 +429,15 @@ def _read_results(loop: Node, needed: set[str]) -> Node:
 
 
 def at_inference(graph: Graph) -> Graph:
-    """Return the graph without Dropout, and with BatchNormalization by running statistics; the
-    graph itself if it has neither.
+    """Return the graph for inference: without Dropout, and with running statistics in each
+    BatchNormalization. Returns the graph itself if nothing changes.
     """
     return _without_batch_statistics(without_dropout(graph))
 
 
 def without_dropout(graph: Graph) -> Graph:
-    """Return the graph without Dropout nodes that drop elements; the graph itself if there are
-    none. A Dropout whose mask is used stays, with is_test=1.
+    """Return the graph without Dropout nodes that drop elements; the graph itself if it has none. A
+    Dropout whose mask is used is kept, but drops nothing (`is_test` = 1).
     """
     names: dict[str, str] = {}
     kept: list[Node] = []
@@ -432,14 +458,16 @@ def without_dropout(graph: Graph) -> Graph:
 
 
 def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
-    """Return the graph without StopGradient nodes that stop no gradient: their operand depends on
-    no trained parameter, or the graph is not trained (`trains` is False). A Where that selects
-    between a value and the same value with stopped gradient is removed, too. Return the graph
-    itself if nothing changes.
+    """Return the graph without StopGradient nodes that stop no gradient; the graph itself if
+    nothing changes.
+
+    A StopGradient stops no gradient if its operand depends on no trained parameter, or if the graph
+    is not trained (`trains` is False). A Where that then selects between two copies of one value is
+    removed, too.
     """
     if not any(node.op == STOP_GRADIENT for node in graph.nodes):
         return graph
-    # Values computed from trained parameters.
+    # Names of trained parameters and of the values that are computed from them.
     computed = (
         {each.value.name for each in graph.parameters if each.trainable} if trains else set[str]()
     )
@@ -465,8 +493,9 @@ def without_idle_stops(graph: Graph, trains: bool = True) -> Graph:
 
 
 def _only_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
-    """Return the value of a Where that selects between two copies of one value, after `names`
-    replaced its operands; "" if the two values differ, or if the Where broadcasts them.
+    """Return the value that the node, a Where, returns in any case, or "" if there is none. `names`
+    maps names of operands to the values that replace them. There is such a value if both operands
+    are the same value and the Where does not broadcast it.
     """
     first, second = (names.get(each, each) for each in node.inputs[1:])
     is_same = first == second and graph.type_of(first).shape == graph.type_of(node.outputs[0]).shape
@@ -474,8 +503,8 @@ def _only_choice(graph: Graph, node: Node, names: Mapping[str, str]) -> str:
 
 
 def _without_batch_statistics(graph: Graph) -> Graph:
-    """Return the graph with each BatchNormalization in training mode turned into one by running
-    statistics, unless the graph uses the new statistics.
+    """Return the graph in which each BatchNormalization in training mode uses its running
+    statistics. A node whose updated statistics are read is unchanged.
     """
     kept: list[Node] = []
     for node in graph.nodes:
@@ -493,4 +522,7 @@ def _without_batch_statistics(graph: Graph) -> Graph:
 
 
 def _is_used(graph: Graph, name: str) -> bool:
+    """True if a node or an output reads the value `name`. False for the name "" of an absent
+    result.
+    """
     return bool(name) and (name in graph.consumers() or name in graph.outputs)

@@ -1,13 +1,13 @@
-"""If, Loop, Scan and SequenceMap, which the reader replaces: an If by the nodes of its branch, a
-loop by copies of its body, one per iteration (unrolling).
+"""Replacement of If, Loop, Scan and SequenceMap while a file is read. The nodes of the chosen
+branch replace an If. Copies of the body, one per iteration, replace a loop (unrolling).
 
 Conditions and iteration counts must be known after dimensions are bound, with two exceptions. If
 the condition of an If depends on data, both branches are computed and Where selects the results. If
 the end of a Loop depends on data, all iterations up to its maximum count are computed, and
 iterations after the end leave the loop-carried states unchanged.
 
-A body that would be unrolled into more than `MAX_UNROLLED_NODES` nodes is kept as one loop operator
-(see `loops`).
+A loop that would be unrolled into more than `MAX_UNROLLED_NODES` nodes is kept as one loop operator
+if possible (see the module `loops`).
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ SCAN_WITHOUT_BATCH_SINCE = 9
 """The opset since which Scan has no batch dimension."""
 
 MAX_UNROLLED_NODES = 2000
-"""Maximum number of nodes of an unrolled loop. Longer loops are kept as one operator if
-possible.
+"""Maximum number of nodes into which a loop is unrolled. A longer loop is kept as one operator if
+possible; otherwise it is unrolled in spite of its length.
 """
 
 MAX_KEPT_ITERATIONS = 1 << 16
-"""Maximum number of iterations of a loop that is kept: a file may state any number."""
+"""Maximum number of iterations of a loop that is kept as one operator. The limit is needed because
+a file can declare any number.
+"""
 
 MAX_MASKED_ITERATIONS = 1024
-"""Maximum number of iterations of a Loop whose end depends on data."""
+"""Maximum number of iterations that are unrolled if the end of a Loop depends on data."""
 
 
 def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield nodes and the nodes of their bodies, at any depth."""
+    """Yield each of `nodes`, followed by the nodes of its bodies, at any depth."""
     for node in nodes:
         yield node
         for graph in bodies_of(node):
@@ -60,15 +62,15 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs among the attributes of a node."""
+    """Yield the graphs in the attributes of a node: the branches of an If, or the body of a loop."""
     for attribute in node.attribute:
         yield from (attribute.g,) if attribute.HasField("g") else ()
         yield from attribute.graphs
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the names that a node and its bodies read. These include values that the bodies
-    themselves write.
+    """Yield the names of the values that a node and its bodies read. The names include values that
+    the bodies themselves write.
     """
     yield from (name for name in node.input if name)
     for graph in bodies_of(node):
@@ -78,7 +80,9 @@ def reads(node: onnx.NodeProto) -> Iterator[str]:
 
 
 def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
-    """Yield the names that a body defines; with `deep`, also those of bodies within it."""
+    """Yield the names that a body defines: inputs, initializers and results of nodes. With `deep`,
+    also yield the names that bodies within it define.
+    """
     yield from (each.name for each in itertools.chain(graph.input, graph.initializer))
     for node in graph.node:
         yield from filter(None, node.output)
@@ -88,12 +92,14 @@ def _written(graph: onnx.GraphProto, deep: bool) -> Iterator[str]:
 
 
 def hoist(graph: onnx.GraphProto, slices: dict[str, FileSlice | VarintSlice]) -> None:
-    """Give each value in a body a name that is unique in the file, and move initializers and
-    Constant nodes out of bodies. Changes `graph` in place.
+    """Make names in bodies of control flow unique, and move initializers and Constant nodes out of
+    the bodies. Changes `graph` in place.
 
-    Constants are appended to the nodes of `graph`. `slices` has the location of tensor data in the
-    file, for tensors of bodies under the name `protobuf_scan.nested`, which is replaced by the new
-    name. Raises ModelError if bodies are nested too deeply or have sparse weights.
+    Each value that a body defines gets a name that is unique in the file. Constant nodes are
+    appended to the nodes of `graph`, initializers to its initializers. `slices` has the location of
+    tensor data in the file. For a tensor of a body, its key is the result of
+    `protobuf_scan.nested`; the new name replaces this key. Raises ModelError if bodies are nested
+    more than `DEEPEST_BODY` deep or have sparse weights.
     """
     if any(node.op_type in CONTROL_OPERATORS for node in graph.node):
         _Hoist(graph, slices, set(_written(graph, deep=False))).run()
@@ -106,16 +112,20 @@ class _Hoist:
     """
 
     top: onnx.GraphProto
+    """The main graph of the file."""
     slices: dict[str, FileSlice | VarintSlice]
-    """Location in the file of the data of each tensor."""
+    """Location of the data of each tensor in the file."""
     taken: set[str]
-    """Names that are in use."""
+    """Names of values that are in use."""
 
     def run(self) -> None:
         numbers = itertools.count()
         counts = itertools.count(1)
 
         def body(graph: onnx.GraphProto, outside: Mapping[str, str], depth: int) -> None:
+            """Rename the values of a body, and move its initializers and Constant nodes to `top`.
+            `outside` has the new name of each renamed value of the enclosing bodies.
+            """
             if depth > DEEPEST_BODY:
                 raise ModelError(
                     f"control flow is nested more than {DEEPEST_BODY} levels deep, which is not "
@@ -149,6 +159,9 @@ class _Hoist:
                 (self.top if is_constant else graph).node.append(node)
 
         def visit(node: onnx.NodeProto, names: Mapping[str, str], depth: int) -> None:
+            """Process the bodies of a node. `names` has the new name of each renamed value that the
+            node can read.
+            """
             if node.op_type in CONTROL_OPERATORS:
                 for attribute in node.attribute:
                     if attribute.HasField("g"):
@@ -159,47 +172,60 @@ class _Hoist:
 
 
 def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    """Replace the names of operands and results of the node in place."""
     node.input[:] = [names.get(name, name) for name in node.input]
     node.output[:] = [names.get(name, name) for name in node.output]
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderAccess:
-    """Access to the state of the reader, and to its actions. Names of values may be aliases."""
+    """The functions and state of the reader that the replacement of control flow uses. Names of
+    values may be aliases.
+    """
 
     data: Callable[[str], np.ndarray | None]
-    """Returns the data of a value, None if they are not known."""
+    """Returns the data of a value; None if the data are not known."""
     type_of: Callable[[str], Value | None]
-    """Returns the type of a value, None if it has none so far."""
+    """Returns the type of a value; None for a value whose type is not known yet, such as a
+    sequence.
+    """
     sequences: Sequences
     opset: int
     order: Callable[[onnx.GraphProto], list[onnx.NodeProto]]
     """Returns the nodes of a body in topological order."""
     count_nodes: Callable[[int], bool]
-    """Counts nodes that bodies become; returns False if they are too many in all."""
+    """Adds a number of copied nodes to the count for the file; returns False if the count exceeds
+    the limit.
+    """
     keep_loop: Callable[[KeptLoop], str]
-    """Adds a loop operator; returns "", or the reason why that is not possible."""
+    """Adds a loop operator to the graph and returns ""; if that is not possible, returns the
+    reason.
+    """
     readers: Callable[[str], list[str]]
-    """Returns the operators in the file that read a value."""
+    """Returns the operator names of the nodes in the file that read a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """A loop-carried state."""
+    """A loop-carried state: a value that an iteration gets from the previous iteration. Fields are
+    names of values.
+    """
 
     operand: str
-    """The initial value."""
+    """The state before the first iteration."""
     name: str
-    """The value at the start of an iteration."""
+    """The state at the start of an iteration."""
     result: str
-    """The value at the end of an iteration."""
+    """The state at the end of an iteration."""
     output: str
-    """The final value, "" if nothing reads it."""
+    """The state after the last iteration; "" if nothing reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanInput:
-    """A value of which each iteration reads one slice along `axis`, under the name `name`."""
+    """A value of which each iteration reads one slice along `axis`. The body reads the slice as
+    `name`. With `backwards`, the first iteration reads the last slice.
+    """
 
     operand: str
     axis: int
@@ -209,7 +235,10 @@ class ScanInput:
 
 @dataclass(frozen=True, slots=True)
 class ScanOutput:
-    """A result of each iteration. The results are stacked along the new axis `axis` to `output`."""
+    """A value that each iteration computes as `result`. The values of all iterations are stacked
+    along a new axis `axis` and written to `output`. With `backwards`, the value of the last
+    iteration comes first.
+    """
 
     result: str
     output: str
@@ -222,29 +251,33 @@ class KeptLoop:
     """A loop that becomes one loop operator instead of copies of its body."""
 
     title: str
-    """Prefix of the names of the body's values."""
+    """Prefix of the names of values in the body."""
     name: str
-    """Name of the node."""
+    """Name of the loop node in the file."""
     count: int
     """Number of iterations."""
     nodes: list[onnx.NodeProto]
-    """The nodes of one iteration."""
+    """Nodes of the body, with the names of values that they have in the operator."""
     number: str
-    """The value that holds the number of the iteration, counted from 0."""
+    """Name of the value that holds the number of the current iteration, counted from 0."""
     states: tuple[LoopState, ...]
     scanned: tuple[ScanInput, ...]
     gathered: tuple[ScanOutput, ...]
     ends: tuple[str, ...]
-    """Values that must be true after each iteration, or else the loop would end early."""
+    """Names of the body's continuation conditions. Each must be true after every iteration;
+    otherwise the loop would end early.
+    """
 
 
 def replace_control_flow(
     node: onnx.NodeProto, operands: tuple[str, ...], reader: ReaderAccess
 ) -> Iterator[onnx.NodeProto]:
     """Yield the nodes that replace an If, Loop, Scan or SequenceMap. The caller must read each node
-    before it requests the next one.
+    before it requests the next one, because later nodes depend on the types and data of earlier
+    results.
 
-    Raises ModelError, naming the node, if control flow depends on data in an unsupported way.
+    Raises ModelError, naming the node, if control flow depends on data in an unsupported way, or if
+    the node's bodies do not fit the operator.
     """
     where = f"{node.op_type} {node.name!r}"
     bodies = {each.name: each.g for each in node.attribute if each.HasField("g")}
@@ -271,6 +304,9 @@ def _if(
     reader: ReaderAccess,
     where: str,
 ) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes that replace an If: those of one branch if the condition is known, otherwise
+    the nodes of both branches and a selection for each result.
+    """
     for branch in branches:
         if len(branch.output) != len(node.output) or branch.input:
             raise ModelError(
@@ -311,8 +347,9 @@ def _select(
     reader: ReaderAccess,
     where: str,
 ) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that set `result` to `first` if the condition is true, else to `second`: two
-    tensors of one type, or two sequences of equal length.
+    """Yield the nodes that set `result` to `first` if the condition is true, otherwise to `second`.
+    Both are tensors of the same type, or sequences of equal length. Raises ModelError if they are
+    neither.
     """
     first_tensors = reader.sequences.get(first)
     second_tensors = reader.sequences.get(second)
@@ -366,7 +403,9 @@ def _select(
 
 
 class _Unrolling:
-    """The unrolling of a loop. Values of iteration i are called `TITLE/i/NAME`."""
+    """Unrolls one loop (Loop, Scan or SequenceMap) into copies of its body. In the copy for
+    iteration i, value NAME of the body is called `TITLE/i/NAME`.
+    """
 
     def __init__(
         self, node: onnx.NodeProto, body: onnx.GraphProto, reader: ReaderAccess, where: str
@@ -382,11 +421,15 @@ class _Unrolling:
         self.iterations = 0
         """Number of iterations unrolled so far."""
         self.unkept_reason = ""
-        """The reason why the loop cannot be kept as one operator, once that has been tried."""
+        """The reason why the loop cannot be kept as one operator; "" unless `_keep` has found one.
+        """
 
     def iterate(self, inputs: list[str]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes of the next iteration on the values `inputs`. Afterwards, `self.results`
-        has the names of the body's outputs.
+        """Yield the nodes of the next iteration, whose body reads the values `inputs`. Afterwards,
+        `self.results` has the names of the body's outputs in this iteration.
+
+        Raises ModelError if the file has too many nodes, or if the numbers of inputs and outputs do
+        not fit.
         """
         if not self.reader.count_nodes(self.size):
             raise ModelError(
@@ -421,7 +464,9 @@ class _Unrolling:
         self.iterations += 1
 
     def loop(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes of a Loop."""
+        """Yield the nodes that replace a Loop: copies of its body, or the nodes after the loop
+        operator if the loop is kept.
+        """
         most, condition, *carried = (*operands, "", "")[: max(len(operands), 2)]
         stacked: list[list[str]] = [[] for _ in self.node.output[len(carried) :]]
         limit = self._number(most) if most else None
@@ -462,8 +507,9 @@ class _Unrolling:
             if alive:
                 for names in zip(inner, old, carried, strict=True):
                     yield from _select(self.node, alive, *names, self.reader, self.where)
-                # The next iteration reads a known counter as it is: its values after the end of
-                # the loop are never used.
+                # The next iteration may read the body's result directly if its data are known, such
+                # as a counter: states that a finished loop computes are never selected. Known data
+                # let the next iteration be evaluated while the file is read.
                 pairs = zip(inner, carried, strict=True)
                 inner = [
                     new if self.reader.data(new) is not None else mixed for new, mixed in pairs
@@ -475,6 +521,7 @@ class _Unrolling:
         yield from self._stacks(list(self.node.output[len(carried) :]), stacked, [0] * len(stacked))
 
     def _unbounded(self, reason: str) -> ModelError:
+        """Return the error of a loop whose iteration count or end depends on data."""
         return ModelError(
             reason,
             hint="export the loop with a fixed iteration count, or with a condition that does "
@@ -483,13 +530,15 @@ class _Unrolling:
         )
 
     def _outputs(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes that name the final states."""
+        """Yield the nodes that give the final loop-carried states the names of the loop's outputs."""
         for name, result in zip(self.node.output, carried, strict=False):
             if name:
                 yield made_node(self.node, "Identity", [result], [name])
 
     def scan(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes of a Scan."""
+        """Yield the nodes that replace a Scan: copies of its body, or the nodes after the loop
+        operator if the loop is kept.
+        """
         stated = {each.name: each.i or list(each.ints) for each in self.node.attribute}
         if self.reader.opset < SCAN_WITHOUT_BATCH_SINCE:
             hint = "export the model with opset 9 or later"
@@ -550,7 +599,9 @@ class _Unrolling:
         )
 
     def map(self, operands: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes of a SequenceMap."""
+        """Yield the nodes that replace a SequenceMap: a copy of its body per element, and one
+        SequenceConstruct per output.
+        """
         given = [self.reader.sequences.get(name) for name in operands]
         counts = {len(each) for each in given if each is not None}
         if not given or given[0] is None or len(counts) > 1:
@@ -572,12 +623,14 @@ class _Unrolling:
             yield made_node(self.node, "SequenceConstruct", gathered, [name])
 
     def _is_long(self, count: int) -> bool:
-        """True if a loop of `count` iterations should be kept as one operator."""
+        """True if a loop of `count` iterations would be unrolled into more than
+        `MAX_UNROLLED_NODES` nodes, and is short enough to be kept as one operator.
+        """
         return count * (self.size - 1) > MAX_UNROLLED_NODES and count <= MAX_KEPT_ITERATIONS
 
     def _iteration_counts(self, scanned: Iterable[str], axes: Iterable[int]) -> set[int]:
-        """Return the distinct sizes of scan inputs along their scan axes; none if a shape is not
-        known or lacks the axis.
+        """Return the distinct sizes of the scan inputs `scanned` along their scan axes. Returns an
+        empty set if the shape of a scan input is not known or lacks the axis.
         """
         found = set()
         for name, axis in zip(scanned, axes, strict=True):
@@ -596,11 +649,14 @@ class _Unrolling:
         scanned: list[tuple[str, int, bool]],
         gathers: list[tuple[int, bool]],
     ) -> list[onnx.NodeProto] | None:
-        """Keep the loop as one operator of `count` iterations. Return the nodes that follow the
-        operator; None if the loop cannot be kept (`self.unkept_reason`).
+        """Keep the loop as one operator of `count` iterations, and return the nodes that follow the
+        operator. Return None if the loop cannot be kept; `self.unkept_reason` then has the reason,
+        unless the body has a wrong number of inputs or outputs.
 
-        States that no iteration changes are read from outside of the loop. A sequence to which
-        each iteration appends a tensor becomes a scan output.
+        `carried` has the initial states; `scanned` the (name, axis, backwards) of each scan input;
+        `gathers` the (axis, backwards) of each scan output. States that no iteration changes are
+        read from outside of the loop. A sequence to which each iteration appends a tensor becomes a
+        scan output.
         """
         counted = 2 * (self.node.op_type == "Loop")
         inputs, results = (
@@ -610,7 +666,7 @@ class _Unrolling:
             len(inputs) != counted + len(carried) + len(scanned)
             or len(results) != len(self.node.output) + counted // 2
         ):
-            return None  # `iterate` raises the error.
+            return None  # The caller then unrolls the loop, and `iterate` raises the error.
         copies = {name: f"{self.title}/run/{name}" for name in self.own}
         nodes = list(self.nodes)
         ends = results[: counted // 2]
@@ -684,8 +740,9 @@ class _Unrolling:
 
     @staticmethod
     def _appended(nodes: list[onnx.NodeProto], name: str, result: str) -> onnx.NodeProto | None:
-        """Return the node that appends a tensor to the sequence `name`, if nothing else in the
-        body reads the sequence or the result; else None.
+        """Return the node that appends a tensor to the sequence `name` and writes the sequence
+        `result`. Returns None if there is no such node, or if another node of the body reads either
+        sequence.
         """
         read = Counter(each for node in nodes for each in reads(node))
         found = [
@@ -697,8 +754,8 @@ class _Unrolling:
     def _stacks(
         self, names: list[str], stacked: list[list[str]], axes: list[int]
     ) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes that stack the results of all iterations (`stacked`, by output) to the
-        outputs `names`, along new axes.
+        """Yield the nodes that write the scan outputs `names`. `stacked` has for each output the
+        names of the values of all iterations, which are stacked along a new axis, given in `axes`.
         """
         types = self.body.output[len(self.body.output) - len(names) :]
         for name, found, axis, info in zip(names, stacked, axes, types, strict=True):
@@ -716,8 +773,9 @@ class _Unrolling:
                 )
 
     def _empty(self, name: str, info: onnx.ValueInfoProto, axis: int) -> list[onnx.NodeProto]:
-        """Return the nodes of a scan output without iterations, whose other dimensions the body
-        must declare.
+        """Return the nodes that write scan output `name` of a loop without iterations. Its size is
+        0 along `axis`; the body must declare its other dimensions in `info`. Raises ModelError if
+        it does not.
         """
         kind = info.type.tensor_type
         shape = [each.dim_value if each.HasField("dim_value") else -1 for each in kind.shape.dim]
@@ -731,12 +789,17 @@ class _Unrolling:
         return empty(self.node, name, kind.elem_type, shape)
 
     def _number(self, name: str) -> int | None:
+        """Return the integer that a value of one element holds; None if its data are not known or
+        have several elements.
+        """
         array = self.reader.data(name)
         return None if array is None or array.size != 1 else int(array.reshape(-1)[0])
 
 
 def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
-    """Return the list of integers in an attribute of Scan; zeros if it is absent."""
+    """Return attribute `name` of a Scan, a list of `count` integers; zeros if it is absent.
+    `stated` has the node's attributes. Raises ModelError for a list of another length.
+    """
     found = stated.get(name) or [0] * count
     if len(found) != count:
         raise ModelError(
@@ -747,7 +810,7 @@ def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
 
 
 def _copied(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
-    """Return a copy of a node in which `names` replaces names, also in its bodies."""
+    """Return a copy of a node, including its bodies, in which `names` replaces the names of values."""
     copy = type(node)()
     copy.CopyFrom(node)
     for each in nodes_within([copy]):

@@ -1,9 +1,10 @@
-"""Search for operators that compute one tensor of a file from another, by comparing their data.
+"""Search for a derivation: ONNX operators that compute one tensor of a file from another. The
+search compares the data of the tensors.
 
-Exporters fold operators on weights, so that a file contains the result of the operators. A
-derivation is accepted only if it reproduces every element: exactly if it moves, scales or shifts
-elements, and up to `ROUNDINGS` if it applies a function such as Sigmoid, which libraries round
-differently.
+Exporters evaluate operators on weights (constant folding), so that a file contains the result
+instead of the operators. A derivation is accepted only if it reproduces every element. The match
+must be exact if the operators move, scale or shift elements. For a function such as Sigmoid, which
+libraries round differently, the relative error may be up to `ROUNDINGS`.
 """
 
 from __future__ import annotations
@@ -18,24 +19,28 @@ import numpy as np
 from autopipe.passes.frontend.tables import is_uniform
 
 BLOCK: Final = 1 << 20
-"""Number of elements that are compared at a time."""
+"""Number of elements that are compared at a time, to bound the memory of a comparison."""
 SAMPLED: Final = 64
-"""Number of elements that are compared first, since most pairs of tensors differ in them."""
+"""Maximum number of elements that are compared before the full tensors. Most pairs of tensors
+already differ in these elements.
+"""
 MAX_AXES: Final = 4
-"""Maximum number of axes longer than 1 for which all permutations are tried."""
+"""Maximum number of axes of size above 1 for which all permutations are tried."""
 MAX_BYTES: Final = 1 << 24
-"""Maximum bytes of a tensor whose elements are searched for in another tensor."""
+"""Maximum bytes of each of two tensors if the elements of one are searched for in the other."""
 MIN_ELEMENTS: Final = 4
-"""Minimum number of distinct elements with which equality to a function of another tensor is
-accepted as more than a coincidence.
+"""Minimum number of distinct elements that must match before a tensor counts as a function of
+another tensor. Fewer elements may match by coincidence.
 """
 MOVES: Final = frozenset({"Transpose", "Reshape", "Expand", "Gather", "StopGradient"})
-"""Operators of steps that do not change the value of an element."""
+"""Operators of steps that do not change the values of elements: they move, repeat or drop elements.
+"""
 ROUNDINGS: Final = 4e-6
 """Maximum relative difference between two libraries' float32 results of one function."""
 
 
 def _softplus(array: np.ndarray) -> np.ndarray:
+    """Return log(1 + exp(x)) for each element x, computed in float64."""
     return np.asarray(np.logaddexp(0, array.astype(np.float64)))
 
 
@@ -53,12 +58,14 @@ FUNCTIONS: Final[Mapping[str, Callable[[np.ndarray], np.ndarray]]] = {
     "Sin": np.sin,
     "Cos": np.cos,
 }
-"""Elementwise operators with one operand."""
+"""The elementwise functions that the search tries: ONNX operator with one operand, and the numpy
+function that computes it.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One ONNX operator that is apply_steps to a tensor."""
+    """One ONNX operator of a derivation, which is applied to a tensor."""
 
     operator: str
     shape: tuple[int, ...]
@@ -66,21 +73,25 @@ class Step:
     perm: tuple[int, ...] = ()
     """The attribute `perm` of a Transpose."""
     operand: np.ndarray | None = None
-    """The other operand: the indices of a Gather, the summand of an Add, the factor of a Mul, the
-    minuend of a Sub, the exponent of a Pow.
+    """Data of the second operand: the indices of a Gather, the summand of an Add, the factor of a
+    Mul, the minuend of a Sub, or the exponent of a Pow. None if there is none or if it is the
+    parameter `other`.
     """
     other: str = ""
-    """Name of the parameter that is the other operand; "" if `operand` is."""
+    """Name of the parameter that is the second operand; "" if it is `operand` or if there is none.
+    """
     moves: tuple[Step, ...] = ()
-    """Transpositions and reshapes of the parameter `other` before it is the operand."""
+    """Transpositions and reshapes that are applied to the parameter `other` before it becomes the
+    second operand.
+    """
     axis: int = 0
-    """The axis of a Concat."""
+    """The axis of a Concat; not used by other operators."""
 
     def apply(
         self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
     ) -> np.ndarray:
-        """Return the result for `array`. `others` has the data of the parameters `other`, by
-        name.
+        """Return the result of this step for the tensor `array`. `others` maps names of parameters
+        to their data; it is required if `self.other` is not "".
         """
         other: Any = self.operand
         if others is not None and self.other:
@@ -115,7 +126,10 @@ class Step:
         return np.asarray(FUNCTIONS[self.operator](array).astype(array.dtype))
 
     def inverse(self, shape: tuple[int, ...]) -> Step:
-        """Return the inverse of this Transpose, Reshape or Gather of a tensor of `shape`."""
+        """Return the step that reverses this Transpose, Reshape or Gather. `shape` is the shape of
+        the tensor to which this step was applied. A Gather must be a permutation of a tensor of
+        that shape.
+        """
         if self.operator == "Transpose":
             return Step("Transpose", shape, tuple(int(axis) for axis in np.argsort(self.perm)))
         if self.operator == "Gather":
@@ -130,7 +144,9 @@ class Step:
 def apply_steps(
     steps: tuple[Step, ...], array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
 ) -> np.ndarray:
-    """Return the result of applying the steps in order."""
+    """Return the result of applying the steps to `array` in order. `others` has the data of the
+    parameters that steps use as second operand.
+    """
     for step in steps:
         array = step.apply(array, others)
     return array
@@ -139,8 +155,11 @@ def apply_steps(
 def find_weighted_sum(
     elements: Mapping[str, np.ndarray], result: np.ndarray
 ) -> tuple[Step, ...] | None:
-    """Return the steps that compute `result` from the first of `elements`, scalars by name: the sum
-    of all, times a constant with at most two significant digits. None if `result` is no such sum.
+    """Return the steps that compute `result` as a constant times the sum of `elements`; None if
+    `result` is no such sum.
+
+    `elements` maps names to tensors with one element each. The steps are applied to the first of
+    them, and add the others. The constant has at most two significant digits.
     """
     numbers = [float(each.reshape(())) for each in elements.values()]
     total = sum(numbers)
@@ -158,11 +177,15 @@ def find_weighted_sum(
 
 
 def find_derivation(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the steps that compute `second` from `first`; None if none are found.
+    """Return the steps that compute the tensor `second` from the tensor `first`; None if none are
+    found.
 
-    Tries, in this order: a transposition and reshape, followed by nothing, by one arithmetic
-    operation with a constant, or by one function; an Expand; and a Gather of elements of `first`,
-    some of which a mask sets to 0.
+    The search tries, in this order:
+
+    - A transposition and a reshape, alone or followed by one arithmetic operation with a constant
+      or by one function of `FUNCTIONS` or a square.
+    - An Expand.
+    - A Gather of elements of `first`. A mask may set some of the results to 0.
     """
     if first.size == second.size:
         for moves in moves_between(first.shape, second.shape):
@@ -174,8 +197,9 @@ def find_derivation(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] |
 
 
 def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator[tuple[Step, ...]]:
-    """Yield the combinations of a Transpose and a Reshape that turn a tensor of `shape` into one of
-    shape `expected`. The first combination has no Transpose.
+    """Yield each combination of Transpose and Reshape that turns a tensor of `shape` into a tensor
+    of shape `expected`. The first combination has no Transpose. Shapes with more than `MAX_AXES`
+    axes of size above 1 yield only the first.
     """
     reshaped = (Step("Reshape", expected),)
     yield () if shape == expected else reshaped
@@ -185,7 +209,7 @@ def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator
     for order in itertools.permutations(wide):
         if list(order) == wide:
             continue
-        # Axes of size 1 stay at their position.
+        # Axes of size 1 are not permuted: that would not change the order of the elements.
         axes = iter(order)
         perm = tuple(next(axes) if extent > 1 else axis for axis, extent in enumerate(shape))
         moved = tuple(shape[axis] for axis in perm)
@@ -194,8 +218,8 @@ def moves_between(shape: tuple[int, ...], expected: tuple[int, ...]) -> Iterator
 
 
 def moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the Transpose and Reshape that compute `second` from `first`; None if there are
-    none.
+    """Return the steps, at most a Transpose and a Reshape, that compute `second` from `first`,
+    which has equally many elements. None if there are none.
     """
     for steps in moves_between(first.shape, second.shape):
         sampled, expected = _samples(first, steps, second)
@@ -207,8 +231,8 @@ def moved(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
 
 
 def _transposed(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
-    """Return a view of the array after the Transpose of `moves`. The Reshape is omitted, since it
-    keeps the order of the elements.
+    """Return a view of `array` after the Transpose in `moves`, or `array` itself if `moves` has
+    none. The Reshape is omitted because it keeps the order of the elements.
     """
     return moves[0].apply(array) if moves and moves[0].operator == "Transpose" else array
 
@@ -216,8 +240,8 @@ def _transposed(array: np.ndarray, moves: tuple[Step, ...]) -> np.ndarray:
 def _samples(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return up to `SAMPLED` elements of `first` after `moves`, and those of `second` at equal
-    indices.
+    """Return two vectors of at most `SAMPLED` elements: elements of `first` after the steps
+    `moves`, and the elements of `second` at the same positions.
     """
     indices = np.linspace(0, second.size - 1, min(SAMPLED, second.size)).astype(np.int64)
     transposed = np.atleast_1d(_transposed(first, moves))
@@ -226,7 +250,9 @@ def _samples(
 
 
 def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
-    """True if the elements of `array` in row-major order are equal to `flat`."""
+    """True if the elements of `array` in row-major order equal the vector `flat`. Compares `BLOCK`
+    elements at a time.
+    """
     array = np.atleast_1d(array)
     rows = max(1, BLOCK * len(array) // array.size)
     width = array.size // len(array)
@@ -239,7 +265,9 @@ def _is_equal(array: np.ndarray, flat: np.ndarray) -> bool:
 
 
 def expansion(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the Expand that computes `second` from `first`; None if there is none."""
+    """Return the Expand that computes `second` from `first` as a tuple of one step; None if there
+    is none.
+    """
     if first.size >= second.size or first.ndim > second.ndim:
         return None
     padded = (1,) * (second.ndim - first.ndim) + first.shape
@@ -252,8 +280,8 @@ def expansion(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
 def _elementwise(
     first: np.ndarray, moves: tuple[Step, ...], second: np.ndarray
 ) -> tuple[Step, ...] | None:
-    """Return the elementwise steps that compute `second` from `first` after `moves`: () if both are
-    equal, None if none are found.
+    """Return the steps that follow `moves` so that all compute `second` from `first`: () if `moves`
+    suffice, otherwise one elementwise step. None if no step is found.
     """
     sampled, expected = _samples(first, moves, second)
     if np.array_equal(sampled, expected) and _is_equal(
@@ -281,14 +309,16 @@ def _elementwise(
 
 
 def _is_close(found: np.ndarray, expected: np.ndarray) -> bool:
+    """True if all elements agree up to a relative error of `ROUNDINGS`."""
     return bool(np.allclose(found, expected, rtol=ROUNDINGS, atol=0))
 
 
 def _constant_steps(
     sampled: np.ndarray, expected: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[Step]:
-    """Yield `1 - x`, and the arithmetic steps with one constant that are correct for the sampled
-    element x of the largest absolute value.
+    """Yield candidates for the arithmetic step that computes `expected` from the vector `sampled`.
+    The first is `1 - x`. The others are products, sums and differences with one constant that fits
+    the sampled element with the largest absolute value. `shape` is the shape of the step's result.
     """
     dtype = sampled.dtype
     largest = int(np.argmax(np.abs(sampled)))
@@ -305,8 +335,9 @@ def _constant_steps(
 
 
 def _candidate_constants(number: float, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the constants that can be meant by a number with a rounding error: decimal numbers with
-    few digits first, then inverses of such numbers, then the nearest representable numbers.
+    """Yield the constants that a rounded `number` may stand for, as scalars of type `dtype`: first
+    decimal numbers with few digits, then inverses of such numbers, then the nearest representable
+    numbers.
     """
     with np.errstate(over="ignore"):
         exact = np.asarray(number, dtype)
@@ -329,10 +360,11 @@ def _candidate_constants(number: float, dtype: np.dtype) -> Iterator[np.ndarray]
 
 def _gather_of_elements(first: np.ndarray, second: np.ndarray) -> tuple[Step, ...] | None:
     """Return the Gather that reads each element of `second` from `first`, followed by a Mul with a
-    mask if some elements of `second` are 0.
+    mask if `second` has zeros. A Reshape precedes it if `first` is not a vector.
 
-    Returns None if another element of `second` is not in `first`, or if `first` has a zero or equal
-    elements, so that the indices are ambiguous.
+    Returns None if an element of `second` is neither 0 nor an element of `first`, if `first`
+    contains 0 or equal elements (the indices would be ambiguous), if fewer than `MIN_ELEMENTS`
+    elements match, or if a tensor is larger than `MAX_BYTES`.
     """
     if max(first.nbytes, second.nbytes) > MAX_BYTES or not second.size:
         return None

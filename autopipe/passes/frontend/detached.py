@@ -1,10 +1,10 @@
 """Recovery of stopped gradients (`detach`) from the metadata of torch's exporter.
 
 A file that was not optimized has an Identity for each `detach`, which `signature.is_detach`
-recognises. Optimization removes the Identity, but the metadata of calls that read its result still
-name it, as `%detach`. Files without metadata have no trace of a `detach`, except in a
-straight-through estimator `x + (q - x)`. Its value is `q`, so it makes sense only if the gradient
-of `q - x` is stopped.
+recognises. Optimization removes the Identity, but the metadata of the nodes that read its result
+still call that result `%detach`. A file without metadata has no trace of a `detach`, with one
+exception: a straight-through estimator `x + (q - x)`. Its value is `q`, so the expression is only
+useful if the gradient of `q - x` is stopped.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ if TYPE_CHECKING:
     import onnx
 
 DETACHED = re.compile(r"detach_?(_\d+)?")
-"""Names that torch gives to results of `detach`."""
+"""Pattern of the names that torch gives to the results of `detach`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DetachedReads:
-    """Operands through which no gradient flows."""
+    """Operands of nodes through which no gradient may flow."""
 
     operands: frozenset[tuple[str, int]] = frozenset()
-    """Pairs of the reading node's first result and the index of the operand."""
+    """Pairs of (first result of the reading node, index of the operand)."""
     unknown: tuple[str, ...] = ()
-    """Titles of nodes with a detached operand whose index the metadata do not determine."""
+    """Operators and names of nodes that have a detached operand, but whose metadata do not
+    determine its index.
+    """
 
 
 def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> DetachedReads:
-    """Return the operands that the metadata call detached and that no node of the file detaches."""
+    """Return the operands of `nodes` that the traced program detached, according to the metadata of
+    the nodes, although no node of the file writes the result of that `detach`.
+    """
     written = {name for node in nodes for name in node.output if name}
     constants = {name for node in nodes if node.op_type == "Constant" for name in node.output}
     calls: dict[str, list[onnx.NodeProto]] = {}
@@ -64,8 +68,9 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
                     if DETACHED.fullmatch(each) and each not in written
                 )
             elif Counter(node.input[slot] for slot in slots) - Counter(arguments):
-                # The optimization drops arguments such as the empty tensor of a concatenation. The
-                # others are known if each has its name in the call.
+                # Operands and arguments cannot be paired, because the optimization drops arguments
+                # such as the empty tensor of a concatenation. No operand is detached if each has
+                # its own name among the arguments.
                 unknown.append(f"{node.op_type} {node.name!r}")
     return DetachedReads(frozenset(found), tuple(unknown))
 
@@ -73,8 +78,8 @@ def detached_reads(nodes: Sequence[onnx.NodeProto], signature: Signature) -> Det
 def straight_through(
     nodes: Sequence[onnx.NodeProto], name_of: Callable[[str], str]
 ) -> DetachedReads:
-    """Return the operands `q - x` of the sums `x + (q - x)`; `name_of` returns one name for all
-    names of a value.
+    """Return the operands `q - x` of all sums `x + (q - x)` in `nodes`. `name_of` maps each name of
+    a value to one name, so that names of the same value can be compared.
     """
     differences = {
         node.output[0]: node for node in nodes if node.op_type == "Sub" and not node.domain
@@ -93,8 +98,8 @@ def straight_through(
 
 
 def _is_constant(name: str, node: onnx.NodeProto, signature: Signature) -> bool:
-    """True if a tensor that no node writes is a constant of the exporter and no argument of the
-    call.
+    """True if the exporter created the tensor `name` as a constant, so that it is no argument of
+    the traced call of `node`.
     """
     given = {signature.arguments.get(each) for each in traced_call(node)[1]}
     is_internal = name.startswith("val_") and not signature.is_trained(name)

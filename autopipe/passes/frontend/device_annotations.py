@@ -1,4 +1,4 @@
-"""ONNX multi-device annotations of a parsed file, with the checks that need no tensor shapes.
+"""Reading and writing of ONNX multi-device annotations, with the checks that need no tensor shapes.
 
 The annotations are defined in
 https://github.com/onnx/onnx/blob/main/docs/proposals/ONNXMultiDeviceProposal.md.
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Layout of a tensor that a node reads or writes, over devices.
+    """Layout over devices of a tensor that a node reads or writes.
 
     `cuts` lists (dimension, number of equal shards) for the sharded dimensions; negative dimensions
-    count from the end. `devices` lists for each shard the devices that hold a copy of it. The index
-    along the last entry of `cuts` varies fastest.
+    count from the end. `devices` lists for each shard the devices that hold a copy of it. Shards
+    are in row-major order of their indices: the index along the last entry of `cuts` varies
+    fastest.
     """
 
     tensor: str
@@ -33,10 +34,13 @@ class Sharding:
     devices: tuple[tuple[int, ...], ...]
 
     def group(self) -> frozenset[int]:
+        """Return all devices that hold a shard of the tensor."""
         return frozenset(device for copies in self.devices for device in copies)
 
     def places(self, rank: int) -> tuple[tuple[int, dict[int, int]], ...]:
-        """Return for each of `rank` dimensions (number of shards, shard index by device)."""
+        """Return (number of shards, shard index by device) for each of the tensor's `rank`
+        dimensions. A dimension that is not sharded has one shard.
+        """
         found: list[tuple[int, dict[int, int]]] = [
             (1, dict.fromkeys(self.group(), 0)) for _ in range(rank)
         ]
@@ -54,8 +58,10 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Annotation of a node for one configuration: its pipeline stage, None if undeclared, and
-    layouts of tensors that it reads or writes. `node` is the node's position in the file.
+    """Annotation of a node for one configuration.
+
+    `node` is the node's position in the file, `stage` its pipeline stage (None if undeclared), and
+    `shardings` the layouts of tensors that it reads or writes.
     """
 
     node: int
@@ -65,8 +71,8 @@ class Annotation:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A distribution of the model over `devices` devices. Devices are identified by number;
-    `device_names` may be empty.
+    """A distribution of the model over `devices` devices, which are identified by numbers from 0.
+    `device_names` has a name per device or is empty.
     """
 
     name: str
@@ -76,6 +82,7 @@ class Configuration:
 
 
 def configuration_proto(configuration: Configuration) -> onnx.DeviceConfigurationProto:
+    """Return the ONNX message that declares a configuration."""
     import onnx
 
     return onnx.DeviceConfigurationProto(
@@ -88,6 +95,7 @@ def configuration_proto(configuration: Configuration) -> onnx.DeviceConfiguratio
 def annotation_proto(
     annotation: Annotation, configuration: str
 ) -> onnx.NodeDeviceConfigurationProto:
+    """Return the ONNX message of a node's annotation for the configuration named `configuration`."""
     import onnx
 
     return onnx.NodeDeviceConfigurationProto(
@@ -98,6 +106,9 @@ def annotation_proto(
 
 
 def _spec(sharding: Sharding) -> onnx.ShardingSpecProto:
+    """Return the ONNX message of a tensor's layout. Shards with several copies become device groups
+    with negative keys.
+    """
     import onnx
 
     keys = itertools.count(-1, -1)
@@ -119,16 +130,17 @@ def _spec(sharding: Sharding) -> onnx.ShardingSpecProto:
 
 T = TypeVar("T")
 MOST_DEVICES = 1 << 20
-"""Maximum number of devices of a configuration. It is checked before anything of that size is
-allocated.
+"""Maximum number of devices of a configuration. The limit is checked before memory for that many
+devices is allocated.
 """
 
 
 def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
-    """Return the configurations of `model` with the annotations of its nodes, in file order.
+    """Return the configurations of `model` in file order, each with the annotations of the nodes
+    for it.
 
-    Raise ModelError, naming the configuration or the node, if the annotations contradict themselves
-    or each other.
+    Raises ModelError, naming the configuration or the node, if an annotation is malformed or
+    contradicts another one.
     """
     found: dict[str, list[Annotation]] = {}
     for declared in model.configuration:
@@ -165,7 +177,9 @@ def configurations_of(model: onnx.ModelProto) -> tuple[Configuration, ...]:
 
 
 def texts_of(model: onnx.ModelProto) -> Iterator[object]:
-    """Yield every name in the annotations. Protobuf returns bytes for a name that is not UTF-8."""
+    """Yield every name in the device annotations of `model`, so that the caller can check them.
+    Protobuf returns bytes for a name that is not valid UTF-8.
+    """
     for declared in model.configuration:
         yield from (declared.name, *declared.device)
     for node in model.graph.node:
@@ -175,6 +189,9 @@ def texts_of(model: onnx.ModelProto) -> Iterator[object]:
 
 
 def _check_declared(declared: onnx.DeviceConfigurationProto) -> None:
+    """Raise ModelError if a configuration has no name, an invalid number of devices, or not one
+    name per device.
+    """
     if not declared.name:
         raise ModelError("a device configuration of the model lacks a name")
     where = f"device configuration {declared.name!r}"
@@ -201,6 +218,9 @@ def _annotation(
     devices: int,
     where: str,
 ) -> Annotation:
+    """Return the parsed annotation `stated` of the node at `position` in the file. Raises
+    ModelError if it is malformed.
+    """
     stage = stated.pipeline_stage if stated.HasField("pipeline_stage") else None
     if stage is not None and stage < 0:
         raise ModelError(
@@ -223,13 +243,17 @@ def _annotation(
 
 
 def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Sharding:
+    """Return the parsed layout of one tensor. Raises ModelError if it is malformed or lists a
+    device outside of 0 … `devices` − 1.
+    """
     cuts = tuple(_cut(each, where) for each in spec.sharded_dim)
     again = _repeated(dimension for dimension, _ in cuts)
     if again is not None:
         raise ModelError(f"dimension {again} of the tensor is sharded twice", where=where)
     groups = _groups(spec, where)
     blocks = math.prod(count for _, count in cuts)
-    if blocks == 1 and groups:  # Devices that are listed one by one hold replicas.
+    # An unsharded tensor has one shard, so several listed devices each hold a copy of it.
+    if blocks == 1 and groups:
         groups = (tuple(device for group in groups for device in group),)
     if blocks != len(groups):
         many = str(blocks) if blocks <= MOST_DEVICES else f"over {MOST_DEVICES}"
@@ -255,7 +279,7 @@ def _sharding(spec: onnx.ShardingSpecProto, devices: int, where: str) -> Shardin
 
 
 def _repeated(items: Iterable[T]) -> T | None:
-    """Return the first item that equals an earlier item; None if all differ."""
+    """Return the first item that equals an earlier item; None if all items differ."""
     seen: set[T] = set()
     for item in items:
         if item in seen:
@@ -265,8 +289,8 @@ def _repeated(items: Iterable[T]) -> T | None:
 
 
 def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of each shard. A number in the spec identifies a device group if the map
-    has it as key, otherwise a device.
+    """Return for each shard the devices that hold it. A number in `spec.device` is the key of a
+    device group if `spec` defines a group with that key; otherwise it is a device.
     """
     known = {entry.key: tuple(entry.value) for entry in spec.index_to_device_group_map}
     if len(known) < len(spec.index_to_device_group_map):
@@ -278,13 +302,17 @@ def _groups(spec: onnx.ShardingSpecProto, where: str) -> tuple[tuple[int, ...], 
 
 
 def _cut(stated: onnx.ShardedDimProto, where: str) -> tuple[int, int]:
+    """Return (dimension, number of shards) of a sharded dimension. Raises ModelError if it is
+    malformed or if its size is not divisible by the number of shards.
+    """
     if not stated.HasField("axis"):
         raise ModelError("a sharded dimension lacks its axis", where=where)
     where = f"{where}, dimension {stated.axis}"
     counts = [simple.num_shards for simple in stated.simple_sharding]
     if not counts or min(counts) < 1:
         raise ModelError("the number of shards is missing or less than 1", where=where)
-    # If several axes are fused into one dimension, only the outermost may be sharded.
+    # A dimension may be the product of several axes. Only a shard along the outermost axis is a
+    # contiguous part of the dimension.
     if any(count > 1 for count in counts[1:]):
         raise ModelError(
             "an inner axis of a fused dimension is sharded: only the outermost axis may be",
