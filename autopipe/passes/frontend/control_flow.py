@@ -62,7 +62,9 @@ def nodes_within(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def bodies_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graphs in the attributes of a node: the branches of an If, or the body of a loop."""
+    """Yield the graphs in the attributes of a node: the branches of an If, or the body of a
+    loop.
+    """
     for attribute in node.attribute:
         yield from (attribute.g,) if attribute.HasField("g") else ()
         yield from attribute.graphs
@@ -530,7 +532,9 @@ class _Unrolling:
         )
 
     def _outputs(self, carried: list[str]) -> Iterator[onnx.NodeProto]:
-        """Yield the nodes that give the final loop-carried states the names of the loop's outputs."""
+        """Yield the nodes that give the final loop-carried states the names of the loop's
+        outputs.
+        """
         for name, result in zip(self.node.output, carried, strict=False):
             if name:
                 yield made_node(self.node, "Identity", [result], [name])
@@ -810,7 +814,9 @@ def _listed(stated: Mapping[str, Any], name: str, count: int) -> list[int]:
 
 
 def _copied(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
-    """Return a copy of a node, including its bodies, in which `names` replaces the names of values."""
+    """Return a copy of a node, including its bodies, in which `names` replaces the names of
+    values.
+    """
     copy = type(node)()
     copy.CopyFrom(node)
     for each in nodes_within([copy]):

@@ -95,7 +95,9 @@ def configuration_proto(configuration: Configuration) -> onnx.DeviceConfiguratio
 def annotation_proto(
     annotation: Annotation, configuration: str
 ) -> onnx.NodeDeviceConfigurationProto:
-    """Return the ONNX message of a node's annotation for the configuration named `configuration`."""
+    """Return the ONNX message of a node's annotation for the configuration named
+    `configuration`.
+    """
     import onnx
 
     return onnx.NodeDeviceConfigurationProto(

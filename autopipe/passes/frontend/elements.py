@@ -1,7 +1,7 @@
-"""Conversion of ONNX element types, tensors and attributes, and access to the stored data of a
-file's tensors.
+"""Conversion of ONNX element types, tensors and attributes to those of the graph, and access to the
+data of a file's tensors.
 
-External data files are checked, but they are not read unless the values are needed.
+External data files are checked, but they are read only if code needs the data.
 """
 
 from __future__ import annotations
@@ -49,16 +49,19 @@ DTYPES: dict[int, DType] = {
     25: DType.UINT2,
     26: DType.INT2,
 }
-"""Element type by its number in TensorProto.DataType."""
+"""Element type by its number in ONNX's enumeration TensorProto.DataType."""
 NUMBERS: dict[DType, int] = {dtype: number for number, dtype in DTYPES.items()}
+"""Number of each element type in TensorProto.DataType."""
 MOST_DIMENSIONS = 64
 """Maximum number of dimensions of a tensor, as in NumPy and PyTorch."""
 MOST_ELEMENTS = 1 << 60
-"""Maximum number of elements of a tensor, so that its bytes can be counted in 64 bits."""
+"""Maximum number of elements of a tensor, so that its number of bytes fits into 64 bits."""
 
 
 def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
-    """Return the shape as a tuple. Raise ModelError if it has too many dimensions or elements."""
+    """Return the sizes `extents` as a tuple. Raises ModelError for more than `MOST_DIMENSIONS`
+    dimensions or more than `MOST_ELEMENTS` elements. `where` names the tensor in the error.
+    """
     if len(extents) > MOST_DIMENSIONS:
         raise ModelError(
             f"the tensor has {len(extents)} {plural(len(extents), 'dimension')}, expected at "
@@ -75,8 +78,8 @@ def shape_of(extents: Sequence[int], where: str) -> tuple[int, ...]:
 
 
 def dtype_of(number: int, where: str) -> DType:
-    """Return the element type for ONNX's type number. Raise ModelError for strings and unknown
-    numbers.
+    """Return the element type with this number in ONNX's TensorProto.DataType. Raises ModelError
+    for strings and unknown numbers.
     """
     if number not in DTYPES:
         import onnx
@@ -89,15 +92,15 @@ def dtype_of(number: int, where: str) -> DType:
 
 
 def value_of(tensor: onnx.TensorProto, name: str, where: str) -> Value:
-    """Return the type and shape of a tensor of a file as a value with the name `name`. Raise
-    ModelError as `dtype_of`.
+    """Return the type and shape of `tensor` as a value called `name`. Raises ModelError for an
+    element type that is not supported.
     """
     return Value(name, dtype_of(tensor.data_type, where), tuple(tensor.dims))
 
 
 def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
-    """Return the data of a tensor stored in the model file. Raise ModelError if the data does not
-    fill its shape, or if it is in an external file.
+    """Return the data of a tensor that is stored in the model file. Raises ModelError if the data
+    do not fill the tensor's shape, or if they are in an external file.
     """
     import onnx.numpy_helper
 
@@ -115,6 +118,7 @@ def array_of(tensor: onnx.TensorProto, where: str) -> np.ndarray:
 
 
 def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
+    """Return the ONNX message of a tensor with the data `array`, as elements of type `dtype`."""
     import onnx
 
     if dtype.packed_bits:
@@ -129,9 +133,10 @@ def tensor_of(array: np.ndarray, dtype: DType) -> onnx.TensorProto:
 
 
 def number_array(value: float, dtype: DType) -> np.ndarray:
-    """Return a scalar array of a floating-point type. A value outside of the type's range is
-    replaced by the largest or smallest finite value of float16, float32 or float64; bfloat16 uses
-    the range of float32.
+    """Return a scalar array of the floating-point type `dtype` (bfloat16 as uint16 bits).
+
+    A value outside of the type's range becomes its largest or smallest finite number. For types
+    other than float16 and float64, the range of float32 is used.
     """
     most = float(
         np.finfo(dtype.value if dtype in (DType.FLOAT16, DType.FLOAT64) else np.float32).max
@@ -144,14 +149,17 @@ def number_array(value: float, dtype: DType) -> np.ndarray:
 
 
 def stored_bytes(dtype: DType, shape: Sequence[int]) -> int:
-    """Return the number of bytes of a tensor in a file."""
+    """Return the number of bytes that a tensor occupies in a file. Elements of less than 8 bits are
+    packed.
+    """
     elements = math.prod(shape)
     return -(-elements * dtype.packed_bits // 8) if dtype.packed_bits else elements * dtype.itemsize
 
 
 def packed_value(value: Value) -> Value:
-    """Return the type of the bytes of a tensor with sub-byte elements: the same rows if they fill
-    bytes, otherwise a vector of bytes.
+    """Return the uint8 type of the stored bytes of a tensor whose elements have less than 8 bits.
+    The bytes keep the tensor's dimensions if each row fills whole bytes; otherwise they are one
+    vector.
     """
     size = stored_bytes(value.dtype, value.shape)
     last = value.shape[-1:]
@@ -161,6 +169,7 @@ def packed_value(value: Value) -> Value:
 
 
 def type_proto(value: Value) -> onnx.TypeProto:
+    """Return the element type and shape of `value` as an ONNX message."""
     import onnx.helper
 
     return onnx.helper.make_tensor_type_proto(NUMBERS[value.dtype], value.shape)
@@ -173,7 +182,9 @@ def made_node(
     results: Sequence[str],
     **attributes: Any,
 ) -> onnx.NodeProto:
-    """Return a node that replaces a part of the node `origin`, with the same name."""
+    """Return a new node for the replacement of the node `origin`. It has the name of `origin`,
+    which error messages show.
+    """
     import onnx.helper
 
     return onnx.helper.make_node(op, operands, results, name=origin.name, **attributes)
@@ -182,7 +193,7 @@ def made_node(
 def renamed(
     node: onnx.NodeProto, operands: Sequence[str], results: Sequence[str]
 ) -> onnx.NodeProto:
-    """Return a copy of the node with other operands and results."""
+    """Return a copy of the node that reads `operands` and writes `results`."""
     copy = type(node)()
     copy.CopyFrom(node)
     copy.input[:] = operands
@@ -191,16 +202,19 @@ def renamed(
 
 
 def attributes_of(node: onnx.NodeProto) -> tuple[tuple[str, Attribute], ...]:
-    """Return the attributes of a node, sorted by name.
+    """Return (name, value) of each attribute of a node, sorted by name.
 
-    A tensor of one element (`value` of ConstantOfShape) becomes a number. Raise ModelError for
-    graphs (control flow), types and larger tensors.
+    A tensor attribute of one element, such as `value` of ConstantOfShape, becomes a number. Raises
+    ModelError for larger tensors, for graphs (bodies of control flow) and for types.
     """
     where = f"{node.op_type} {node.name!r}"
     return tuple(sorted({each.name: _attribute(each, where) for each in node.attribute}.items()))
 
 
 def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
+    """Return the value of an attribute as a Python object. Raises ModelError for a kind of
+    attribute that is not supported.
+    """
     kinds = type(attribute)
     match attribute.type:
         case kinds.INT:
@@ -224,12 +238,12 @@ def _attribute(attribute: onnx.AttributeProto, where: str) -> Attribute:
 
 
 def external_file(location: str, model: Path, where: str) -> Path:
-    """Return the path of the external data file at `location`, which is relative to the folder of
-    the ONNX file `model`. `where` is the location in error messages. The file may be missing.
+    """Return the path of an external data file. `location` is relative to the folder of the ONNX
+    file `model`; `where` names the tensor in errors. The returned file may be missing.
 
-    Raise ModelError for an absolute path, a path with `..`, and a name that the file system
-    rejects. Also raise ModelError for a link that leads outside the model's folder and outside the
-    folder of the file that `model` links to (as in the cache of huggingface_hub).
+    Raises ModelError for an absolute path, a path with `..`, and a name that the file system
+    rejects. Also raises ModelError for a link to a file outside of two folders: the folder of
+    `model`, and the folder of the file that `model` links to (as in the cache of huggingface_hub).
     """
     path = PurePosixPath(location)
     if (
@@ -253,9 +267,9 @@ def external_file(location: str, model: Path, where: str) -> Path:
     try:
         file.lstat()
     except FileNotFoundError:
-        pass  # The caller reports missing data or initialises the tensor.
+        pass  # A missing file is no error here: the caller reports it or initialises the tensor.
     except OSError as error:
-        # For example, the name is longer than the file system allows.
+        # For example, the name may be longer than the file system allows.
         raise ModelError(
             f"the external data file {quote(location)} cannot be read: {error.strerror}",
             where=where,
@@ -272,11 +286,11 @@ def external_file(location: str, model: Path, where: str) -> Path:
 
 
 def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
-    """Return the location of an external tensor of the file `model`; None if its data file is
-    missing.
+    """Return the location of the data of an external tensor of the file `model`; None if the data
+    file is missing.
 
-    Raise ModelError as `external_file`, for a Git LFS pointer, and for a file that is too short for
-    the tensor.
+    Raises ModelError if the path is not allowed (see `external_file`), if the data file is a Git
+    LFS pointer, or if it is too short for the tensor.
     """
     where = f"tensor {tensor.name!r}"
     entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -307,6 +321,9 @@ def external_slice(tensor: onnx.TensorProto, model: Path) -> FileSlice | None:
 
 
 def _number(entries: dict[str, str], key: str, default: int, where: str) -> int:
+    """Return the number of bytes that an external tensor declares under `key`; `default` if the key
+    is missing. Raises ModelError if the text is not a number.
+    """
     text = entries.get(key, "")
     if not text:
         return default
@@ -323,14 +340,19 @@ HELD: dict[DType, str] = {
     DType.FLOAT16: "<f2",
     DType.BFLOAT16: "<u2",
 }
-"""NumPy type of stored floating-point values. A bfloat16 is the upper half of a float32."""
+"""NumPy type with which floating-point data are read from a file. A bfloat16 is read as uint16, the
+upper half of a float32.
+"""
 
 
 def stored_numbers(
     name: str, tensor: onnx.TensorProto, slices: Mapping[str, FileSlice | VarintSlice], model: Path
 ) -> np.ndarray | None:
-    """Return the floating-point values of a tensor of the file `model`; None if no valid values are
-    stored. Arrays are memory-mapped if the type allows it.
+    """Return the data of a floating-point tensor of the file `model`, memory-mapped if possible.
+    `slices` has the locations of data that the tensor message does not contain.
+
+    Returns None if the file has no data, the data are malformed, or the element type cannot be
+    read.
     """
     dtype = dtype_of(tensor.data_type, repr(name))
     place: FileSlice | VarintSlice | None
@@ -342,12 +364,12 @@ def stored_numbers(
             if place is None:
                 return array_of(tensor, repr(name)) if has_numbers(tensor) else None
     except ModelError:
-        return None  # Code that requires the values reports the error.
+        return None  # Code that requires the data reports the error.
     return None if place is None else sliced_numbers(place, dtype, tuple(tensor.dims), model)
 
 
 def has_numbers(tensor: onnx.TensorProto) -> bool:
-    """True if a tensor message contains data in any of its fields."""
+    """True if a tensor message contains data in any of its data fields."""
     listed = (
         tensor.float_data
         or tensor.double_data
@@ -359,7 +381,9 @@ def has_numbers(tensor: onnx.TensorProto) -> bool:
 
 
 def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
-    """Return the bits of 16-bit values that the file `model` stores as varints."""
+    """Return the lower 16 bits of each integer that the file `model` stores as a varint at
+    `place`.
+    """
     return low_bits_of_varints(
         np.memmap(model, np.uint8, mode="r", offset=place.offset, shape=(place.length,))
     )
@@ -368,8 +392,8 @@ def listed_numbers(place: VarintSlice, model: Path) -> np.ndarray:
 def sliced_numbers(
     place: FileSlice | VarintSlice, dtype: DType, shape: tuple[int, ...], model: Path
 ) -> np.ndarray | None:
-    """Return the values at a location of the model's files. None if they do not fill `shape` or the
-    element type is not supported.
+    """Return the floating-point data at the location `place` in the files of `model`; bfloat16 as
+    float32. Returns None if the data do not fill `shape` or if the element type is not supported.
     """
     if isinstance(place, VarintSlice):
         bits = listed_numbers(place, model)

@@ -1,10 +1,10 @@
-"""Number of operators that PyTorch's older exporter folded into a tensor, derived from the numbers
-in tensor names.
+"""Number of operators that PyTorch's older exporter (TorchScript) folded into a tensor. It is
+derived from the numbers in tensor names.
 
-The exporter numbers the values of its graph: inputs, parameters, then results of nodes. It folds
-nodes in order and gives each folded result the next number. If the number of a tensor follows
-directly on the number of the previous folded tensor, the tensor is therefore the result of one
-operator on parameters.
+The exporter numbers the values of its graph: inputs, parameters, then results of nodes. It
+evaluates operators on parameters (folding) in order, and gives each result the next number. If the
+number of a folded tensor is one more than the number of the previous folded tensor, exactly one
+operator was therefore folded into the tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import onnx
 
 NUMBERED: Final = re.compile(r"onnx::\w+_(\d+)")
-"""Pattern of the names of folded tensors, with the number as group."""
+"""Pattern of the names of folded tensors. The group is the number."""
 WITHOUT_SHAPES: Final = frozenset(
     {
         "Add",
@@ -53,25 +53,30 @@ WITHOUT_SHAPES: Final = frozenset(
         "Dropout",
     }
 )
-"""Operators that never read a tensor that an exporter computes from shapes."""
+"""ONNX operators without operands that an exporter computes from shapes."""
 OF_CONSTANT_AXES: Final = frozenset(
     {"Squeeze", "Unsqueeze", "Transpose", "Flatten", "ReduceSum", "ReduceMean"}
 )
-"""Operators that read no tensor computed from shapes if the module gives their axes."""
+"""ONNX operators without operands that an exporter computes from shapes, provided that the PyTorch
+module gives their axes as constants.
+"""
 
 
 @dataclass(frozen=True)
 class FoldNumbers:
-    """The numbers of all folded tensors of a file."""
+    """The numbers of the folded tensors of a file, and the order in which nodes read these
+    tensors.
+    """
 
     nodes: Sequence[onnx.NodeProto]
     held: Collection[str]
-    """Names of all tensors that the file contains."""
+    """Names of all initializers of the file."""
     inputs: int
     """Number of the graph's inputs."""
 
     @cached_property
     def _by_number(self) -> dict[int, str]:
+        """Names of the folded tensors by their numbers, in ascending order."""
         merged = [
             node.output[0]
             for node in self.nodes
@@ -83,8 +88,8 @@ class FoldNumbers:
 
     @cached_property
     def _first_readers(self) -> dict[str, int]:
-        """Position of the first node that reads each folded tensor, directly or through an
-        Identity.
+        """Position of the first node that reads each value. An Identity is not counted; the readers
+        of its result are.
         """
         found: dict[str, int] = {}
         for position, node in enumerate(self.nodes):
@@ -97,12 +102,13 @@ class FoldNumbers:
         return found
 
     def count(self, name: str) -> int | None:
-        """Return the number of operators that were folded into a tensor; None if the numbers do not
-        determine it.
+        """Return the number of operators that were folded into the tensor `name`; None if the
+        numbers do not determine it.
 
-        For the first folded tensor, the number is compared with the number of values that the graph
-        would have if every folded tensor were the result of one operator on one parameter. A larger
-        number is only conclusive if no node reads values computed from shapes.
+        The count is the difference to the number of the previous folded tensor, if no other value
+        can have a number in between. For the first folded tensor, the expected number assumes that
+        every folded tensor is the result of one operator on one parameter. A larger number is only
+        conclusive if no node has operands that are computed from shapes.
         """
         match = NUMBERED.fullmatch(name)
         if match is None:
@@ -116,14 +122,16 @@ class FoldNumbers:
             )
             return 1 + max(more, 0) if not more or is_counted else None
         distance = number - before
-        # Folded shapes of a Reshape or a Split between the two readers also use up numbers.
+        # Between the readers of the two tensors, folded shapes of a Reshape or Split also use up
+        # numbers.
         if distance == 1 or self._is_next(self._by_number[before], name):
             return distance
         return None
 
     def _is_next(self, before: str, name: str) -> bool:
-        """True if no node between the first readers of two tensors has operands that an exporter
-        folds.
+        """True if no node between the first reader of the tensor `before` and the first reader of
+        the tensor `name` has operands that an exporter computes from shapes. False if the readers
+        are not in this order.
         """
         first = self._first_readers.get(before)
         last = self._first_readers.get(name)
@@ -132,8 +140,8 @@ class FoldNumbers:
         return all(node.op_type in WITHOUT_SHAPES for node in self.nodes[first + 1 : last])
 
     def _values(self) -> int:
-        """Return the number of values of the exporter's graph, assuming the values of the file plus
-        one parameter and one result for each folded tensor.
+        """Return the expected number of values in the exporter's graph: inputs, named tensors and
+        results of nodes, plus one parameter and one result for each folded tensor.
         """
         named = [name for name in self.held if not LIFTED.fullmatch(name)]
         results = [

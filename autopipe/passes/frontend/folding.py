@@ -1,5 +1,4 @@
-"""Tensors that an exporter computed from parameters (constant folding), and how they follow from
-the parameters.
+"""Search for the origin of tensors that an exporter computed from parameters (constant folding).
 
 An exporter evaluates operators that depend only on parameters and writes the result as a new
 tensor. For each such tensor, one of the following holds:
@@ -7,11 +6,15 @@ tensor. For each such tensor, one of the following holds:
 - The tensor is a parameter in another layout, according to the file's metadata or the operator that
   reads the tensor. The graph has the tensor under the module's name, and `Layout` describes the
   module's layout.
-- The tensor follows from a parameter that the file also contains, or from a parameter that can be
-  recovered from the tensor. The graph then computes the tensor.
-- Neither is known. The tensor keeps its name, and `Unfolding.refused` lists the parameters from
-  which the exporter computed the tensor, so that training the tensor instead of them can be
-  rejected.
+- The tensor can be computed from a parameter that the file also contains, or from a parameter that
+  can be recovered from the tensor. The graph then computes the tensor.
+- Neither is known. The tensor keeps its name and is refused: `Unfolding.refused` lists the
+  parameters from which the exporter computed it, so that training the tensor instead of the
+  parameters can be rejected.
+
+PyTorch's newer exporter (dynamo) records in the file's metadata which parameters and which
+operators of the traced program each tensor comes from. PyTorch's older exporter (TorchScript)
+writes no metadata; names and data are examined instead.
 """
 
 from __future__ import annotations
@@ -50,21 +53,23 @@ if TYPE_CHECKING:
     import onnx
 
 ROW = "/row"
-"""Suffix of the name of the single row of an expanded parameter."""
+"""Suffix of the name of a new parameter: the single row from which the tensor was expanded."""
 ROWS = "/rows"
-"""Suffix of the name of the distinct rows of a parameter that is indexed by constants."""
+"""Suffix of the name of a new parameter: the table of distinct rows from which the tensor was
+indexed.
+"""
 LOGARITHM = "/log"
-"""Suffix of the name of a tensor's logarithm."""
+"""Suffix of the name of a new parameter: the logarithm of the tensor."""
 COMPUTED = "/computed"
-"""Suffix of the name of a tensor that the file contains under the name of the parameter from which
-it is computed.
+"""Suffix of the new name of a tensor that the exporter computed from a parameter but stored under
+the parameter's name.
 """
 LARGEST = 1 << 30
-"""Maximum bytes of a tensor whose data is compared with another tensor."""
+"""Maximum bytes of a tensor whose data are compared with those of another tensor."""
 MASKED = -10.0
-"""Upper bound of the values that a mask adds at a hidden position."""
+"""Maximum value that a mask adds at a hidden position. Masks add large negative numbers there."""
 REPEATS = LOOKUPS | {"expand", "gather", "repeat", "tile"}
-"""Traced operators whose result may contain rows of a parameter several times."""
+"""Traced operators that may repeat rows of a parameter in their result."""
 TRANSPOSING = frozenset({"t", "transpose", "numpy_T", "permute"})
 """Traced operators that transpose a matrix."""
 REORDERING = TRANSPOSING | {
@@ -88,15 +93,15 @@ REORDERING = TRANSPOSING | {
     "swapaxes",
     "unfold",
 }
-"""Traced operators that move or drop elements. Each element occurs at most once in the result."""
+"""Traced operators that move or drop elements, but do not repeat or change any."""
 INDEXING = frozenset({"arange", "iota", "zeros", "ones", "full"})
-"""Traced operators that create indices. If one is present, other operators may compute indices
-rather than elements.
+"""Traced operators that create tensors of indices. If one of them is present, arithmetic operators
+may compute indices rather than elements of the result.
 """
 SHIFTING = frozenset({"add", "sub", "neg"})
-"""Traced operators that may compute indices of positions."""
+"""Traced operators that may compute indices from positions."""
 BOUNDING = frozenset({"abs", "clamp", "minimum", "maximum"})
-"""Traced operators that may compute indices of bounded distances."""
+"""Traced operators that may clamp distances, so that they can be used as indices."""
 BUCKETING = BOUNDING | {
     "mul",
     "div",
@@ -108,37 +113,41 @@ BUCKETING = BOUNDING | {
     "zeros_like",
     "scalar_tensor_default",
 }
-"""Traced operators that compute the bucket of a distance in T5's relative positions."""
+"""Traced operators with which T5 computes the bucket of a distance for relative position biases."""
 SUMMING = frozenset({"sum", "mean", "mul", "div", "neg"}) | SAME
-"""Traced operators of a sum of elements with a constant factor."""
+"""Traced operators from which a sum of elements with a constant factor is built."""
 NORMALIZING = re.compile(r"batch_norm|instance_norm")
-"""Pattern in the target of a traced call: normalizations that an exporter folds into the weights of
-the preceding layer.
+"""Pattern of the operator of a traced call: normalizations that an exporter folds into the weights
+of the preceding layer.
 """
 INDEXED_FIRST = re.compile(r"\(args = \(%\w+, \[%\w+\]\)")
-"""Pattern of a traced call of `index` in which only the first axis is indexed."""
+"""Pattern of a traced call of `index` that indexes only the first axis."""
 UNSQUEEZING = frozenset(
     {("group_norm", 1, "Mul"), ("group_norm", 2, "Add"), ("native_group_norm", 1, "Mul"),
      ("native_group_norm", 2, "Add"), ("prelu", 1, "PRelu"), ("_prelu_kernel", 1, "PRelu")}
 )  # fmt: skip
-"""Traced calls that add axes to a vector: (operator, position of the vector among the values that
-the call reads, ONNX operator that reads the result).
+"""Traced calls that add axes to a vector, so that it broadcasts. Each entry: traced operator,
+position of the vector among the arguments, ONNX operator that reads the result.
 """
 GROUP_NORM = frozenset({"Shape", "Reshape", "InstanceNormalization", "Mul", "Add"})
-"""Operators that PyTorch's older exporter writes for a group normalization."""
+"""ONNX operators that PyTorch's older exporter writes for a group normalization."""
 RECURRENT = frozenset(GATES)
+"""ONNX operators of recurrent layers."""
 RARE = 0.02
-"""Maximum fraction of elements that are 0 by chance in a matrix without a mask."""
+"""Maximum fraction of zeros in a matrix that was not masked. All-zero rows and columns do not
+count.
+"""
 CHUNKED = 0.75
-"""Maximum fraction of distinct elements in a tensor for which single elements were indexed from a
-table.
+"""Maximum number of distinct elements, as a fraction of all elements, at which a tensor counts as
+indexed from a table of single elements.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folded:
-    """A tensor of the file that is computed from `source`, a parameter or the name of another
-    tensor of the file, by the operators `steps`.
+    """A tensor of the file with the derivation from its source: `value` is the result of the
+    operators `steps` on `source`. The source is a parameter that the file does not name, or the
+    name of another tensor of the file.
     """
 
     value: Value
@@ -148,23 +157,25 @@ class Folded:
     def apply(
         self, array: np.ndarray, others: Mapping[str, np.ndarray] | None = None
     ) -> np.ndarray:
-        """Return the tensor computed from the data `array` of the source. `others` has the data of
-        the other operands by name.
+        """Return the data of the tensor, computed from `array`, the data of the source. `others`
+        has by name the data of the parameters in `self.others`.
         """
         return apply_steps(self.steps, array, others)
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Names of the parameters that are other operands."""
+        """Names of the parameters that steps use as second operand."""
         return tuple(step.other for step in self.steps if step.other)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """The invertible change of layout from a parameter of the module to the file's tensor."""
+    """The invertible change from the layout that a parameter has in the PyTorch module to its
+    layout in the file.
+    """
 
     shape: tuple[int, ...]
-    """Shape of the module's parameter."""
+    """Shape of the parameter in the module."""
     steps: tuple[Step, ...]
     """Operators that compute the file's tensor from the module's parameter."""
 
@@ -178,28 +189,28 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Unfolding:
-    """The tensors of a file that are not stored parameters under their own names, by the name of
-    the tensor.
-    """
+    """Result of the search: the tensors of a file that are computed from parameters, by name."""
 
     folded: dict[str, Folded] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
-    """Layout by the parameter's name in the module."""
+    """Change of layout of each parameter that the file stores in another layout, by the parameter's
+    name in the module.
+    """
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the parameters from which a tensor is computed in an unknown way; () if the names
-    are unknown too.
+    """For each tensor that is computed in an unknown way, the names of the parameters it comes
+    from; () if they are unknown too.
     """
     detached: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the parameters of which a tensor is a detached copy."""
+    """For each tensor that is a detached copy, the names of the parameters that it copies."""
     doubtful: set[str] = field(default_factory=set)
-    """Names of tensors that are taken for parameters because added axes explain why the exporter
-    computed them.
+    """Names of tensors that are taken for parameters because the only change is probably an added
+    axis of size 1.
     """
 
 
 def folded_numbers(parameter: Parameter, model: Path) -> np.ndarray | None:
-    """Return the data of a parameter with a `FoldedSlice` of the file `model` as storage. None if
-    its element type cannot be read.
+    """Return the data of a parameter whose storage is a `FoldedSlice` of the file `model`: selected
+    rows of a stored tensor, or its logarithm. Returns None if the element type cannot be read.
     """
     value = parameter.value
     place = parameter.storage
@@ -224,8 +235,12 @@ def unfolded(
     taken: set[str],
     numbers: FoldNumbers,
 ) -> Unfolding:
-    """Return how the tensors `parameters` of a file are computed from parameters. New parameters
-    get no name in `taken`.
+    """Return how the exporter computed those of the tensors `parameters` that are not parameters
+    themselves.
+
+    `roles` infers roles of the file's tensors, `numbers` counts folded operators from tensor names.
+    Recovered parameters get no name in `taken`. Returns an empty result if the file's metadata list
+    its parameters.
     """
     if roles.stated is not None:
         return Unfolding()
@@ -243,32 +258,37 @@ def unfolded(
 
 
 def _is_stored(parameter: Parameter) -> bool:
+    """True if a parameter has at least one element and its data are in a file."""
     return isinstance(parameter.storage, FileSlice) and bool(parameter.value.elements)
 
 
 def _place(parameter: Parameter) -> FileSlice:
+    """Return the location of a parameter's data, which must be in a file."""
     assert isinstance(parameter.storage, FileSlice)
     return parameter.storage
 
 
 @dataclass(frozen=True, slots=True)
 class _Folds:
+    """Finds out how tensors were computed from parameters, and records it in `result`."""
+
     parameters: Mapping[str, Parameter]
     roles: Roles
     model: Path
     taken: set[str]
-    """Names that a new parameter cannot have."""
+    """Names of values in the file, which a recovered parameter must not get."""
     result: Unfolding = field(default_factory=Unfolding)
 
     def numbers(self, parameter: Parameter) -> np.ndarray | None:
+        """Return the data of a parameter; None if they cannot be read."""
         value = parameter.value
         if isinstance(parameter.storage, FoldedSlice):
             return folded_numbers(parameter, self.model)
         return sliced_numbers(_place(parameter), value.dtype, value.shape, self.model)
 
     def reduced(self, parameters: Mapping[str, Parameter]) -> None:
-        """Record the tensors that are copies of others or are computed from one row, for a file
-        that PyTorch did not export.
+        """Record the tensors of a file that PyTorch did not export: copies of other tensors,
+        expanded rows and indexed tables.
         """
         copies = dict(self._copies())
         for name, each in parameters.items():
@@ -278,8 +298,8 @@ class _Folds:
         self.result.folded.update(copies)
 
     def signed(self) -> None:
-        """Record how each tensor is computed, according to the signature and the traced calls in a
-        PyTorch file.
+        """Record how the tensors of a file of PyTorch's newer exporter are computed. Its metadata
+        have the origins of each tensor and the traced operators.
         """
         signature = self.roles.signature
         named = {
@@ -306,8 +326,8 @@ class _Folds:
             self._of_absent(origin, tensors)
 
     def _check_named(self, parameter: Parameter, named: Mapping[str, Parameter]) -> None:
-        """Record how a tensor with a parameter's name is computed, because exporters also write
-        computed tensors under that name.
+        """Record how a tensor with the name of a parameter is computed, if it is not the parameter
+        itself. Exporters also store computed tensors under a parameter's name.
         """
         name = parameter.value.name
         signature = self.roles.signature
@@ -328,15 +348,17 @@ class _Folds:
             self._refuse_named(parameter, (name, *normalized))
 
     def _refuse_named(self, tensor: Parameter, origins: tuple[str, ...]) -> None:
-        """Mark a tensor with the name of one of `origins` as refused, and give it another name."""
+        """Mark the tensor as refused, because it is computed in an unknown way from the parameters
+        `origins`. It has the name of one of them and gets another name.
+        """
         name = tensor.value.name
         self.result.refused[name] = origins
         source = replace(tensor, value=replace(tensor.value, name=f"{name}{COMPUTED}"))
         self.result.folded[name] = Folded(tensor.value, source, ())
 
     def _normalized(self, name: str) -> tuple[str, ...]:
-        """Return the parameters of a normalization that the exporter folded into a weight; () if
-        there is none.
+        """Return the names of the parameters of a normalization that the exporter folded into the
+        weight `name`; () if there is none.
         """
         signature = self.roles.signature
         for node, _ in self.roles.uses.readers.get(name, ()):
@@ -352,8 +374,9 @@ class _Folds:
         return ()
 
     def _is_recurrent(self, name: str) -> bool:
-        """True if a tensor is read as the weight of a recurrent layer. For these weights the
-        exporter reorders gates and concatenates biases, which only moves elements.
+        """True if only recurrent layers read the tensor `name`, as weight, recurrence weight or
+        bias. The exporter only moves elements of these tensors: it reorders gates and concatenates
+        biases.
         """
         readers = self._calls_of(name)
         return bool(readers) and all(
@@ -361,11 +384,11 @@ class _Folds:
         )
 
     def _detached(self, tensor: Parameter, named: Mapping[str, Parameter]) -> None:
-        """Record a tensor whose traced operators include `detach`.
+        """Record the origin of a tensor whose traced operators include `detach`.
 
-        If the file contains the parameter, the tensor is computed from it with StopGradient. If no
-        other tensor of the file comes from the parameter, the tensor is a constant copy. Otherwise,
-        or if the operators do more than move elements, it is refused.
+        If those operators only move elements and the file contains the parameter, the tensor is
+        computed from it with a StopGradient. If they only move elements and no other tensor comes
+        from the parameter, the tensor is recorded as a detached copy. Otherwise it is refused.
         """
         name = tensor.value.name
         signature = self.roles.signature
@@ -386,8 +409,8 @@ class _Folds:
     def _derive_jointly(
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> None:
-        """Record how `tensor` follows from several parameters that the file contains, or mark it as
-        refused.
+        """Record how `tensor` is computed from several parameters, `origins`. It is refused if the
+        file lacks one of them, if a `detach` is involved, or if no derivation is found.
         """
         name = tensor.value.name
         if tensor.value.elements == 1 and self._derive_decay(tensor, origins, named):
@@ -405,9 +428,9 @@ class _Folds:
     def _derive_decay(
         self, tensor: Parameter, origins: tuple[str, ...], named: Mapping[str, Parameter]
     ) -> bool:
-        """Record that a scalar is a constant times the sum of the squares of parameters, as for
-        weight decay in the loss. Return False if it is not, or if the traced operators do not form
-        such a sum.
+        """Record that a scalar is a constant times the sum of the squares of the parameters
+        `origins`, as for weight decay in the loss. Returns False and records nothing if it is not,
+        or if the traced operators do not form such a sum.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_sum = operators <= SUMMING - {"detach"} | {"pow", "add"} and "sum" in operators
@@ -426,8 +449,9 @@ class _Folds:
         return True
 
     def _jointly(self, tensor: Parameter, bases: list[Parameter]) -> Derivation | None:
-        """Return how `tensor` follows from all of `bases`, found by comparing their data; None if
-        no derivation is found.
+        """Return (name, steps): the steps compute `tensor` from the parameter of that name and the
+        others in `bases`. The data decide. Returns None if no steps are found, for types other than
+        float32, and for large or uniform tensors.
         """
         if any(
             each.value.dtype is not DType.FLOAT32 or each.value.bytes > LARGEST_LOOK
@@ -447,8 +471,8 @@ class _Folds:
         return find_joint_derivation(arrays, result)
 
     def _derive(self, base: Parameter, tensor: Parameter, origins: tuple[str, ...]) -> bool:
-        """Record how `tensor` follows from `base`, another tensor of the file, or mark it as
-        refused. Return True if it follows.
+        """Record how `tensor` is computed from `base`, another tensor of the file, and return True.
+        If no derivation is found, mark `tensor` as refused and return False.
         """
         name = tensor.value.name
         steps = self.steps(base, tensor)
@@ -459,12 +483,13 @@ class _Folds:
         return True
 
     def _of_absent(self, origin: str, tensors: list[Parameter]) -> None:
-        """Record the tensors that are computed from one parameter, `origin`, that the file does not
+        """Record how `tensors` are computed from the parameter `origin`, which the file does not
         contain.
 
-        A tensor that is the parameter in a known layout represents the parameter; otherwise a
-        tensor that is a part of it in an unknown layout does. The other tensors are computed from
-        that tensor, are further parts, or are refused.
+        One of the tensors represents the parameter: preferably a tensor that is the full parameter
+        in a known layout, otherwise one that consists of elements of the parameter. The other
+        tensors are computed from that tensor, represent further parts of the parameter, or are
+        refused.
         """
         by_rank = sorted(tensors, key=lambda each: self._rank(each, origin))
         unknown: list[Parameter] = []
@@ -496,8 +521,9 @@ class _Folds:
                 self.result.refused[each.value.name] = (origin,)
 
     def _is_sum(self, tensor: Parameter, bases: list[Parameter]) -> bool:
-        """Record that a scalar is a constant times the sum of `bases`, the elements of one
-        parameter. Return False if it is not, or if the traced operators do not form a sum.
+        """Record that a scalar is a constant times the sum of `bases`, which are single elements of
+        one parameter. Returns False and records nothing if it is not, or if the traced operators do
+        not form a sum.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         is_read = tensor.value.dtype in (DType.FLOAT32, DType.FLOAT64)
@@ -527,9 +553,9 @@ class _Folds:
         return True
 
     def _rank(self, tensor: Parameter, origin: str) -> tuple[int, int]:
-        """Return the sort key of a tensor among candidates to represent a parameter: first known
-        layouts, then tensors without repeated elements, then tensors with repeated elements, then
-        all others. Within each group, larger tensors come first.
+        """Return the sort key with which tensors are tried as representative of the parameter
+        `origin`. Known layouts come first, then tensors of moved elements, then tensors that may
+        repeat elements, then all others. Within each group, larger tensors come first.
         """
         name = tensor.value.name
         if self._layout(tensor, origin) is not None:
@@ -541,6 +567,9 @@ class _Folds:
         ), -tensor.value.elements
 
     def _copied(self, tensor: Parameter, bases: list[Parameter]) -> Folded | None:
+        """Return how `tensor` is computed from the first suitable tensor of `bases`; None if there
+        is none.
+        """
         for base in bases:
             steps = self.steps(base, tensor)
             if steps is not None:
@@ -548,8 +577,8 @@ class _Folds:
         return None
 
     def _is_new_lookup(self, tensor: Parameter) -> bool:
-        """True if a tensor was indexed from a table whose values are all equal, so that the data
-        does not show which elements are shared.
+        """True if the tensor was indexed from a table and all its values are equal. The data then
+        do not show which elements come from the same element of the table.
         """
         operators = self.roles.signature.operators(tensor.value.name)
         if operators.isdisjoint(LOOKUPS | {"gather"}) or tensor.value.elements == 1:
@@ -558,7 +587,9 @@ class _Folds:
         return array is not None and array.nbytes <= LARGEST_LOOK and is_uniform(array)
 
     def _overlaps(self, tensor: Parameter, bases: list[Parameter]) -> bool:
-        """True if a value of a tensor also occurs in one of `bases`."""
+        """True if a value of the tensor also occurs in a tensor of `bases`. False for tensors that
+        are too large to compare.
+        """
         mine = self.numbers(tensor)
         if mine is None or mine.nbytes > LARGEST_LOOK:
             return False
@@ -566,8 +597,8 @@ class _Folds:
         return any(bool(np.isin(mine, array).any()) for array in arrays)
 
     def _name(self, tensor: Parameter, origin: str, layout: Layout) -> None:
-        """Give a parameter in a known layout the module's name `origin`, unless the name is
-        taken.
+        """Record that the tensor is the parameter `origin` in the layout `layout`, under the
+        parameter's name. Nothing is recorded if that name is taken.
         """
         if origin in self.taken:
             return
@@ -578,8 +609,8 @@ class _Folds:
             self.result.layouts[origin] = layout
 
     def _layout(self, tensor: Parameter, origin: str) -> Layout | None:
-        """Return the layout of a tensor that holds the full parameter `origin`, or None if the file
-        does not determine it.
+        """Return the change of layout between the parameter `origin` and the tensor, which holds
+        the full parameter. Returns None if the file does not determine the change.
         """
         name = tensor.value.name
         shape = tensor.value.shape
@@ -597,18 +628,19 @@ class _Folds:
         if sum(changes.values()) == 1 and changes.keys() == {"flip"} and len(shape) == 1:
             return Layout(shape, (Step("Gather", shape, operand=np.arange(shape[0])[::-1].copy()),))
         if changes.keys() == {"unsqueeze"} and shape.count(1) == changes["unsqueeze"]:
-            # The axes of size 1 are exactly the axes that were added.
+            # All axes of size 1 were added, so the parameter's shape is the shape without them.
             return Layout(
                 tuple(extent for extent in shape if extent != 1), (Step("Reshape", shape),)
             )
         return None
 
     def _layout_in_call(self, tensor: Parameter, origin: str) -> Layout | None:
-        """Return the layout of the parameter `origin` in a tensor, inferred from the traced calls
-        that read it; None if they are of several kinds or of an unknown kind.
+        """Return the change of layout between the parameter `origin` and the tensor, inferred from
+        the traced calls that read the parameter. Returns None if the calls are of different kinds
+        or of an unknown kind.
 
-        A linear layer transposes its weight. Indexing along the first axis keeps the parameter
-        unchanged. A group normalization adds axes to its scale and offset.
+        A linear layer transposes its weight. Indexing along the first axis leaves the parameter
+        unchanged. A group normalization or PReLU adds axes to a vector.
         """
         shape = tensor.value.shape
         readers = self.roles.uses.readers.get(tensor.value.name, ())
@@ -632,8 +664,8 @@ class _Folds:
         return None
 
     def _is_given(self, node: onnx.NodeProto, origin: str) -> int:
-        """Return the position of a parameter among the values that the traced call of a node reads;
-        -1 if the call does not read it.
+        """Return the position of the parameter `origin` among the arguments of the node's traced
+        call; -1 if it is no argument.
         """
         arguments = traced_call(node)[1]
         places = [
@@ -644,8 +676,8 @@ class _Folds:
         return places[0] if places else -1
 
     def _is_moved(self, name: str) -> bool:
-        """True if, according to the traced operators, a tensor's elements are unchanged elements of
-        a parameter.
+        """True if, according to the traced operators, the elements of the tensor `name` are
+        unchanged elements of a parameter.
         """
         signature = self.roles.signature
         operators = signature.operators(name)
@@ -664,10 +696,10 @@ class _Folds:
         return is_indexed and is_last and self._computes_indices(name)
 
     def _computes_indices(self, name: str) -> bool:
-        """True if the operators of an indexed tensor that neither move nor index elements compute
+        """True if arithmetic among the traced operators of the indexed tensor `name` computes
         indices, not elements.
 
-        Additions are not distinguished, because training p + 1 is equivalent to training p.
+        Additions are not examined, because training p + 1 is equivalent to training p.
         """
         counted = self.roles.signature.operator_counts(name)
         others = counted.keys() - (REORDERING | SAME | REPEATS | INDEXING | SHIFTING)
@@ -684,8 +716,9 @@ class _Folds:
         )
 
     def _has_form(self, tensor: Parameter, origin: str) -> bool:
-        """Record how a tensor is computed from a parameter that can be recovered from it as a
-        logarithm. Return False if none can.
+        """Record that the tensor is the exponential of a parameter, possibly negated, and recover
+        the parameter as a logarithm. Returns False and records nothing if the tensor is no
+        exponential. The recovered parameter is called `origin` if its layout is known.
         """
         array = self.numbers(tensor)
         operators = self.roles.signature.operators(tensor.value.name)
@@ -703,10 +736,9 @@ class _Folds:
         return True
 
     def _is_plain_exponential(self, tensor: Parameter, folded: Folded) -> bool:
-        """True if a tensor is exp(p) or -exp(p), in the layout of the parameter p.
-
-        A tensor with a name that the exporter made is the result of an operator after the
-        exponential, which may change the layout; then return False.
+        """True if the tensor is exp(p) or -exp(p) for a parameter p in p's layout. False if the
+        tensor has a name that the exporter made up: a further operator may then have changed the
+        layout.
         """
         name = tensor.value.name
         counted = self.roles.signature.operator_counts(name)
@@ -720,8 +752,9 @@ class _Folds:
         return counted.keys() <= {"exp", "neg"} | (SAME - {"view", "expand"})
 
     def _complemented(self, copy: Parameter, named: Mapping[str, Parameter]) -> Folded | None:
-        """Return how `copy` is 1 minus a parameter, or None. If several parameters match, as in a
-        new model with equal data, the last one read before `copy` is used.
+        """Return how `copy` is computed as 1 minus a parameter of `named`; None if it is not. If
+        several parameters match, as in a new model with equal data, the last one that is read
+        before `copy` is used.
         """
         numbers = self.numbers(copy)
         if numbers is None or is_uniform(numbers):
@@ -736,8 +769,8 @@ class _Folds:
         return None
 
     def lifted(self, numbers: FoldNumbers) -> None:
-        """Record the tensors that PyTorch's older exporter folded. Its files have no metadata, so
-        names of nodes and data are examined.
+        """Record how the tensors of a file of PyTorch's older exporter are computed. Such a file
+        has no metadata, so names and data are examined.
         """
         copies = dict(self._copies())
         modules = _module_nodes(self.roles.uses)
@@ -770,18 +803,19 @@ class _Folds:
                         self.result.doubtful.add(name)
             if folded is not None:
                 self.result.folded[name] = folded
-        # A computed tensor follows the tensor from which it is computed.
+        # Copies are added last: the nodes that compute the tensors are written in this order, and a
+        # copy may read another computed tensor.
         self.result.folded.update(copies)
 
     def _transposed_only(
         self, candidates: Mapping[str, str], numbers: FoldNumbers
     ) -> dict[str, str]:
-        """Return the tensors in `candidates` (tensor -> weight of a linear layer) that are the
-        weight, only transposed.
+        """Return those of `candidates` (tensor → weight of a linear layer) whose only folded
+        operator is the transposition of the weight.
 
-        A module may also pass a function of its weight to a linear layer, or multiply by one.
-        `numbers` counts the operators folded into a tensor, or has None. If any count differs from
-        1, all tensors without a count are omitted.
+        A module may also multiply by a function of its weight. `numbers` counts the operators that
+        were folded into a tensor, if tensor names determine the count. If any count differs from 1,
+        all tensors with an unknown count are left out.
         """
         found: dict[str, str] = {}
         unknown: dict[str, str] = {}
@@ -805,8 +839,8 @@ class _Folds:
         return found if is_other_found else found | unknown
 
     def _adds_bias_last(self, tensor: Parameter) -> bool:
-        """True if the result of a matmul with the tensor is the first operand of an addition with a
-        parameter. For a linear layer, the exporter writes the bias first.
+        """True if a parameter is added as second operand to the result of a matmul with the tensor.
+        For a linear layer, the exporter writes the bias as first operand.
         """
         readers = self.roles.uses.readers
         products = [node.output[0] for node, _ in self._calls_of(tensor.value.name)]
@@ -819,9 +853,9 @@ class _Folds:
         return any(slot == 0 and node.input[1] in self.parameters for node, slot in sums)
 
     def _follows_from_named(self, tensor: Parameter) -> bool:
-        """True if a tensor is computed from a parameter of equal size that the file contains under
-        the module's name, by operators that do more than move elements. Equal data alone may come
-        from a copied layer.
+        """True if operators that do more than move elements compute the tensor from a parameter of
+        equal size that the file contains under its own name. If they only move elements, equal data
+        may come from a copied layer.
         """
         for name, each in self.parameters.items():
             if each.value.elements == tensor.value.elements and not LIFTED.fullmatch(name):
@@ -831,7 +865,9 @@ class _Folds:
         return False
 
     def _is_masked_matrix(self, tensor: Parameter) -> bool:
-        """True if more single elements of a matrix are 0 than by chance, as after a mask."""
+        """True if more elements of a matrix are 0 than occur by chance, so that a mask was probably
+        applied. All-zero rows and columns do not count.
+        """
         array = self.numbers(tensor)
         if array is None or tensor.value.bytes > LARGEST or is_uniform(array):
             return False
@@ -840,18 +876,19 @@ class _Folds:
         return int((zeros & ~rows).sum()) > RARE * array.size
 
     def _linear_weight(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> str:
-        """Return the name of the linear layer's weight that a tensor may be, transposed; "" if it
-        is none.
+        """Return the name of the linear layer's weight that the tensor may be, transposed; "" if no
+        linear layer reads the tensor.
 
-        A linear layer is a module that consists of a MatMul, and of the Add of its bias if it has
-        one.
+        `modules` has the nodes of each module. A linear layer is a module that consists of a MatMul
+        and at most the Add of its bias.
         """
         readers = self._calls_of(tensor.value.name)
         if len(tensor.value.shape) != 2 or not readers:
             return ""
         if any(node.op_type != "MatMul" or slot != 1 for node, slot in readers):
             return ""
-        # A module that is called again has a number after its name.
+        # If a module is called several times, the exporter appends a number to its path. The
+        # shortest path is that of the first call.
         path = min((_path_of(node) for node, _ in readers), key=len)
         nodes = modules.get(path, [])
         if not path or len(nodes) > 2:
@@ -864,8 +901,8 @@ class _Folds:
         return f"{path}.weight"
 
     def _calls_of(self, name: str) -> list[tuple[onnx.NodeProto, int]]:
-        """Return the nodes that read a tensor, directly or through an Identity, with the operand
-        positions.
+        """Return (node, operand index) for each node that reads the tensor `name`, directly or
+        through an Identity.
         """
         readers = self.roles.uses.readers
         found: list[tuple[onnx.NodeProto, int]] = []
@@ -877,7 +914,7 @@ class _Folds:
         return found
 
     def _from_named(self, tensor: Parameter) -> Folded | None:
-        """Return how a tensor follows from a parameter that the file contains under the module's
+        """Return how the tensor is computed from a parameter that the file contains under its own
         name; None if no such parameter is found.
         """
         if tensor.value.bytes > LARGEST_LOOK:
@@ -891,13 +928,13 @@ class _Folds:
         return None
 
     def _is_weight_of_module(self, tensor: Parameter, numbers: FoldNumbers) -> bool:
-        """True if a tensor is a parameter of a module: a matmul weight of a submodule with the data
-        of a weight (such as the joint projections of attention), a logarithm, a resized table, or a
-        bias of attention.
+        """True if the tensor counts as a parameter of a module rather than as a computed tensor.
+        These are resized tables, operands of Exp, biases of attention, and matmul weights whose
+        data look like a weight.
 
-        A matmul weight does not count if several operators were folded into it and no other folded
-        matrix of the module exists, or if the file contains a matrix of the module under its name:
-        then it is computed from that matrix.
+        A matmul weight does not count if the file contains another matrix of the same module under
+        its own name. It does not count either if several operators were folded into it, according
+        to `numbers`, and the module reads no other folded matrix.
         """
         readers = self._calls_of(tensor.value.name)
         slots = self.roles.uses.slots(tensor.value.name)
@@ -923,8 +960,9 @@ class _Folds:
         return array is None or is_uniform(array) or is_random(array)
 
     def _is_bias_of_attention(self, tensor: Parameter) -> bool:
-        """True if a tensor is one of the two parts of `in_proj_bias` (the first third, or the other
-        two thirds) of an `nn.MultiheadAttention` whose queries differ from its keys.
+        """True if the tensor is one of the two parts of `in_proj_bias` of an
+        `nn.MultiheadAttention` whose queries differ from its keys. The parts are the first third
+        and the other two thirds.
         """
         readers = self._calls_of(tensor.value.name)
         if (
@@ -952,10 +990,11 @@ class _Folds:
         )
 
     def _is_unsqueezed(self, tensor: Parameter) -> bool:
-        """True if modules read a tensor with an axis of size 1 that the exporter probably added.
-        Without that axis the file would contain the parameter unchanged.
+        """True if only nodes inside modules read the tensor and its only change is probably an
+        added axis of size 1. Without that axis, the exporter would have stored the parameter under
+        its own name.
 
-        Mamba, DeBERTa and GPT-OSS add axes to vectors and tables.
+        Mamba, DeBERTa and GPT-OSS add such axes to vectors and tables.
         """
         name = tensor.value.name
         shape = tensor.value.shape
@@ -974,7 +1013,7 @@ class _Folds:
         return array is not None and (is_uniform(array) or is_random(array))
 
     def _is_of_layer(self, tensor: Parameter, modules: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a tensor is only read by layers that add axes to their parameters: modules with
+        """True if the tensor is only read in layers that add axes to their parameters: modules with
         the operators of a group normalization, or with a PRelu alone.
         """
         found = [
@@ -987,11 +1026,12 @@ class _Folds:
         )
 
     def _is_weight_of_submodule(self, node: onnx.NodeProto, slot: int) -> bool:
-        """True if a node is a convolution with the bias of a submodule, so that its weight belongs
-        to that submodule too.
+        """True if operand `slot` of the node is the weight of a convolution whose bias belongs to a
+        submodule. The weight then belongs to that submodule, too.
 
-        If the exporter folds a normalization, it computes the bias as well. A module that computes
-        its own weight contains the convolution itself.
+        Otherwise the weight may be computed: if the exporter folds a normalization, it also
+        computes the bias, and a module that computes its own weight contains the convolution
+        itself.
         """
         if node.op_type != "Conv" or slot != 1 or len(node.input) < 3:
             return False
@@ -1000,8 +1040,8 @@ class _Folds:
         return last == "bias" and owner.startswith(f"{_path_of(node)}.")
 
     def _copies(self) -> Iterator[tuple[str, Folded]]:
-        """Yield the tensors that PyTorch's older exporter folded and whose data can be computed
-        from another tensor, by moving its elements or as 1 minus it.
+        """Yield (name, derivation) for each tensor with a name that PyTorch's older exporter made
+        up whose data can be computed from another tensor, by moving its elements or as 1 minus it.
         """
         if not any(LIFTED.fullmatch(name) for name in self.parameters):
             return
@@ -1011,7 +1051,8 @@ class _Folds:
             seen = len(each.value.shape) > 1 and each.value.bytes <= LARGEST
             array = self.numbers(each) if seen else None
             if array is not None:
-                # Moving elements keeps the first and the last in their positions.
+                # Only tensors with equal first and last elements are compared: transpositions and
+                # reshapes keep these elements in their positions.
                 ends = np.array((array[(0,) * array.ndim], array[(-1,) * array.ndim]))
                 size = each.value.dtype, each.value.elements
                 groups.setdefault((*size, ends.tobytes()), []).append(each)
@@ -1019,7 +1060,8 @@ class _Folds:
                     complements.setdefault((*size, (1 - ends).tobytes()), []).append(each)
         for key, group in groups.items():
             bases = list(complements.get(key, ()))
-            # Tensors with a name of the module come first, because the others are copies.
+            # Tensors with a module's name come first: they are the parameters, and the others are
+            # copies.
             for each in sorted(group, key=lambda one: bool(LIFTED.fullmatch(one.value.name))):
                 name = each.value.name
                 for base in bases if LIFTED.fullmatch(name) else ():
@@ -1033,8 +1075,8 @@ class _Folds:
                     bases.append(each)
 
     def _may_be_one(self, base: str, copy: str) -> bool:
-        """True if equal data is not accidental: `base` has a name of the module, or both tensors
-        are read by the same modules.
+        """True if equal data of two tensors are probably not a coincidence: `base` has a module's
+        name, or the same modules read both tensors.
         """
         if not LIFTED.fullmatch(base):
             return True
@@ -1044,8 +1086,9 @@ class _Folds:
         }
 
     def steps(self, base: Parameter, copy: Parameter) -> tuple[Step, ...] | None:
-        """Return the operators that compute `copy` from `base`, found by comparing their data; None
-        if `derivations` finds none.
+        """Return the operators that compute `copy` from `base`; None if none are found or if the
+        data are ambiguous. A change of layout that the file declares takes precedence over the
+        comparison of data.
         """
         if base.value.dtype is not copy.value.dtype or copy.value.bytes > LARGEST:
             return None
@@ -1061,8 +1104,9 @@ class _Folds:
     def _stated_steps(
         self, base: Parameter, copy: Parameter, first: np.ndarray, second: np.ndarray
     ) -> tuple[Step, ...] | None:
-        """Return the change of layout that the file declares for `copy`, if `base` is the parameter
-        itself and the data agrees; otherwise None.
+        """Return the change of layout that the file declares between the parameter `base` and
+        `copy`. `first` and `second` are their data. Returns None if nothing is declared or the data
+        disagree.
         """
         origin = base.value.name
         if origin not in self.roles.signature.parameters:
@@ -1073,8 +1117,9 @@ class _Folds:
         return layout.steps if np.array_equal(apply_steps(layout.steps, first), second) else None
 
     def _is_ambiguous(self, first: np.ndarray, copy: Parameter) -> bool:
-        """True if the data does not show which elements of `copy` come from which elements of the
-        base, as for the equal values of a new layer.
+        """True if the data do not show which elements of `copy` come from which elements of the
+        base, whose data are `first`. Examples are the equal values of a new layer and a symmetric
+        matrix.
         """
         if not is_uniform(first):
             return (
@@ -1095,8 +1140,9 @@ class _Folds:
         }
 
     def _in_form(self, parameter: Parameter) -> Folded | None:
-        """Return how a tensor is computed from a parameter with other data: a masked table, an
-        expanded row, indexed rows, or a logarithm. None if it is none of these.
+        """Return how the tensor is computed from a parameter that can be recovered from it: a
+        masked table, an expanded row, indexed rows, or an exponential. Returns None if it is none
+        of these.
         """
         value = parameter.value
         if (
@@ -1118,8 +1164,8 @@ class _Folds:
         return self._looked_up(parameter, array) or self._logarithm(parameter, array)
 
     def _looked_up(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """Return how a tensor is indexed from a table of its distinct rows; None if it may not come
-        from indexing.
+        """Return how the tensor `parameter`, with the data `array`, is indexed from a table of its
+        distinct rows or elements. Returns None if it may not come from indexing.
         """
         name = parameter.value.name.removesuffix(ROW)
         if not parameter.trainable or is_uniform(array):
@@ -1139,18 +1185,23 @@ class _Folds:
         return found
 
     def _signed_lookup(self, name: str) -> bool:
-        """True if the traced operators may repeat rows of a parameter in a tensor."""
+        """True if, according to the traced operators, the tensor `name` may repeat rows of a
+        parameter.
+        """
         return not REPEATS.isdisjoint(self.roles.signature.operators(name))
 
     def _masked_table(self, parameter: Parameter) -> Folded | None:
+        """Return how the tensor is computed by adding a mask to a table; None if it is not, or if
+        it is too large to examine.
+        """
         array = self.numbers(parameter)
         if array is None or array.ndim < 2 or parameter.value.bytes > LARGEST_LOOK:
             return None
         return self._masked(parameter, array)
 
     def _masked(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """Return how a table with a mask added is computed from one unmasked row of its first axis
-        and the mask; None if it is not.
+        """Return how the tensor `parameter`, with the data `array`, is computed by adding a mask to
+        one row; None if it is not. The row is the unmasked row of the tensor's first axis.
 
         Shifted windows (Swin) add 0 or -100 to the same biases. At least one row must be unmasked;
         otherwise hidden biases cannot be recovered.
@@ -1171,8 +1222,9 @@ class _Folds:
         )
 
     def _of_row(self, parameter: Parameter, array: np.ndarray, at: int, step: Step) -> Folded:
-        """Return how a tensor is computed by `step` from row `at` of its first axis. If that row
-        itself is indexed from a table, the steps start at that table.
+        """Return how the tensor `parameter`, with the data `array`, is computed by `step` from row
+        `at` of its first axis. If that row itself is indexed from a table, the derivation starts at
+        the table.
         """
         value = parameter.value
         place = _place(parameter)
@@ -1190,8 +1242,8 @@ class _Folds:
         )
 
     def _may_be_expanded(self, value: Value, array: np.ndarray) -> bool:
-        """True if equal rows may come from an expansion along the batch, not from a new model's
-        initial values.
+        """True if equal rows of a tensor may come from an expansion along the batch, rather than
+        from the initial values of a new model.
         """
         if value.shape[0] < 2:
             return False
@@ -1201,8 +1253,8 @@ class _Folds:
         return wide and value.shape[0] in self.roles.samples and not is_uniform(array)
 
     def _logarithm(self, parameter: Parameter, array: np.ndarray) -> Folded | None:
-        """Return how a tensor is computed as exp(p) or -exp(p) from its logarithm p; None if it is
-        not.
+        """Return how the tensor is computed as exp(p) or -exp(p) from p, its logarithm; None if the
+        traced operators have no `exp` or the signs of the data do not fit.
         """
         operators = self.roles.signature.operators(parameter.value.name)
         if "exp" not in operators or not parameter.trainable:
@@ -1227,8 +1279,8 @@ class _Folds:
 
 
 def _is_bounded(array: np.ndarray) -> bool:
-    """True if the elements look clamped: the minimum or maximum has at most three significant
-    digits, or no element is negative.
+    """True if the elements look clamped: none is negative, or the minimum or maximum has at most
+    three significant digits.
     """
     ends = np.array([array.min(), array.max()])
     if float(ends[0]) >= 0:
@@ -1237,8 +1289,8 @@ def _is_bounded(array: np.ndarray) -> bool:
 
 
 def _transposed(shape: tuple[int, ...]) -> Layout | None:
-    """Return the layout of a matrix that the file stores transposed; None if the tensor has not two
-    dimensions.
+    """Return the layout of a matrix that the file stores transposed, with `shape` in the file; None
+    if `shape` does not have two dimensions.
     """
     if len(shape) != 2:
         return None
@@ -1246,15 +1298,15 @@ def _transposed(shape: tuple[int, ...]) -> Layout | None:
 
 
 def _path_of(node: onnx.NodeProto) -> str:
-    """Return the path of the module that contains a node of PyTorch's older exporter; "" for the
-    outermost module.
+    """Return the path of the module that contains a node, from the node's name in files of
+    PyTorch's older exporter; "" for the outermost module.
     """
     return ".".join(each for each in node.name.split("/")[:-1] if each)
 
 
 def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
-    """Return the nodes of each module by its path, without nodes of its submodules and nodes
-    without inputs.
+    """Return the nodes of each module by the module's path. Nodes of submodules and nodes that read
+    nothing are not included.
     """
     found: dict[str, dict[str, onnx.NodeProto]] = {}
     for readers in uses.readers.values():
@@ -1264,10 +1316,11 @@ def _module_nodes(uses: Uses) -> dict[str, list[onnx.NodeProto]]:
 
 
 def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
-    """Return how a tensor is indexed from a table of its distinct rows at fixed indices; None if no
-    row occurs twice.
+    """Return how a tensor is computed by indexing the table of its distinct rows with fixed
+    indices; None if no row occurs twice.
 
-    If rows repeat along several axes, the axis with the smallest table is used.
+    A row is a vector along one axis of the tensor. If rows repeat along several axes, the axis with
+    the smallest table is used.
     """
     value = parameter.value
     place = _place(parameter)
@@ -1281,7 +1334,7 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
     if best is None:
         return None
     _, axis, first, inverse = best
-    order = np.argsort(first)  # Rows in order of first occurrence.
+    order = np.argsort(first)  # The table has the rows in the order in which they first occur.
     rank = np.argsort(order)
     others = [at for at in range(len(value.shape)) if at != axis]
     outer = tuple(value.shape[at] for at in others)
@@ -1302,11 +1355,11 @@ def _looked_up(parameter: Parameter, array: np.ndarray) -> Folded | None:
 
 
 def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | None:
-    """Return how a tensor indexes single elements of a vector at fixed indices; None if few
-    elements occur twice.
+    """Return how a tensor is computed by indexing single elements of a vector with fixed indices;
+    None if few elements occur twice.
 
-    Elements of few bits can be equal by chance. They must therefore be equal along diagonals, as in
-    a table of relative positions.
+    Elements with few significant bits can be equal by chance. Such elements must therefore be equal
+    along diagonals, as in a table of relative positions.
     """
     flat = np.ascontiguousarray(array).reshape(-1)
     elements, first, inverse = np.unique(flat, return_index=True, return_inverse=True)
@@ -1314,7 +1367,7 @@ def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
         return None
     value = parameter.value
     place = _place(parameter)
-    order = np.argsort(first)  # Elements in order of first occurrence.
+    order = np.argsort(first)  # The vector has the elements in the order in which they first occur.
     begins = tuple(first[order].tolist())
     table = Value(f"{value.name}{ROWS}", value.dtype, (len(elements), 1))
     stored = FoldedSlice(place.file, place.offset, place.length, begins, 1)
@@ -1324,11 +1377,13 @@ def _looked_up_elements(parameter: Parameter, array: np.ndarray) -> Folded | Non
 
 
 def _is_fine(elements: np.ndarray) -> bool:
-    """True if an element has more significant bits than half precision."""
+    """True if at least one element has more significant bits than float16 can represent."""
     bits = np.abs(elements.astype(np.float32)).view(np.uint32)
     return bool((bits & 0x1FFF).any())
 
 
 def _is_diagonal(array: np.ndarray) -> bool:
-    """True if the elements along each diagonal of the last two axes are equal."""
+    """True if the elements along each diagonal of the last two axes are equal. False for a
+    vector.
+    """
     return array.ndim > 1 and np.array_equal(array[..., 1:, 1:], array[..., :-1, :-1])
