@@ -1,9 +1,9 @@
-"""Inference of the result types of a node, and evaluation of nodes whose operands are known, by
-ONNX's shape inference and reference evaluator.
+"""Inference of the result types of a node, and evaluation of nodes whose operands are known. Both
+use the onnx package: its shape inference and its reference evaluator.
 
 `RULES` has the types of operators that ONNX does not infer. `FORMULAS` computes masks, positions
 and angles with numpy, because loading ONNX's evaluator takes longer than reading most models. A
-node that would take too many operations to evaluate stays in the graph.
+node that would take too many operations is not evaluated.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ FORMULAS: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
         1,
     ),
 }
-"""By operator without attributes: (function, numpy type kinds of each operand, index of the first
-of the operands that must have one common type).
+"""Operators that numpy evaluates if the node has no attributes. By operator: the function; for each
+operand, the permitted numpy type kinds; the index of the first operand from which on all operands
+must have the same type.
 """
 
 
 def told_by_formula(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None]
 ) -> tuple[np.ndarray, ...] | None:
-    """Return the results by `FORMULAS`; None if there is no formula for the node or for the types
-    of its operands.
+    """Return the results of a node that `FORMULAS` can compute from the data `operands`. Returns
+    None if the node or the types of its operands have no formula, or if the formula fails.
     """
     if node.op_type not in FORMULAS or node.domain not in ("", "ai.onnx") or node.attribute:
         return None
@@ -79,11 +80,11 @@ def told_by_formula(
 
 
 MOST_OPERATIONS = 1 << 31
-"""Maximum number of operations for all constants of a graph: about ten masks of 8,192 by 8,192, or
-a few seconds.
+"""Maximum number of operations for evaluating all constants of a graph. It suffices for about ten
+masks of 8,192 by 8,192, and takes a few seconds.
 """
 LOOP = 256
-"""Number of operations as which one iteration of a Python loop counts."""
+"""Number of operations that one iteration of a Python loop counts for."""
 _WHOLE_ARRAYS = """
     Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot
     BitwiseOr BitwiseXor Cast CastLike Ceil Clip Compress Concat ConstantOfShape Cos Cosh CumSum
@@ -95,23 +96,25 @@ _WHOLE_ARRAYS = """
     Tanh Tile TopK Transpose Trilu Unique Unsqueeze Where Xor
 """
 _LINEAR = frozenset(_WHOLE_ARRAYS.split())
-"""Operators that numpy computes with a few operations per element of their operands and results."""
+"""Operators for which numpy needs a few operations per element that they read or write."""
 _LOOPED = frozenset(
     {"Erf", "GatherElements", "GatherND", "Gelu", "ReverseSequence", "ScatterElements", "ScatterND"}
 )
-"""Operators that ONNX's evaluator computes in a Python loop over elements."""
+"""Operators for which ONNX's evaluator runs a Python loop over elements."""
 _GROWING = frozenset({"ConstantOfShape", "Expand", "EyeLike", "OneHot", "Range", "Tile"})
-"""Operators whose result size depends on the data of an operand."""
+"""Operators whose number of result elements depends on the data of an operand."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """The number of operations or bytes that evaluating constants of a graph may still take."""
+    """The number of operations, bytes or nodes that may still be used while a graph is read."""
 
     left: int
 
     def takes(self, amount: int) -> bool:
-        """Subtract `amount` and return True; return False if less is left."""
+        """Subtract `amount` from the budget and return True. If less is left, return False and
+        subtract nothing.
+        """
         if amount > self.left:
             return False
         self.left -= amount
@@ -121,8 +124,9 @@ class Budget:
 def operations_of(
     node: onnx.NodeProto, operands: Sequence[np.ndarray | None], results: Sequence[Value | None]
 ) -> int:
-    """Return an upper bound of the operations that a node takes. It is tight for operators that
-    compute shapes and masks, and loose for others.
+    """Return an upper bound of the number of operations that evaluating a node takes. The bound is
+    tight for operators that compute shapes and masks, and loose for others. `results` has the types
+    of the results, None if unknown.
     """
     read = sum(array.size for array in operands if array is not None)
     written = 0
@@ -142,14 +146,14 @@ def operations_of(
         return written + math.prod(array.size for array in operands if array is not None)
     if node.op_type == "Pad" and second is not None and (second >= 0).all():
         return read + written
-    # Upper bound: the product of all integers in attributes (windows, paddings) and of the numbers
-    # of elements that are read and written.
+    # For other operators the bound is the product of all integer attributes (such as windows and
+    # paddings) and of the numbers of elements that are read and written.
     sizes: list[int] = [abs(number) for each in node.attribute for number in (*each.ints, each.i)]
     return (1 + read) * (1 + written) * math.prod(1 + size for size in sizes) * LOOP
 
 
 def _grown(operator: str, operands: Sequence[np.ndarray | None]) -> int:
-    """Return an upper bound of the elements that an operator of `_GROWING` writes."""
+    """Return an upper bound of the number of elements that an operator of `_GROWING` writes."""
     arrays = [array for array in operands if array is not None and array.dtype.kind in "iuf"]
     numbers: list[float] = [
         number
@@ -170,23 +174,25 @@ def _grown(operator: str, operands: Sequence[np.ndarray | None]) -> int:
 Operands = tuple[Value | None, ...]
 Results = tuple[Value, ...]
 Flags = Mapping[str, int]
-"""The integer attributes of a node that are not zero."""
+"""The integer attributes of a node that are not zero, by name."""
 Rule = Callable[[Operands, Flags], Results]
-"""A function from the types of operands and the integer attributes to the types of results.
+"""A function that returns the types of a node's results from the types of its operands and its
+integer attributes.
 
-Raises ValueError if shapes do not fit or operands are missing.
+It raises ValueError or IndexError if shapes do not fit or operands are missing.
 """
 
 
 def _like_first(operands: Operands, flags: Flags) -> Results:
+    """Return the type of the first operand as that of the only result."""
     first = operands[0]
     assert first is not None
     return (first,)
 
 
 def _like_scale(operands: Operands, flags: Flags) -> Results:
-    """Return the shape of the first operand with the element type of the second, if there is
-    one.
+    """Return the type of the first operand, with the element type of the second operand (the scale)
+    if there is one.
     """
     first, scale = (*operands, None)[:2]
     assert first is not None
@@ -194,7 +200,9 @@ def _like_scale(operands: Operands, flags: Flags) -> Results:
 
 
 def _skip_normalization(operands: Operands, flags: Flags) -> Results:
-    """Return the types of the result, the mean, 1 / deviation, and the sum that is normalised."""
+    """Return the types of the four results: the normalised tensor, the mean, 1 / standard
+    deviation, and the sum that is normalised.
+    """
     first = operands[0]
     assert first is not None
     statistics = Value("", DType.FLOAT32, (*first.shape[:-1], 1))
@@ -202,6 +210,7 @@ def _skip_normalization(operands: Operands, flags: Flags) -> Results:
 
 
 def _fused_matmul(operands: Operands, flags: Flags) -> Results:
+    """Return the type of the product of two tensors, either of which may be transposed."""
     left, right = (value for value in operands[:2] if value is not None)
     first = left.shape[-2:]
     second = right.shape[-2:]
@@ -217,11 +226,15 @@ def _fused_matmul(operands: Operands, flags: Flags) -> Results:
 
 
 def _packed_product(operands: Operands, flags: Flags) -> Results:
+    """Return the type of a matmul with a quantised weight of shape [columns of the result, …]."""
     x, weight = (value for value in operands[:2] if value is not None)
     return (replace(x, shape=(*x.shape[:-1], weight.shape[0])),)
 
 
 def _packed_lookup(operands: Operands, flags: Flags) -> Results:
+    """Return the type of an embedding from a quantised table, whose bytes hold several elements
+    each.
+    """
     table, places, scales = (value for value in operands[:3] if value is not None)
     bits = flags.get("bits", 4)
     if bits not in (2, 4, 8):
@@ -231,6 +244,7 @@ def _packed_lookup(operands: Operands, flags: Flags) -> Results:
 
 
 def _suppression(operands: Operands, flags: Flags) -> Results:
+    """Return the type of the indices that a non-maximum suppression selects."""
     boxes, scores = (value for value in operands[:2] if value is not None)
     if len(scores.shape) != 3 or boxes.shape != (scores.shape[0], scores.shape[2], 4):
         raise ValueError(
@@ -269,20 +283,20 @@ RULES: dict[tuple[str, str], Rule] = {
     ("com.microsoft", "MatMulNBits"): _packed_product,
     ("com.microsoft", "GatherBlockQuantized"): _packed_lookup,
 }
-"""By domain and operator."""
+"""Rule for each operator, by (domain, operator)."""
 
 
 class MisfitError(ModelError):
-    """The shapes of the operands of a node do not fit each other, or its attributes."""
+    """The shapes of a node's operands do not fit each other or the node's attributes."""
 
 
 def told_by_rule(
     node: onnx.NodeProto, operands: Operands, where: str
 ) -> tuple[Value | None, ...] | None:
-    """Return the types of a node's results by `RULES`; None if there is no rule. A type has no
-    name, and is None for an absent result.
+    """Return the types of a node's results by `RULES`, with empty names; None for each absent
+    result. Returns None if there is no rule for the node.
 
-    Raises MisfitError if the shapes of the operands do not fit.
+    Raises MisfitError, naming the node by `where`, if the shapes of the operands do not fit.
     """
     rule = RULES.get((node.domain, node.op_type))
     if rule is None or not operands or operands[0] is None:
@@ -304,37 +318,45 @@ TYPED_BY = {
     "LayerNormalization": (0, 17),
     "RMSNormalization": (1, 23),
 }
-"""By normalisation: (index of the operand whose element type the result has, opset of the schema to
-use). Exporters write scales of another type than the input's, and ONNX Runtime writes these
-operators in models of older opsets, too.
+"""For each normalization whose operands may have several element types: the index of the operand
+whose element type the result gets, and the minimum opset of the schema to use. Exporters write
+scales of another type than the input, and ONNX Runtime writes these operators in models of older
+opsets, too.
 """
 _CEILING_SINCE = 22
-"""The opset since which the schema of a pooling with `ceil_mode` has no window that begins in the
-padding at the end. ONNX Runtime and torch omit this window in models of older opsets, too.
+"""The first opset in which the schema of a pooling with `ceil_mode` omits a window that begins in
+the padding at the end. ONNX Runtime and torch omit this window in models of older opsets, too.
 """
 _SEVERAL_TYPES = {"BatchNormalization": 14}
-"""The opset since which ONNX allows the scale to have another type."""
+"""By operator, the first opset in which ONNX allows the scale to have another type than the
+input.
+"""
 Operand = tuple[Value | None, np.ndarray | None]
-"""Type and data of an operand. (None, None) if it is absent; the data are None if not known."""
+"""Type and data of an operand. Both are None if the operand is absent. The data are None if they
+are not known.
+"""
 KNOWN_LIMIT = 4096
-"""Maximum number of elements of operands whose data shape inference receives. Operands that
-determine shapes are small.
+"""Maximum number of elements of an operand whose data are passed to shape inference, since operands
+that determine shapes are small. Also the maximum number of bytes that `content_of` returns.
 """
 _OVER_ROWS = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
+"""Operators that work over several axes before opset `_ONE_AXIS`."""
 _ONE_AXIS = 13
-"""Before this opset, the operators `_OVER_ROWS` work over all axes from `axis` on; since, over one
-axis.
+"""The first opset in which the operators of `_OVER_ROWS` work over one axis. Before, they work over
+all axes from `axis` on.
 """
 _HASHED = 4
-"""Number of elements that are hashed in the time of one operation."""
+"""Number of elements that can be hashed in the time of one operation."""
 RANDOM = frozenset(row.name for row in OPERATORS.values() if row.random)
-"""Operators that draw random numbers. They are not evaluated, and two equal nodes have different
+"""Operators that draw random numbers. They are not evaluated, and equal nodes have different
 results.
 """
 
 
 class Inference:
-    """Type inference and evaluation of nodes under the opsets of one file. Results are cached."""
+    """Type inference and evaluation of nodes under the opsets of one file. Results are cached, so
+    that equal nodes are processed once.
+    """
 
     def __init__(self, opsets: tuple[tuple[str, int], ...]) -> None:
         self.opsets = opsets
@@ -345,10 +367,12 @@ class Inference:
     def types(
         self, node: onnx.NodeProto, operands: tuple[Operand, ...]
     ) -> tuple[Value | None, ...]:
-        """Return the types of the results; None for a result that is absent or cannot be inferred.
+        """Return the types of a node's results, from the types and known data of its operands. A
+        type is None for a result that is absent or whose type cannot be inferred.
 
-        Names of values do not affect the cache. Raises ModelError if the shapes of the operands do
-        not fit the operator.
+        Nodes that differ only in the names of values share a cache entry. Raises ModelError if the
+        shapes of the operands do not fit the operator, or if the node violates the ONNX
+        specification.
         """
         parts = []
         for value, array in operands:
@@ -367,8 +391,8 @@ class Inference:
         operands: tuple[np.ndarray | None, ...],
         types: Sequence[Value | None],
     ) -> tuple[np.ndarray, ...] | None:
-        """Return the data of the results, which have these `types`; None if the evaluator fails or
-        would take too many operations.
+        """Return the data of a node's results, whose types are `types`. Returns None if the
+        evaluator fails or if the remaining budget of operations does not suffice.
         """
         if not self.operations.takes(
             sum(each.size for each in operands if each is not None) // _HASHED
@@ -387,6 +411,7 @@ class Inference:
     def _infer(
         self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str
     ) -> tuple[Value | None, ...]:
+        """Return the types of the results, without the cache."""
         import onnx
         import onnx.checker
         import onnx.defs
@@ -458,8 +483,8 @@ class Inference:
     def _in_single(
         self, node: onnx.NodeProto, operands: tuple[Operand, ...], where: str
     ) -> tuple[Value | None, ...]:
-        """Return the result types of a node on bfloat16, inferred as for float32. Exporters write
-        bfloat16 in opsets in which the operator does not allow it.
+        """Return the result types of a node on bfloat16, inferred as if it were float32. Exporters
+        write bfloat16 in opsets that do not allow the type for the operator.
         """
         wide = (
             (replace(value, dtype=DType.FLOAT32), None)
@@ -478,6 +503,7 @@ class Inference:
     def _run(
         self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]
     ) -> tuple[np.ndarray, ...] | None:
+        """Return the data of the results; None if the node cannot be evaluated."""
         first = operands[0] if operands else None
         if (
             node.op_type in _OVER_ROWS
@@ -489,8 +515,8 @@ class Inference:
         return self._run_as_is(node, operands)
 
     def _run_over_rows(self, node: onnx.NodeProto, x: np.ndarray) -> tuple[np.ndarray, ...] | None:
-        """Evaluate an operator of `_OVER_ROWS` over all axes from `axis` on, which the evaluator
-        does not support.
+        """Return the result of an operator of `_OVER_ROWS` on `x`, over all axes from attribute
+        `axis` on, which ONNX's evaluator does not support.
         """
         axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
         row = type(node)(op_type=node.op_type, input=node.input, output=node.output)
@@ -503,11 +529,15 @@ class Inference:
     def _run_as_is(
         self, node: onnx.NodeProto, operands: tuple[np.ndarray | None, ...]
     ) -> tuple[np.ndarray, ...] | None:
+        """Return the data of the results by `FORMULAS` or by ONNX's evaluator; None if the
+        evaluation fails or yields strings or objects.
+        """
         with np.errstate(all="ignore"):
             results = told_by_formula(node, operands)
             if results is None:
-                # ONNX's evaluator imports all operators. It ignores the opset of a single node, so
-                # the node is wrapped in a graph.
+                # The import is here because it is slow: ONNX's evaluator imports all operators. The
+                # node is wrapped in a graph because the evaluator ignores the opset of a single
+                # node.
                 import onnx
                 from onnx.reference import ReferenceEvaluator
 
@@ -522,7 +552,8 @@ class Inference:
                     results = (
                         *ReferenceEvaluator(graph, opsets=dict(self.opsets)).run(None, feeds),
                     )
-                # The evaluator raises exceptions of any class. The node is not folded then.
+                # The evaluator raises exceptions of any class. A node that fails stays in the
+                # graph.
                 except Exception:  # noqa: BLE001
                     return None
         arrays = tuple(np.ascontiguousarray(result).reshape(np.shape(result)) for result in results)
@@ -530,20 +561,22 @@ class Inference:
 
 
 def _rounds_up(node: onnx.NodeProto) -> bool:
-    """True if a node is a pooling with ceil_mode=1."""
+    """True if a node is a pooling that rounds the number of windows up (ceil_mode = 1)."""
     is_pool = node.op_type in ("AveragePool", "LpPool", "MaxPool") and not node.domain
     return is_pool and any(each.name == "ceil_mode" and each.i for each in node.attribute)
 
 
 def content_of(array: np.ndarray) -> bytes:
-    """Return the bytes of an array, or their SHA-256 if they are more than `KNOWN_LIMIT`."""
+    """Return the bytes of an array as part of a cache key; if they are more than `KNOWN_LIMIT`,
+    their SHA-256.
+    """
     content = array.tobytes()
     return content if len(content) <= KNOWN_LIMIT else hashlib.sha256(content).digest()
 
 
 def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
-    """Return a key of a node that is independent of the names of its values: the operator, the
-    attributes, and which operands are equal or absent.
+    """Return a key of a node that does not depend on the names of its values. The key has the
+    operator, the attributes, which operands are equal, and which operands and results are absent.
     """
     places: dict[str, int] = {}
     operands = tuple(places.setdefault(name, len(places)) if name else None for name in node.input)
@@ -556,8 +589,9 @@ def form_of(node: onnx.NodeProto) -> tuple[object, ...]:
 def _as_defined(
     node: onnx.NodeProto, operands: tuple[Operand, ...], typed: tuple[int, int] | None
 ) -> tuple[Operand, ...]:
-    """Return the operands in the form that the schema requires, where exporters write other forms:
-    scales of another type than operand `typed[0]`, and scalars of Range with one dimension.
+    """Return the operands in the form that ONNX's schema requires, because exporters also write
+    other forms. All operands of a normalization get the element type of operand `typed[0]`.
+    Operands of Range with one element become scalars.
     """
     if typed and len(operands) > typed[0] and (like := operands[typed[0]][0]) is not None:
         return tuple(
@@ -574,8 +608,8 @@ def _as_defined(
 
 
 def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
-    """Return the node with values named by position (equal values have equal names), and without
-    the node's name and metadata.
+    """Return a copy of the node without its name and metadata. Its values are named by position;
+    equal operands have equal names.
     """
     import onnx.helper
 
@@ -589,13 +623,16 @@ def _anonymous(node: onnx.NodeProto) -> onnx.NodeProto:
     found.output.extend(f"o{index}" if name else "" for index, name in enumerate(node.output))
     stated = list(node.attribute)
     if node.op_type == "STFT" and all(each.name != "onesided" for each in stated):
-        # The operator's default is 1, that of ONNX's shape inference 0.
+        # The operator's default is 1, but ONNX's shape inference assumes 0.
         stated.append(onnx.helper.make_attribute("onesided", 1))
     found.attribute.extend(sorted(stated, key=lambda each: each.name))
     return found
 
 
 def _static(found: onnx.TypeProto, where: str) -> Value | None:
+    """Return the inferred type as a Value without a name; None if its shape is not static. Raises
+    ModelError for a type other than a tensor.
+    """
     if not found.HasField("tensor_type"):
         raise ModelError(
             "the result is a sequence, an Optional or a map, which is not supported here",
@@ -613,16 +650,16 @@ def _static(found: onnx.TypeProto, where: str) -> Value | None:
 
 
 LARGEST = 1 << 26
-"""Maximum number of elements of a value that `ConstantFolder` computes."""
+"""Maximum number of elements of a value that a `ConstantFolder` computes."""
 MOST_BYTES = 1 << 30
-"""Maximum number of bytes of all values that a `ConstantFolder` computes for one graph."""
+"""Maximum number of bytes of all values that one `ConstantFolder` computes."""
 
 
 class ConstantFolder:
-    """The data of values of a graph that depend on no input and no parameter, computed on request.
+    """Computes data of values of a graph that depend on no input and no parameter.
 
-    Large values of this kind, such as a causal mask, are not stored in the graph. Passes use this
-    class to recognise them.
+    The graph does not store large values of this kind, such as a causal mask. Passes use this class
+    to recognise them. Data are computed at the first request and kept.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -644,8 +681,8 @@ class ConstantFolder:
         self.known.discard("")
 
     def array(self, name: str) -> np.ndarray | None:
-        """Return the data of a value; None if they depend on inputs or parameters, are too large,
-        or cannot be evaluated.
+        """Return the data of the value `name`. Returns None if the data depend on inputs or
+        parameters, are too large, or cannot be evaluated.
         """
         if name not in self.known:
             return None
@@ -662,6 +699,9 @@ class ConstantFolder:
         return self._arrays[name]
 
     def _compute(self, node: Node) -> None:
+        """Store the data of the node's results, whose operands have been computed; None if they are
+        not computable.
+        """
         operands = tuple(self._arrays[name] if name else None for name in node.inputs)
         complete = all(
             array is not None for name, array in zip(node.inputs, operands, strict=True) if name

@@ -1,4 +1,6 @@
-"""Static shapes of the inputs of a model: values of symbolic dimensions, and the batch size."""
+"""Static shapes of the inputs of a model. All symbolic dimensions, including the batch, are bound
+to sizes.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +23,34 @@ if TYPE_CHECKING:
     import onnx
 
 _MAX_FIXED_ELEMENTS = 1 << 16
-"""Maximum number of elements of an input that `model.inputs` fixes."""
+"""Maximum number of elements of an input that the option `model.inputs` fixes to a number."""
 _EMPTY_BATCH_HINT = (
     "export with a batch of at least one sample, or say in model.batch_axes that axis 0 counts no "
     "samples"
 )
 Dimension = int | str
-"""A size, or the symbol or expression that the file states. An unnamed dimension is called
-INPUT:AXIS.
+"""A size, or the symbol or expression that the file declares for a dimension. An unnamed dimension
+has the symbol INPUT:AXIS.
 """
 NAMELESS = frozenset({"", "?", "-1", "None", "none", "*"})
-"""Names that exporters give to several unknown dimensions that need not be equal, such as
-PaddlePaddle's `?`.
+"""Symbols that exporters write for any unknown dimension, such as PaddlePaddle's `?`. Two
+dimensions with such a symbol need not be equal.
 """
 SEQUENCES = frozenset({"seq", "sequence", "sequence_length", "seq_len"})
-"""Names under which a user can set the second axis of all inputs with two dimensions, such as
-tokens and masks, if the file does not use the name.
+"""Names with which a user can set axis 1 of every input with two dimensions, such as tokens and
+masks. They only apply if the file has no dimension of that name.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The data inputs of a model, with static shapes."""
+    """The inputs of a model that get data in each step, with static shapes."""
 
     values: tuple[Value, ...]
     batch_axes: tuple[tuple[str, int], ...]
-    """(input, axis) of each axis that counts samples."""
+    """(input, axis) for each input that has a batch axis."""
     symbols: dict[str, int]
-    """Sizes of symbols and of expressions."""
+    """Sizes of the symbols and expressions in the file's shapes."""
     batch: int | None
     """Number of samples of one forward pass; None if no input has a batch axis."""
 
@@ -56,8 +58,11 @@ class Inputs:
 def split_range_bounds(
     nodes: Iterable[onnx.NodeProto], dims: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return (bounds, others): of the sizes that a user sets, the positive ones of results of Range
-    by the name of the result, and the other entries of `dims`.
+    """Split the sizes `dims` that a user sets, and return (bounds, others).
+
+    - bounds: maximum length of each Range result, by the name of the result. These are the positive
+      entries RESULT:0 of `dims`.
+    - others: the other entries of `dims`.
     """
     ranges = {f"{node.output[0]}:0": node.output[0] for node in nodes if node.op_type == "Range"}
     bounds = {ranges[name]: size for name, size in dims.items() if name in ranges and size > 0}
@@ -70,11 +75,12 @@ def sizes_by_symbol(
     dims: Mapping[str, int],
     declared_axes: Mapping[str, int | None],
 ) -> dict[str, int]:
-    """Return the sizes that a user sets by the file's names. `dims` has them by these names, by
-    INPUT:AXIS, as `batch`, or by a name of `SEQUENCES`.
+    """Return the sizes that a user sets, by the symbols of the file. A key of `dims` is a symbol,
+    INPUT:AXIS, `batch`, or a name of `SEQUENCES`.
 
-    `declared_axes` are the batch axes that the user declares. Raises ConfigurationError for a name
-    of no dimension, for two sizes of one dimension, and for a negative size.
+    `declared_axes` has the batch axes that the user declares. Raises ConfigurationError for a key
+    that names no symbolic dimension, for two different sizes of one dimension, and for a negative
+    size.
     """
     shapes = {info.name: dimensions_of(info) for info in inputs}
     names: set[str] = set()
@@ -103,7 +109,9 @@ def _symbols_named(
     names: set[str],
     declared_axes: Mapping[str, int | None],
 ) -> list[str]:
-    """Return the dimensions of the file that the user means with a name."""
+    """Return the symbols or expressions of the dimensions that the user means with the key `name`
+    of `--dim`. `names` has all symbols of the file. Raises ConfigurationError if there are none.
+    """
     if name in names:
         return [name]
     input_name, colon, axis = name.rpartition(":")
@@ -116,7 +124,8 @@ def _symbols_named(
             if batch_axis is not None and batch_axis < len(shape):
                 named.append(shape[batch_axis])
     elif name in SEQUENCES:
-        # The mask of a decoder covers the cache and the tokens.
+        # With a KV cache, the mask covers the cache and the tokens, so its length is not the
+        # sequence length.
         has_cache = any(map(is_cache_input, shapes))
         for each, shape in shapes.items():
             if len(shape) == 2 and not (has_cache and each == MASK):
@@ -134,7 +143,9 @@ def _symbols_named(
 
 
 def _dimension_at(name: str, axis: str, shape: list[Dimension], input_name: str) -> str:
-    """Return the symbolic dimension of an input that the user names INPUT:AXIS."""
+    """Return the symbol of the dimension that the user names INPUT:AXIS. Raises ConfigurationError
+    if the axis does not exist or has a fixed size.
+    """
     if not axis.isdigit() or int(axis) >= len(shape):
         raise ConfigurationError(
             f"--dim {name} names axis {axis!r} of input {input_name!r}, which has {len(shape)} "
@@ -155,19 +166,20 @@ def bind_inputs(
     declared_axes: Mapping[str, int | None],
     replaces_batch_of_one: bool = False,
 ) -> Inputs:
-    """Return the inputs with all symbolic dimensions bound: by `dims`, batch axes to `batch`, and
-    dimensions that follow from others.
+    """Return the inputs with all symbolic dimensions bound to sizes. The sizes come from `dims`;
+    batch axes get `batch`; other dimensions may follow from these.
 
-    The batch axis of an input is axis 0 unless `declared_axes` has another one, or None for an
-    input without samples. An input whose axis 0 has size 1 is broadcast and has no batch axis if
-    another input has a larger one. A batch size that the file fixes also holds for symbolic batch
-    axes; with `replaces_batch_of_one` a fixed batch of one sample becomes `batch`.
+    The batch axis of an input is axis 0, unless `declared_axes` gives another axis, or None for an
+    input without samples. If axis 0 has size 1 in some inputs but not in all, these inputs are
+    broadcast and have no batch axis unless declared. A batch size that the file fixes also holds
+    for symbolic batch axes. With `replaces_batch_of_one`, a fixed batch of one sample becomes
+    `batch`.
 
     A dimension follows from others if it is an expression of them, if it is the only unknown of an
     expression whose value is known, or if it is the length of a decoder's mask: cache plus tokens.
 
     Raises ConfigurationError that lists all unbound dimensions, and ModelError if inputs have
-    different batch sizes.
+    different batch sizes or no samples.
     """
     symbols = dict(dims)
     shapes = {info.name: dimensions_of(info) for info in inputs}
@@ -208,7 +220,9 @@ def bind_inputs(
 def has_fixed_batch(
     inputs: Iterable[onnx.ValueInfoProto], batch_axes: Iterable[tuple[str, int]]
 ) -> bool:
-    """True if the file states the size of a batch axis."""
+    """True if the file declares a fixed size for at least one of the batch axes, given as (input,
+    axis).
+    """
     shapes = {info.name: dimensions_of(info) for info in inputs}
     return any(isinstance(shapes[name][axis], int) for name, axis in batch_axes if name in shapes)
 
@@ -216,10 +230,10 @@ def has_fixed_batch(
 def filled_inputs(
     inputs: Mapping[str, onnx.ValueInfoProto], fixed: Mapping[str, bool | int | float]
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of the inputs that `model.inputs` fixes: every element is the number.
-    Symbolic dimensions have size 1.
+    """Return for each input in `fixed` an array in which every element is the given number.
+    Symbolic dimensions get size 1.
 
-    Raises ConfigurationError for a name of no input, for bfloat16, and for more than
+    Raises ConfigurationError for a name that is no input, for bfloat16, and for more than
     `_MAX_FIXED_ELEMENTS` elements.
     """
     found = {}
@@ -244,7 +258,9 @@ def filled_inputs(
 def _bind_derived(
     shapes: Mapping[str, list[Dimension]], axes: Mapping[str, int], symbols: dict[str, int]
 ) -> None:
-    """Add to `symbols` the dimensions that follow from its entries."""
+    """Add to `symbols` the sizes of dimensions that follow from the sizes it has (see
+    `bind_inputs`).
+    """
     named = {each for shape in shapes.values() for each in shape if isinstance(each, str)}
     while True:
         before = len(symbols)
@@ -271,14 +287,16 @@ def _bind_derived(
 
 
 def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, int]) -> None:
-    """Raise ConfigurationError that lists all unbound dimensions, and the flags that bind them."""
+    """Raise ConfigurationError if dimensions are unbound. The error lists them, and its hint has
+    the flags that bind them.
+    """
     titles: dict[str, str] = {}
     for name, shape in shapes.items():
         for axis, each in enumerate(shape):
             if isinstance(each, str) and _size(each, symbols) is None:
                 titles.setdefault(each, f"{each!r} (axis {axis} of input {name!r})")
     unknown = {each: symbols_of(each) - symbols.keys() for each in titles}
-    # An expression follows from its symbols if all of them are listed.
+    # An expression is not listed if all of its unknown symbols are, because it follows from them.
     listed = [
         title
         for each, title in titles.items()
@@ -304,8 +322,9 @@ def _require_bound(shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, 
 def _possible_batch_axes(
     shapes: Mapping[str, list[Dimension]], symbols: Mapping[str, int]
 ) -> list[str]:
-    """Return `INPUT=AXIS` for each input with a fixed axis 0 and exactly one unbound axis: the
-    states of recurrent layers, and sequences whose axis 0 counts positions.
+    """Return `INPUT=AXIS` for each input whose axis 0 is fixed and that has exactly one unbound
+    axis, which may be the batch axis. Examples are states of recurrent layers, and sequences whose
+    axis 0 counts positions.
     """
     found = []
     for name, shape in shapes.items():
@@ -320,8 +339,9 @@ def _possible_batch_axes(
 
 
 def dimensions_of(info: onnx.ValueInfoProto) -> list[Dimension]:
-    """Return the dimensions of an input. A dimension of size -1 or with a name of `NAMELESS` is
-    called INPUT:AXIS. Raises ModelError for an input that is no tensor or has no shape.
+    """Return the dimensions that the file declares for an input. A dimension of size -1 or with a
+    name of `NAMELESS` is called INPUT:AXIS. Raises ModelError if the input is no tensor or declares
+    no shape.
     """
     where = f"input {info.name!r}"
     if not info.type.HasField("tensor_type"):
@@ -352,8 +372,8 @@ def _batch_axes(
     declared_axes: Mapping[str, int | None],
     symbols: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the batch axis of each input that has one. Raises ConfigurationError for a declared
-    axis that does not exist.
+    """Return the batch axis of each input that has one (see `bind_inputs`). Raises
+    ConfigurationError if `declared_axes` names an input or axis that does not exist.
     """
     unknown = sorted(set(declared_axes) - shapes.keys())
     if unknown:
@@ -380,13 +400,16 @@ def _batch_axes(
 
 
 def _size(dimension: Dimension, symbols: Mapping[str, int]) -> int | None:
+    """Return the size of a dimension; None if a symbol in it is unbound."""
     return dimension if isinstance(dimension, int) else size_of(dimension, symbols)
 
 
 def _bound(
     info: onnx.ValueInfoProto, dimensions: list[Dimension], symbols: Mapping[str, int]
 ) -> Value:
-    """Return the type of an input whose dimensions are all bound."""
+    """Return the type of an input whose dimensions are all bound. Raises ModelError for a negative
+    size.
+    """
     sizes = [_size(each, symbols) for each in dimensions]
     shape = tuple(size for size in sizes if size is not None)
     if any(size < 0 for size in shape):

@@ -1,7 +1,9 @@
-"""The sweep from a parsed file to a graph. One pass over the nodes in topological order infers the
-type of each value, computes values that are known, and omits nodes that change nothing.
+"""Translation of the nodes of a parsed file into a graph. One pass over the nodes in topological
+order infers the type of each value, evaluates nodes with known operands, and omits nodes that
+change nothing.
 
-All input shapes are static, so the shape of a value is known as soon as its operands are.
+All input shapes are static, so the shape of a value is known as soon as the shapes of its operands
+are.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 FOLD_LIMIT = 4096
-"""Maximum number of elements of a known result that becomes a constant. Larger results, such as
-masks, are computed by nodes.
+"""Maximum number of elements of a known result that is stored as a constant. Larger results, such
+as masks, are computed by nodes of the graph.
 """
 STEP_OPERANDS = {
     "Reshape": "shape",
@@ -80,18 +82,20 @@ STEP_OPERANDS = {
     "Mul": "factor",
     "Pow": "exponent",
 }
-"""By operator of a folded step, the suffix of the name of its constant operand, NAME/SUFFIX for the
-result NAME.
+"""By operator of a derivation step, the suffix of the name of its constant operand. The operand of
+the step that writes RESULT is called RESULT/SUFFIX.
 """
 _MODE_STATED = 7
-"""Before this opset, Dropout drops elements unless attribute `is_test` is set; since, only if its
-training mode is set.
+"""The first opset in which Dropout drops elements only in training mode. Before, it drops elements
+unless its attribute `is_test` is set.
 """
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """The state of the sweep: what is known about values so far, and the nodes of the graph."""
+    """The state of the pass over the nodes: what is known about values so far, and the nodes of the
+    graph.
+    """
 
     source: Source
     inputs: Inputs
@@ -100,39 +104,42 @@ class _Sweep:
     sequences: Sequences
     dynamic_shapes: DynamicShapes
     stated: dict[str, list[onnx.ValueInfoProto]]
-    """Types that the file declares, by value. Of several, the last one with a static shape
-    counts.
-    """
+    """Types that the file declares for each value. The last one with a static shape is used."""
     types: dict[str, Value] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
-    """Values that depend on no input and no parameter, but whose data are not known: they are too
-    large, or their operators are not evaluated.
+    """Values that depend on no input and no parameter, but whose data are not stored: they are too
+    large, or their operators cannot be evaluated.
     """
     parameters: dict[str, Parameter] = field(default_factory=dict)
     packed: dict[str, Value] = field(default_factory=dict)
-    """Unpacked types of parameters of less than one byte per element, until the first node reads
-    them.
+    """Parameters with elements of less than one byte that no node has read yet, with their unpacked
+    types.
     """
     aliases: dict[str, str] = field(default_factory=dict)
+    """By name in the file, the value that the name is only another name of."""
     nodes: list[Node] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     numbers: Counter[str] = field(default_factory=Counter)
-    """By node name, the last number that was appended to make the name unique."""
+    """By node name, the last number that was appended to it to make a name unique."""
     statistics: dict[str, str] = field(default_factory=dict)
-    """By result of a BatchNormalization that is the next value of a running statistic, the running
-    statistic.
+    """By result of a BatchNormalization that is the next value of a running statistic, the name of
+    the running statistic.
     """
     results: dict[str, None] = field(default_factory=dict)
     repeated: Budget = field(default_factory=lambda: Budget(MOST_NODES))
-    """The number of nodes that unrolled bodies of control flow may still add."""
+    """The number of nodes that copies of control-flow bodies may still add."""
 
     def type_of(self, name: str) -> Value | None:
-        """Return the inferred type of a value, otherwise the declared one; None without either."""
+        """Return the inferred type of a value; the type that the file declares if none is inferred
+        yet; None if there is neither.
+        """
         return self.types.get(self.aliases.get(name, name)) or self.declared(name)
 
     def declared(self, name: str) -> Value | None:
-        """Return the type that the file declares for a value; None if it has no static shape."""
+        """Return the type that the file declares for a value; None if it declares no static
+        shape.
+        """
         for info in reversed(self.stated.get(name, [])):
             tensor = info.type.tensor_type
             if info.type.HasField("tensor_type") and tensor.HasField("shape") and tensor.elem_type:
@@ -149,6 +156,7 @@ class _Sweep:
         return None
 
     def access(self) -> ReaderAccess:
+        """Return the functions and state that the replacement of control flow uses."""
         return ReaderAccess(
             data=lambda name: self.arrays.get(self.aliases.get(name, name)),
             type_of=lambda name: self.types.get(self.aliases.get(name, name)),
@@ -167,13 +175,15 @@ class _Sweep:
         return any(value.name == name for value in self.inputs.values)
 
     def deciding(self, name: str) -> tuple[str, ...]:
-        """Return the inputs of one element from which a value is computed (see
-        `deciding_inputs`).
+        """Return the inputs of one element from which the value `name` is computed; () if the value
+        also depends on other inputs.
         """
         return deciding_inputs(name, self.nodes, self.inputs)
 
     def known_so_far(self) -> dict[str, Any]:
-        """Return copies of the tables, by field name, to restore them after a failed attempt."""
+        """Return copies of the tables that reading a node changes, by field name, so that they can
+        be restored after a failed attempt.
+        """
         tables = (
             "types",
             "arrays",
@@ -189,10 +199,14 @@ class _Sweep:
         return {name: copy(getattr(self, name)) for name in tables}
 
     def hold(self, name: str, array: np.ndarray, dtype: DType) -> None:
+        """Record a value whose data are known."""
         self.types[name] = Value(name, dtype, array.shape)
         self.arrays[name] = array
 
     def keep(self, held: Constant | Parameter) -> None:
+        """Record a constant or parameter of the file. A parameter of packed elements is recorded as
+        bytes.
+        """
         if isinstance(held, Constant):
             self.hold(held.value.name, held.array, held.value.dtype)
             return
@@ -204,8 +218,8 @@ class _Sweep:
         self.parameters[value.name] = replace(held, value=value)
 
     def unpack(self, name: str) -> None:
-        """Add the node that unpacks a packed parameter. Later nodes read its result instead of the
-        parameter.
+        """Add the node that unpacks the packed parameter `name`. Nodes that are read later use its
+        result instead of the parameter.
         """
         value = self.packed.pop(name)
         result = f"{name}/unpacked"
@@ -222,15 +236,16 @@ def interpret(
     fixed: Mapping[str, np.ndarray],
     bounds: Mapping[str, int],
 ) -> tuple[Graph, dict[str, str]]:
-    """Return (graph, aliases) of a file. `aliases` maps names of the file to the values that they
-    are other names of.
+    """Translate the file `source` and return (graph, aliases). `aliases` maps each name in the file
+    that only renames a value to the name of that value in the graph.
 
-    The graph has the inputs `inputs`; the inputs in `fixed` become constants. `bounds` has the
-    maximum length of results of Range. A value that is read but never written is a weight without
-    data.
+    The graph has the inputs `inputs`; `fixed` has the data of inputs that become constants.
+    `bounds` has the maximum length of Range results whose length depends on data. A value that is
+    read but never written is taken for a weight without data.
 
     Raises ModelError, naming the node, if shapes do not fit or depend on data in an unsupported
-    way, and for tensors, types and attributes that are not supported.
+    way, and for tensors, types and attributes that are not supported. Raises ConfigurationError for
+    an entry of `bounds` that is not needed.
     """
     import onnx.helper
 
@@ -281,8 +296,8 @@ def interpret(
 def _move_ranges_early(
     nodes: Sequence[onnx.NodeProto], bounds: Mapping[str, int]
 ) -> list[onnx.NodeProto]:
-    """Return the nodes with each Range in `bounds` moved right behind the nodes that write its
-    operands, so that it precedes all nodes that compute shapes from its limit.
+    """Return the nodes with each Range that writes a value of `bounds` moved right behind the nodes
+    that write its operands. It then precedes all nodes that compute shapes from its limit.
     """
     made = {name: place for place, node in enumerate(nodes) for name in node.output}
 
@@ -295,8 +310,8 @@ def _move_ranges_early(
 
 
 def _add_folded_tensor(sweep: _Sweep, folded: Folded) -> None:
-    """Add the nodes that compute a folded tensor from a parameter, or from another tensor that has
-    been read already.
+    """Add the nodes that compute a folded tensor from its source, which is a parameter or a tensor
+    that has been read before.
     """
     name = folded.value.name
     dtype = folded.value.dtype
@@ -322,7 +337,7 @@ def _add_folded_tensor(sweep: _Sweep, folded: Folded) -> None:
 def _add_step(
     sweep: _Sweep, step: Step, operands: tuple[str, ...], result: str, dtype: DType
 ) -> str:
-    """Add the node of one step, and the constant that the step holds as an operand. Return the name
+    """Add the node of one derivation step, and its constant operand if it has one. Return the name
     of the result.
     """
     if not step.other and step.operator in STEP_OPERANDS:
@@ -346,6 +361,7 @@ def _add_step(
 
 
 def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
+    """Read one node of the file: add its results to the tables, and its nodes to the graph."""
     for name in node.input:
         if name in sweep.packed:
             sweep.unpack(name)
@@ -396,8 +412,8 @@ def _visit(sweep: _Sweep, node: onnx.NodeProto) -> None:
 def _with_inputs_to_give(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], hint: str
 ) -> str:
-    """Return the hint of an error inside a control flow operator, extended by the inputs that
-    decide what the operator executes.
+    """Return the hint of an error inside of a control-flow operator. It is extended by the flags
+    that fix the inputs that decide what the operator executes, if there are such inputs.
     """
     if node.op_type not in ASKED or "model.inputs" in hint:
         return hint
@@ -412,12 +428,12 @@ def _with_inputs_to_give(
 def _with_own_statistics(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the operands of a BatchNormalization in training mode, with the running statistics in
-    place of results of an earlier BatchNormalization.
+    """Return the operands of a BatchNormalization in training mode. Updated statistics of an
+    earlier BatchNormalization are replaced by the running statistics that were updated.
 
-    A module that calls a BatchNormalization twice is exported with the results of the first call as
-    the statistics of the second. The normalised result does not depend on them, and the ranks
-    update a statistic by all calls in order.
+    If a module calls a BatchNormalization twice, exporters write the updated statistics of the
+    first call as operands of the second. In training mode, the normalised result does not depend on
+    these operands, and the ranks update a running statistic by all calls in order.
     """
     readers = sweep.weights.roles.uses.readers
     for result in node.output[1:3]:
@@ -438,7 +454,9 @@ def _with_own_statistics(
 def _detach_operands(
     sweep: _Sweep, node: onnx.NodeProto, detached: DetachedReads
 ) -> onnx.NodeProto:
-    """Return the node with detached copies of the operands that `detached` lists for it."""
+    """Return the node with a detached copy in place of each of its operands that `detached` lists.
+    Adds the nodes that detach them.
+    """
     operands = list(node.input)
     for slot, name in enumerate(node.input):
         if not node.output or (node.output[0], slot) not in detached.operands:
@@ -457,15 +475,17 @@ def _detach_operands(
 
 
 def _detach(sweep: _Sweep, operand: str, result: str) -> None:
-    """Add a StopGradient node: `result` equals `operand` and passes no gradient."""
+    """Add a StopGradient node, through which `result` equals `operand` but passes no gradient to
+    it.
+    """
     sweep.types[result] = replace(sweep.types[operand], name=result)
     title = _unique(sweep, f"{result}/stop")
     sweep.nodes.append(Node(title, STOP_GRADIENT, (operand,), (result,), domain="autopipe"))
 
 
 def _read_padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
-    """Read an embedding with a padding row: row `row` of the table gets no gradient. The nodes are
-    those that `autopipe export` writes.
+    """Read an embedding whose table row `row` is a padding row and gets no gradient. The added
+    nodes are those that `autopipe export` writes for it.
     """
     result = node.output[0]
     rows, stopped, padding, is_padding, per_row, axis = (
@@ -486,8 +506,8 @@ def _read_padded_lookup(sweep: _Sweep, node: onnx.NodeProto, row: int) -> None:
 def _find_replacement_nodes(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> Iterable[onnx.NodeProto] | None:
-    """Return the nodes that replace a node of control flow, sequences or dynamic shapes; None if it
-    is none. The caller must visit each node before it requests the next one.
+    """Return the nodes that replace a node of control flow, sequences or dynamic shapes; None if
+    the node is not of this kind. The caller must visit each node before it requests the next one.
     """
     if node.op_type in CONTROL_OPERATORS and node.domain in ("", "ai.onnx"):
         return replace_control_flow(node, operands, sweep.access())
@@ -496,12 +516,14 @@ def _find_replacement_nodes(
     if sweep.dynamic_shapes.concerns(node, operands, sweep.types, sweep.arrays, sweep.declared):
         rewriter = _file_rewriter(sweep, node, operands)
         sweep.dynamic_shapes.replace_node(rewriter, sweep.types, sweep.arrays)
-        return ()  # The rewriter has visited the nodes.
+        return ()  # The rewriter has visited the new nodes already.
     return None
 
 
 def _keep_loop(sweep: _Sweep, loop: KeptLoop) -> str:
-    """Add a loop operator; if that is not possible, add nothing and return the reason."""
+    """Add a loop operator and return "". If that is not possible, add nothing and return the
+    reason.
+    """
     former = sweep.known_so_far()
     outer: list[Node] = former["nodes"]
     sweep.nodes = []
@@ -525,7 +547,7 @@ def _keep_loop(sweep: _Sweep, loop: KeptLoop) -> str:
 
 
 class _FileScope:
-    """A scope whose new nodes are read as if the file contained them."""
+    """A scope for a rewriter whose new nodes are read as if the file contained them."""
 
     def __init__(self, sweep: _Sweep) -> None:
         self._sweep = sweep
@@ -557,7 +579,9 @@ class _FileScope:
 
 
 class _TypedScope(_FileScope):
-    """A scope of nodes of opset `NEWEST`, which become nodes of the graph as they are written."""
+    """A scope for a rewriter whose new nodes are of opset `NEWEST` and become nodes of the graph
+    without being read.
+    """
 
     @property
     def opset(self) -> int:
@@ -569,6 +593,7 @@ class _TypedScope(_FileScope):
 
 
 def _file_rewriter(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> FileRewriter:
+    """Return a rewriter for the node whose new nodes are read as if the file contained them."""
     scope = _FileScope(sweep)
     return FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
 
@@ -576,7 +601,9 @@ def _file_rewriter(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...
 def _read_decomposition(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], decomposition: Decomposition
 ) -> bool:
-    """Read the nodes that replace a node; return False if the node is kept."""
+    """Read the nodes that `decomposition` writes for a node. Return False if it writes none, so
+    that the node is kept.
+    """
     scope = _TypedScope(sweep) if decomposition.is_typed else _FileScope(sweep)
     rewriter = FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
     is_replaced = decompose(decomposition, rewriter)
@@ -586,11 +613,15 @@ def _read_decomposition(
 
 
 def _add_alias(sweep: _Sweep, name: str, operand: str) -> None:
+    """Record that `name` is another name of the value `operand`."""
     sweep.aliases[name] = operand
     sweep.types[name] = sweep.types[operand]
 
 
 def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> None:
+    """Add a node to the graph. If its operands are known, its results are evaluated and recorded
+    instead; if it changes nothing, its result becomes an alias.
+    """
     attributes = attributes_of(node)
     if trains_statistics(node):
         operands = _with_own_statistics(sweep, node, operands)
@@ -657,8 +688,9 @@ def _add_operator(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 def _apply_declared_types(
     sweep: _Sweep, node: onnx.NodeProto, first: Value | None, types: tuple[Value | None, ...]
 ) -> tuple[Value | None, ...]:
-    """Return the result types, with one exception: RMSNormalization gets the element type of its
-    first operand, as in torch, if the file declares it. ONNX infers the type of the scale.
+    """Return the inferred result types `types`, with one exception: the result of an
+    RMSNormalization gets the element type of its first operand `first`, as in torch, if the file
+    declares that type. ONNX infers the type of the scale.
     """
     if node.op_type != "RMSNormalization" or node.domain or first is None or types[0] is None:
         return types
@@ -667,7 +699,7 @@ def _apply_declared_types(
 
 
 def _convert_cast_like(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
-    """Return the Cast to `dtype` that a CastLike is."""
+    """Return the Cast to `dtype` that replaces a CastLike."""
     import onnx.helper
 
     cast = onnx.helper.make_node(
@@ -680,8 +712,8 @@ def _convert_cast_like(node: onnx.NodeProto, dtype: DType) -> onnx.NodeProto:
 
 
 def _known_logical_result(operator: str, known: Sequence[np.ndarray | None]) -> bool | None:
-    """Return the value of all elements of an And or Or that one known operand determines; None if
-    none does.
+    """Return the value of all elements of an And or Or, if one known operand determines it: False
+    for an And with a false operand, True for an Or with a true operand. Returns None if none does.
     """
     deciding = {"And": False, "Or": True}.get(operator)
     told = deciding is not None and any(
@@ -693,8 +725,8 @@ def _known_logical_result(operator: str, known: Sequence[np.ndarray | None]) -> 
 def _leaves_operand_unchanged(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...], types: tuple[Value | None, ...]
 ) -> bool:
-    """True if a node that moves or repeats elements returns its operand unchanged for the inferred
-    shapes.
+    """True if a node that moves or repeats elements returns its first operand unchanged, given the
+    inferred shapes.
     """
     if (
         node.domain not in ("", "ai.onnx")
@@ -723,8 +755,8 @@ def _leaves_operand_unchanged(
 def _drop_empty_operands(
     sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the operands of a node; for Concat only those that are not empty, as a cache may be
-    (the first one if all are empty).
+    """Return the operands of a node. Those of a Concat that are empty, as a cache may be, are
+    dropped; if all are empty, the first is kept.
     """
     if node.op_type != "Concat" or node.domain not in ("", "ai.onnx"):
         return operands
@@ -733,6 +765,9 @@ def _drop_empty_operands(
 
 
 def _merge_types(sweep: _Sweep, name: str, inferred: Value | None, where: str) -> Value:
+    """Return the type of a result: the inferred type, otherwise the declared type. Raises
+    ModelError if there is neither.
+    """
     if inferred is not None:
         return Value(name, inferred.dtype, inferred.shape)
     declared = sweep.declared(name)
@@ -747,6 +782,7 @@ def _merge_types(sweep: _Sweep, name: str, inferred: Value | None, where: str) -
 
 
 def _read_constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
+    """Read a Constant node: its tensor becomes a constant or a parameter."""
     where = f"Constant {node.name!r}"
     if len(node.attribute) != 1 or len(node.output) != 1:
         raise ModelError(
@@ -775,6 +811,9 @@ def _read_constant(sweep: _Sweep, node: onnx.NodeProto) -> None:
 
 
 def _read_filled_constant(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray) -> None:
+    """Read a ConstantOfShape node that creates a weight: it becomes a parameter whose elements all
+    have one value.
+    """
     name = node.output[0]
     where = f"ConstantOfShape {node.name!r}"
     number = 0.0
@@ -788,6 +827,7 @@ def _read_filled_constant(sweep: _Sweep, node: onnx.NodeProto, shape: np.ndarray
 
 
 def _read_shape_result(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ...]) -> None:
+    """Read a Shape or Size node whose operand has the shape `shape`. The result is known."""
     if node.op_type == "Size":
         sweep.hold(node.output[0], np.asarray(np.prod(shape, dtype=np.int64)), DType.INT64)
         return
@@ -799,7 +839,7 @@ def _read_shape_result(sweep: _Sweep, node: onnx.NodeProto, shape: tuple[int, ..
 
 
 def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """True if a node is a `detach` of a floating-point value that is no constant."""
+    """True if a node is a `detach` of a floating-point value whose data are not known."""
     if node.op_type != "Identity" or len(operands) != 1 or operands[0] in sweep.arrays:
         return False
     return (
@@ -810,8 +850,8 @@ def _stops_gradient(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
 
 
 def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> bool:
-    """True if a node returns its operand: Identity, a Dropout that drops no elements, or a Cast to
-    the operand's type.
+    """True if a node returns its first operand: an Identity, a Dropout that drops no elements, or a
+    Cast to the operand's type. False if a further result of the node, such as the mask, is read.
     """
     if node.op_type not in ("Identity", "Cast", "Dropout") or not operands or not operands[0]:
         return False
@@ -833,26 +873,31 @@ def _passes_through(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ..
 
 
 def _unique(sweep: _Sweep, base: str) -> str:
-    """Return a node name, with a number appended if the name is in use."""
+    """Return `base` as name of a node, with a number appended if the name is in use."""
     name = base
     while name in sweep.names:
-        sweep.numbers[base] += 1  # Names stay in use, so no number is tried twice.
+        sweep.numbers[base] += 1  # Names stay in use, so each number needs to be tried only once.
         name = f"{base}_{sweep.numbers[base]}"
     sweep.names.add(name)
     return name
 
 
 def _trim_empty_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names without absent operands or results ("") at the end."""
     return tuple(names[: max((place for place, name in enumerate(names, 1) if name), default=0)])
 
 
 def _build_graph(sweep: _Sweep, inputs: Inputs) -> Graph:
+    """Return the graph of all nodes that have been read. An output that is another name of a value
+    gets an Identity.
+    """
     nodes = list(sweep.nodes)
     values = [sweep.types[name] for node in nodes for name in node.outputs if name]
     outputs = dict(_find_outputs(sweep))
     for name, source in outputs.items():
         if name != source:
-            # The output keeps its name. `cleaned` later removes the Identity if possible.
+            # An output keeps its name in the file. `cleaned` later removes the Identity if
+            # possible.
             title = name
             while title in sweep.names:
                 title += "_"
@@ -874,7 +919,9 @@ def _build_graph(sweep: _Sweep, inputs: Inputs) -> Graph:
 
 
 def _find_outputs(sweep: _Sweep) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each output. An output that is a sequence yields its tensors."""
+    """Yield (name, value in the graph) for each output. For an output that is a sequence, yield one
+    pair per tensor, named NAME/0, NAME/1, … Raises ModelError if no node writes an output.
+    """
     for info in sweep.source.graph.output:
         held = [(info.name, info.name)]
         if info.name in sweep.sequences:

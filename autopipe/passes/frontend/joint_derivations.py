@@ -1,5 +1,5 @@
-"""Search for operators that compute a tensor of a file from several parameters of the file, by
-comparing their data.
+"""Search for operators that compute one tensor of a file from several parameters of the file. The
+search compares the data of the tensors.
 
 A derivation is accepted only if it reproduces every element: exactly for concatenations and
 elementwise operators, and up to rounding errors for matrix products and sums of squares.
@@ -18,33 +18,40 @@ import numpy as np
 from autopipe.passes.frontend.derivations import Step, apply_steps, moves_between
 
 Derivation = tuple[str, tuple[Step, ...]]
-"""(parameter, steps): the steps are apply_steps to the parameter of that name."""
+"""(name, steps): applied to the parameter of that name, the steps compute the tensor. They read the
+other parameters as second operands.
+"""
 Arrays = Mapping[str, np.ndarray]
+"""Data of parameters by name."""
 MAX_PARAMETERS: Final = 4
-"""Maximum number of parameters, of which all orders are tried."""
+"""Maximum number of parameters. The limit is needed because all of their orders are tried."""
 MAX_BYTES: Final = 1 << 26
 """Maximum bytes of the result and of each parameter."""
 SAMPLED: Final = 64
-"""Number of elements that are compared first."""
+"""Maximum number of elements that are compared before the full tensors."""
 ROUNDINGS: Final = 1e-6
-"""Maximum error of an element of a matrix product, relative to the sum of the absolute values of
-its terms.
+"""Maximum rounding error of an element of a matrix product, relative to the sum of the absolute
+values of its terms.
 """
 SUM_ROUNDINGS: Final = 4e-6
 """Maximum relative error of a sum of float32 numbers."""
 MIN_ELEMENTS: Final = 4
-"""Minimum number of distinct elements with which equality to a function of parameters is accepted
-as more than a coincidence.
+"""Minimum number of distinct elements that a tensor must have to count as a function of parameters.
+Fewer elements may match by coincidence.
 """
 
 
 def find_joint_derivation(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    """Return the steps that compute `result` from all of `arrays`, parameters by name; None if none
-    are found.
+    """Return the derivation of the tensor `result` from all of the parameters `arrays`; None if
+    none is found.
 
-    Tries, in this order: a concatenation; for two parameters, a product, sum, difference or
-    quotient with broadcasting, and a constant times a matrix product; for three parameters, the sum
-    of one and a constant times the matrix product of the others.
+    The search tries, in this order:
+
+    - A concatenation.
+    - For two parameters: a product, sum, difference or quotient with broadcasting, then a constant
+      times a matrix product.
+    - For three parameters: the sum of one of them and a constant times the matrix product of the
+      other two.
     """
     sizes = [each.nbytes for each in (*arrays.values(), result)]
     if (
@@ -60,9 +67,10 @@ def find_joint_derivation(arrays: Arrays, result: np.ndarray) -> Derivation | No
 
 
 def find_sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] | None:
-    """Return the steps that compute the scalar `result` from the first of `arrays`: the sum of the
-    squares of all elements of all arrays, times a constant with at most two significant digits.
-    None if `result` is no such sum.
+    """Return the steps that compute the tensor `result`, which has one element, as a constant times
+    the sum of the squares of all elements of `arrays`. None if `result` is no such sum.
+
+    The steps are applied to the first array. The constant has at most two significant digits.
     """
     total = sum(float((each.astype(np.float64) ** 2).sum()) for each in arrays.values())
     expected = float(result.reshape(()))
@@ -79,11 +87,14 @@ def find_sum_of_squares(arrays: Arrays, result: np.ndarray) -> tuple[Step, ...] 
 
 
 def _squares(array: np.ndarray) -> tuple[Step, ...]:
-    """Return the steps that compute the sum of the squares of all elements."""
+    """Return the steps that compute the sum of the squares of all elements of `array`."""
     return Step("Pow", array.shape, operand=np.full((), 2, array.dtype)), Step("ReduceSum", ())
 
 
 def _concatenated(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+    """Return the derivation of `result` as the concatenation of all `arrays` in some order; None if
+    it is none.
+    """
     if any(each.ndim != result.ndim for each in arrays.values()):
         return None
     for axis in range(result.ndim):
@@ -103,6 +114,9 @@ def _concatenated(arrays: Arrays, result: np.ndarray) -> Derivation | None:
 
 
 def _concat_steps(parts: list[np.ndarray], order: tuple[str, ...], axis: int) -> Iterator[Step]:
+    """Yield the steps that append the second and later parts to the first along `axis`. `order` has
+    the names of the parts.
+    """
     shape = list(parts[0].shape)
     for part, name in zip(parts[1:], order[1:], strict=True):
         shape[axis] += part.shape[axis]
@@ -110,6 +124,9 @@ def _concat_steps(parts: list[np.ndarray], order: tuple[str, ...], axis: int) ->
 
 
 def _elementwise(arrays: Arrays, result: np.ndarray) -> Derivation | None:
+    """Return the derivation of `result` as product, sum, difference or quotient of two parameters,
+    which may be transposed, reshaped or broadcast. None if it is none of these.
+    """
     for first_name, second_name in itertools.permutations(arrays):
         for (first, first_moves), (second, second_moves) in itertools.product(
             _broadcastable(arrays[first_name], result.shape),
@@ -135,7 +152,9 @@ def _elementwise(arrays: Arrays, result: np.ndarray) -> Derivation | None:
 
 
 def _sampled(array: np.ndarray) -> np.ndarray:
-    """Return up to `SAMPLED` elements, at indices that depend on the shape only."""
+    """Return at most `SAMPLED` elements of `array`. Arrays of the same shape yield elements at the
+    same positions.
+    """
     places = np.linspace(0, array.size - 1, min(SAMPLED, array.size)).astype(np.int64)
     return np.asarray(array[np.unravel_index(places, array.shape)])
 
@@ -143,8 +162,9 @@ def _sampled(array: np.ndarray) -> np.ndarray:
 def _broadcastable(
     array: np.ndarray, shape: tuple[int, ...]
 ) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
-    """Yield (array, steps) for each result of steps on an array that numpy broadcasts to `shape`:
-    with axes of size 1 inserted, or transposed if it has as many elements as `shape`.
+    """Yield (array, steps): forms of `array` that numpy can broadcast to `shape`, and the steps
+    that compute each form. The forms have axes of size 1 inserted, or are transposed and reshaped
+    if the array has as many elements as `shape`.
     """
     if array.size == math.prod(shape):
         for moves in moves_between(array.shape, shape):
@@ -159,11 +179,14 @@ def _broadcastable(
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes above 1."""
     return tuple(extent for extent in shape if extent > 1)
 
 
 def _scaled_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    """Return the steps of a constant times a matrix product; each matrix can be transposed."""
+    """Return the derivation of `result` as a constant times the matrix product of two parameters,
+    either of which may be transposed. None if it is no such product.
+    """
     for first_name, second_name in itertools.permutations(arrays):
         for (first, first_moves), (second, second_moves) in itertools.product(
             _with_transpose(arrays[first_name]), _with_transpose(arrays[second_name])
@@ -184,14 +207,15 @@ def _scaled_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
 
 
 def _with_transpose(array: np.ndarray) -> Iterator[tuple[np.ndarray, tuple[Step, ...]]]:
+    """Yield (array, steps) for an array and, if it is a matrix, for its transpose."""
     yield array, ()
     if array.ndim == 2:
         yield array.T, (Step("Transpose", array.shape[::-1], (1, 0)),)
 
 
 def _factor_of_product(first: np.ndarray, second: np.ndarray, result: np.ndarray) -> float | None:
-    """Return a constant with at most three significant digits such that `result` is the constant
-    times the matrix product; None if there is none.
+    """Return the factor with which the matrix product of `first` and `second` must be multiplied to
+    yield `result`, rounded to three significant digits. None if there is no such factor.
     """
     exact = first.astype(np.float64) @ second.astype(np.float64)
     sizes = np.abs(first.astype(np.float64)) @ np.abs(second.astype(np.float64))
@@ -205,7 +229,9 @@ def _factor_of_product(first: np.ndarray, second: np.ndarray, result: np.ndarray
 
 
 def _sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
-    """Return the steps of the sum of one parameter and a constant times a product of two others."""
+    """Return the derivation of `result` as the sum of one parameter and a constant times the matrix
+    product of two others. None if it is no such sum.
+    """
     if len(arrays) != 3:
         return None
     for name, array in arrays.items():
@@ -221,8 +247,9 @@ def _sum_with_product(arrays: Arrays, result: np.ndarray) -> Derivation | None:
 def _product_of_difference(
     arrays: Arrays, result: np.ndarray, summand: np.ndarray
 ) -> Derivation | None:
-    """Return a parameter and the steps of a constant times the matrix product that is
-    `result - summand`; None if there is none."""
+    """Return the derivation of `result - summand` as a constant times the matrix product of two
+    parameters; None if it is no such product. Constants have the type of `result`.
+    """
     found = _scaled_product(arrays, result.astype(np.float64) - summand)
     if found is None:
         return None

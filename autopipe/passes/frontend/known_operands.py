@@ -1,5 +1,5 @@
-"""Checks of operands whose data must be known before running, such as the axes of a reduction, and
-hints that name the inputs from which these data are computed.
+"""Check that operands which must be known before execution are known, such as the axes of a
+reduction. Hints name the inputs from which such operands are computed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ ASKED = {
     "If": (1, "both branches are read, since"),
     "Loop": (2, "the number of iterations is unknown, since"),
 }
-"""By control flow operator: the number of leading operands that decide what it executes, and the
-consequence of not knowing them, for messages.
+"""By control-flow operator: the number of leading operands that decide what the operator executes,
+and a part of the error message for the case that they are unknown.
 """
 
 
 def deciding_inputs(name: str, nodes: Sequence[Node], inputs: Inputs) -> tuple[str, ...]:
-    """Return the inputs of one element that a value of `nodes` is computed from, in the order of
-    `inputs`; () if the value also depends on an input with more elements or with samples.
+    """Return the names of the inputs from which the value `name` is computed, if each of them has
+    one element and no batch axis, in the order of `inputs`. Return () if the value also depends on
+    another input.
     """
     sources = {result: node.inputs for node in nodes for result in node.outputs}
     seen: set[str] = set()
@@ -46,13 +47,13 @@ def deciding_inputs(name: str, nodes: Sequence[Node], inputs: Inputs) -> tuple[s
 
 
 def settings_of(names: Sequence[str]) -> str:
-    """Return the flags that set inputs to numbers."""
+    """Return the command-line flags with which a user fixes the inputs `names` to numbers."""
     return " ".join(f"--set model.inputs.{name}=NUMBER" for name in names)
 
 
 def hint_for_control_flow(node: onnx.NodeProto, names: Sequence[str]) -> str:
-    """Return the hint for a control flow operator that could not be read; "" if `names` is empty.
-    `names` are the inputs of one element that its condition or iteration count is computed from.
+    """Return the hint for a control-flow operator whose condition or iteration count is unknown.
+    `names` are the inputs of one element that it is computed from. Return "" if there are none.
     """
     if not names:
         return ""
@@ -70,11 +71,14 @@ def require_known(
     deciding: Callable[[str], tuple[str, ...]],
     opset: int,
 ) -> None:
-    """Raise ModelError if an operand must be known before running and is not.
+    """Raise ModelError if an operand of a node must be known before execution and is not.
 
-    `operands` are the node's operands with aliases resolved; `known` are the values whose data are
-    known, `settled` other values that depend on no input, for which shapes that the file states
-    suffice. `deciding` returns the inputs of one element that a value is computed from.
+    - `operands` are the node's operands with aliases resolved.
+    - `known` are the values whose data are known.
+    - `settled` are other values that depend on no input. They suffice for an operand that only
+      determines shapes, because the file declares these shapes.
+    - `deciding` returns the inputs of one element from which a value is computed; () if there are
+      others.
     """
     row = OPERATORS.get(
         node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
@@ -101,7 +105,7 @@ def require_known(
 
 
 def _unused(node: onnx.NodeProto) -> tuple[int, ...]:
-    """Return the indices of operands that a node ignores in its mode."""
+    """Return the indices of operands that the node ignores because of its attributes."""
     mode = next((each.s for each in node.attribute if each.name == "mode"), b"constant")
     coordinates = next(
         (each.s for each in node.attribute if each.name == "coordinate_transformation_mode"), b""
@@ -112,7 +116,9 @@ def _unused(node: onnx.NodeProto) -> tuple[int, ...]:
 
 
 def _operand_name(node: onnx.NodeProto, index: int, opset: int) -> str:
-    """Return ONNX's name of an operand, or its index if ONNX has no schema, for messages."""
+    """Return the name of an operand in ONNX's schema for messages; its index if there is no
+    schema.
+    """
     import onnx.defs
 
     try:
