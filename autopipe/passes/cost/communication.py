@@ -8,9 +8,10 @@ Rabenseifner, Gropp, "Optimization of collective communication operations in MPI
 or one level of the cluster after the other. The devices of a node share the node's link to other
 nodes.
 
-A redistribution (`passes/analysis/resharding.py`) without a reduction costs time by the bytes that
-devices lack: each link carries the bytes that the devices behind it lack, once. Ring all-gathers,
-all-to-alls and messages move exactly these bytes.
+A redistribution (`passes/analysis/resharding.py`) that reduces no partial sums costs one time per
+level of the cluster, and these times add up. The link of a level carries the bytes of the new
+layout that the devices below the link do not hold yet; the maximum over the links of the level
+counts. Ring all-gathers, all-to-alls and messages move exactly these bytes.
 """
 
 from __future__ import annotations
@@ -41,25 +42,31 @@ Amount = TypeVar("Amount", float, NDArray[np.float64])
 
 
 def message_seconds(link: Link, messages: Amount, size_bytes: Amount) -> Amount:
-    """Return the seconds of `messages` messages with `size_bytes` bytes in total, one after the
-    other over `link`.
+    """Return the seconds to send `messages` messages, with `size_bytes` bytes in total, one after
+    the other over `link`.
     """
     return messages * link.latency_s + size_bytes / link.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The minimum of several affine functions from bytes to seconds, one per algorithm."""
+    """Seconds of a collective as a function of bytes: the minimum of several affine functions, one
+    per algorithm.
+    """
 
     ways: tuple[AffineTime, ...]
+    """One function from bytes to seconds per algorithm."""
 
     def seconds(self, size_bytes: float) -> float:
-        """Return the seconds for `size_bytes`; 0 for 0 bytes."""
+        """Return the seconds of the collective for `size_bytes` bytes; 0 for 0 bytes."""
         if size_bytes <= 0:
             return 0.0
         return min(way.seconds(size_bytes) for way in self.ways)
 
     def seconds_each(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of the collective for each entry of `sizes`, in bytes; 0 for 0
+        bytes.
+        """
         best = np.minimum.reduce([way.fixed_s + way.per_byte_s * sizes for way in self.ways])
         return np.where(sizes > 0, best, 0.0)
 
@@ -75,17 +82,19 @@ def collective(
     as a function of bytes.
 
     The bytes of an all-reduce or reduce-scatter are those of the tensor on each device. The bytes
-    of an all-gather are those of its result.
+    of an all-gather are those of its result. A group of one device costs nothing (`FREE`).
 
-    concurrent: devices, `group` included, that run equal collectives at the same time in groups of
-    equal shape, and share links with `group`.
+    concurrent: all devices, those of `group` included, that run such a collective at the same time
+    in groups of equal shape. Groups that use one link divide its bandwidth among them. If it is
+    empty, only `group` runs the collective.
     """
     members = tuple(sorted(set(group)))
     if len(members) < 2:
         return FREE
     measured = _measured(cluster, kind, members)
     if measured is None and kind == "reduce_scatter":
-        # A reduce-scatter moves the bytes of an all-gather in the opposite direction.
+        # The time of an all-gather also serves for a reduce-scatter that was not measured, because
+        # a reduce-scatter moves equally many bytes in the opposite direction.
         measured = _measured(cluster, "all_gather", members)
     if measured is not None:
         return Cost((measured,))
@@ -103,10 +112,11 @@ all_reduce, all_gather, reduce_scatter = (
 
 
 def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> AffineTime | None:
-    """Return the measured time of a collective, or None if it was not measured.
+    """Return the time of a collective as a function of bytes, interpolated linearly between the
+    measured numbers of ranks.
 
-    The group must be in one node and have devices of one type. The time is interpolated between
-    the measured numbers of ranks.
+    None if the devices of `group` are in several nodes or of several types, or if no measurements
+    of this collective surround the group's number of ranks.
     """
     known = cluster.devices[group[0]].collectives
     ranks = len(set(group))
@@ -124,11 +134,11 @@ def _measured(cluster: Cluster, kind: str, group: Sequence[int]) -> AffineTime |
 
 
 def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[AffineTime]:
-    """Return the time of each algorithm of a collective.
+    """Return, for each algorithm of a collective, its time as a function of bytes.
 
-    `levels` has (number of members, link) of each level, innermost first. Over several levels, an
-    all-reduce is a reduce-scatter at each inner level, an all-reduce of the shards over the outer
-    levels, and an all-gather at each inner level.
+    `levels` contains (number of members, link) of each level of the cluster, innermost first. Over
+    several levels, an all-reduce is a reduce-scatter at each inner level, an all-reduce of the
+    shards at the outermost level, and an all-gather at each inner level.
     """
     (size, link), *outer = levels
     rounds = (size - 1).bit_length()
@@ -154,11 +164,14 @@ def _ways(kind: str, levels: Sequence[tuple[int, Link]]) -> list[AffineTime]:
 def _levels(
     cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """Return (slowest, levels): the slowest link between members, and for each level of the
-    cluster, innermost first, the number of members that meet there and their link.
+    """Return (slowest, levels) for a collective of the devices `members`.
 
-    The bandwidth of a link is divided among the groups of `concurrent` that share it. `levels` is
-    empty if the members are distributed unevenly over the nodes of a level.
+    slowest: the slowest link that connects members.
+    levels: pairs (number, link) of the levels of the cluster at which members are connected,
+    innermost first. `number` is how many members, or units of the next inner level with members,
+    one unit of the level connects. Empty if this number differs between the units of a level.
+
+    The bandwidth of a link is divided among the groups of the devices `concurrent` that share it.
     """
     first, hierarchy = cluster.part(members[0])
     own = [device - first for device in members]
@@ -188,10 +201,11 @@ def _levels(
 def _levels_among_groups(
     cluster: Cluster, members: Sequence[int], concurrent: Sequence[int]
 ) -> tuple[Link, list[tuple[int, Link]]]:
-    """Return the result of `_levels` for members in several groups of the cluster.
+    """Return the result of `_levels` for members in several groups of the cluster, i.e. in several
+    parts that have nodes and links of their own.
 
-    There are two levels: inside each group, with the slowest link of its members, and between the
-    groups.
+    There are two levels: one inside the groups, with the slowest link between members of one group,
+    and one between the groups.
     """
     parts: defaultdict[int, list[int]] = defaultdict(list)
     for member in members:
@@ -206,17 +220,19 @@ def _levels_among_groups(
 
 
 def _shared(link: Link, sharing: float) -> Link:
-    """Return the link with its bandwidth divided among `sharing` concurrent collectives."""
+    """Return the link with its bandwidth divided by `sharing`, the number of collectives that use
+    it at the same time; values below 1 count as 1.
+    """
     return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / max(1.0, sharing))
 
 
 def relayout_seconds(
     cluster: Cluster, devices: tuple[int, ...], step: Redistribution, width: float
 ) -> float:
-    """Return the seconds of one redistribution on the group `devices`.
+    """Return the seconds of one redistribution of a tensor on the group `devices`; 0 for a slice.
 
-    `width` is the number of bytes per element. The backward of the redistribution takes equally
-    long.
+    `width` is the number of bytes per element. The redistribution of the gradient in backward takes
+    equally long.
     """
     if step.kind == "slice":
         return 0.0
@@ -228,8 +244,10 @@ def relayout_seconds(
 
 @lru_cache(maxsize=4096)
 def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: MeshAxes) -> Cost:
-    """Return the cost of an `all_reduce` or `reduce_scatter` over the axes `over` of the mesh of
-    `devices`. All groups of the mesh run it at the same time.
+    """Return the cost of an `all_reduce` or `reduce_scatter` over the axes `over` of the device
+    mesh of `devices`, as a function of the bytes on each device.
+
+    These axes divide the mesh into groups. All groups run the collective at the same time.
     """
     group = tuple(devices[position] for position in group_members(over, 0))
     return collective(kind, cluster, group, devices)
@@ -238,7 +256,8 @@ def reduction_cost(cluster: Cluster, devices: tuple[int, ...], kind: str, over: 
 def moving_seconds(
     cluster: Cluster, devices: Sequence[int], source: Layout, target: Layout, width: float
 ) -> float:
-    """Return the seconds to redistribute a tensor from layout `source` to layout `target`.
+    """Return the seconds to redistribute a tensor on the group `devices` from layout `source`,
+    without partial sums, to layout `target`.
 
     `width` is the number of bytes per element.
     """
@@ -257,15 +276,16 @@ def moving_seconds(
 
 @lru_cache(maxsize=4096)
 def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int, AffineTime], ...]:
-    """Return (neighbours, time) per level of the cluster, innermost first.
+    """Return the pairs (neighbours, time) from which the seconds of a redistribution on the group
+    `devices` follow: one pair per level of the cluster that connects devices, innermost first.
 
-    neighbours: number of consecutive devices that share a link of this level.
-    time: seconds as a function of the bytes that these devices lack together.
+    neighbours: number of consecutive entries of `devices` that share one link of this level.
+    time: seconds of the link, as a function of the bytes that these neighbours need and do not
+    hold.
 
-    The time follows from the measured all-to-all of the devices if there is one, and from the links
-    of the cluster otherwise. If the nodes have different numbers of `devices`, or if the devices
-    belong to several groups of the cluster, there is one level with the slowest link between any
-    two devices.
+    There is one pair with 1 neighbour in three cases: a measured all-to-all of the devices gives
+    the time; neighbours would be in different units of a level; or the devices belong to several
+    groups of the cluster. In the last two cases, the slowest link between any two devices counts.
     """
     measured = _measured(cluster, "all_to_all", devices)
     if measured is not None:
@@ -288,4 +308,5 @@ def moving_lines(cluster: Cluster, devices: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _line(link: Link) -> AffineTime:
+    """Return the seconds of one message over `link` as a function of its bytes."""
     return AffineTime(link.latency_s, 1 / link.bandwidth_bytes_per_s)

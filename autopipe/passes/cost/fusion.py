@@ -26,18 +26,19 @@ _KINDS = frozenset({"elementwise", "reduction", "normalization"})
 
 @memoize(MAX_CACHED_GRAPHS)
 def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
-    """Return the nodes of each fused kernel, in ascending order and without views.
+    """Return the indices of the nodes of each fused kernel, in ascending order and without views.
 
-    A node joins the first kernel that computes one of its operands and iterates over an equal
-    number of elements, or over the rows that a reduction of the kernel leaves. The node does not
-    join if another of its operands depends on that kernel, because the kernel would then need its
-    own result.
+    A kernel of a single node is returned only if eager PyTorch runs several kernels for this node.
+
+    An elementwise node, reduction or normalisation joins an earlier kernel of such nodes that
+    computes one of its operands, directly or through views, and that iterates over as many elements
+    as the node or has a result of as many elements. The node does not join if another of its
+    operands depends on that kernel, because the kernel would then need its own result. If several
+    kernels qualify, the node joins the kernel of its first operand among them.
     """
     kernels: list[list[int]] = []
     sizes: list[set[int]] = []
-    """For each kernel, the numbers of elements that it iterates over and that its reductions
-    leave.
-    """
+    """For each kernel, the numbers of elements over which it iterates, and those of its results."""
     kernel_of: dict[int, int] = {}
     for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
         if use.row.kind == "view":
@@ -80,9 +81,11 @@ def _depend(
     kernels: Sequence[Sequence[int]],
     of: Mapping[int, int],
 ) -> bool:
-    """True if a kernel of `sources` other than `kernel` depends on `kernel`.
+    """True if a kernel of `sources` other than `kernel` depends on `kernel`, directly or through
+    other kernels.
 
-    `kernels` has the nodes of each kernel, `of` the kernel of each node.
+    `kernels` contains the nodes of each kernel in ascending order, and `of` maps each node to its
+    kernel.
     """
     found = {kernel}
     left = [each for each in sources if each != kernel]
@@ -101,11 +104,12 @@ def _depend(
 
 
 def fused(graph: Graph, precision: str, work: Sequence[NodeCost]) -> tuple[NodeCost, ...]:
-    """Return the work of each node under `torch.compile`, given its work without it.
+    """Return the work of each node under `torch.compile`, given the nodes' work in eager mode.
 
-    `work` may be that of any number of samples. A node of a fused kernel gets a fraction of the
-    kernel's bytes, and 1 / n of its launch if the kernel has n nodes. The host starts one operator
-    per compiled kernel, and none for a view.
+    `work` may be that of any number of samples. The bytes of all nodes of a fused kernel are scaled
+    by one factor for forward and one for backward, so that they add up to the bytes that the kernel
+    moves. Each of n nodes of a kernel gets 1 / n of its launch. The host starts one operator per
+    fused kernel, and no operator for a view.
     """
     found = [_started(each, 0.0 if each.kind == "view" else each.operators) for each in work]
     for group, (forward, backward) in zip(
@@ -122,8 +126,8 @@ def fused(graph: Graph, precision: str, work: Sequence[NodeCost]) -> tuple[NodeC
 
 
 def _started(work: NodeCost, operators: float) -> NodeCost:
-    """Return the work with `operators` operators that the host starts in forward, and the number
-    for backward scaled by the same factor.
+    """Return the work with `operators` as the number of operators that the host starts in forward,
+    and with the number in backward scaled by the same factor.
     """
     backward = work.backward_operators / work.operators * operators if work.operators else 0.0
     return replace(work, operators=operators, backward_operators=backward)
@@ -131,8 +135,8 @@ def _started(work: NodeCost, operators: float) -> NodeCost:
 
 @memoize(MAX_CACHED_GRAPHS)
 def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
-    """Return (forward, backward) of each fused group: the bytes that its kernel moves, divided by
-    the bytes that its nodes would move separately.
+    """Return (forward, backward) of each fused kernel: the bytes that the kernel moves, divided by
+    the bytes that its nodes move in eager mode; at most 1.
     """
     work = annotate(graph, precision)
     gradient = differentiable_values(graph)

@@ -14,12 +14,12 @@ from autopipe.ir.problem import NodeCost
 
 
 def host_seconds(work: Sequence[NodeCost], launch_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the host's seconds for the forward and for the backward of each node: the number of
-    its operators times `launch_s`.
+    """Return (forward, backward): for each node, the seconds in which the host starts the operators
+    of its forward and of its backward. One operator takes `launch_s` seconds.
 
-    An operator is a statement of the generated forward. A view counts, because Python calls it. The
-    addition of a bias does not count if the statement of its matmul includes it. Splits do not
-    change the result: the host of each device starts all operators.
+    An operator is a statement of the generated forward, and a view is one because its Python call
+    takes time. The addition of a bias does not count if the call of its matmul includes it. Splits
+    of nodes do not change the result, because the host of each device starts all operators.
     """
     forward = np.array([each.operators for each in work], dtype=float)
     backward = np.array([each.backward_operators for each in work], dtype=float)

@@ -2,9 +2,9 @@
 backward.
 
 Both variants are graphs of one model (`Model.with_scores`). They differ only in the nodes from the
-matmul of the last layer to the loss, so these nodes determine which variant is faster. Memory
-couples this choice with all other choices of a plan. The pipeline therefore plans both variants if
-memory may not suffice.
+matmul that computes the logits to the loss, so these nodes determine which variant is faster. If
+memory may not suffice, the variant that saves fewer bytes can permit a better plan, so the pipeline
+then plans both variants.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 
 _MARGIN = 2
-"""Factor on the bytes that one device needs for the whole model. It covers the additional buffers
-for messages and collectives of several devices.
+"""Factor on the bytes that one device needs for the whole model. It leaves memory for the buffers
+of messages and collectives that exist only with several devices.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The cost of one variant.
+    """The cost of one variant for one micro-batch on one device.
 
-    seconds: forward and backward of the nodes that only this variant has.
-    saved_bytes: bytes that all nodes save for backward.
+    seconds: forward, and in training backward, of the nodes that only this variant has, averaged
+    over the device types of the cluster.
+    saved_bytes: bytes that all nodes of the graph save for backward.
     """
 
     seconds: float
@@ -54,6 +55,9 @@ def compare_scores(problem: Problem, other: Graph, choice: Scores) -> LossScores
 
 
 def _form(problem: Problem, graph: Graph, work: Sequence[NodeCost], other: Graph) -> _Form:
+    """Return the cost of the variant `graph`, whose nodes have the costs `work`. `other` is the
+    graph of the other variant.
+    """
     common = {(node.op, node.outputs) for node in other.nodes}
     own = [
         each
@@ -68,10 +72,11 @@ def _form(problem: Problem, graph: Graph, work: Sequence[NodeCost], other: Graph
 
 
 def may_be_short(problem: Problem) -> bool:
-    """True if a placement might exceed the memory of a device.
+    """True if a placement of the problem might exceed the memory of a device.
 
-    False if each device has memory for the whole model and for the tensors that all micro-batches
-    of a step save, times `_MARGIN`.
+    False if `_MARGIN` times the bytes that one device needs for the whole model fit into the memory
+    of each device. In training, these bytes include the tensors that all micro-batches of a step
+    save for backward.
     """
     placement = Placement(
         (Stage(tuple(range(len(problem.graph.nodes))), (0,), problem.micro_batch_size),)

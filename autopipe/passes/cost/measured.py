@@ -1,10 +1,10 @@
 """Costs from measurements: the time of a node is the measured time of its operation, on full
 tensors and under each split that was measured.
 
-The time of an operation that was not measured is extrapolated: the roofline's time multiplied by
-the ratio of measured to roofline time of the same operator. If the operator was not measured, the
-ratio is that of its class of operators; if the class was not measured, the ratio is that of all
-measurements.
+The time of an operation that was not measured is extrapolated: the time of the roofline model
+multiplied by the ratio of measured to roofline time of the same operator. If the operator was not
+measured, the ratio is that of its class of operators, for example all matmuls; if the class was not
+measured, the ratio is that of all measurements.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Splits = tuple[Split, ...]
 
 
 class Operations:
-    """The measurable operations of a graph's nodes at a precision, on full tensors and under
-    splits.
+    """The operations to measure for the nodes of a graph at one precision. An operation is an
+    operator with the types and shapes of its operands, full or as one device's shards.
     """
 
     def __init__(self, graph: Graph, precision: str) -> None:
@@ -65,14 +65,15 @@ class Operations:
         """Nodes that generated code computes in the call of another node."""
 
     def key(self, index: int) -> Hashable:
-        """Return a key that is equal for nodes with equal operations."""
+        """Return a key of node `index`. Nodes with equal keys have equal operations."""
         addition = self.additions.get(index)
         more = None if addition is None else (id(self.uses[addition]), self._flowing(addition))
         return id(self.uses[index]), self._flowing(index), more
 
     def cuts(self, index: int, degrees: Sequence[int]) -> Iterator[Splits]:
-        """Yield the splits of a node along one axis, with a degree of `degrees`, under which each
-        device computes its shard without communication.
+        """Yield the splits of node `index` along one axis, with a degree of `degrees`, under which
+        each device computes its part of the node without communication. The partial sums of a split
+        sum are not reduced here.
         """
         space = self.uses[index].space
         windowed = {each.axis for each in space.windows}
@@ -91,7 +92,9 @@ class Operations:
                     yield (Split(axis.name, degree),)
 
     def operation(self, index: int, splits: Splits = ()) -> Operation:
-        """Return the operation that one device computes for a node under `splits`."""
+        """Return the operation that one device computes for node `index` under `splits`; () is the
+        full node. If the node's call also adds a bias, the operation includes the addition.
+        """
         own = self._local(index, splits)
         operation = operation_of(own, self._flowing(index), self.precision)
         bias = self._bias(index, splits, own)
@@ -107,7 +110,9 @@ class Operations:
         )
 
     def sample(self, index: int, work: NodeCost, splits: Splits = ()) -> OperationSample:
-        """Return a node to measure under `splits`. `work` is the work of the full node."""
+        """Return the sample with which the profiler measures the operation of node `index` under
+        `splits`. `work` is the work of the full node.
+        """
         share = 1.0 / splits[0].degree if splits else 1.0
         own = self._local(index, splits)
         bias = self._bias(index, splits, own)
@@ -136,13 +141,18 @@ class Operations:
         )
 
     def _flowing(self, index: int) -> tuple[int, ...]:
-        """Return the indices of the operands whose gradients the node's backward computes."""
+        """Return the positions of the operands whose gradients the backward of node `index`
+        computes.
+        """
         node = self.graph.nodes[index]
         if self._gradients.isdisjoint(node.outputs):
             return ()
         return tuple(place for place, name in enumerate(node.inputs) if name in self._gradients)
 
     def _local(self, index: int, splits: Splits) -> Signature:
+        """Return the operator of node `index` with the types and shapes of one device's operands
+        and results under `splits`.
+        """
         signature = signature_of(self.graph, self.graph.nodes[index])
         if not splits:
             return signature
@@ -162,9 +172,12 @@ class Operations:
         return signature.sharded(operands, results)
 
     def _bias(self, index: int, splits: Splits, product: Signature) -> tuple[Signature, int] | None:
-        """Return (addition, index of the bias among its operands) for a node whose bias is added in
-        the same call; None if there is none, or if a split of a summed axis requires a reduction
-        first.
+        """Return (addition, position): the addition of a bias that runs in the call of node
+        `index`, and the position of the bias among the operands of the addition.
+
+        None if the call adds no bias, or if `splits` split an axis over which the node sums. Its
+        partial sums must then be reduced before the addition. `product` is the operator of the node
+        with one device's shapes.
         """
         addition = self.additions.get(index)
         if addition is None or any(
@@ -181,8 +194,8 @@ class Operations:
 
 
 _MAX_MEASURED_DEGREE = 64
-"""Maximum degree of splits whose measurements are used. Times of larger degrees are extrapolated by
-the roofline.
+"""Maximum degree of a split whose measured time is used. Times at larger degrees are extrapolated
+with the roofline model.
 """
 
 
@@ -190,10 +203,12 @@ the roofline.
 def costed_work(
     graph: Graph, precision: str, cluster: Cluster, costs: Costs | None, compiled: bool = False
 ) -> tuple[NodeCost, ...]:
-    """Return the work of each node, with its measured times on the device types of `cluster`.
+    """Return the work of each node at `precision`, with its measured times on the device types of
+    `cluster` if there are measured `costs`.
 
-    Measurements were made without `torch.compile`. `compiled` fuses the work of operators only if
-    there are no measurements (`costs` is None).
+    If `compiled` is true and `costs` is None, the work is that under `torch.compile`, which fuses
+    operators. With measured costs `compiled` has no effect, because measurements are made without
+    `torch.compile`.
 
     Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """
@@ -219,7 +234,8 @@ def costed_work(
                 for cut in cuts
             ]
             own = (lookup.measured(each, shares) for lookup in lookups)
-            # An addition that runs in the call of another node takes no time of its own.
+            # The measured time of a matmul includes the addition of its bias if one call computes
+            # both, so the node of the addition takes 0 seconds.
             known[key] = tuple(
                 own if product is None else (replace(one, points=((1.0, 0.0, 0.0),)) for one in own)
             )
@@ -228,8 +244,8 @@ def costed_work(
 
 
 def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
-    """Return the cluster with the measured times of tasks, of the host, and of messages and
-    collectives inside a node.
+    """Return `cluster` with the times that `costs` contains: those of tasks, of the host, and of
+    messages and collectives inside a node. Times that were not measured stay those of `cluster`.
 
     Raises ConfigurationError if `costs` lacks a device type of the cluster.
     """
@@ -254,7 +270,9 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
     devices = tuple(kinds[device] for device in cluster.devices)
 
     def measured(levels: tuple[Level, ...], exchanges: Sequence[ExchangeCost]) -> tuple[Level, ...]:
-        """Return the levels with the measured latency and bandwidth of messages inside a node."""
+        """Return `levels` with the measured latency and bandwidth of messages at the innermost
+        level; unchanged if `exchanges` contains no such measurement.
+        """
         sent = next(
             (each.fit for each in exchanges if each.kind == "send" and each.fit.per_byte_s > 0),
             None,
@@ -277,8 +295,8 @@ def measured_cluster(cluster: Cluster, costs: Costs) -> Cluster:
 
 
 def coverage(problem: Problem) -> CostCoverage | None:
-    """Return the numbers of nodes with measured and with extrapolated times; None without
-    measurements.
+    """Return how many nodes have measured times on all device types, and how many have extrapolated
+    times; None if the problem has no measured costs.
     """
     if problem.costs is None:
         return None
@@ -287,9 +305,12 @@ def coverage(problem: Problem) -> CostCoverage | None:
 
 
 def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
+    """Return the measured costs of the device type `device`. Raises ConfigurationError if there are
+    none.
+    """
     found = costs.of(device.name)
-    # Measurements of one device serve a device type of any name. In a cluster with several types,
-    # the names must be equal.
+    # `Costs.of` returns the only entry of a file for any name, so that measurements also serve a
+    # device type that the user named differently. With several types this would mix them up.
     if found is None or (found.device != device.name and len(cluster.kinds) > 1):
         have = ", ".join(repr(each.device) for each in costs.devices)
         raise ConfigurationError(
@@ -301,7 +322,9 @@ def _found(costs: Costs, cluster: Cluster, device: Device) -> DeviceCosts:
 
 
 class _Lookup:
-    """Measured times on one device type, by operation, and their ratios to the roofline."""
+    """Measured times of operations on one device type, and the ratios of measured time to the time
+    of the roofline model.
+    """
 
     def __init__(self, device: Device, costs: DeviceCosts, precision: str) -> None:
         entries = [
@@ -321,16 +344,19 @@ class _Lookup:
         forward = [each.forward.seconds for each in views]
         backward = [each.backward.seconds for each in views if each.backward]
         self.view = float(np.mean(forward or [0.0])), float(np.mean(backward or [0.0]))
-        """Mean measured seconds of a view in forward and in backward. The roofline's time is 0."""
+        """Mean measured seconds of a view in forward and in backward. They are stored separately
+        because no ratio exists: the time of a view in the roofline model is 0.
+        """
 
     def measured(
         self, work: NodeCost, shares: Sequence[tuple[float, Operation]]
     ) -> MeasuredNodeTime:
-        """Return the measured times of a node on the device.
+        """Return the times of a node on the device type, by fraction of the node that one device
+        computes.
 
-        `shares` are pairs (fraction of the node, operation); the first pair is the full node. If
-        the full node was not measured, the result has a factor on the roofline's time instead of
-        times.
+        `shares` are pairs (fraction of the node, operation of this fraction); the first pair is the
+        full node. If the full node was not measured, the result has a factor on the time of the
+        roofline model instead of times; a view gets the mean time of measured views.
         """
         by_share: dict[float, list[tuple[float, float]]] = {}
         for share, operation in shares:
@@ -349,8 +375,8 @@ class _Lookup:
         points = sorted(
             (share, *np.mean(each, axis=0).tolist()) for share, each in by_share.items()
         )
-        # Add a point at a much smaller fraction than the smallest measured one, extrapolated by the
-        # roofline.
+        # Fractions below the smallest measured one would get its time, because interpolation does
+        # not extrapolate. Add a point far below it whose time is scaled with the roofline model.
         least, forward, backward = points[0]
         shares_below = np.array([least / _MAX_MEASURED_DEGREE, least])
         ratios = [
@@ -363,9 +389,10 @@ class _Lookup:
     def _seconds(
         self, work: NodeCost, share: float, operation: Operation
     ) -> tuple[float, float] | None:
-        """Return the seconds of forward and backward, or None if forward was not measured.
+        """Return the seconds (forward, backward) of `operation`, which is the fraction `share` of a
+        node; None if its forward was not measured.
 
-        If only forward was measured, backward is extrapolated from the roofline.
+        If only forward was measured, backward is extrapolated with the roofline model.
         """
         forward = self.forward.get(replace(operation, gradients=()))
         if forward is None:
@@ -377,7 +404,9 @@ class _Lookup:
         return forward, backward
 
     def scale(self, operator: str, kind: str) -> tuple[float, float]:
-        """Return the ratios of measured to roofline time for forward and for backward."""
+        """Return the ratios (forward, backward) of measured to roofline time for operator
+        `operator` of class `kind`; (1, 1) without any measurement.
+        """
         return (
             self.scales.get(operator)
             or self.scales.get(f"class {kind}")
@@ -388,10 +417,12 @@ class _Lookup:
 def _scales(
     entries: Sequence[OperationCost], device: Device, precision: str
 ) -> dict[str, tuple[float, float]]:
-    """Return the ratios (forward, backward) of measured to roofline time.
+    """Return the ratios (forward, backward) of measured to roofline time by operator, by class of
+    operators, and for all measurements together.
 
-    The keys are an operator, a class of operators as `class matmul`, and "" for all measurements. A
-    ratio is a quotient of sums, so that long operations have a large weight.
+    The keys are the name of an operator, `class matmul` for the class of matmuls, and "" for all
+    measurements. A ratio is a quotient of sums, so that long operations have a large weight. It is
+    1 if one of the sums is 0.
     """
     sums: dict[str, np.ndarray] = {}
     for each in entries:
@@ -415,10 +446,11 @@ def _scales(
 
 @memoize(MAX_CACHED_GRAPHS)
 def resized(problem: Problem, size: int) -> Problem:
-    """Return the problem with micro-batches of `size` samples and an unchanged batch.
+    """Return the problem with micro-batches of `size` samples and an unchanged global batch.
 
-    Nodes keep their indices. Raises ConfigurationError if `size` does not divide the micro-batch,
-    and ModelError if the graph cannot be divided by samples (see `resize_batch`).
+    Nodes keep their indices. Raises ConfigurationError if `size` does not divide the micro-batch
+    size of the problem, and ModelError if the graph cannot be divided by samples (see
+    `resize_batch`).
     """
     if size == problem.micro_batch_size:
         return problem

@@ -1,6 +1,8 @@
 """Memory of a stage on one of its devices: parameters and optimizer state, saved activations, and
-the workspace of one task. Also the number of samples in flight at a stage under kFkB schedules
-(Jeon et al., "GraphPipe", 2024, section 6 and appendix A.1).
+the temporary tensors of one task (a forward or a backward of one micro-batch).
+
+Also the number of samples in flight at a stage, whose forward has run and whose backward has not,
+under kFkB schedules (Jeon et al., "GraphPipe", 2024, section 6 and appendix A.1).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ _ALONE: Mapping[str, int] = {}
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes on one device that stay allocated during all steps: parameters, gradients, optimizer
-    state.
+    """Parameters, gradients and optimizer state on one device, which stay allocated during all
+    steps: their bytes and their numbers of tensors.
     """
 
     parameter_bytes: int = 0
@@ -58,12 +60,13 @@ class State:
     bucket counts as one.
     """
     low_precision_bytes: int = 0
-    """Bytes of the 16-bit copies of parameters that stay allocated."""
+    """Bytes of the 16-bit copies of parameters that stay allocated during a step."""
     cast_bytes: int = 0
-    """Bytes of the 16-bit copies that each forward creates again."""
+    """Bytes of the 16-bit copies of parameters that each forward creates again."""
 
     @property
     def total(self) -> int:
+        """Bytes of the parameters, their 16-bit copies, the gradients and the optimizer state."""
         return (
             self.parameter_bytes
             + self.low_precision_bytes
@@ -78,13 +81,13 @@ def state_of(
     copies: Mapping[str, int] = _ALONE,
     read_again: Container[str] | None = None,
 ) -> State:
-    """Return the state of parameters on one device.
+    """Return the state of the parameters in `parts` on one device.
 
-    parts: pairs (name, number of shards into which a group divides the parameter).
+    parts: pairs (name, number of shards into which a group of devices divides the parameter).
     copies: number of devices that hold an equal shard, by name; 1 for other names. A sharded
     optimizer divides the optimizer state among these devices.
     read_again: parameters whose 16-bit copies each forward creates again, because their stages
-    recompute. Without it, these are all parameters if all stages recompute, and none otherwise.
+    recompute. If None, these are all parameters if all stages recompute, and none otherwise.
     """
     own = low = cast = gradients = optimizer = tensors = updated = updates = in_shares = 0
     figures = _figures(problem.graph, problem.precision)
@@ -92,7 +95,8 @@ def state_of(
     shard = problem.optimizer.shard
     for name, count in parts:
         whole, elements, is_trained, is_matrix, copy = figures[name]
-        # Inference loads the 16-bit copy only, if there is one.
+        # Training keeps the parameter itself for the update. Inference needs only the 16-bit copy
+        # if there is one.
         size = (whole if train or not copy else copy) // count
         own += size
         if not train:
@@ -127,8 +131,8 @@ def state_of(
 
 @memoize(MAX_CACHED_GRAPHS)
 def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bool, int]]:
-    """Return, for each parameter, (bytes, elements, is trained, is a matrix, bytes of its 16-bit
-    copy or 0).
+    """Return, for each parameter by name, (bytes, number of elements, True if it is trained, True
+    if Muon would update it as a matrix, bytes of its 16-bit copy or 0 if it has none).
     """
     found = {}
     own = matrices(graph)
@@ -143,9 +147,10 @@ def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bo
 
 @memoize(2)
 def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    """Return the bytes of parameters, gradients and optimizer state on each device.
+    """Return, for each device of the cluster, the bytes of parameters, gradients and optimizer
+    state.
 
-    A parameter that several stages of a device hold counts once.
+    A parameter that several stages of a device hold counts once, with its largest shard.
     """
     works = stage_work(problem, placement)
     copies = {name: len(devices) for name, devices in holders_of(works).items()}
@@ -164,7 +169,9 @@ def static_memory(problem: Problem, placement: Placement) -> tuple[int, ...]:
 
 
 def read_again(works: Iterable[StageWork]) -> frozenset[str]:
-    """Return the parameters of training stages that recompute and keep no 16-bit copies."""
+    """Return the names of the parameters whose 16-bit copies each forward creates again: those of
+    training stages that recompute and do not keep the copies. Empty in inference.
+    """
     again = (
         work
         for work in works
@@ -174,8 +181,9 @@ def read_again(works: Iterable[StageWork]) -> frozenset[str]:
 
 
 def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str, int], int]:
-    """Return the bytes on one device of each value that `nodes` save for the backward of one
-    micro-batch, by key of the value.
+    """Return the bytes on one device of each tensor that `nodes` save for the backward of one
+    micro-batch, by `SavedTensor.key`. A tensor that nodes save in shards of different sizes counts
+    with the largest.
     """
     kept = kept_values(problem.graph, problem.precision, min_cuda_capability(problem.cluster))
     found: dict[tuple[str, int], int] = {}
@@ -187,8 +195,9 @@ def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str,
 
 
 def waiting_bytes(work: StageWork) -> int:
-    """Return the bytes on one device that the weight-gradient task of one micro-batch needs: the
-    tensors saved by its operators and the gradients of their results.
+    """Return the bytes on one device that the weight-gradient task of one micro-batch reads. This
+    task is the second half of a split backward. It reads the tensors that its operators saved in
+    forward, and the gradients of their results.
     """
     graph = work.problem.graph
     waiting = waiting_operands(work.problem.graph)
@@ -207,14 +216,15 @@ def waiting_bytes(work: StageWork) -> int:
 
 
 def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
-    """Return (saved, peak) bytes on one device of a stage that recomputes.
+    """Return (saved, peak) bytes on one device of a stage that recomputes in segments. A segment is
+    a run of consecutive nodes whose forward is repeated together right before their backward.
 
-    saved: bytes of the values between its segments, per micro-batch.
+    saved: bytes per micro-batch of the values that pass from one segment to a later one.
     peak: maximum additional bytes while the backward of a segment runs: the recomputed activations
-    of the nodes still to come, the gradients of the current node, the gradients of the segment's
-    results, and the segment's 16-bit copies of parameters.
+    that the rest of this backward needs, the gradients of the current node, the gradients of the
+    segment's results, and the segment's 16-bit copies of parameters.
 
-    `held` is the number of micro-batches in flight, which determines the segments.
+    `held` is the number of micro-batches in flight for which the segments are chosen.
     """
     graph = work.problem.graph
     precision = work.problem.precision
@@ -251,10 +261,11 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
 
 
 def message_bytes(work: StageWork, crossing: Mapping[str, int]) -> tuple[int, int]:
-    """Return (received, sent): the bytes of one micro-batch's messages on one device.
+    """Return (received, sent): the bytes of the messages of one micro-batch's forward on one
+    device.
 
-    A stage sends the values in `crossing`, each in at least the number of parts that `crossing`
-    has for it.
+    `crossing` maps each value that stages receive to the number of slices in which it is sent. A
+    device sends one of these slices, or its own shard if that is smaller.
     """
     sizes = sent_bytes(work.problem.graph, work.problem.precision)
     received = sum(sizes[name] // work.parts[name] for name in work.received)
@@ -266,16 +277,16 @@ def message_bytes(work: StageWork, crossing: Mapping[str, int]) -> tuple[int, in
 
 
 def argument_bytes(work: StageWork) -> int:
-    """Return the bytes on one device of the values that it receives for one micro-batch, in the
-    types of the computation.
+    """Return the bytes on one device of the values that the stage receives for one micro-batch, in
+    their types in the graph. Their messages can have narrower types.
     """
     return sum(work.problem.graph.type_of(name).bytes // work.parts[name] for name in work.received)
 
 
 def gradient_workspace(work: StageWork) -> int:
-    """Return the bytes of gradients that are alive at the same time in backward.
-
-    The estimate is the maximum over nodes of the gradients of the node's operands and results.
+    """Return an estimate of the peak bytes of temporary memory in a backward on one device: the
+    maximum over nodes of the gradients of the node's operands and results and of its temporary
+    tensors.
     """
     graph = work.problem.graph
     widths = element_bytes(graph, work.problem.precision)
@@ -283,12 +294,13 @@ def gradient_workspace(work: StageWork) -> int:
 
 
 def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]) -> int:
-    """Return the bytes that the backward of a node allocates.
+    """Return the bytes that the backward of a node allocates on one device; 0 for a view. `widths`
+    contains the bytes per element of each value.
 
-    These are the gradients of its results and of its operands (without parameters), and its
-    temporary tensors: two of the size of the attention scores for an attention without a fused
-    kernel, four if it recomputes its probabilities, and a block of logits for a loss that
-    computes its logits itself.
+    These are the gradients of the node's results, the gradients of those operands that nodes
+    compute, and temporary tensors. An attention without a fused kernel has two temporary tensors of
+    the size of its scores, or four if it recomputes its probabilities. A cross-entropy that
+    computes its logits itself has a block of logits and the gradient of its weight.
     """
     graph = problem.graph
     if each.use.row.kind == "view":
@@ -319,8 +331,8 @@ def _scratch(problem: Problem, each: StageNode) -> Scratch:
 
 
 def live_bytes(work: StageWork) -> int:
-    """Return the peak bytes of values during one forward that frees each value after its last
-    use.
+    """Return the peak bytes on one device of the values of one micro-batch during a forward in
+    inference, which frees each value after its last use.
     """
     graph = work.problem.graph
     widths = element_bytes(graph, work.problem.precision)
@@ -352,9 +364,9 @@ def live_bytes(work: StageWork) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """Bytes on one device of each of several stages that a search compares.
+    """Bytes on one device of each of many possible stages, among which a search chooses.
 
-    All fields are arrays of equal shape with one entry per stage.
+    All fields are arrays of bytes, of equal shape, with one entry per possible stage.
     """
 
     state: NDArray[np.float64]
@@ -373,12 +385,13 @@ class MemoryParts:
     def needed(
         self, problem: Problem, recompute: bool
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return (constant, per micro-batch): bytes that do not depend on the number of
-        micro-batches in flight, and bytes per micro-batch in flight.
+        """Return (constant, per micro-batch): the bytes of each stage that do not depend on the
+        number of micro-batches in flight, and the bytes per micro-batch in flight.
 
-        In training, buffers for the gradients of the messages are included. With recomputation, a
-        stage saves the values that it receives, and during a backward also the tensors of one
-        micro-batch. The values may have more bytes than their messages (`most_widened`).
+        In inference, the second array is 0. In training, buffers for the gradients of the messages
+        are included. With recomputation, a stage saves the values that it receives, which can have
+        `most_widened` times the bytes of their messages. During a backward it also holds the
+        recomputed tensors of one micro-batch.
         """
         constant = self.state + self.workspace
         if not problem.train:
@@ -394,10 +407,10 @@ class MemoryParts:
 def fitting_micro_batches(
     free_bytes: NDArray[np.float64], bytes_each: NDArray[np.float64], most: int
 ) -> NDArray[np.float64]:
-    """Return the maximum number of micro-batches in flight, at most `most`, of each stage with
-    `free_bytes` bytes of free memory and `bytes_each` bytes per micro-batch in flight.
+    """Return, for each stage, how many micro-batches in flight fit into memory, at most `most`.
 
-    The number is 0 if `free_bytes` is negative, and `most` if micro-batches need no bytes.
+    The stage has `free_bytes` bytes of free memory, and a micro-batch needs `bytes_each` bytes. The
+    number is 0 if `free_bytes` is negative, and otherwise `most` if micro-batches need no bytes.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         counts = np.where(bytes_each > 0, np.floor(free_bytes / bytes_each), np.inf)
@@ -407,8 +420,9 @@ def fitting_micro_batches(
 def table_2(k: int, size: int, next_k: int, next_size: int, next_in_flight: int) -> int:
     """Return the samples in flight at a stage by Table 2 of GraphPipe, for one successor.
 
-    The stage runs `k` forwards, then `k` backwards, of micro-batches of `size` samples. The
-    successor has `next_k`, `next_size` and `next_in_flight` samples in flight.
+    In its steady state, the stage runs `k` forwards, then `k` backwards, of micro-batches of `size`
+    samples. Its successor does so with `next_k` micro-batches of `next_size` samples, and has
+    `next_in_flight` samples in flight.
     """
     most = max(size, next_size)
     own = k * size
@@ -434,9 +448,11 @@ def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_fl
 
         max(table_2, next_in_flight + k * size - gcd(k * size, next_k * next_size))
 
-    rounded up to a multiple of `size`. The second term prevents a deadlock. The successor runs
-    `next_k` backwards only after `next_k` forwards. If neither of k * size and next_k * next_size
-    divides the other, Table 2 can be too small for that, and both stages would wait for each other.
+    rounded up to a multiple of `size`. The parameters are those of `table_2`.
+
+    The second term prevents a deadlock: the successor runs `next_k` backwards only after `next_k`
+    forwards. If neither of k * size and next_k * next_size divides the other, the number of Table 2
+    can be too small for these forwards, and both stages would wait for each other.
     """
     together = math.gcd(k * size, next_k * next_size)
     least = next_in_flight + k * size - together
@@ -447,10 +463,11 @@ def in_flight_samples(k: int, size: int, next_k: int, next_size: int, next_in_fl
 def stages_in_flight(
     ks: Sequence[int], sizes: Sequence[int], edges: Iterable[tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Return the samples in flight at each stage: the maximum of `in_flight_samples` over its
-    successors, or k * size for a stage without successors.
+    """Return the samples in flight at each stage of a kFkB schedule: the maximum of
+    `in_flight_samples` over its successors, but at least k * size.
 
-    `edges` are pairs (stage, successor) with stage < successor.
+    `ks` and `sizes` contain each stage's k and micro-batch size in samples. `edges` are pairs
+    (stage, successor) with stage < successor.
     """
     found = [k * size for k, size in zip(ks, sizes, strict=True)]
     for stage, following in sorted(edges, reverse=True):

@@ -29,10 +29,11 @@ def check_operators(problem: Problem) -> None:
 
 
 def check_state(problem: Problem, devices: int, parts: int) -> None:
-    """Raise OutOfMemoryError if one stage on `devices` devices, with all parameters sharded into
-    `parts` parts, cannot hold the parameters and their state.
+    """Raise OutOfMemoryError if a single stage on `devices` devices cannot hold the parameters of
+    the model with their gradients and optimizer state.
 
-    Smaller micro-batches do not help in this case.
+    Each parameter is divided into `parts` shards. Memory for activations is not counted, so smaller
+    micro-batches do not help in this case.
     """
     names = [each.value.name for each in problem.graph.parameters]
     copies = dict.fromkeys(names, max(1, devices // parts))
@@ -45,10 +46,10 @@ def check_state(problem: Problem, devices: int, parts: int) -> None:
 
 
 def check_least(problem: Problem, least: float, stages: list[int], count: int) -> None:
-    """Raise OutOfMemoryError if `least` exceeds the memory of each device.
+    """Raise OutOfMemoryError if `least` bytes exceed the memory of every device.
 
-    `least` is a lower bound on the bytes of `stages` (of `count` stages in total) that holds for
-    all placements that the caller can create.
+    `least` is a lower bound on the bytes that the stages with indices `stages`, of `count` stages
+    in total, need on one device. It holds for all placements that the caller can create.
     """
     device = max(range(problem.cluster.size), key=problem.memory_of)
     if least > problem.memory_of(device):
@@ -56,11 +57,12 @@ def check_least(problem: Problem, least: float, stages: list[int], count: int) -
 
 
 def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
-    """Return the number of micro-batches in flight at each stage under 1F1B.
+    """Return the number of micro-batches in flight at each stage under 1F1B: their forward has run
+    and their backward has not. It is 1 in inference.
 
-    It is the number of stages on the longest path from the stage to the end, itself included. If
-    stages have micro-batches of different sizes, it follows from GraphPipe's Table 2
-    (`in_flight_samples`).
+    The number is that of the stages on the longest path from the stage to the end of its pipeline,
+    the stage included, but at most all micro-batches that the stage runs. If stages have
+    micro-batches of different sizes, it follows from GraphPipe's Table 2 (`in_flight_samples`).
     """
     if not problem.train:
         return (1,) * len(placement.stages)
@@ -74,18 +76,21 @@ def in_flight(problem: Problem, placement: Placement) -> tuple[int, ...]:
 
 
 def without_copies(placement: Placement) -> Placement:
-    """Return the placement in which no stage keeps 16-bit copies of its parameters."""
+    """Return the placement changed so that stages that recompute do not keep 16-bit copies of their
+    parameters during a step.
+    """
     return replace(
         placement, stages=tuple(replace(each, holds_copies=False) for each in placement.stages)
     )
 
 
 def with_copies(problem: Problem, placement: Placement) -> Placement:
-    """Return the placement in which stages that recompute keep 16-bit copies of their parameters,
-    if the memory of their devices suffices.
+    """Return the placement changed so that a stage that recomputes keeps the 16-bit copies of its
+    parameters during a step, if the memory of all its devices suffices. Other stages that recompute
+    create the copies again in each forward.
 
-    The check assumes twice the micro-batches in flight of 1F1B, because other schedules have more
-    in flight.
+    The check assumes twice as many micro-batches in flight as 1F1B has, because the schedule is not
+    chosen yet and can have more in flight.
     """
     holding = replace(
         placement,
@@ -115,25 +120,28 @@ def with_copies(problem: Problem, placement: Placement) -> Placement:
 
 
 def fitted(problem: Problem, placement: Placement) -> Placement:
-    """Return the placement with recomputation in the stages that need it.
+    """Return the placement with recomputation enabled in the stages that need it to fit into
+    memory.
 
-    If `recompute` is `auto` and 1F1B would exceed the memory of a device, the stage of the device
-    that saves the most bytes recomputes. This repeats until all devices fit or no stage is left.
+    If the problem's `recompute` is `auto` and 1F1B would exceed the memory of a device,
+    recomputation is enabled in the stage of this device that saves the most bytes. This repeats
+    until no device exceeds its memory or no stage of such a device is left.
 
-    Raises InfeasibleError, with the stage, the device and the excess, if a device's memory is too
-    small under any schedule. The simulation of the chosen schedule checks the memory of that
-    schedule.
+    Raises OutOfMemoryError, with the stages, the device and the excess, if a device's memory is too
+    small under any schedule. The simulation of the chosen schedule later checks the memory that
+    this schedule needs.
     """
 
     def overfull(used: Sequence[int]) -> list[int]:
+        """Return the devices whose memory is smaller than their entry of `used`, in bytes."""
         return [device for device, need in enumerate(used) if need > problem.memory_of(device)]
 
     while True:
         costs = stage_costs(problem, placement)
         if not problem.train or problem.recompute != "auto":
             break
-        # Choose for each device that exceeds its memory the stage that saves the most bytes, among
-        # the stages that do not recompute yet.
+        # Recomputation usually frees the most memory in the stage that saves the most bytes. Choose
+        # this stage for each device that exceeds its memory, among stages that do not recompute.
         kept = [
             cost.kept_bytes * count
             for cost, count in zip(costs, in_flight(problem, placement), strict=True)
@@ -163,8 +171,12 @@ def fitted(problem: Problem, placement: Placement) -> Placement:
 def least_memory(
     problem: Problem, placement: Placement, costs: tuple[StageCost, ...]
 ) -> tuple[int, ...]:
-    """Return a lower bound on the bytes of each device under any schedule: the tensors that one
-    micro-batch has saved after its last forward.
+    """Return, for each device of the cluster, a lower bound on its peak bytes under any schedule.
+
+    It is the sum of parameters, gradients, optimizer state and message buffers, and the larger of
+    two amounts: the saved and temporary tensors during one backward of a stage, and the tensors
+    that one micro-batch has saved after its last forward on the device. `costs` are the costs of
+    the placement's stages.
     """
     always = list(static_memory(problem, placement))
     passing = [0] * len(always)
@@ -184,7 +196,9 @@ def least_memory(
 def device_memory(
     problem: Problem, placement: Placement, costs: tuple[StageCost, ...]
 ) -> tuple[int, ...]:
-    """Return the peak bytes on each device of the cluster under 1F1B, for all its stages."""
+    """Return, for each device of the cluster, the peak bytes of all its stages together under 1F1B.
+    `costs` are the costs of the placement's stages.
+    """
     used = list(static_memory(problem, placement))
     passing = [0] * len(used)
     for stage, cost, count in zip(
@@ -205,10 +219,11 @@ def out_of_memory(
     least: bool = False,
     detail: str = "",
 ) -> OutOfMemoryError:
-    """Return the error for `stages` (of `count` stages) that need `need` bytes on `device`.
+    """Return the error for the stages with indices `stages`, of `count` stages in total, which need
+    `need` bytes on device `device`.
 
-    `least` is True if each other placement of the strategy needs at least `need` bytes. `detail` is
-    appended to the message.
+    If `least` is True, the message states that no other placement of the strategy needs fewer
+    bytes. `detail` is appended to the message.
     """
     limit = problem.memory_of(device)
     several = len(stages) > 1
@@ -242,9 +257,10 @@ def size_text(count: float) -> str:
 
 
 def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
-    """Return the maximal ranges of consecutive devices that one stage may use, in ascending order.
+    """Return the longest ranges of consecutive devices of one type, in ascending order. A stage may
+    use any devices of one range.
 
-    A range has devices of one type, or all devices if the cluster permits stages on mixed types.
+    If the cluster permits stages on mixed device types, one range contains all devices.
     """
     if cluster.allow_mixed_stages:
         return (range(cluster.size),)
@@ -254,14 +270,16 @@ def equal_device_runs(cluster: Cluster) -> tuple[range, ...]:
 
 
 def describe_kinds(cluster: Cluster, devices: Iterable[int]) -> str:
-    """Return the device types among `devices` as text: `8 A100-SXM4-80GB and 8 V100-SXM2-32GB`."""
+    """Return how many of `devices` have each device type, as text, for example
+    `8 A100-SXM4-80GB and 8 V100-SXM2-32GB`.
+    """
     counts = Counter(cluster.devices[device].name for device in devices)
     return " and ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def may_share(problem: Problem, devices: Sequence[int]) -> bool:
-    """True if a stage may use all of these devices: they have one type, the cluster permits mixed
-    types, or a constraint names exactly these devices.
+    """True if one stage may use all of `devices`: they have one type, the cluster permits stages on
+    mixed types, or a constraint of the user names exactly these devices.
     """
     cluster = problem.cluster
     if cluster.allow_mixed_stages or len(cluster.device_types_among(devices)) == 1:
@@ -275,15 +293,17 @@ def may_share(problem: Problem, devices: Sequence[int]) -> bool:
 
 
 def check_one_kind(problem: Problem, strategy: str) -> None:
-    """Raise InfeasibleError if one stage on all devices would use devices of different types and
-    neither the cluster nor a constraint permits it.
+    """Raise InfeasibleError if one stage may not use all devices of the cluster together, because
+    they have different types and neither the cluster nor a constraint permits such a stage.
+
+    `strategy` is the name of the strategy, for the message.
     """
     _check_kinds(problem, range(problem.cluster.size), f"{strategy} would put one stage on devices")
 
 
 def check_kinds(problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError for a stage on devices of different types that neither the cluster nor
-    a constraint permits.
+    """Raise InfeasibleError if a stage of `placement` uses devices of different types and neither
+    the cluster nor a constraint permits it.
     """
     if len(equal_device_runs(problem.cluster)) > 1:
         for index, stage in enumerate(placement.stages):
@@ -291,6 +311,9 @@ def check_kinds(problem: Problem, placement: Placement) -> None:
 
 
 def _check_kinds(problem: Problem, devices: Sequence[int], who: str) -> None:
+    """Raise InfeasibleError unless one stage may use all of `devices` (`may_share`). `who` is the
+    start of the message, up to the word "devices".
+    """
     if not may_share(problem, devices):
         raise InfeasibleError(
             f"{who} of different kinds: {describe_kinds(problem.cluster, devices)}",

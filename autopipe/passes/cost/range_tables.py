@@ -1,8 +1,8 @@
 """Time and memory of each contiguous range of a chain's blocks as one stage, for any degree of data
 parallelism.
 
-A chain is the graph as a sequence of blocks of nodes. A matrix of this module has at [i, j] the
-cost of the stage of blocks i to j - 1.
+A chain is a topological order of the graph's nodes, divided into blocks of consecutive nodes. A
+matrix of this module contains at [i, j] a cost of the stage that consists of blocks i to j - 1.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _Sized = tuple[list[int], float]
 
 @dataclass(frozen=True, slots=True)
 class RangeBytes:
-    """Bytes of each range, divided into tensors with a batch axis and tensors without.
+    """Bytes of each range for one micro-batch, in two parts.
 
-    Replicas divide the first kind among them; each replica holds the second kind in full.
+    sharded: bytes of tensors with a batch dimension, which data-parallel replicas divide.
+    replicated: bytes of all other tensors, which each replica holds in full.
     """
 
     sharded: Matrix
@@ -59,7 +60,12 @@ class RangeBytes:
         chain: Chain,
         items: Iterable[tuple[bool, _Item]],
     ) -> RangeBytes:
-        """Sum up items by `sums`. Each item is a pair (is sharded, arguments of `sums`)."""
+        """Return the bytes of the ranges, summed by `sums` from `items`.
+
+        `sums` is a function of `analysis/chain` from (number of blocks, items) to a matrix, for
+        example `distinct_sums`. `items` are pairs (True if the tensor is sharded, its item for
+        `sums`).
+        """
         parts: dict[bool, list[_Item]] = {True: [], False: []}
         for is_sharded, item in items:
             parts[is_sharded].append(item)
@@ -70,13 +76,15 @@ class RangeBytes:
         return self.sharded / degree + self.replicated
 
     def scaled(self, fraction: float) -> Matrix:
-        """Return the bytes for the fraction `fraction` of the samples."""
+        """Return the bytes if a micro-batch has only the fraction `fraction` of the samples."""
         return self.sharded * fraction + self.replicated
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Costs of all ranges. Each matrix is indexed by (first block, block after the last)."""
+    """Costs of all ranges of a chain. Each matrix is indexed by [first block, block after the
+    last].
+    """
 
     problem: Problem
     chain: Chain
@@ -86,13 +94,13 @@ class Tables:
     sent: RangeBytes
     """Bytes of the values that the range sends per micro-batch."""
     arriving: Matrix
-    """Number of values received. Each value is one message."""
+    """Number of values that the range receives per micro-batch. Each value is one message."""
     leaving: Matrix
-    """Number of values sent."""
+    """Number of values that the range sends per micro-batch."""
     kept: RangeBytes
     """Bytes saved for backward per micro-batch."""
     workspace: RangeBytes
-    """Peak bytes of temporary tensors of one task."""
+    """Peak bytes of temporary tensors in a forward or backward of one micro-batch."""
     state: Matrix
     """Bytes of parameters and gradients."""
     low_precision: Matrix
@@ -107,8 +115,9 @@ class Tables:
     """Numbers of operators that the host starts in a forward and in a backward."""
 
     def host_seconds(self, launch_s: float, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Return the seconds of the host for a forward and for a backward, if the host needs
-        `launch_s` seconds to start an operator.
+        """Return (forward, backward): the seconds in which the host starts the operators of a
+        forward and of a backward, at `launch_s` seconds per operator. With `recompute`, backward
+        includes a second forward. In inference, backward is 0.
         """
         forward, backward = (each * launch_s for each in self.operators)
         if not self.problem.train:
@@ -118,9 +127,11 @@ class Tables:
     def host_wait(
         self, device: Device, forward: Matrix, backward: Matrix, recompute: bool
     ) -> Matrix:
-        """Return the seconds per micro-batch during which the device waits for its host.
+        """Return the seconds per micro-batch during which a device waits until its host has started
+        operators.
 
-        `forward` and `backward` are the device's seconds from `seconds`.
+        `forward` and `backward` are the results of `seconds` for the type `device`. With
+        `recompute`, backward includes a second forward.
         """
         added = self.accumulate_seconds(device, self.problem.micro_batches) * self.problem.train
         on_device = forward, backward + added + (forward if recompute else 0.0)
@@ -131,9 +142,10 @@ class Tables:
         return waits
 
     def seconds(self, degree: int, device: Device) -> tuple[Matrix, Matrix]:
-        """Return the seconds of forward and of backward of one micro-batch on `degree` replicas.
+        """Return (forward, backward): the seconds of one micro-batch whose samples are divided
+        among `degree` replicas of type `device`.
 
-        The entries are infinite for ranges with a node that cannot be divided by samples.
+        The entries are infinite for ranges with a node whose samples `degree` does not divide.
         """
         samples = self.samples
         shares = np.array([1.0 if axis is None else 1.0 / degree for axis in samples.axes])
@@ -151,18 +163,20 @@ class Tables:
         )
 
     def infinite_with(self, nodes: Matrix) -> Matrix:
-        """Return infinity for each range that contains one of `nodes`, and 0 for other ranges.
-        `nodes` has 1 or 0 for each node of the graph.
+        """Return a matrix with infinity for each range that contains a marked node, and 0 for all
+        other ranges. `nodes` is a vector with 1 for each marked node of the graph, otherwise 0.
         """
         return np.where(range_sums(self.chain.by_block(nodes)) > 0.5, np.inf, 0.0)
 
     def accumulate_seconds(self, device: Device, micro_batches: int) -> Matrix:
-        """Return the seconds per micro-batch to accumulate gradients, without kernel launches."""
+        """Return the mean seconds per micro-batch to add its gradients to those of earlier
+        micro-batches of the step, without the time to launch kernels.
+        """
         return mean_accumulate_seconds(device, self.gradients, micro_batches, tensors=0)
 
     def step_end_seconds(self, degree: int, device: Device, reduce: Cost) -> Matrix:
-        """Return the seconds per step of the gradient reduction and the update on `degree`
-        replicas. `reduce` is the cost of the gradient reduction.
+        """Return the seconds per step of the gradient reduction among `degree` replicas and of the
+        optimizer's update. `reduce` is the cost of the reduction as a function of bytes.
         """
         updated = self.gradients * updated_part(self.problem, degree)
         states = self.problem.optimizer.states
@@ -173,11 +187,14 @@ class Tables:
     def overhead(
         self, degree: int, device: Device, before: Link | None, after: Link | None, reduce: Cost
     ) -> Matrix:
-        """Return the seconds per micro-batch of messages, of the accumulation of gradients, and of
-        the gradient reduction and the update divided by the number of micro-batches.
+        """Return the seconds per micro-batch that a stage spends on other work than its nodes:
+        messages and, in training, the accumulation of gradients, and the gradient reduction and the
+        update divided by the number of micro-batches.
 
-        A stage receives activations over the link `before` and, in training, gradients over the
-        link `after`; None is no link. `reduce` is the cost of the gradient reduction.
+        The stage has `degree` replicas of type `device`. It receives activations over the link
+        `before` and, in training, gradients over the link `after`; a link is None if the stage is
+        the first or the last one. `reduce` is the cost of the gradient reduction as a function of
+        bytes.
         """
         found = np.zeros_like(self.gradients)
         if before is not None:
@@ -192,14 +209,15 @@ class Tables:
 
     def held(self, degree: int) -> Matrix:
         """Return the bytes of parameters, gradients and optimizer state on each of `degree`
-        replicas.
+        replicas, without 16-bit copies of parameters.
         """
         found: Matrix = self.state + self.optimizer * updated_part(self.problem, degree)
         return found
 
     def memory(self, degree: int, recompute: bool) -> tuple[Matrix, Matrix]:
-        """Return (constant, per micro-batch): bytes on each of `degree` replicas that do not depend
-        on the micro-batches in flight, and bytes per micro-batch in flight.
+        """Return (constant, per micro-batch): the bytes on each of `degree` replicas that do not
+        depend on the number of micro-batches in flight, and the bytes per micro-batch in flight,
+        whose forward has run and whose backward has not.
         """
         parts = MemoryParts(
             self.held(degree),
@@ -213,8 +231,8 @@ class Tables:
 
 
 def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = None) -> Tables:
-    """Return the tables of a problem's chain. `samples` are the batch axes of the problem's graph,
-    computed if None.
+    """Return the tables of the costs of all ranges of `chain`. `samples` are the batch axes of the
+    problem's graph; if None, they are computed.
     """
     graph = problem.graph
     samples = samples or sample_axes(graph)
@@ -253,8 +271,9 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
 
 
 def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> Matrix:
-    """Return the matrix of the bytes that `size` selects from the unsharded state of the parameters
-    of each range. A parameter that several blocks of a range read counts once.
+    """Return the matrix that contains, for each range, the sum of `size(state)` in bytes over the
+    parameters that the range reads. `state` is the unsharded state of one parameter. A parameter
+    that several blocks of a range read counts once.
     """
     readers = problem.graph.consumers()
     items = []
@@ -267,8 +286,8 @@ def state_sums(problem: Problem, chain: Chain, size: Callable[[State], int]) -> 
 def _kept(
     problem: Problem, block_of: Mapping[int, int], samples: SampleAxes
 ) -> list[tuple[bool, _Sized]]:
-    """Return (is sharded, (blocks that save it, bytes)) of each value that is saved for
-    backward.
+    """Return (True if replicas divide the tensor, (blocks that save the tensor in ascending order,
+    bytes)) for each tensor that is saved for backward.
     """
     blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
@@ -283,11 +302,11 @@ def _kept(
 
 
 def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> RangeBytes:
-    """Return the workspace of each range: the maximum over its nodes of the bytes of the node's
-    operands, results and temporary tensors.
+    """Return the peak bytes of temporary tensors of each range: the maximum over its nodes of the
+    bytes of the node's operands, results and further temporary tensors. Operands that no node
+    computes do not count.
 
-    In training these are the gradients of the operands and results; in inference the tensors
-    themselves.
+    In training, operands and results stand for their gradients, which have equal sizes.
     """
     graph = problem.graph
     widths = element_bytes(problem.graph, problem.precision)

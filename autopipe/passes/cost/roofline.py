@@ -55,16 +55,18 @@ the seconds of one stage or an array of equal shape.
 def node_seconds(
     work: Sequence[NodeCost], device: Device, precision: str, shares: float | np.ndarray = 1.0
 ) -> tuple[Seconds, Seconds]:
-    """Return the seconds of forward and of backward of each node on `device`.
+    """Return (forward, backward): the seconds of each node of `work` on the device type `device`.
 
-    `shares` is the fraction of the node that the device computes, 1 / degree of its splits.
+    `shares` is the fraction of each node that one device computes: 1 divided by the product of the
+    degrees of its splits.
 
     Matmuls, convolutions and recurrent operators use the peak of `precision`, other operators the
-    peak of fp32. Views take no time, and a node without gradients has no backward. Measured times
-    of the device (`NodeCost.measured`) replace the roofline's times; they are interpolated linearly
-    between measured fractions. For a node that was not measured, they scale the roofline's times.
-    Raises ConfigurationError if the device lacks a rate for a class of
-    operators.
+    peak of fp32. Views take no time in the model, and a node without gradients has no backward. If
+    the node was measured on this device type (`NodeCost.measured`), the measured times replace the
+    times of the model, interpolated linearly between the measured fractions. If only other nodes
+    were measured, the measurements give a factor for the times of the model.
+
+    Raises ConfigurationError if the device type lacks a rate for a class of operators.
     """
     rates = {kind: _rates(device, precision, kind) for kind in {each.kind for each in work}}
     figures = np.array(
@@ -110,7 +112,9 @@ def node_seconds(
 
 
 def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, float]:
-    """Return (FLOP/s, bytes/s, seconds per launch) for one class of operators."""
+    """Return (FLOP/s, bytes/s, seconds per kernel launch) of a device type for operators of class
+    `kind`, for example "matmul". A view takes no time.
+    """
     if kind == "view":
         return np.inf, np.inf, 0.0
     fraction = device.efficiency_of(kind)
@@ -119,10 +123,10 @@ def _rates(device: Device, precision: str, kind: str) -> tuple[float, float, flo
 
 
 def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
-    """Return the seconds of forward and of backward of each unsplit node, averaged over the device
-    types of the cluster.
+    """Return (forward, backward): the seconds of each unsplit node for one micro-batch, averaged
+    over the device types of the cluster.
 
-    Strategies use it to compare nodes before they are placed on devices.
+    Strategies use these times to compare nodes before the nodes are placed on devices.
     """
     kinds = problem.cluster.kinds
     seconds = [node_seconds(problem.work, device, problem.precision) for device in kinds]
@@ -131,11 +135,11 @@ def mean_seconds(problem: Problem) -> tuple[Seconds, Seconds]:
 
 
 class StepSeconds:
-    """Lower bounds on the seconds of forward and backward of each node, for one micro-batch and
-    nodes divided among devices.
+    """Lower bounds on the seconds that a part of each node takes, for one micro-batch.
 
-    1 / n of a node counts as 1 / n of its work plus a launch. The work includes reading parameters,
-    which n devices read in full if they divide the samples, so the result is a lower bound.
+    One of n equal parts of a node counts as 1 / n of the node's work plus its kernel launches. The
+    work includes reading the parameters. If n devices divide the samples, each device reads the
+    parameters in full, so the time can be longer than this bound.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -148,6 +152,9 @@ class StepSeconds:
     def of(self, kinds: tuple[Device, ...], parts: int) -> Seconds:
         """Return the seconds of one of `parts` equal parts of each node on the fastest of the
         device types `kinds`; 0 for nodes that no step runs.
+
+        The seconds are those of forward and, in training, of backward, with a second forward if all
+        stages recompute.
         """
         key = kinds, parts
         if key not in self._known:
@@ -165,9 +172,11 @@ class StepSeconds:
 
 
 def accumulate_seconds(device: Device, gradient_bytes: Bytes, tensors: int = 1) -> Bytes:
-    """Return the seconds to add the gradients of a micro-batch to the accumulated gradients.
+    """Return the seconds to add the gradients of one micro-batch, of `gradient_bytes` bytes, to the
+    gradients accumulated from earlier micro-batches.
 
-    `tensors` is the number of gradient tensors; it affects devices with measured task times only.
+    `tensors` is the number of gradient tensors; it has an effect only if the device type has
+    measured task times.
     """
     starts = 0.0 if device.tasks is None else device.tasks.accumulate.per_tensor_s * tensors
     return starts + accumulate_per_byte(device) * gradient_bytes
@@ -176,15 +185,15 @@ def accumulate_seconds(device: Device, gradient_bytes: Bytes, tensors: int = 1) 
 def mean_accumulate_seconds(
     device: Device, gradient_bytes: Bytes, micro_batches: int, tensors: int = 1
 ) -> Bytes:
-    """Return `accumulate_seconds` per micro-batch, averaged over the micro-batches of a step: the
-    first micro-batch does not accumulate.
+    """Return `accumulate_seconds` averaged over the micro-batches of a step. The first micro-batch
+    takes none, because there are no earlier gradients.
     """
     return accumulate_seconds(device, gradient_bytes, tensors) * (1 - 1 / micro_batches)
 
 
 def accumulate_per_byte(device: Device) -> float:
-    """Return the seconds per byte of gradient to accumulate it: two operands are read and their sum
-    is written.
+    """Return the seconds to accumulate one byte of gradients. Without measured task times, this is
+    the time to read two bytes and write one.
     """
     if device.tasks is not None:
         return device.tasks.accumulate.per_byte_s
@@ -192,10 +201,10 @@ def accumulate_per_byte(device: Device) -> float:
 
 
 def update_seconds(device: Device, parameter_bytes: Bytes, states: int, tensors: int = 1) -> Bytes:
-    """Return the seconds of an optimizer's update; 0 without parameters.
+    """Return the seconds of an optimizer's update of `parameter_bytes` bytes; 0 for 0 bytes.
 
-    `states` is the number of state tensors per parameter, `tensors` the number of parameters; it
-    affects devices with measured task times only.
+    `states` is the number of state tensors that the optimizer has per parameter. `tensors` is the
+    number of parameters; it has an effect only if the device type has measured task times.
     """
     starts = 0.0 if device.tasks is None else device.tasks.updates[states].per_tensor_s * tensors
     line = update_line(device, states)
@@ -204,16 +213,18 @@ def update_seconds(device: Device, parameter_bytes: Bytes, states: int, tensors:
 
 
 def cast_per_byte(device: Device) -> float:
-    """Return the seconds per byte of a 16-bit copy of a parameter: two bytes are read for each byte
-    that is written.
+    """Return the seconds to write one byte of the 16-bit copy of a parameter: the time to read two
+    bytes and write one.
     """
     return 3 / (device.bandwidth_bytes_per_s * device.efficiency_of("elementwise"))
 
 
 def update_line(device: Device, states: int) -> AffineTime:
-    """Return the seconds of an update as a function of the bytes of the parameters.
+    """Return the seconds of an optimizer's update as a function of the bytes of the parameters.
+    `states` is the number of state tensors that the optimizer has per parameter.
 
-    One fused kernel reads and writes the parameters and states, and reads the gradients.
+    Without measured task times, this is the time of one fused kernel that reads and writes the
+    parameters and states, and reads the gradients.
     """
     if device.tasks is not None:
         return AffineTime(device.tasks.update_s, device.tasks.updates[states].per_byte_s)
@@ -222,15 +233,15 @@ def update_line(device: Device, states: int) -> AffineTime:
 
 
 def task_seconds(device: Device) -> tuple[float, float]:
-    """Return the seconds that a forward and a backward take in addition to their operators; (0, 0)
-    if they were not measured.
+    """Return (forward, backward): the measured seconds that a forward and a backward of one
+    micro-batch take in addition to their operators; (0, 0) if they were not measured.
     """
     return (0.0, 0.0) if device.tasks is None else (device.tasks.forward_s, device.tasks.backward_s)
 
 
 def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
-    """Return the CPU seconds of a task to post `messages` messages with `size_bytes` bytes in
-    total; 0 if they were not measured.
+    """Return the CPU seconds in which a forward or backward starts the sends and receives of
+    `messages` messages with `size_bytes` bytes in total; 0 if they were not measured.
     """
     if device.post is None or not messages:
         return 0.0
@@ -241,21 +252,23 @@ def posting_seconds(device: Device, messages: int, size_bytes: float) -> float:
 _FUSED: Mapping[int, float] = {}
 _NO_LOOPS: Mapping[int, NodeCost] = {}
 _PASSES = 4
-"""Number of times that attention without a fused kernel reads or writes all scores: a matmul writes
-them, the softmax reads and writes them, and a matmul reads them. A cross-entropy that computes its
-logits itself has equally many passes.
+"""Number of times that an attention without a fused kernel reads or writes all its scores: one
+matmul writes the scores, the softmax reads and writes them, and another matmul reads them. A
+cross-entropy that computes its logits itself reads or writes its logits equally often.
 """
 
 _STEPS = 12
-"""Number of additional passes over the scores of an attention that is computed operator by
-operator: a soft cap of three operations, and a mask, each of which reads and writes the scores.
+"""Number of times that an attention that is computed operator by operator reads or writes all its
+scores: `_PASSES`, and eight more for a soft cap of three operations and a mask, because each of
+these four operations reads and writes the scores.
 """
 
 
 def annotate(
     graph: Graph, precision: str = "fp32", capability: Capability | None = None
 ) -> tuple[NodeCost, ...]:
-    """Return the work of each node at `precision`, on GPUs of compute capability `capability`.
+    """Return the work of each node at `precision`, on GPUs of compute capability `capability` or,
+    if it is None, on CPUs.
 
     The backward of a matmul has one matmul per operand that needs a gradient, so the backward of
     the first layer is cheaper. Raises ModelError for an operator without a definition in `ir/ops`.
@@ -265,7 +278,7 @@ def annotate(
     sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
     kept = []
     seen = set[tuple[str, int]]()
-    # A value that several nodes save counts at the first of them.
+    # A value that several nodes save exists once in memory, so it counts at the first of them only.
     for values in kept_values(graph, precision, capability):
         new = {each.key: each.bytes for each in values if each.key not in seen}
         seen |= new.keys()
@@ -284,9 +297,11 @@ def annotate(
 def annotate_share(
     graph: Graph, samples: SampleAxes, precision: str, share: float
 ) -> tuple[NodeCost, ...]:
-    """Return the work of each node on the fraction `share` of the graph's samples.
+    """Return the work of each node on the fraction `share` of the graph's samples, without bytes
+    saved for backward (`kept_bytes` is 0).
 
-    It equals `annotate` of a graph with this number of samples, except that `kept_bytes` is 0.
+    Apart from that, the result equals that of `annotate`, without a capability, for a graph that
+    has this fraction of the samples. `samples` are the batch axes of `graph`.
     """
     widths = element_bytes(graph, precision)
     sizes = {
@@ -312,8 +327,9 @@ def annotate_share(
 def _runs(
     graph: Graph, node: Node, precision: str, share: float = 1.0, axis: str | None = None
 ) -> NodeCost:
-    """Return the work of a loop: the work of its body times its number of iterations, on the
-    fraction `share` of its axis `axis`.
+    """Return the work of the loop `node`: the work of its body times its number of iterations.
+
+    Only the fraction `share` of the loop's axis `axis` is computed; None is the full loop.
     """
     body = trained_body(graph, node)
     count = node.integer("count")
@@ -354,11 +370,14 @@ def _annotated(
     scores: Mapping[int, float] = _FUSED,
     loops: Mapping[int, NodeCost] = _NO_LOOPS,
 ) -> tuple[NodeCost, ...]:
-    """Return the work of every node.
+    """Return the work of every node of `graph`, from these properties of its values and nodes:
 
-    `widths` has the bytes per element of each value, `sizes` its bytes. `flops` and `kept` have the
-    FLOPs of each node and the bytes that it saves for backward. `scores` has further bytes that a
-    node moves, by its index, and `loops` the work of each loop, without the bytes that it saves.
+    widths: bytes per element of each value.
+    sizes: bytes of each value.
+    flops: FLOPs of each node in forward.
+    kept: bytes that each node saves for backward.
+    scores: by node index, bytes of attention scores or logits that the node moves additionally.
+    loops: by node index, the work of each loop, without the bytes that the loop saves.
     """
     gradient = differentiable_values(graph)
     added_biases = frozenset(bias_additions(graph).values())
@@ -404,24 +423,25 @@ def _annotated(
 
 
 _ALIGNMENT: Final = 8
-"""Elements per row: matmuls use slow kernels if the row length of a 16-bit matrix is not a multiple
-of this number.
+"""Number of elements. A matmul uses slow kernels if the row length of one of its 16-bit matrices is
+not a multiple of this number.
 """
 _UNALIGNED_RATE: Final = 0.25
 """Rate of a matmul with an unaligned 16-bit matrix, as a fraction of the aligned rate.
 
-Measured on one H200 with torch 2.11: the three products of a loss over 50,257 classes (8,192 rows
-of 2,048 features, bf16) take 13 ms each, at 0.17 of the rate of a large aligned product; roofline
-presets count 0.65 of the peak.
+Measured on one H200 with torch 2.11: the three matmuls of a loss over 50,257 classes (8,192 rows of
+2,048 features, bf16) take 13 ms each. This is 0.17 of the rate of a large aligned matmul. For
+aligned matmuls, the built-in cluster `h200` assumes 0.65 of the peak.
 """
 
 
 def _is_unaligned(graph: Graph, node: Node, use: OpInstance, widths: Mapping[str, int]) -> bool:
-    """True if a matmul reads or writes a 16-bit matrix whose row length is not a multiple of
-    `_ALIGNMENT`.
+    """True if `node` is a matmul that reads or writes a 16-bit matrix whose row length is not a
+    multiple of `_ALIGNMENT`.
 
-    The check covers the left operand and the result. The rows of the right operand have one of
-    these two lengths.
+    The left operand and the result are checked. The rows of the right operand have one of their two
+    lengths. A cross-entropy that computes its logits itself is not checked. `widths` contains the
+    bytes per element of each value.
     """
     if use.row.kind != "matmul" or use.row.name == LINEAR_CROSS_ENTROPY:
         return False
@@ -438,9 +458,11 @@ def _is_unaligned(graph: Graph, node: Node, use: OpInstance, widths: Mapping[str
 
 
 def _own_scores(graph: Graph) -> dict[int, int]:
-    """Return the additional bytes that a node moves because it stores scores in fp32: each
-    cross-entropy that computes its logits itself, and each attention that no fused kernel supports
-    on any device.
+    """Return, by node index, the additional bytes that a node moves because it stores attention
+    scores or logits in fp32.
+
+    The nodes are each cross-entropy that computes its logits itself, and each attention that is
+    computed operator by operator because no fused kernel supports it on any device.
     """
     own = (
         (index, use)
@@ -457,10 +479,12 @@ def _own_scores(graph: Graph) -> dict[int, int]:
 
 
 def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:
-    """Return the fraction of a node's full backward that the required gradients need.
+    """Return the fraction of a node's full backward that runs, because not all of its operands need
+    gradients. `gradient` contains the values that need one.
 
-    A matmul computes one matmul per operand that needs a gradient. A cross-entropy that recomputes
-    its logits has one matmul more.
+    The backward of a matmul or convolution has one matmul or convolution per operand that needs a
+    gradient. That of a cross-entropy that computes its logits itself has another matmul, which
+    recomputes the logits. The backward of other operators counts in full.
     """
     if use.row.name == LINEAR_CROSS_ENTROPY:
         return (1 + sum(node.inputs[place] in gradient for place in (0, WEIGHT_OPERAND))) / 3
@@ -469,7 +493,9 @@ def _backward_share(node: Node, use: OpInstance, gradient: Set[str]) -> float:
 
 
 def factors(node: Node, use: OpInstance) -> tuple[str, ...]:
-    """Operands that the gradients of others need; a bias or a mask is none."""
+    """Return the operands of a node that its operator saves because the gradients of other operands
+    depend on them. A bias or a mask is not among them.
+    """
     keeps = use.row.keeps
     return tuple(
         name

@@ -1,8 +1,8 @@
 """The work of each stage: its nodes on the shards of one device, the collectives between them, and
 the gradient reductions at the end of a step.
 
-Backward runs the transpose of each collective whose value has a gradient. The transpose has equal
-cost.
+Backward runs the transpose of each collective whose value has a gradient, for example a
+reduce-scatter for an all-gather. The model assigns it the cost of the collective.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from autopipe.passes.cost.measured import resized
 
 @dataclass(frozen=True, slots=True)
 class NodeSharing:
-    """How the group of a stage divides one node: the degree of each split axis, and the layout of
-    each operand and result.
+    """How the devices of a stage divide one node: the degree of each split axis, and the layout of
+    each operand and result. An entry for an absent operand or result is None.
     """
 
     degrees: dict[str, int]
@@ -67,7 +67,7 @@ class NodeSharing:
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """A node of a stage, and how the stage's group divides it."""
+    """A node of a stage, and how the stage's devices divide the node."""
 
     index: int
     node: Node
@@ -76,14 +76,19 @@ class StageNode:
 
     @property
     def layouts(self) -> NodeLayouts:
+        """The node with the layouts of its operands and results."""
         return NodeLayouts(self.index, self.node, self.sharing.operands, self.sharing.results)
 
     def read_bytes(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes of each operand on one device. `widths` has the bytes per element."""
+        """Return the bytes of each operand on one device, by name. `widths` contains the bytes per
+        element of each value.
+        """
         return _local_bytes(self.node.inputs, self.sharing.read, widths)
 
     def written_bytes(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Return the bytes of each result on one device."""
+        """Return the bytes of each result on one device, by name. `widths` contains the bytes per
+        element of each value.
+        """
         return _local_bytes(self.node.outputs, self.sharing.written, widths)
 
 
@@ -99,16 +104,17 @@ def _local_bytes(
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """The nodes of a stage in topological order, and the layouts of its values in its group.
+    """The nodes of a stage in topological order, and the layouts of its values on its devices.
 
     problem: the problem for the stage's micro-batch size; nodes and layouts refer to its graph.
     nodes: includes nodes that another stage also computes.
-    given: values that other stages or the outputs of the graph need.
-    received: values that other stages compute.
-    parameters: parameters that the stage reads.
+    given: layouts of the values that the stage computes and that other stages read or the graph
+    outputs.
+    received: layouts of the values that the stage reads and other stages compute.
+    parameters: layouts of the parameters that the stage reads.
 
     A received value that nodes need in different layouts, and a parameter that nodes or stages need
-    in different layouts, is replicated on all devices of the group.
+    in different layouts, is replicated on all devices of the stage.
     """
 
     stage: Stage
@@ -128,7 +134,7 @@ class StageWork:
 
 @memoize(2)
 def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
-    """Return the work of each stage, without nodes that no required output depends on."""
+    """Return the work of each stage. Nodes on which no required output depends are omitted."""
     graph = problem.graph
     problems = {
         size: resized(problem, size)
@@ -170,7 +176,9 @@ def stage_work(problem: Problem, placement: Placement) -> tuple[StageWork, ...]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode]:
-    """Return a function from (node, splits, size of the group) to the node in that group."""
+    """Return a function from (node index, splits, number of devices) to the node as these devices
+    divide it. The function caches layouts, because many nodes are equal.
+    """
     uses = uses_of(graph)
     known: dict[tuple[int, tuple[Split, ...], int], NodeSharing] = {}
 
@@ -180,7 +188,8 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
         if key not in known:
             degrees = {split.axis: split.degree for split in splits}
             names = use.space.axis_sizes()
-            # An axis that the node lacks divides only the work here. Code generation rejects it.
+            # A split along an axis that the node lacks has no layout. Here it only divides the
+            # work; code generation later rejects it.
             form = node_layouts(
                 graph, index, use.space, tuple(each for each in splits if each.axis in names), group
             )
@@ -198,8 +207,8 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
 def exchange_seconds(work: StageWork) -> tuple[float, float]:
     """Return (forward, backward): the seconds of the collectives of one micro-batch inside a stage.
 
-    Each collective is costed at the bytes that are sent at the problem's precision
-    (`exchanged_element_bytes`).
+    The bytes of a collective follow from the types in which it sends elements at the problem's
+    precision (`exchanged_element_bytes`).
     """
     graph = work.problem.graph
     cluster = work.problem.cluster
@@ -230,7 +239,9 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
 
 
 def exchanges_of(work: StageWork) -> Iterator[ValueRedistribution]:
-    """Return the redistributions that lowering inserts between the nodes of a stage."""
+    """Return the redistributions of values that lowering inserts between the nodes of a stage, in
+    execution order.
+    """
     graph = work.problem.graph
     nodes = [each.layouts for each in work.nodes]
     shares = work.given.keys() - graph.consumers().keys()
@@ -246,8 +257,10 @@ def statistics_seconds(
     signature: Signature,
     degrees: Mapping[str, int],
 ) -> tuple[float, float]:
-    """Return (forward, backward): the seconds in which a node that is split by `degrees` reduces
-    its statistics, such as the maximum and sum of a softmax over a split axis.
+    """Return (forward, backward): the seconds in which the group `devices` reduces the statistics
+    of a node, for example the maximum and sum of a softmax over a split axis.
+
+    `degrees` maps each split axis of the node to its degree, outermost split first.
     """
     seconds = {False: 0.0, True: 0.0}
     mesh: MeshAxes = ()
@@ -263,11 +276,12 @@ def statistics_seconds(
 
 
 def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int = 0) -> Cost:
-    """Return the cost per step to reduce the gradients of `group`, as a function of bytes per
-    device.
+    """Return the cost per step to all-reduce gradients among the devices `group`, as a function of
+    the bytes of gradients on each device.
 
-    With a sharded optimizer, it includes the all-gather of the updated parameters. It also includes
-    copying `tensors` gradients into a bucket and back.
+    With a sharded optimizer, gradients are reduce-scattered, and the cost includes the all-gather
+    of the updated parameters. The cost also includes the measured time to copy `tensors` gradients
+    into a bucket and back, if task times were measured.
     """
     if len(group) < 2:
         return FREE
@@ -286,16 +300,17 @@ def exchange_of_gradients(problem: Problem, group: Sequence[int], tensors: int =
 
 
 def updated_part(problem: Problem, copies: float) -> float:
-    """Return the fraction of a shard that each of the `copies` devices that hold it updates, and
-    for which it stores optimizer state.
+    """Return the fraction of a parameter's shard that one device updates, and for which the device
+    stores optimizer state, if `copies` devices hold this shard. It is below 1 only with a sharded
+    optimizer.
     """
     return 1 / copies if problem.optimizer.shard else 1.0
 
 
 @memoize(2)
 def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
-    """Return, for each parameter, the devices of all stages that hold its first shard, in ascending
-    order.
+    """Return, for each parameter by name, the devices of all stages that hold its first shard, in
+    ascending order.
     """
     found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
     for work in works:
@@ -312,10 +327,12 @@ def holders_of(works: Sequence[StageWork]) -> dict[str, tuple[int, ...]]:
 
 
 def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
-    """Return a key that is equal for groups of devices with equal types and equal links.
+    """Return a key for the group `devices`. Groups with equal keys have equal device types and
+    links, in the order of `devices`.
 
-    The key has the type and rank order of each device, and the level of the cluster between
-    neighbouring devices. Two devices are connected at the outermost level between them.
+    The key contains the type and the rank order of each device, and the level of the cluster that
+    connects each pair of neighbours in ascending order. These levels determine the link between any
+    two devices: it is the outermost level among those of the pairs between them.
     """
     ranked = sorted(devices)
     place = {device: index for index, device in enumerate(ranked)}
@@ -328,8 +345,8 @@ def reach(cluster: Cluster, devices: Sequence[int]) -> Hashable:
 
 
 def check_whole_matrices(problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError if the optimizer is Muon, which needs unsharded matrices, and a stage
-    shards a matrix.
+    """Raise InfeasibleError if the optimizer is Muon and a stage shards a matrix. Muon updates each
+    matrix as a whole, so it needs unsharded matrices.
     """
     if problem.optimizer.name != "muon" or not problem.train:
         return

@@ -1,9 +1,10 @@
 """Costs of the stages of a placement: seconds per micro-batch and at the end of a step, and bytes
 per device.
 
-Stages with equal computation, saved tensors and messages are costed once. A split backward computes
-the gradients of weights, which are half of the backward of a matmul, in a second task (Qi et al.,
-"Zero Bubble Pipeline Parallelism", 2024, section 2).
+The costs of stages with equal computation, saved tensors and messages are computed once. A split
+backward consists of two tasks: the second one, the weight-gradient task, computes the gradients of
+weights, which are half of the backward of a matmul (Qi et al., "Zero Bubble Pipeline Parallelism",
+2024, section 2).
 """
 
 from __future__ import annotations
@@ -67,15 +68,15 @@ from autopipe.passes.cost.stage_work import (
 def signatures_in(
     graph: Graph, work: tuple[NodeCost, ...], precision: str, capability: Capability | None
 ) -> tuple[list[int], list[tuple[str, ...]], dict[str, tuple[int, str]]]:
-    """Return (node numbers, node names, values), which identify nodes and values with equal effect
-    on the cost of a stage.
+    """Return (node numbers, node names, values). They identify nodes, and values, that affect the
+    cost of a stage equally.
 
-    node numbers: for each node, a number that is equal for nodes with equal work, equal saved
-    tensors except for their names, and equal numbers of operands and results.
-    node names: for each node, the names of the values that it reads ("" for an absent operand),
+    node numbers: a number per node. Nodes with equal numbers have equal work, equal saved tensors
+    except for their names, and equal numbers of operands and results.
+    node names: per node, the names of the values that the node reads ("" for an absent operand),
     writes and saves.
-    values: for each value, a number that is equal for values with equal properties, and the value
-    of which it is a view.
+    values: for each value, (number, name of the value of which it is a view, or its own name).
+    Values with equal numbers have equal properties.
     """
     kept = kept_values(graph, precision, capability)
     waiting = waiting_operands(graph)
@@ -115,12 +116,12 @@ def signatures_in(
 
 
 def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
-    """Return a key that is equal for stages with equal computation, saved tensors, collectives and
-    messages on equally fast devices.
+    """Return a key of a stage. Stages with equal keys have equal computation, saved tensors,
+    collectives and messages, on devices of equal types and links.
 
-    The key has no names: values are numbered in order of appearance. It does not include parameters
-    that the stage shares with other stages, nor the devices that hold equal parameters. `crossing`
-    are the values that other stages receive (see `crossing_parts`).
+    The key contains no names: values are numbered in order of appearance. It does not tell which
+    parameters other stages also hold, nor which devices hold equal shards. `crossing` is the result
+    of `crossing_parts`.
     """
     problem = work.problem
     nodes, named, values = signatures_in(
@@ -131,6 +132,9 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
     found: list[Hashable] = []
 
     def add(name: str) -> None:
+        """Append value `name` to the key: its properties at its first occurrence, then its
+        number.
+        """
         if name in told:
             found.append(numbers[name])
             return
@@ -156,9 +160,11 @@ def content_of(work: StageWork, crossing: Mapping[str, int]) -> Hashable:
 
 
 def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
-    """Return the values that stages receive, each with the number of slices in which it is sent.
+    """Return, for each value that a stage receives, the minimum over the receiving stages of the
+    number of slices in which the value is sent.
 
-    The number is 1 if a receiving stage does not gather the slices.
+    The devices of a stage that all-gathers the value on arrival (`Stage.gathers`) receive different
+    slices. For any other stage the number is 1.
     """
     found: dict[str, int] = {}
     for work in works:
@@ -170,8 +176,8 @@ def crossing_parts(works: Sequence[StageWork]) -> dict[str, int]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def weight_shares(graph: Graph) -> NDArray[np.float64]:
-    """Return, for each node, the fraction of its backward that the weight-gradient task
-    computes.
+    """Return, for each node, the fraction of its backward that the weight-gradient task of a split
+    backward computes.
     """
     uses = uses_of(graph)
     gradient = differentiable_values(graph)
@@ -187,8 +193,8 @@ def weight_shares(graph: Graph) -> NDArray[np.float64]:
 
 
 def waiting_state(work: StageWork) -> State:
-    """Return the state of the stage's parameters whose gradients only the weight-gradient task
-    computes.
+    """Return the bytes and tensor counts of those parameters of the stage whose gradients only the
+    weight-gradient task of a split backward computes.
     """
     graph = work.problem.graph
     every = waiting_operands(graph)
@@ -209,16 +215,17 @@ def waiting_state(work: StageWork) -> State:
 class StageCost(StagePrediction):
     """The cost of a stage on one of its devices. All devices of a stage have equal costs.
 
-    The seconds include an average over micro-batches of the accumulation of gradients, which the
-    first micro-batch does not need. State that an earlier stage of the device also holds does not
-    count.
+    The first micro-batch of a step does not accumulate gradients. Seconds per micro-batch contain
+    the mean time of this accumulation over all micro-batches. Parameters that all devices of the
+    stage also hold for earlier stages do not count in the bytes of parameters, gradients and
+    optimizer state.
     """
 
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
-    """Bytes of the buffers for the messages of one micro-batch, with their gradients in
-    training.
+    """Bytes of the buffers for the messages of one micro-batch, including the buffers of their
+    gradients in training.
     """
 
     def memory_bytes(self, in_flight: int) -> int:
@@ -231,7 +238,8 @@ class StageCost(StagePrediction):
 def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> float:
     """Return the seconds that a stage is busy in a step of `micro_batches` micro-batches.
 
-    With `overlap`, the gradient reduction overlaps with the last backward.
+    With `overlap`, the gradient reduction runs during the last backward, and only the part of it
+    that takes longer than this backward is added.
     """
     gradients = max(0.0, cost.gradient_s - cost.backward_s) if overlap else cost.gradient_s
     return micro_batches * (cost.forward_s + cost.backward_s) + gradients + cost.update_s
@@ -241,7 +249,8 @@ def step_seconds(cost: StageCost, micro_batches: int, overlap: bool = False) -> 
 def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]:
     """Return the cost of each stage of `placement` for the stage's micro-batch size.
 
-    Raises ConfigurationError or ModelError if the batch cannot be divided into these micro-batches.
+    Raises ConfigurationError or ModelError if the batch cannot be divided into micro-batches of
+    this size.
     """
     works = stage_work(problem, placement)
     holders = holders_of(works)
@@ -260,8 +269,8 @@ def stage_costs(problem: Problem, placement: Placement) -> tuple[StageCost, ...]
 
 
 def _owned(works: Sequence[StageWork]) -> list[dict[str, int]]:
-    """Return, for each stage, the parameters that at least one of its devices does not already hold
-    for an earlier stage, with their numbers of shards.
+    """Return, for each stage, the number of shards of its parameters by name. A parameter that all
+    devices of the stage already hold for earlier stages is omitted.
     """
     found = []
     held: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
@@ -280,9 +289,10 @@ def _gradient_seconds(
 ) -> float:
     """Return the seconds per step of the gradient reductions of a stage's parameters.
 
-    All devices that hold an equal shard of a parameter reduce its gradient, across stages.
-    `holders` has the devices of one shard of each parameter. With a sharded optimizer, the seconds
-    include the all-gather of the updated parameters.
+    All devices that hold an equal shard of a parameter, in any stage, reduce its gradient together.
+    `owned` contains the numbers of shards of the stage's parameters, and `holders` the devices that
+    hold the first shard of each parameter. With a sharded optimizer, the seconds include the
+    all-gather of the updated parameters.
     """
     groups: defaultdict[tuple[int, ...], list[tuple[str, int]]] = defaultdict(list)
     for name, count in owned.items():
@@ -302,7 +312,10 @@ def _gradient_seconds(
 def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held: int) -> StageCost:
     """Return the cost of a stage without its gradient reductions, which depend on other stages.
 
-    `held` is the number of micro-batches in flight, used if the stage recomputes.
+    state: parameters, gradients and optimizer state that count for this stage.
+    crossing: the result of `crossing_parts`.
+    held: number of micro-batches in flight for which the segments are chosen if the stage
+    recomputes.
     """
     problem = work.problem
     graph = work.problem.graph
@@ -368,8 +381,8 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
 
 
 def _accumulate_seconds(problem: Problem, devices: Sequence[Device], state: State) -> float:
-    """Return the mean seconds per micro-batch to accumulate the gradients of `state` on the slowest
-    of the device types `devices`.
+    """Return the mean seconds per micro-batch to accumulate gradients, with the bytes and tensor
+    counts in `state`, on the slowest of the device types `devices`.
     """
     return max(
         mean_accumulate_seconds(
@@ -380,8 +393,8 @@ def _accumulate_seconds(problem: Problem, devices: Sequence[Device], state: Stat
 
 
 def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) -> StageCost:
-    """Return the cost with the time of each task raised to the time that the host needs to start
-    the task's operators.
+    """Return the cost in which no task is shorter than the time that the host needs to start the
+    task's operators. `on_host` and `on_device` are the seconds of each task.
     """
     cost = replace(cost, on_host=on_host, on_device=on_device)
     return replace(
@@ -394,8 +407,8 @@ def _with_host(cost: StageCost, on_host: TaskSeconds, on_device: TaskSeconds) ->
 
 
 def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
-    """Return the seconds that the slowest host of the stage's devices needs to start the operators
-    of each task.
+    """Return the seconds in which the slowest host of the stage's devices starts the operators of
+    each task. With `recompute`, a backward includes a second forward.
     """
     problem = work.problem
     indices = [each.index for each in work.nodes]
@@ -412,10 +425,11 @@ def _host_seconds(work: StageWork, recompute: bool) -> TaskSeconds:
 
 
 def _compute_seconds(work: StageWork) -> tuple[float, float, float]:
-    """Return (forward, backward, weight gradient): seconds of a stage's nodes on its slowest
-    device.
+    """Return (forward, backward, weight gradient): the seconds of a stage's nodes for one
+    micro-batch on the slowest of its device types, without collectives and messages.
 
-    `weight gradient` is the part of backward that the weight-gradient task computes.
+    `weight gradient` is the part of backward that the weight-gradient task of a split backward
+    computes.
     """
     problem = work.problem
     nodes = [problem.work[each.index] for each in work.nodes]
