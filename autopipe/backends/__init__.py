@@ -1,6 +1,6 @@
-"""Backends that run programs. `torch` generates, launches and verifies programs; `onnxruntime` runs
-the original model as the reference for verification.
+"""Backends that execute models: `torch` generates, launches and verifies PyTorch programs;
+`onnxruntime` runs the original ONNX model as the reference of the verification.
 
-Backends import only `autopipe.ir` of autopipe's other packages. Passes and backends exchange data
-and files only.
+Backends import only `autopipe.ir` of autopipe's other packages. They exchange only data and files
+with the planning passes.
 """

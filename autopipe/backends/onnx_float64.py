@@ -1,5 +1,5 @@
-"""ONNX graphs rewritten to compute in float64: a reference that is more accurate than the model's
-own type.
+"""Rewriting of ONNX graphs to compute in float64, for a reference that is more accurate than the
+model's own type.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 _NO_KERNEL_PATTERN = re.compile(r"Could not find an implementation for (\w+)\(")
 _WRONG_TYPE_PATTERN = re.compile(r"of operator \((\w+)\) in node")
-"""ONNX Runtime's messages for an operator without a kernel for its operands, and for operands that
-ONNX forbids.
+"""Patterns of two error messages of ONNX Runtime: no kernel of an operator for the types of its
+operands, and operand types that ONNX forbids.
 """
 
 
 def operators_to_keep_in_float32(reason: str, proto: onnx.ModelProto) -> set[str]:
-    """Return the operators to keep in float32, given ONNX Runtime's `reason` for refusing a graph
-    in float64.
+    """Return the operator types to keep in float32, given ONNX Runtime's message `reason` for
+    rejecting a graph in float64. Return an empty set if the message names no operator.
 
-    ONNX Runtime expands some operators of `proto` to functions. If the reason names an operator
-    that is only in such a function, the result is all operators that may be functions.
+    ONNX Runtime expands some operators of `proto` to functions of other operators. If the message
+    names an operator that is only inside such a function, the result is all operator types of
+    `proto` that may be functions.
     """
     found = _NO_KERNEL_PATTERN.search(reason) or _WRONG_TYPE_PATTERN.search(reason)
     if found is None:
@@ -35,20 +36,21 @@ def operators_to_keep_in_float32(reason: str, proto: onnx.ModelProto) -> set[str
 
 
 def _has_function_definition(node: onnx.NodeProto) -> bool:
-    """Return True if a node's operator has a definition by other operators, or is not one of ONNX's
-    own.
+    """Return True if ONNX Runtime may expand a node to other operators: ONNX defines its operator
+    as a function, or the operator is not one of ONNX's own.
     """
     from onnx import defs
 
     if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
         return True
-    schema: Any = defs.get_schema(node.op_type)  # The stubs of onnx lack both attributes.
+    # Any, because the type stubs of onnx lack the two attributes that are read below.
+    schema: Any = defs.get_schema(node.op_type)
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def has_only_plain_nodes(proto: onnx.ModelProto) -> bool:
-    """Return True if a model has neither functions nor nodes with graphs of their own, as If and
-    Loop have.
+    """Return True if a model contains neither functions nor nodes with subgraphs, such as If and
+    Loop.
     """
     graphs = (
         each
@@ -60,8 +62,8 @@ def has_only_plain_nodes(proto: onnx.ModelProto) -> bool:
 
 
 def widen_tensors(proto: onnx.ModelProto) -> None:
-    """Make every floating-point initializer, input and output float64. Requires external data to be
-    loaded.
+    """Convert each floating-point initializer, input and output of a model to float64, in place.
+    The data of initializers must be in `proto`, not in other files.
     """
     import numpy as np
     from onnx import TensorProto, numpy_helper
@@ -80,11 +82,11 @@ def widen_tensors(proto: onnx.ModelProto) -> None:
 def widen_nodes(
     proto: onnx.ModelProto, floating: Collection[str], kept: Collection[str]
 ) -> list[onnx.NodeProto]:
-    """Return the nodes of a graph with `floating` values in float64.
+    """Return the nodes of the model with all `floating` values, named by their names, in float64.
 
-    A node of an operator in `kept` reads and writes float32, between casts. A node that makes
-    floating-point values of other operands, such as a Constant, keeps its type, and its results are
-    cast.
+    A node whose operator is in `kept` computes in float32, between casts of its operands and
+    results. A node that has floating-point results but no floating-point operand, such as a
+    Constant, keeps its type, and its results are cast.
     """
     made: list[onnx.NodeProto] = []
     for place, node in enumerate(proto.graph.node):
@@ -95,7 +97,9 @@ def widen_nodes(
 def _widen_node(
     node: onnx.NodeProto, prefix: str, floating: Collection[str], kept: Collection[str]
 ) -> Iterator[onnx.NodeProto]:
-    """Return the nodes that replace `node`. The names of new values begin with `prefix`."""
+    """Yield the nodes that replace `node`; see `widen_nodes`. Names of new values begin with
+    `prefix`.
+    """
     import onnx
     from onnx import TensorProto
     from onnx.helper import make_node

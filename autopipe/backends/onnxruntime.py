@@ -1,5 +1,5 @@
-"""ONNX Runtime backend: runs ONNX models as the reference of `verify`, and times single operators
-for the profiler.
+"""The ONNX Runtime backend. It runs an ONNX model as the reference for `verify`, and measures
+single operators for the profiler.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _WARM_UP_RUNS = 2
 def measure_operations(
     lap: Sequence[OperationSample], folder: Path, threads: int, seconds: float
 ) -> tuple[tuple[OperationCost, ...], tuple[str, ...]]:
-    """Measure the forward of each distinct operation in `lap`, for about `seconds` in all. Return
-    the costs, and the reasons why some operations could not run.
+    """Measure the forward of each distinct operation in `lap` for about `seconds` in all. Return
+    (costs, reasons): the costs of the operations, and a message for each operation that could not
+    run.
 
-    Each operation is run as an ONNX model. Its time is the median over the runs of its kernel
-    times. Files go to `folder`.
+    Each operation runs as an ONNX model with `threads` threads. Its time is the median of its
+    kernel time over the runs. ONNX Runtime's profiles are written to `folder`.
     """
     samples = {sample.operation: sample for sample in lap}.values()
     found: list[OperationCost] = []
@@ -59,6 +60,7 @@ def measure_operations(
 
 
 def version() -> str:
+    """Return the version of ONNX Runtime."""
     import onnxruntime
 
     return str(onnxruntime.__version__)
@@ -67,6 +69,9 @@ def version() -> str:
 def _measure_operation(
     sample: OperationSample, prefix: Path, threads: int, seconds: float
 ) -> Timing:
+    """Return the kernel time of an operation, measured for about `seconds`. `prefix` is the path
+    prefix of ONNX Runtime's profile.
+    """
     session = _make_session(
         _serialize_operation(sample), intra_op_num_threads=threads, profile_file_prefix=str(prefix)
     )
@@ -88,11 +93,11 @@ def _measure_operation(
 def _make_session(
     model: bytes | str, optimized: bool = False, folder: Path | None = None, **settings: object
 ) -> Any:
-    """Return an inference session of a model.
+    """Return an inference session of a model, which is given as bytes or as a path.
 
-    Graph optimizations, which may reorder arithmetic, are disabled unless `optimized`. `folder` has
-    the external weights if `model` is given as bytes. `settings` are further session options; if
-    there are any, profiling is enabled.
+    Graph optimizations, which may change the order of arithmetic, are disabled unless `optimized`
+    is set. `folder` contains the external weights of a model that is given as bytes. `settings` are
+    further session options; profiling is enabled if there are any.
     """
     import onnxruntime
 
@@ -111,8 +116,8 @@ def _make_session(
 
 
 def _kernel_times(path: Path, runs: int) -> Timing:
-    """Return the kernel times per run, without the warm-up runs. The times of an operator with
-    several kernels are added up.
+    """Return the kernel time per run, from the profile of `runs` runs in the file `path`, which is
+    removed. Warm-up runs are not counted. The times of several kernels of a run are added.
     """
     events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
@@ -127,8 +132,8 @@ def _kernel_times(path: Path, runs: int) -> Timing:
 
 
 def _serialize_operation(sample: OperationSample) -> bytes:
-    """Return the operation as a serialized ONNX model. Its known operands are stored in the
-    model.
+    """Return an operation as a serialized ONNX model. Operands with known data are initializers,
+    and the other operands are inputs.
     """
     from onnx import TensorProto, helper, numpy_helper
 
@@ -174,8 +179,8 @@ def _serialize_operation(sample: OperationSample) -> bytes:
 
 
 def _opset_of_operation(signature: Signature) -> int:
-    """Return the opset version of the sample's model, or the first version that has the operator if
-    that is later.
+    """Return the opset version for the model of an operator: the version in which the node was
+    written or, if that version lacks the operator, the first version that has it.
     """
     from onnx import defs
 
@@ -195,14 +200,14 @@ _RANDOM_OPERATORS = {name for name, row in OPERATORS.items() if row.random} - {"
 _ZERO_PRESERVING_OPERATORS = frozenset(
     {"Cast", "Identity", "Mul", "Reshape", "Slice", "Transpose", "Unsqueeze"}
 )
-"""Operators whose results are zeros if their operands are zeros."""
+"""Operators whose results are zero if the operand with the data is zero."""
 _MAX_SEARCH_DEPTH = 8
-"""Maximum number of consecutive operators searched for a multiplication by zero."""
+"""Maximum length of a chain of operators in which a multiplication by zero is searched."""
 
 
 def _random_operators_of(proto: onnx.ModelProto) -> Iterator[str]:
-    """Yield the types of the operators that generate random numbers, except for operators whose
-    random numbers are all multiplied by zero (noise of scale 0).
+    """Return the types of the operators of a model that generate random numbers, once per node. A
+    node whose random numbers are all multiplied by zero (noise of scale 0) is not included.
     """
     from onnx import numpy_helper
 
@@ -216,6 +221,7 @@ def _random_operators_of(proto: onnx.ModelProto) -> Iterator[str]:
     outputs = {each.name for each in proto.graph.output}
 
     def is_zero(name: str) -> bool:
+        """Return True if the value is a constant whose elements are all zero."""
         tensor = tensors.get(name)
         return (
             tensor is not None
@@ -224,6 +230,9 @@ def _random_operators_of(proto: onnx.ModelProto) -> Iterator[str]:
         )
 
     def is_multiplied_by_zero(name: str, depth: int = _MAX_SEARCH_DEPTH) -> bool:
+        """Return True if each chain of readers of the value multiplies it by zero within `depth`
+        operators.
+        """
         return (
             bool(depth)
             and name not in outputs
@@ -245,8 +254,8 @@ def _random_operators_of(proto: onnx.ModelProto) -> Iterator[str]:
 
 
 _INLINE_LIMIT_BYTES = 2**30
-"""Size of the weights in bytes above which they are written to a file next to the model. Protobuf
-messages are limited to 2 GiB.
+"""Maximum size in bytes of weights that are stored in the model file. Larger weights are written to
+a second file, because a protobuf message is limited to 2 GiB.
 """
 
 
@@ -254,12 +263,14 @@ _NO_KERNEL_PREFIX = "NOT_IMPLEMENTED : "
 
 
 class NoKernelError(ModelError):
-    """ONNX Runtime has no CPU kernel of an operator for these types, for example Erf in float64."""
+    """ONNX Runtime has no CPU kernel of an operator for the types of its operands, for example of
+    Erf in float64.
+    """
 
 
 class ReferenceModel:
-    """An ONNX model that is opened for execution, with Dropout switched off and with values for the
-    weights that the file does not store.
+    """An ONNX model that is loaded into ONNX Runtime. Its Dropout operators are switched off, and
+    weights that the file does not store have the given values.
     """
 
     def __init__(
@@ -269,10 +280,12 @@ class ReferenceModel:
         train: bool = True,
         fixed: Mapping[str, bool | int | float] = MappingProxyType({}),
     ) -> None:
-        """`weights`: values of parameters that the file names without storing them. `fixed`: inputs
-        with the same value in every element. Unless `train`, batch normalization uses running
-        statistics. Raise ModelError if the model cannot be opened; its subclass NoKernelError if
-        the model is valid, but ONNX Runtime has no kernel for it.
+        """Load the file `model`. `weights` are values of parameters that the file names but does
+        not store. `fixed` are values of inputs that have one value in all elements. Unless `train`,
+        batch normalization uses running statistics.
+
+        Raise ModelError if the model cannot be loaded. Raise its subclass NoKernelError if the
+        model is valid but ONNX Runtime has no kernel for it.
         """
         self._scratch = scratch = ExitStack()
         weakref.finalize(self, scratch.close)
@@ -283,8 +296,8 @@ class ReferenceModel:
             if each.name in fixed
         }
         self.random = tuple(sorted(set(_random_operators_of(proto))))
-        """Types of the operators that generate random numbers, which differ from those of autopipe.
-        Operators whose random numbers are multiplied by zero are not included.
+        """Types of the operators that generate random numbers, sorted. Their numbers differ from
+        those of autopipe. Operators whose random numbers are multiplied by zero are not included.
         """
         self.dropouts = sum(map(_switch_off_dropout, _all_nodes(proto)))
         """Number of Dropout operators that were switched off."""
@@ -318,9 +331,9 @@ class ReferenceModel:
         self._is_float64 = False
 
     def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run the model and return all outputs by name. The tensors of a sequence are named NAME/0,
-        NAME/1 and so on. Raise ModelError if the model rejects the input data, for example because
-        data-dependent indices contradict its shapes.
+        """Run the model on the inputs `feeds` and return its outputs by name. The tensors of an
+        output that is a sequence are named NAME/0, NAME/1, and so on. Raise ModelError if the model
+        rejects the inputs, for example because data-dependent indices contradict its shapes.
         """
         from onnxruntime.capi import onnxruntime_pybind11_state as states
 
@@ -349,8 +362,8 @@ class ReferenceModel:
         return found
 
     def watch(self, names: Collection[str]) -> None:
-        """Make `run` return the values in `names` that a node of the model writes, in the order of
-        the nodes, instead of the outputs.
+        """Make `run` return the values called `names`, in the order of the nodes that compute them,
+        instead of the outputs. Names that no node computes are ignored.
         """
         import onnx
 
@@ -367,11 +380,11 @@ class ReferenceModel:
         self._session = _open_session(self._path, optimized=True)
 
     def widen(self) -> None:
-        """Make `run` compute in float64. Operators for which ONNX Runtime has no float64 kernel
-        compute in float32.
+        """Make `run` compute in float64. Operators without a float64 kernel in ONNX Runtime compute
+        in float32.
 
-        Raise ModelError if ONNX Runtime cannot run the other operators in float64, or if the file
-        has functions or branches.
+        Raise ModelError if ONNX Runtime rejects the model even so, or if the model contains
+        functions or subgraphs.
         """
         import onnx
         from onnx import external_data_helper
@@ -403,7 +416,9 @@ class ReferenceModel:
         self._is_float64 = True
 
     def _floating_values(self, proto: onnx.ModelProto) -> set[str]:
-        """Return the names of all floating-point tensors of `proto`, by ONNX Runtime's types."""
+        """Return the names of all floating-point values of `proto`, whose types ONNX Runtime
+        infers.
+        """
         import onnx
 
         every = onnx.ModelProto()
@@ -426,7 +441,7 @@ def _as_float64(array: np.ndarray) -> np.ndarray:
 
 
 def _filled_input(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
-    """Return a tensor for an input with `number` in every element. Symbolic dimensions have
+    """Return an array for a model input with `number` in each element. Symbolic dimensions have
     size 1.
     """
     from onnx import helper
@@ -439,9 +454,9 @@ def _filled_input(info: onnx.ValueInfoProto, number: float) -> np.ndarray:
 def find_node_of_tensors(
     model: Path, tensors: Collection[str], last: bool = False
 ) -> tuple[str, str]:
-    """Return (node, tensor) for the first node of a model that reads or writes one of `tensors`, or
-    for the last such node with `last`. Return two empty strings if there is none, for example
-    because a function of the model contains it.
+    """Return (node, tensor): the name of the first node of a model that reads or writes one of
+    `tensors`, and this tensor. With `last`, return the last such node. Return ("", "") if there is
+    none, for example because the tensors are inside a function of the model.
     """
     nodes = _load_model(model).graph.node
     for node in reversed(nodes) if last else nodes:
@@ -452,7 +467,7 @@ def find_node_of_tensors(
 
 
 def _load_model(model: Path) -> onnx.ModelProto:
-    """Without external data."""
+    """Return the model in a file. The data of tensors in other files are not loaded."""
     import onnx
 
     with _convert_session_errors(model):
@@ -463,17 +478,17 @@ _FLOAT = 1
 _FLOAT16 = 10
 _DOUBLE = 11
 _BFLOAT16 = 16
-"""By TensorProto's numbers."""
+"""bfloat16 in ONNX's numbering of element types (`TensorProto.DataType`)."""
 _NARROW_TYPES = {_FLOAT, _FLOAT16, _BFLOAT16}
 _FLOATING_TYPE_NAMES = {"tensor(float)", "tensor(float16)", "tensor(bfloat16)"}
-"""The types that become float64, by ONNX Runtime's names."""
+"""Types that `ReferenceModel.widen` converts to float64, as ONNX Runtime names them."""
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-"""Attributes that are the type of a result."""
+"""Attributes of nodes whose value is the element type of a result."""
 
 
 def _types_used(proto: onnx.ModelProto) -> set[int]:
-    """Return the element types of the values and tensors of a model, and of the results whose type
-    an attribute of a node states.
+    """Return the element types that a model uses, as ONNX's numbers: types of values, of stored
+    tensors, and of results whose type is an attribute of the node.
     """
     values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
     attributes = [each for node in _all_nodes(proto) for each in node.attribute]
@@ -492,21 +507,20 @@ _MIXED_TYPE_OPERATORS = {
     "LayerNormalization": _FLOAT16,
     "RMSNormalization": _FLOAT16,
 }
-"""Operators for which exporters write operands of two types, which ONNX Runtime rejects, and the
-second type.
+"""Operators for which exporters write operands of two element types, which ONNX Runtime rejects,
+and the second of these types.
 """
 
 
 _CAST_LIKE_OPSET = 15
+"""First opset version that has the operator CastLike."""
 _MIXED_BATCH_NORM_OPSET = 14
-"""First opset with CastLike, and first opset in which BatchNormalization may have operands of
-several types.
-"""
+"""First opset version in which the operands of BatchNormalization may have several types."""
 
 
 def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
-    """Cast the operands of the operators in `_MIXED_TYPE_OPERATORS` to the type of the first
-    operand. Return True if any operator was changed.
+    """Cast the operands of each operator in `_MIXED_TYPE_OPERATORS` to the type of its first
+    operand, in place. Return True if an operator was changed.
     """
     used = _types_used(proto)
     found = False
@@ -535,8 +549,9 @@ def _cast_to_one_type(proto: onnx.ModelProto) -> bool:
 
 
 def _cast_operands(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.NodeProto]:
-    """Yield casts of the operands of a node to the type of its first operand, and let the node read
-    the results. `kind` is that type, or None if it is not known; then CastLike is used.
+    """Yield nodes that cast the operands of `node` to the type of its first operand, and make
+    `node` read their results. `kind` is this type, or None if it is not known; in that case the
+    nodes are CastLike.
     """
     from onnx.helper import make_node
 
@@ -549,7 +564,9 @@ def _cast_operands(node: onnx.NodeProto, kind: int | None) -> Iterator[onnx.Node
 
 
 def _types_of_values(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return the types of a graph's values by name."""
+    """Return the element types of a model's values by name, as ONNX's numbers. Values without a
+    known type are missing.
+    """
     from onnx import shape_inference
 
     graph = shape_inference.infer_shapes(proto).graph
@@ -559,8 +576,8 @@ def _types_of_values(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def _replace_bfloat16(proto: onnx.ModelProto) -> None:
-    """Replace bfloat16 with float32 in a model, because ONNX Runtime has hardly any CPU kernels for
-    bfloat16. The stored values are not changed.
+    """Replace the type bfloat16 with float32 in a model, in place, because ONNX Runtime has few CPU
+    kernels for bfloat16. The values of stored tensors remain equal.
     """
     import onnx
     from onnx import numpy_helper
@@ -586,12 +603,18 @@ def _replace_bfloat16(proto: onnx.ModelProto) -> None:
 
 
 def _open_session(path: Path, optimized: bool = False) -> Any:
+    """Return an inference session of the model in a file. Raise ModelError if ONNX Runtime rejects
+    the model.
+    """
     with _convert_session_errors(path):
         return _make_session(str(path), optimized)
 
 
 @contextmanager
 def _convert_session_errors(path: Path) -> Iterator[None]:
+    """Context manager that converts ONNX Runtime's errors for the model at `path` to ModelError or
+    NoKernelError.
+    """
     try:
         yield
     except Exception as error:
@@ -607,7 +630,7 @@ def _convert_session_errors(path: Path) -> Iterator[None]:
 
 
 def _all_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yield all nodes, including those of functions and branches."""
+    """Yield all nodes of a model, including those in functions and in subgraphs of nodes."""
     waiting = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     while waiting:
         node = waiting.pop()
@@ -617,7 +640,9 @@ def _all_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
 
 
 def _switch_off_dropout(node: onnx.NodeProto) -> bool:
-    """Switch off a Dropout. Return True if the node was changed."""
+    """Remove the operand `training_mode` of a Dropout node, in place, so that the node is the
+    identity. Return True if the node was changed.
+    """
     if node.op_type != "Dropout" or node.domain not in ("", "ai.onnx") or len(node.input) < 3:
         return False
     del node.input[2:]
@@ -625,8 +650,8 @@ def _switch_off_dropout(node: onnx.NodeProto) -> bool:
 
 
 def _keep_activations_in_float32(node: onnx.NodeProto) -> bool:
-    """Make a matmul with packed weights keep its activations in float32 (`accuracy_level` 1), if
-    the file allows kernels to round them. Return True if the node was changed.
+    """Make a matmul with packed weights keep its activations in float32 (attribute `accuracy_level`
+    1), in place, if the file allows kernels to round them. Return True if the node was changed.
     """
     levels = [each for each in node.attribute if each.name == "accuracy_level" and each.i > 1]
     for level in levels:
@@ -635,16 +660,16 @@ def _keep_activations_in_float32(node: onnx.NodeProto) -> bool:
 
 
 _QUANTIZED_LSTM_OPERANDS = 12
-"""Number of operands of DynamicQuantizeLSTM: those of LSTM, then scale and zero point of its weight
-and of its recurrence weight.
+"""Number of operands of DynamicQuantizeLSTM: the 8 operands of LSTM, then the scale and zero point
+of the weight and of the recurrence weight.
 """
 
 
 def _replace_quantized_lstms(proto: onnx.ModelProto) -> int:
-    """Replace 8-bit LSTMs with float32 LSTMs and return their number.
+    """Replace 8-bit LSTMs in a model with float32 LSTMs, in place. Return their number.
 
-    ONNX Runtime's kernel quantizes the states of a step by the range of the values that one thread
-    has, so that its results depend on the number of threads.
+    ONNX Runtime quantizes the state of a step by the range of the values in one thread, so the
+    results of its 8-bit LSTM depend on the number of threads.
     """
     found = 0
     for graph in (proto.graph, *proto.functions):
@@ -663,8 +688,8 @@ def _replace_quantized_lstms(proto: onnx.ModelProto) -> int:
 
 
 def _float32_lstm_nodes(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes of a float32 LSTM that replaces an 8-bit LSTM. The weights of the 8-bit LSTM,
-    [directions, width, 4 * hidden], are the transposes of the weights that LSTM reads.
+    """Yield the nodes of a float32 LSTM that replaces the 8-bit LSTM `lstm`. The weights of `lstm`
+    have shape [directions, width, 4 * hidden] and must be transposed for the LSTM operator.
     """
     from onnx.helper import make_node
 
@@ -690,10 +715,12 @@ def _float32_lstm_nodes(lstm: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
 
 
 def _add_expert_tokens_to_outputs(proto: onnx.ModelProto) -> int:
-    """Add the tokens that MoE operators read to the outputs of the model, and return their number.
+    """Make the token operands of MoE operators outputs of the model, in place, and return their
+    number.
 
-    As outputs, their memory is not reused. ONNX Runtime may otherwise give it to the result of the
-    kernel, which writes the result before it has read all tokens.
+    ONNX Runtime then does not reuse their memory. Otherwise it may store the result of the MoE
+    kernel in the memory of the tokens, although the kernel writes results before it has read all
+    tokens.
     """
     import onnx
 
@@ -704,8 +731,9 @@ def _add_expert_tokens_to_outputs(proto: onnx.ModelProto) -> int:
 
 
 def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
-    """Switch a BatchNormalization to running statistics, as at inference. Return True if the node
-    was changed.
+    """Make a BatchNormalization in training mode use its running statistics, in place, as for
+    inference. A node whose further results are in `used`, the names of all values that nodes read
+    and of the outputs, is not changed. Return True if the node was changed.
     """
     if node.op_type != "BatchNormalization" or not used.isdisjoint(node.output[1:]):
         return False
@@ -722,8 +750,9 @@ def _switch_to_running_statistics(node: onnx.NodeProto, used: set[str]) -> bool:
 def _write_completed_model(
     model: Path, proto: onnx.ModelProto, weights: Mapping[str, np.ndarray], scratch: Path
 ) -> Path:
-    """Return a file with the model `proto`, which was read from `model`, in which the missing
-    weights are stored as initializers.
+    """Write the model `proto`, which was read from the file `model`, to a file in the folder
+    `scratch`, with `weights` added as initializers and with float32 instead of bfloat16. Return the
+    path of the file.
     """
     from onnx import external_data_helper, numpy_helper
 
@@ -741,7 +770,9 @@ def _write_completed_model(
 
 
 def _save_model(proto: onnx.ModelProto, scratch: Path) -> Path:
-    """Write `proto` to a file in `scratch` and return its path."""
+    """Write a model to a file in the folder `scratch` and return the path of the file. Large
+    weights are written to a second file.
+    """
     import onnx
 
     path = scratch / "model.onnx"

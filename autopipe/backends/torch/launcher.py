@@ -1,4 +1,4 @@
-"""Starts the ranks of a program through torch elastic, and reads their report files."""
+"""Start of the ranks of a program, through torch elastic, and reading of their report files."""
 
 from __future__ import annotations
 
@@ -30,40 +30,45 @@ _REPLACED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUI
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
+    """Settings of a launch on this node."""
+
     nodes: tuple[int, int] = (1, 1)
-    """Minimum and maximum number of nodes. The program's world size determines the number within
-    this range.
+    """Minimum and maximum number of nodes. The number in this range follows from the program's
+    world size and the ranks per node.
     """
     ranks_per_node: int | None = None
-    """Number of ranks per node. If None, the program's ranks are divided by the maximum number of
+    """Number of ranks per node. None: the program's world size divided by the maximum number of
     nodes.
     """
     rendezvous_endpoint: str = ""
     rendezvous_id: str = ""
     rendezvous_key: bytes = field(default=b"", repr=False)
-    """Secret shared by the nodes."""
+    """Secret of all nodes of the launch, which signs their messages."""
     node: int | None = None
     """Number of this node, from 0."""
     local_address: str = ""
-    """Address of this node, if it is not the one from which this node reaches the endpoint."""
+    """Address of this node for the other nodes; "" for the address from which this node reaches the
+    endpoint.
+    """
     hosts: tuple[str, ...] = ()
     """Names of the nodes by number; empty if no job manager provides them."""
     gpus: int = 0
     """Number of GPUs of this node that its ranks may use."""
     max_restarts: int = 0
     timeouts: Timeouts = DEFAULT_TIMEOUTS
-    """Time that a rank may take in each phase before it counts as hanging."""
+    """Time limits per phase; a rank that exceeds one of them counts as hanging."""
     live: bool = False
-    """True if rank 0 writes to the stdout of this process."""
+    """True if the stdout of rank 0 is the stdout of this process. Otherwise it goes to a file."""
     debug: bool = False
-    """True if elastic's log lines are shown."""
+    """True if log lines of torch elastic are printed."""
     saves: bool = False
-    """True if the ranks save a last checkpoint when they are stopped."""
+    """True if ranks that are asked to stop save a last checkpoint."""
 
 
 def local_ranks(manifest: Manifest, config: LaunchConfig) -> tuple[int, int]:
-    """Return (number of nodes, ranks per node). Raise ConfigurationError if they do not match the
-    program's world size.
+    """Return (number of nodes, ranks per node) for a launch of the program. Raise
+    ConfigurationError if the program's world size does not fit the settings, or if settings that
+    several nodes require are missing.
     """
     low, high = config.nodes
     world = manifest.world_size
@@ -111,14 +116,14 @@ def launch_program(
     poll: Callable[[], None] = lambda: None,
     server: ForkServer | None = None,
 ) -> None:
-    """Run the program's ranks of this node until they end.
+    """Run the ranks of a program on this node until they end.
 
-    `arguments` are the arguments of each rank. `note` is called with a text on restarts. `poll` is
-    called several times a second while the ranks run, and at the end. `server` forks the ranks;
-    without it, a fork server is started for this launch.
+    `arguments` are the command-line arguments of each rank. `note` is called with a text for the
+    user after a restart. `poll` is called several times per second while the ranks run, and once at
+    the end. `server` forks the ranks; if it is None, a fork server is started for this launch.
 
     Raise the error of the first rank that failed: ConfigurationError if the rank rejected its
-    inputs, otherwise LaunchError. Raise KeyboardInterrupt after Ctrl-C, when all ranks have ended.
+    inputs, otherwise LaunchError. After Ctrl-C, raise KeyboardInterrupt when all ranks have ended.
     """
     if server is None:
         with fork_server() as own:
@@ -188,12 +193,11 @@ def launch_program(
 
 @contextmanager
 def _contain_elastic(debug: bool) -> Iterator[None]:
-    """Context manager that restores the signal handlers that elastic replaces. Unless `debug`,
-    elastic's log lines are not printed.
+    """Context manager that restores the signal handlers that torch elastic replaces. Unless `debug`
+    is set, it suppresses elastic's log lines.
     """
     saved = {each: signal.getsignal(each) for each in _REPLACED_SIGNALS}
-    # Each elastic module has a logger with its own level. All of them pass their lines to this
-    # logger.
+    # Each module of elastic has a logger of its own, which passes its lines to this logger.
     logger = logging.getLogger("torch.distributed.elastic")
     nowhere = logging.NullHandler()
     propagate = logger.propagate
@@ -212,11 +216,12 @@ def _contain_elastic(debug: bool) -> Iterator[None]:
 def run_child(
     words: Sequence[str], changes: dict[str, str], server: ForkServer | None = None
 ) -> str:
-    """Run a process to its end. `words` is its command in the form of `python_command`, and
-    `changes` are changes to the environment. `server` forks the process. Return "" if the process
-    succeeds, otherwise the last line that it wrote to stderr.
+    """Run a child process until it ends. `words` is a Python file or module and its arguments, as
+    for `python_command`. `changes` are environment variables to set. `server` forks the process;
+    without it, the process is a new interpreter. Return "" if the process succeeds, otherwise the
+    last line of its stderr.
     """
-    starter = server or ForkServer()  # A server that has not been entered starts interpreters.
+    starter = server or ForkServer()  # A server that was not opened starts a new interpreter.
     with tempfile.TemporaryFile("w+") as errors, open(os.devnull, "r+") as nothing:
         process = starter.start(list(words), os.environ | changes, (nothing, nothing, errors))
         try:
@@ -238,11 +243,12 @@ def run_alone(
     fake_cuda: Path | None = None,
     server: ForkServer | None = None,
 ) -> None:
-    """Run one rank of a program in a separate process: all of a one-rank program, or one rank of a
-    dry run.
+    """Run one rank of the program in `folder` in a child process and wait until it ends: the only
+    rank of a program, or one rank of a dry run.
 
-    With `fake_cuda`, the rank runs on the simulated device of that library. `server` forks the
-    process; without it, a new interpreter runs the rank. Raise the rank's error.
+    `fake_cuda` is the library of the simulated CUDA device on which the rank runs, or None.
+    `server` forks the process; without it, the process is a new interpreter. Raise the error of the
+    rank if it fails.
     """
     with scratch_folder("rank") as scratch, rank_environment():
         failed = Path(scratch) / "error.json"
@@ -268,18 +274,24 @@ def run_alone(
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """Return the records of the steps in a report file, in order. If a step ran again after a
-    restart, its last record is returned.
+    """Return the records of the steps in a report file, in ascending order of the steps. If a step
+    ran again after a restart, its last record is returned.
     """
     return _records_by_step(path, evaluations=False)
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
-    """Return the records of the validations in a report file."""
+    """Return the records of the validations in a report file, in ascending order of their steps. If
+    a validation ran again after a restart, its last record is returned.
+    """
     return _records_by_step(path, evaluations=True)
 
 
 def _records_by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
+    """Return the last record of each step in a report file, in ascending order of the steps:
+    records of validations if `evaluations` is set, otherwise records of steps. Return an empty list
+    if the file does not exist.
+    """
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
@@ -292,18 +304,18 @@ def _records_by_step(path: Path, evaluations: bool) -> list[dict[str, Any]]:
 
 
 class ReportFollower:
-    """Reads a report file while it grows."""
+    """Reader of a report file to which rank 0 still appends lines."""
 
     def __init__(self, path: Path, takers: Sequence[Callable[[dict[str, Any]], None]]) -> None:
-        """Each of `takers` is called with each record: the metrics of a step, or a `note` for the
-        user.
+        """`takers` are functions that `poll` calls with each record of the file: the metrics of a
+        step, or a note for the user.
         """
         self._path = path
         self._takers = takers
-        self._read = 0  # Number of bytes read.
+        self._read = 0  # Number of bytes that have been read.
 
     def poll(self) -> None:
-        """Read the lines that have been completed since the last call."""
+        """Pass the records of all lines that were completed since the last call to the functions."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -318,8 +330,8 @@ class ReportFollower:
 
 
 def read_times(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return, by rank, the task times per step that the ranks of this node left in `folder` (see
-    `runtime/watch/report.py`).
+    """Return the task times that the ranks of this node have written to `folder`: by rank, one
+    record per step (see `runtime/watch/report.py`).
     """
     return {
         int(path.stem.removeprefix("rank_")): read_reports(path)
