@@ -1,5 +1,6 @@
-"""Fusion: groups of nodes that compute a known operator, such as attention, become one node.
+"""Fusion: nodes that together compute a known operator, such as attention, are replaced by one node
+of that operator.
 
-`rules` has the pass and the table of rules, `view` the graph that rules match against. May import
-ir and the frontend's clean-up, inference and rewriter.
+`rules` has the pass and the table of rules, `view` the graph that rules match against. This package
+may import `ir`, and the clean-up, inference and rewriter modules of the frontend.
 """

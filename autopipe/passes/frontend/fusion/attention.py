@@ -34,13 +34,17 @@ from autopipe.passes.frontend.fusion.view import View
 from autopipe.passes.frontend.rewriter import Rewriter
 
 SINK_OPERAND = 7
-"""Index of Attention's operand with one score per head: see `ir.ops.attention`."""
+"""Index of the operand of operator Attention that has one extra score per head, the attention sink.
+"""
 SOFTMAX_LAST_AXIS_SINCE = 13
-"""The opset since which the default axis of Softmax is the last one."""
+"""First opset in which the default axis of Softmax is the last one."""
 
 
 def attention(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match P · V for probabilities P = softmax(scores), or Vᵀ · Pᵀ."""
+    """Match attention that ends at the MatMul `node`: P · V with probabilities P = softmax(scores),
+    or the transpose Vᵀ · Pᵀ. Return the nodes in place of `node`; None if the pattern does not
+    match.
+    """
     weights, value = node.inputs
     is_transposed = False
     softmax = _softmax(view, weights)
@@ -63,8 +67,9 @@ def attention(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _multiplies(weights: Shape, value: Shape, is_transposed: bool) -> bool:
-    """True if V has the samples and heads of P or, unless the matmul is transposed, one head for
-    all heads of P.
+    """True if the values V have the samples and heads (leading dimensions) of the probabilities P.
+    V may have one head for all heads of P unless the matmul is Vᵀ · Pᵀ (`is_transposed`). The
+    arguments are the shapes of P and V.
     """
     lead = weights[:-2]
     own = value[:-2]
@@ -73,8 +78,10 @@ def _multiplies(weights: Shape, value: Shape, is_transposed: bool) -> bool:
 
 def _softmax(view: View, name: str) -> Node | None:
     """Return the softmax over the last axis that computes the probabilities `name`; None if there
-    is none. Casts, a guard against NaN, a Reshape of the leading axes, and a Slice that removes the
-    probability of an attention sink may follow it.
+    is none.
+
+    These nodes may lie between the two: casts, a guard against NaN, a Reshape of the leading
+    dimensions, and a Slice that removes the probability of an attention sink.
     """
     name = view.without_casts(name)
     node = view.made_by(name, "Reshape", "Squeeze", "Unsqueeze")
@@ -92,9 +99,11 @@ def _softmax(view: View, name: str) -> Node | None:
 
 
 def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
-    """Return (scores, sinks) of a softmax: the scores of `keys` keys that it reads, and the column
-    that is concatenated behind them, "" if there is none. ("", "") if the softmax reads something
-    else. A maximum per row that is subtracted before the softmax is skipped.
+    """Return (scores, sinks) of a softmax: its operand's part for the `keys` keys, and the column
+    that is concatenated after it, the attention sinks. `sinks` is "" if there is none; both are ""
+    if the operand is something else.
+
+    If the softmax reads scores minus their maximum per row, return the scores.
     """
     name = view.without_casts(softmax.inputs[0])
     shifted = view.made_by(name, "Sub")
@@ -111,7 +120,7 @@ def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
 
 
 def _without_nan_guard(view: View, name: str) -> str:
-    """Return x of a value Where(IsNaN(x), 0, x); another value itself."""
+    """Return x if the value `name` is Where(IsNaN(x), 0, x); otherwise `name`."""
     node = view.made_by(name, "Where")
     test = view.made_by(node.inputs[0], "IsNaN") if node is not None else None
     if (
@@ -127,10 +136,10 @@ def _without_nan_guard(view: View, name: str) -> str:
 def _samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | None:
     """Return the numbers of samples and heads.
 
-    They are the first two dimensions of a tensor with four dimensions: of the scores between the
-    softmax and the product, or of the queries before a Reshape. If there is no such tensor, the
-    first dimension counts samples and the product of the others heads; None if the shapes of the
-    scores do not allow this.
+    They are the first two sizes of a tensor with four dimensions: of the scores between the softmax
+    and the product Q Kᵀ, or of the queries before a Reshape. Without such a tensor, the first
+    dimension counts samples, and the product of the other leading sizes is the number of heads;
+    None if this contradicts a shape of the scores.
     """
     source = view.made_by(scores.query, "Reshape")
     shapes = [*scores.shapes, view.shape(source.inputs[0])] if source is not None else scores.shapes
@@ -144,17 +153,17 @@ def _samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | None:
 
 
 def _swaps_last_axes(transpose: Node) -> bool:
-    """True if a Transpose exchanges the last two axes of at least three."""
+    """True if a Transpose of at least three axes exchanges the last two and keeps the others."""
     perm = transpose.integers("perm")
     return len(perm) > 2 and perm == (*range(len(perm) - 2), len(perm) - 1, len(perm) - 2)
 
 
 def _may_hide_rows(view: View, mask: Mask) -> bool:
-    """True if a mask that selects scores may hide all keys from a query, depending on the data.
+    """True if a mask that selects scores may hide all keys from a query, depending on data.
 
-    Such a mask cannot become an added mask: no gradient flows to scores that a number replaces,
-    whereas gradients flow through a sum. A mask that all queries share is accepted: it hides all
-    keys only in a sample without content.
+    Such a mask cannot become a mask that is added: no gradient flows to scores that a number
+    replaces, whereas gradients flow through a sum. A mask that is equal for all queries is
+    accepted: it hides all keys only in a sample that is all padding.
     """
     if mask.low is None or math.isinf(mask.low) or view.array(mask.name) is not None:
         return False
@@ -165,11 +174,14 @@ def _may_hide_rows(view: View, mask: Mask) -> bool:
 
 
 class _AttentionWriter:
-    """Writes the `Attention` node of one match, and the nodes that give its operands four
+    """Writes the Attention node for one matched pattern, and the nodes that give its operands four
     dimensions: samples, heads, positions, features.
     """
 
     def __init__(self, view: View, node: Node, lead: tuple[int, int]) -> None:
+        """`node` is the product of probabilities and values, which is replaced. `lead` is (samples,
+        heads).
+        """
         self.view = view
         self.node = node
         self.lead = lead
@@ -179,8 +191,12 @@ class _AttentionWriter:
     def write(
         self, scores: Scores, value: str, is_transposed: bool, sinks: str
     ) -> tuple[Node, ...] | None:
-        """Return the nodes in place of the product; None if an operand cannot be brought into the
-        form that Attention reads. With `is_transposed`, `value` and the result are transposed.
+        """Return the nodes in place of the product of probabilities and values; None if an operand
+        cannot be brought into the form that Attention reads, or if a mask may hide all keys from a
+        query.
+
+        `sinks` names the column of attention sinks, "" if there is none. With `is_transposed`,
+        `value` and the result have their last two axes exchanged.
         """
         view = self.view
         masks = [
@@ -223,7 +239,9 @@ class _AttentionWriter:
     def write_result(
         self, operands: list[str], attributes: dict[str, Any], is_transposed: bool
     ) -> None:
-        """Write the Attention, and the nodes that bring its result into the form of the product."""
+        """Write the Attention node, and the nodes that give its result the shape of the replaced
+        product. With `is_transposed`, its last two axes are exchanged.
+        """
         view = self.view
         node = self.node
         shape = (*self.lead, view.shape(operands[0])[2], view.shape(operands[2])[3])
@@ -241,8 +259,9 @@ class _AttentionWriter:
             name = self.move(operator, name, "result", step_shape, result)
 
     def add(self, op: str, operands: list[str], shape: Shape, role: str, result: str = "") -> str:
-        """Write a node whose result has the type of its last operand. `role` becomes a part of the
-        node's name and, unless `result` names the value, of the value's name.
+        """Write a node whose result has the shape `shape` and the element type of its last operand.
+        Return the name of the result: `result`, or a new name that contains `role`. The node's name
+        also contains `role`.
         """
         return self.rewriter.add(
             op,
@@ -256,8 +275,9 @@ class _AttentionWriter:
     def move(
         self, op: str, name: str, role: str, shape: Shape, result: str = "", perm: Shape = ()
     ) -> str:
-        """Write a Reshape, Expand or Transpose to `shape`. A Transpose without `perm` exchanges the
-        last two axes.
+        """Write a Reshape, Expand or Transpose (`op`) of the value `name` to `shape`. Return the
+        name of the result: `result`, or a new name that contains `role`. A Transpose without `perm`
+        exchanges the last two axes.
         """
         operands = [name]
         attributes: dict[str, Any] = {}
@@ -277,8 +297,8 @@ class _AttentionWriter:
         )
 
     def by_head(self, name: str, role: str) -> str:
-        """Return a value as [samples, heads, positions, features]. If a Reshape wrote it from that
-        shape, return the operand of the Reshape.
+        """Return the name of the value `name` as [samples, heads, positions, features]. If the
+        value is the Reshape of a tensor of that shape, return that tensor.
         """
         view = self.view
         shape = view.shape(name)
@@ -291,8 +311,8 @@ class _AttentionWriter:
         return self.move("Reshape", name, role, target)
 
     def transposed(self, name: str, role: str) -> str:
-        """Return a value with the last two axes exchanged. If a Transpose wrote the value, both are
-        combined, or cancel out.
+        """Return the name of the value `name` with its last two axes exchanged. If the value is the
+        result of a Transpose, one Transpose replaces both, or none if they cancel out.
         """
         view = self.view
         order = tuple(range(len(view.shape(name))))
@@ -308,7 +328,9 @@ class _AttentionWriter:
         return self.move("Transpose", name, role, shape, perm=perm)
 
     def keys(self, transposed: str, value: str) -> tuple[str, float]:
-        """Return the keys K of a value Kᵀ, and the number by which K was multiplied."""
+        """Return (K, c): the keys [samples, heads, positions, features] and a number, for the value
+        `transposed` = c · Kᵀ. `value` has the values of the attention.
+        """
         view = self.view
         found = _keys_before_transpose(view, transposed)
         if found is not None:
@@ -326,8 +348,8 @@ class _AttentionWriter:
         return self.by_head(key, "key"), scale
 
     def added_mask(self, mask: Mask) -> str | None:
-        """Return the tensor to add to scores [samples, heads, queries, keys]; None if the mask does
-        not broadcast to samples and heads.
+        """Return the name of the tensor that `mask` adds to scores [samples, heads, queries, keys];
+        None if the mask cannot be broadcast to samples and heads.
         """
         view = self.view
         name = mask.name
@@ -342,12 +364,12 @@ class _AttentionWriter:
         return self.mask_by_head(name, mask.scores[:-2])
 
     def sink_per_head(self, column: str) -> str:
-        """Return the vector [heads] that a column of scores repeats for all samples and queries; ""
-        if the column is something else.
+        """Return the name of the vector [heads] that the `column` of scores repeats for all samples
+        and queries; "" if the column is something else.
         """
         view = self.view
         name = column
-        axis = 1  # The axis of the heads.
+        axis = 1  # Axis of `name` that counts heads, which is traced back through its producers.
         heads = self.lead[1]
         if view.shape(column)[:-2] != self.lead:
             return ""
@@ -369,13 +391,14 @@ class _AttentionWriter:
             else:
                 axis -= len(shape) - len(source)
                 if node.op == "Gather" and (axis < 1 or node.integer("axis") or source[0] != 1):
-                    break  # Only a Gather that repeats a single row is a broadcast.
+                    break  # A Gather is a broadcast only if it repeats a single row.
             name = node.inputs[0]
         return ""
 
     def mask_by_head(self, name: str, lead: Shape) -> str | None:
-        """Return a mask that broadcasts to `lead` before its last two axes as one that broadcasts
-        to [samples, heads]; None if the dimensions of `lead` cannot be grouped into these two.
+        """Return the name of the mask `name`, which broadcasts to [`lead` ..., queries, keys], as a
+        mask that broadcasts to [samples, heads, queries, keys]; None if the dimensions of `lead`
+        cannot be grouped into samples and heads.
         """
         shape = self.view.shape(name)
         own = (1,) * (len(lead) + 2 - len(shape)) + shape[:-2]
@@ -388,7 +411,8 @@ class _AttentionWriter:
         count = parts(lead, self.lead)
         if count is None:
             return None
-        # A group of dimensions that the mask covers only in part is expanded.
+        # A Reshape can merge the dimensions of samples, or of heads, only if the mask has all of
+        # them or none. So those over which it is broadcast are expanded if it has others.
         groups = [(own[:count], lead[:count]), (own[count:], lead[count:])]
         expanded = [held if set(held) <= {1} else full for held, full in groups]
         target = (*expanded[0], *expanded[1])
@@ -398,8 +422,8 @@ class _AttentionWriter:
         return self.reshaped_mask(name, merged)
 
     def reshaped_mask(self, name: str, target: Shape) -> str:
-        """Return a mask in a shape. If a Reshape wrote it from that shape, return the operand of
-        the Reshape.
+        """Return the name of the mask `name` in the shape `target`. If the mask is the Reshape of a
+        tensor of that shape, return that tensor.
         """
         source = self.view.made_by(name, "Reshape")
         if source is not None and self.view.shape(source.inputs[0]) == target:
@@ -407,6 +431,7 @@ class _AttentionWriter:
         return self.move("Reshape", name, "mask", target)
 
     def sum_of(self, masks: list[str]) -> str:
+        """Write the sum of the masks, which broadcast to each other, and return its name."""
         total = masks[0]
         for mask in masks[1:]:
             shape = np.broadcast_shapes(self.view.shape(total), self.view.shape(mask))
@@ -415,13 +440,16 @@ class _AttentionWriter:
 
 
 def _swapped(shape: Shape) -> Shape:
+    """Return the shape with its last two sizes exchanged."""
     return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _keys_before_transpose(view: View, transposed: str) -> str | None:
-    """Return K if `transposed` is Kᵀ [samples, heads, features, positions] and a value holds K,
-    perhaps as [samples, heads, sharers, positions, features] before repeated heads were merged;
-    otherwise None.
+    """Return the name of K if `transposed` is Kᵀ [samples, heads, features, positions] and K is a
+    value of the graph; otherwise None.
+
+    K may be [samples, heads, sharers, positions, features], where sharers counts the query heads
+    that share a key head; a Reshape then merges heads and sharers.
     """
     node = view.made_by(transposed, "Transpose")
     if node is not None:
@@ -438,13 +466,15 @@ def _keys_before_transpose(view: View, transposed: str) -> str | None:
 
 
 def _with_merged_heads(shape: Shape) -> Shape:
-    """Return the shape (samples, heads, sharers, …) with one dimension heads · sharers."""
+    """Return the shape (samples, heads, sharers, …) with its second and third size replaced by
+    their product.
+    """
     return (*shape[:1], math.prod(shape[1:3]), *shape[3:])
 
 
 def _unrepeated(view: View, name: str) -> str | None:
-    """Return the keys or values with fewer heads that were repeated, each head for several query
-    heads, to make `name`; None if `name` is not made so.
+    """Return the name of the keys or values with fewer heads from which `name` is made by repeating
+    each head for the query heads that share it; None if `name` is not made so.
     """
     if len(view.shape(name)) == 4:
         merged = view.made_by(name, "Reshape")

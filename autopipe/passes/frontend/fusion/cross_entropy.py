@@ -3,9 +3,11 @@ the logits.
 
 The logits [tokens, vocabulary] are the largest tensor in the training of a language model. The
 fused operator (`autopipe.LinearCrossEntropy`) never stores all logits: the backward pass computes
-them again. It replaces the product and the loss if nothing else reads the logits. Between the two,
-files have casts, a softcap (Gemma Team, "Gemma 2", 2024, section 2), slices of tokens and reshapes
-to rows. Slices and reshapes of the logits are applied to the product's operand x instead.
+them again. It replaces the product and the loss if nothing else reads the logits.
+
+Between the product and the loss, files have casts, a softcap (Gemma Team, "Gemma 2", 2024, section
+2), slices of tokens and reshapes to rows. Slices and reshapes of the logits are applied to the
+product's first operand x instead.
 """
 
 from __future__ import annotations
@@ -28,30 +30,34 @@ fewer classes, this saves little memory.
 """
 _LOSS_OPERATORS = frozenset({"SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"})
 _NARROW = frozenset({DType.FLOAT16, DType.BFLOAT16})
+"""Element types of logits that files cast to float32 before the loss."""
 _ATTRIBUTES = frozenset({"ignore_index", "reduction"})
+"""Attributes of the loss that the fused operator has, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CappedProduct:
-    """softcap · tanh((x @ weight + bias) / softcap), or without the softcap if `softcap` is 0."""
+    """Logits softcap · tanh((x @ weight + bias) / softcap), or x @ weight + bias if `softcap` is 0.
+    `bias` is "" if there is none.
+    """
 
     x: str
     weight: str
     bias: str = ""
     transposed: bool = False
-    """True if `weight` is [classes, features]."""
+    """True if `weight` is [classes, features], False if it is [features, classes]."""
     softcap: float = 0.0
 
 
 def is_large(graph: Graph) -> bool:
-    """True if a fused loss of the graph has at least `MIN_CLASSES` classes."""
+    """True if any LinearCrossEntropy of the graph has at least `MIN_CLASSES` classes."""
     losses = (node for node in graph.nodes if qualified_name(node) == LINEAR_CROSS_ENTROPY)
     return any(classes_of(signature_of(graph, node)) >= MIN_CLASSES for node in losses)
 
 
 def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
-    """Return the graph in which each cross-entropy that the values `wanted` depend on is fused with
-    the product of its logits; the graph itself if there is no such cross-entropy.
+    """Return the graph in which cross-entropies that the values `wanted` depend on are fused with
+    the products that compute their logits; the graph itself if there is no cross-entropy to fuse.
 
     Outputs of the graph that are not in `wanted`, such as the logits, are still computed.
     """
@@ -70,7 +76,9 @@ def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
 
 
 def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
-    """Return the number of reads of each value by nodes that the values `wanted` depend on."""
+    """Return how often each value is read, counting only nodes on which the values `wanted` depend.
+    Each of `wanted` counts as read once more.
+    """
     found = Counter(wanted)
     for node in reversed(graph.nodes):
         if any(found[name] for name in node.outputs):
@@ -79,7 +87,9 @@ def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
 
 
 def _fuse_loss(view: View, node: Node) -> tuple[Node, ...]:
-    """Return the nodes in place of a loss; () if the pattern does not match."""
+    """Return the nodes that replace the loss `node` and the product of its logits by a
+    LinearCrossEntropy; () if the pattern does not match.
+    """
     logits = _find_logits(view, node) if node.op in _LOSS_OPERATORS else ""
     if not logits or len(view.shape(logits)) < 2:
         return ()
@@ -90,8 +100,8 @@ def _fuse_loss(view: View, node: Node) -> tuple[Node, ...]:
         if move.op != "Cast":
             moves.append(move)
     product = _match_product(view, name) if name else None
-    # The bounds of a slice that keeps all classes keep all features of x only if x has no more
-    # features than there are classes.
+    # A Slice of the logits is copied to x with its bounds along the last axis. They include all
+    # classes, so they include all features of x only if x has no more features than classes.
     if product is None or view.shape(product.x)[-1] > view.shape(logits)[1]:
         return ()
     nodes = _copy_row_moves(view, product.x, moves[::-1])
@@ -114,11 +124,12 @@ def _fuse_loss(view: View, node: Node) -> tuple[Node, ...]:
 
 
 def _move_classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
-    """Return (logits, labels) of a loss, where the last dimension of the logits counts classes and
-    the other dimensions are those of the labels. logits is "" if there is no such tensor.
+    """Return (logits, labels) of a loss such that the last dimension of the logits counts classes
+    and the other dimensions are those of the labels. The name of the logits is "" if there are no
+    such tensors.
 
-    If Reshapes merged several dimensions of both into rows, return the tensors before them, unless
-    the loss returns one value per row.
+    If Reshapes merged several dimensions of both into rows, return the tensors before the Reshapes,
+    unless the loss returns one value per row.
     """
     labels = node.inputs[1]
     rank = len(view.shape(logits))
@@ -139,7 +150,9 @@ def _move_classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
 
 
 def _copy_row_moves(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
-    """Return copies of the nodes `moves`, which move rows of logits, that move rows of x."""
+    """Return copies of the Reshapes and Slices `moves` of logits that apply to x instead: they keep
+    the features of x as the last dimension.
+    """
     nodes = list[Node]()
     value = view.type_of(x)
     for move in moves:
@@ -158,8 +171,8 @@ def _copy_row_moves(view: View, x: str, moves: Iterable[Node]) -> list[Node]:
 
 
 def _find_logits(view: View, node: Node) -> str:
-    """Return the logits of a cross-entropy node; "" if the node is none, or if its other results
-    are read.
+    """Return the name of the logits of a cross-entropy node; "" if the node is no cross-entropy of
+    unnormalised logits, or if its second result is read.
     """
     if node.domain or any(view.readers[name] for name in node.outputs[1:] if name):
         return ""
@@ -177,15 +190,16 @@ def _find_logits(view: View, node: Node) -> str:
 
 
 def _find_sole_producer(view: View, name: str, *operators: str) -> Node | None:
-    """Return the node that writes a value, if its operator is one of `operators` and the value is
-    read once; else None.
+    """Return the node that writes the value `name` if its operator is one of `operators` and the
+    value is read exactly once; otherwise None.
     """
     return view.made_by(name, *operators) if view.readers[name] == 1 else None
 
 
 def _find_row_move(view: View, name: str) -> Node | None:
     """Return the node that writes the logits `name` if it casts them to float32, or reshapes or
-    slices them and keeps the dimension of classes; else None.
+    slices them and keeps their last dimension, the classes; otherwise None. The logits must be read
+    once.
     """
     node = _find_sole_producer(view, name, "Cast", "Reshape", "Slice")
     if node is None:
@@ -204,8 +218,8 @@ def _find_row_move(view: View, name: str) -> Node | None:
 
 
 def _match_product(view: View, name: str) -> _CappedProduct | None:
-    """Return the product that computes the logits `name`, with its bias and softcap; None if there
-    is none of a supported form.
+    """Return the product that computes the logits `name`, with its bias and softcap; None if they
+    are not computed in a form that the fused operator supports.
     """
     softcap, inner = _match_softcap(view, name)
     node = _find_sole_producer(view, inner, "MatMul", "Gemm", "Add")
@@ -233,7 +247,7 @@ def _match_product(view: View, name: str) -> _CappedProduct | None:
 
 
 def _match_softcap(view: View, name: str) -> tuple[float, str]:
-    """Return (c, s) of a value c · tanh(s / c); (0, the value itself) for other values."""
+    """Return (c, s) if the value `name` is c · tanh(s / c), otherwise (0, `name`)."""
     softcap, inner = view.without_scale(name)
     tanh = _find_sole_producer(view, inner, "Tanh") if view.readers[name] == 1 else None
     if tanh is None:

@@ -2,11 +2,11 @@
 torch's exporters write them.
 
 Each expert is a gated unit between two matrix products. Exports either gather the weight matrices
-of each token's experts (`gathered_experts`), or compute all experts for all tokens and mask the
-results (`masked_experts`). The fused operator computes only the chosen experts.
+of each token's experts, or compute all experts for all tokens and mask the results. The fused
+operator computes only the chosen experts.
 
-A router chooses k experts per token by TopK; `chosen` [tokens, k] has their numbers, `shares`
-[tokens, k] the factor of each chosen expert's result.
+A router chooses k experts per token by TopK. `chosen` [tokens, k] has the numbers of the chosen
+experts, `shares` [tokens, k] the factor of each chosen expert's result.
 """
 
 from __future__ import annotations
@@ -21,35 +21,42 @@ from autopipe.passes.frontend.fusion.view import MAX_STEPS, PartialMixture, View
 from autopipe.passes.frontend.rewriter import Rewriter
 
 _RESHAPING = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
+"""Operators that change only the shape of a value."""
 _HALVES = 2
+"""Value of ONNX Runtime's attribute `swiglu_fusion` if the first half of the first layer's result
+are gates and the second half gated features.
+"""
 _INTERLEAVED = 1
-"""Order of gates and gated features in the rows of the first layer, as values of ONNX Runtime's
-attribute `swiglu_fusion`.
+"""Value of ONNX Runtime's attribute `swiglu_fusion` if gates and gated features alternate in the
+first layer's result.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer of an expert: `source` times the matrix weight[index], plus bias[index]."""
+    """A linear layer of an expert: `source` times the matrix weight[index], plus bias[index].
+    `bias` is "" if there is none.
+    """
 
     source: str
     weight: str
-    """The weights of all experts, stacked; or one matrix, if `index` is ""."""
+    """The matrices of all experts, stacked; or one matrix, if `index` is ""."""
     is_transposed: bool
-    """True if matrices are stored as [inputs, outputs]; operator Experts reads [outputs,
+    """True if matrices are stored as [inputs, outputs]; the fused operator Experts reads [outputs,
     inputs].
     """
     index: str
-    """The value with the number of the expert for all rows, or with one number per row."""
+    """The value that has the number of the expert: one number for all rows, or one number per row.
+    """
     bias: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The two layers of an expert, and the attributes of the gated unit between them.
+    """An expert: its two layers, and the attributes of the gated unit between them.
 
-    If each expert has separate parameters, `first` is the layer of the gate, and `up` the weight of
-    the gated features.
+    If gates and gated features have separate matrices, `first` is the layer of the gates, and `up`
+    the matrix of the gated features. Otherwise `first` computes both, and `up` is "".
     """
 
     first: Layer
@@ -77,12 +84,14 @@ class Unit:
 
     @property
     def matrices(self) -> tuple[str, ...]:
+        """The names of the matrices of `first`, `up` and `second`."""
         return self.first.weight, self.up, self.second.weight
 
 
 def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match the sum over each token's experts of result · share: a ReduceSum of [tokens, k,
-    features] over axis 1.
+    """Match a mixture of experts that gathers the matrices of each token's experts. It ends at
+    `node`, the ReduceSum of result · share [tokens, k, features] over axis 1. Return the nodes in
+    its place; None if the pattern does not match.
     """
     rank = len(view.shape(node.inputs[0]))
     axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -111,8 +120,11 @@ def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match the sum over all experts of result · share, 0 for tokens that did not choose the
-    expert. Each Add of the sum adds one expert; the Add of the last expert is replaced.
+    """Match a mixture that computes every expert for all tokens: the sum over experts of result ·
+    share, which is 0 for tokens that did not choose the expert.
+
+    Each Add of the sum adds one expert, and `node` is one of these. At the Add of the last expert,
+    return the nodes in its place; None at others and if the pattern does not match.
     """
     for before, name in (node.inputs, node.inputs[::-1]):
         term = _match_expert_term(view, name)
@@ -144,8 +156,8 @@ def masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _expert_count(view: View, chosen: str) -> int:
-    """Return the number of experts among which a TopK along the last axis chose `chosen`; 0 if no
-    such TopK writes `chosen`.
+    """Return the number of experts among which a TopK along the last axis chose `chosen`; 0 if
+    `chosen` is not the second result of such a TopK.
     """
     writer = view.writers.get(chosen)
     if (
@@ -161,8 +173,9 @@ def _expert_count(view: View, chosen: str) -> int:
 def _make_listed_mixture(
     view: View, node: Node, experts: dict[int, tuple[str, ...]], read: tuple[str, str, str]
 ) -> tuple[Node, ...] | None:
-    """Return the node of a mixture whose experts have separate matrices; None if shapes or types
-    differ between experts or do not fit. `read` has the tokens, the chosen experts and the shares.
+    """Return the ListedExperts node of a mixture whose experts have separate matrices, which
+    `experts` has by number; None if shapes or types differ between experts or do not fit. `read`
+    has the names of tokens, chosen experts and shares.
     """
     tokens = view.shape(read[0])
     chosen = view.shape(read[1])
@@ -192,8 +205,9 @@ def _make_listed_mixture(
 def _make_mixture(
     view: View, node: Node, unit: Unit, read: tuple[str, str, str]
 ) -> tuple[Node, ...]:
-    """Return the nodes of a mixture with stacked weights, which are transposed if they are stored
-    as [experts, inputs, outputs]. `read` has the tokens, the chosen experts and the shares.
+    """Return the nodes of a mixture whose experts' matrices are stacked. Matrices that are stored
+    as [experts, inputs, outputs] are transposed. `read` has the names of tokens, chosen experts and
+    shares.
     """
     rewriter = Rewriter(view, node)
     operands = list(read)
@@ -219,8 +233,8 @@ def _make_mixture(
 def _has_fitting_shapes(
     view: View, unit: Unit, source: str, chosen: str, shares: str, result: str
 ) -> bool:
-    """True if the shapes of tokens, chosen experts, shares, layers and result fit together, and
-    their types are equal.
+    """True if the shapes of tokens (`source`), chosen experts, shares, layers and result fit
+    together, and tokens, matrices and result have one element type.
     """
     first, second = (
         (shape[0], shape[2], shape[1]) if layer.is_transposed else shape
@@ -251,7 +265,9 @@ def _has_fitting_shapes(
 
 
 def _skip_reshapes(view: View, name: str) -> str:
-    """Return the value before Reshape, Squeeze, Unsqueeze and Flatten."""
+    """Return the name of the value that the nodes before `name` only reshape, which can be `name`
+    itself. At most `MAX_STEPS` nodes are skipped.
+    """
     for _ in range(MAX_STEPS):
         if (node := view.made_by(name, *_RESHAPING)) is None:
             break
@@ -260,8 +276,8 @@ def _skip_reshapes(view: View, name: str) -> str:
 
 
 def _reshaped_source(view: View, name: str, shape: tuple[int, ...]) -> str:
-    """Return the value of a shape among `name` and the values before it that were only reshaped;
-    "" if none has the shape.
+    """Return the name of a value with the shape `shape` that is `name` or that is only reshaped to
+    `name`; "" if there is none.
     """
     for _ in range(MAX_STEPS):
         if view.shape(name) == shape:
@@ -273,8 +289,8 @@ def _reshaped_source(view: View, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _find_repeated_rows(view: View, name: str) -> str:
-    """Return the value [tokens, features] whose rows `name` repeats for each of the token's
-    experts; "" if there is none.
+    """Return the name of the value [tokens, features] whose rows `name` repeats, each for the k
+    experts of its token; "" if there is none.
     """
     path = view.path(_skip_reshapes(view, name), "Expand|Tile", "|".join(_RESHAPING))
     if not path:
@@ -291,8 +307,8 @@ def _find_repeated_rows(view: View, name: str) -> str:
 
 
 def _match_unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> Unit | None:
-    """Return the unit with result `name`: a SwiGLU between two layers that `layer` matches; None
-    if it does not match.
+    """Return the expert whose result is `name`: a SwiGLU between two layers. `layer` matches a
+    layer by the name of its result. None if it does not match.
     """
     second = layer(view, name)
     node = (
@@ -317,8 +333,11 @@ def _match_unit(view: View, name: str, layer: Callable[[View, str], Layer | None
 
 
 def _match_swiglu_settings(view: View, node: Node) -> tuple[tuple[str, str], float, float]:
-    """Return ((gates, gated), beta, limit) of a SwiGLU: beta is added to the gated features; gates
-    are clamped to at most `limit`, the gated features to ±limit (infinite if not clamped).
+    """Return ((gates, gated), beta, limit) of a SwiGLU: the names of its gates and gated features,
+    the number beta that is added to the gated features, and the limit to which they are clamped.
+
+    Gates are at most `limit`, gated features between -`limit` and `limit`; `limit` is infinite if
+    they are not clamped.
     """
     gate, up = node.inputs
     value, beta = view.plus_number(up)
@@ -337,8 +356,8 @@ def _match_swiglu_settings(view: View, node: Node) -> tuple[tuple[str, str], flo
 
 
 def _gathered_layer(view: View, name: str) -> Layer | None:
-    """Match a layer that gathers one matrix per row, and perhaps one bias per row, by equal
-    indices.
+    """Match a layer with result `name` that gathers one matrix per row, and perhaps one bias per
+    row, by equal indices. None if it does not match.
     """
     bias = index = ""
     added = view.made_by(_skip_reshapes(view, name), "Add")
@@ -360,8 +379,8 @@ def _gathered_layer(view: View, name: str) -> Layer | None:
 
 
 def _gathered_rows(view: View, name: str, rank: int) -> tuple[str, str]:
-    """Return (weight, indices) of a Gather along the first axis of a parameter with `rank`
-    dimensions; ("", "") for other values.
+    """Return (weight, indices) if the value `name` gathers slices of the parameter `weight`, which
+    has `rank` dimensions, along its first axis; otherwise ("", "").
     """
     node = view.made_by(name, "GatherND", "Gather")
     if node is None or node.integer("batch_dims") or node.integer("axis"):
@@ -377,7 +396,9 @@ def _gathered_rows(view: View, name: str, rank: int) -> tuple[str, str]:
 
 
 def _indexed_layer(view: View, name: str) -> Layer | None:
-    """Match a product of all rows with the matrix of one expert, gathered by a scalar index."""
+    """Match a layer with result `name` that multiplies all rows by the matrix of one expert, which
+    a scalar index selects. None if it does not match.
+    """
     product = view.made_by(name, "MatMul")
     if product is None:
         return None
@@ -391,7 +412,9 @@ def _indexed_layer(view: View, name: str) -> Layer | None:
 
 
 def _separate_unit(view: View, name: str) -> Unit | None:
-    """Match a unit whose three matrices are separate parameters; None if it does not match."""
+    """Match an expert with result `name` whose three matrices are separate parameters: a SwiGLU of
+    two products, and a third product. None if it does not match.
+    """
     down = _match_product(view, name)
     node = view.made_by(down.source, "SwiGLU") if down is not None else None
     gate, up = (
@@ -413,8 +436,8 @@ def _separate_unit(view: View, name: str) -> Unit | None:
 
 
 def _earliest_of_shape(view: View, name: str) -> str:
-    """Return the earliest value that has the shape of `name` and of which `name` is a reshaped
-    copy.
+    """Return the name of the earliest value that has the shape of `name` and is only reshaped to
+    `name`.
     """
     shape = view.shape(name)
     found = name
@@ -428,7 +451,9 @@ def _earliest_of_shape(view: View, name: str) -> str:
 
 
 def _match_product(view: View, name: str) -> Layer | None:
-    """Match a product with a parameter that is a matrix."""
+    """Match a layer with result `name` that is a product with a parameter of two dimensions. None
+    if it does not match.
+    """
     node = view.made_by(name, "MatMul")
     if (
         node is None
@@ -441,7 +466,8 @@ def _match_product(view: View, name: str) -> Layer | None:
 
 def _match_expert_term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | None:
     """Match one expert's term of the sum: Where(token chose the expert, result · share, 0). Return
-    (unit, chosen, shares, expert number in the form of `_expert_number`); None for other values.
+    (expert, chosen, shares, number of the expert as `_expert_number` returns it); None if it does
+    not match.
     """
     node = view.made_by(name, "Where")
     product = view.made_by(node.inputs[1], "Mul") if node is not None else None
@@ -470,15 +496,15 @@ def _match_expert_term(view: View, name: str) -> tuple[Unit, str, str, tuple[str
 
 
 def _sums_slots(view: View, node: Node) -> bool:
-    """True if a ReduceSum reduces the first of two axes."""
+    """True if the ReduceSum `node` reduces the first of two axes: the k choices of each token."""
     axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
     stated = tuple(axes.tolist()) if axes is not None else node.integers("axes")
     return stated in ((0,), (-2,)) and len(view.shape(node.inputs[0])) == 2
 
 
 def _chosen_and_index(view: View, name: str) -> tuple[str, str]:
-    """Return (chosen, index) of a mask [k, tokens] that is true where the expert with the number in
-    `index` was chosen; ("", "") for other values.
+    """Return (chosen, index) if the value `name` is a mask [k, tokens] that is true for choices of
+    the expert whose number is `index`; otherwise ("", "").
     """
     path = view.path(name, "Cast", "Gather", "Transpose", "OneHot")
     if not path:
@@ -491,15 +517,19 @@ def _chosen_and_index(view: View, name: str) -> tuple[str, str]:
 
 
 def _is_one_hot(view: View, transpose: Node, hot: Node) -> bool:
-    """True if the transposed OneHot is [experts, k, tokens], 1 where an expert was chosen."""
+    """True if the OneHot `hot`, after `transpose`, is [experts, k, tokens], with 1 for chosen
+    experts and 0 for others.
+    """
     values = view.array(hot.inputs[2])
     is_hot = values is not None and values.tolist() == [0, 1] and hot.integer("axis", -1) in (-1, 2)
     return is_hot and transpose.integers("perm") == (2, 1, 0)
 
 
 def _expert_number(view: View, index: str) -> tuple[str, int] | None:
-    """Return ("", number) of an expert whose number is a constant; (vector, i) if its number is
-    element i of a vector that a Split divides; None otherwise.
+    """Return the number of the expert that the value `index` has.
+
+    ("", number) if it is a constant; (vector, i) if it is element i of `vector`, which a Split
+    divides; otherwise None.
     """
     number = view.scalar(index)
     if number is not None:
@@ -512,8 +542,8 @@ def _expert_number(view: View, index: str) -> tuple[str, int] | None:
 
 
 def _listed_experts(view: View, vector: str, chosen: str) -> int:
-    """Return the length of a vector that lists the experts with at least one token, in order; a
-    huge number for other vectors.
+    """Return the length of `vector` if it lists, in ascending order, the experts that at least one
+    token chose; a huge number if it is something else.
 
     A traced loop has as many iterations as experts had tokens in the example input. For inputs that
     choose another number of experts, the file's result is undefined.
@@ -553,8 +583,8 @@ def _listed_experts(view: View, vector: str, chosen: str) -> int:
 
 
 def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
-    """Return the value [tokens, k] of which `name`, of `shape` [k, tokens], is the transpose; "" if
-    there is none.
+    """Return the name of the value [tokens, k] whose transpose is `name`, which must have the shape
+    `shape` = [k, tokens]; "" if there is none.
     """
     transpose = view.made_by(_skip_reshapes(view, name), "Transpose")
     if transpose is None or view.shape(name) != shape:
@@ -568,8 +598,8 @@ def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
 
 
 def _selects_any_slot(view: View, name: str, mask: str) -> bool:
-    """True if `name` is true for the tokens for which any of the k rows of `mask` [k, tokens]
-    is.
+    """True if the value `name` is true for those tokens for which any of the k rows of `mask` [k,
+    tokens] is true.
     """
     path = view.path(_skip_reshapes(view, name), "Cast", "ReduceSum", "Cast")
     return bool(path) and path[2].inputs[0] == mask and _sums_slots(view, path[1])

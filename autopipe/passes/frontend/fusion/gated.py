@@ -1,6 +1,6 @@
-"""Swish, x · sigmoid(αx) (Ramachandran et al. 2017), and gated units, act(gate) · up (Shazeer, "GLU
-Variants Improve Transformer", 2020). Gate and up are two values, such as two matrix products or the
-halves of one.
+"""Fusion of Swish, x · sigmoid(αx) (Ramachandran et al. 2017), and of gated units, act(gate) · up
+(Shazeer, "GLU Variants Improve Transformer", 2020). Gate and up are two values, such as two matrix
+products or the halves of one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ _DOMAIN = "autopipe"
 
 
 def swish(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match x · sigmoid(αx) for a constant α."""
+    """Match x · sigmoid(αx) with a constant α, which ends at the Mul `node`. Return the Swish node
+    in its place; None if the pattern does not match.
+    """
     for x, gate in (node.inputs, node.inputs[::-1]):
         sigmoid = view.made_by(gate, "Sigmoid")
         if sigmoid is None:
@@ -29,7 +31,9 @@ def swish(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def gated(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match act(gate) · up of equal shapes, if nothing else reads act(gate)."""
+    """Match act(gate) · up of equal shapes, which ends at the Mul `node`, if nothing else reads
+    act(gate). Return the SwiGLU or GatedUnit in its place; None if the pattern does not match.
+    """
     for active, up in (node.inputs, node.inputs[::-1]):
         found = _activation(view, active) if view.readers[active] == 1 else None
         if found is None or len({view.shape(each) for each in (found[0], up, node.outputs[0])}) > 1:
@@ -44,8 +48,11 @@ def gated(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _activation(view: View, name: str) -> tuple[str, str, tuple[tuple[str, Attribute], ...]] | None:
-    """Return (operand, kind, attributes) of an activation: kind `silu` for Swish, `gelu` or `tanh`
-    for the two forms of Gelu, `relu2` for the square of Relu. None for other values.
+    """Return (operand, kind, attributes) of the activation that writes the value `name`; None if no
+    known activation does.
+
+    The kind is `silu` for Swish, `gelu` or `tanh` for the exact and the approximate Gelu, and
+    `relu2` for the square of Relu.
     """
     node = view.made_by(name, "Swish", "Gelu")
     if node is not None:

@@ -1,4 +1,4 @@
-"""Fusion of Gelu, LayerNormalization and RMSNormalization from elementary operators.
+"""Fusion of elementary operators into Gelu, LayerNormalization and RMSNormalization.
 
 Gelu is x · ½ · (1 + erf(x / √2)), or its approximation by tanh (Hendrycks & Gimpel 2016, section
 2). The normalizations are those of Ba et al. (2016) and Zhang & Sennrich (2019).
@@ -13,13 +13,17 @@ from autopipe.ir.graph import Node
 from autopipe.passes.frontend.fusion.view import View, is_near
 
 ROOT_HALF = math.sqrt(0.5)
+"""√½, in Gelu's term erf(√½ · x)."""
 TANH_SCALE = math.sqrt(2 / math.pi)
+"""√(2/π), in approximate Gelu's term tanh(√(2/π) · (x + 0.044715 x³))."""
 CUBIC = 0.044715
-"""Constants of Gelu: erf(√½ x), and tanh(√(2/π) · (x + 0.044715 x³))."""
+"""Coefficient of x³ in approximate Gelu's term tanh(√(2/π) · (x + 0.044715 x³))."""
 
 
 def gelu(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match ½ · x · (1 + erf(…)) and ½ · x · (1 + tanh(…)), with factors in any order."""
+    """Match ½ · x · (1 + erf(…)) and ½ · x · (1 + tanh(…)), with factors in any order, which end at
+    the Mul `node`. Return the Gelu node in its place; None if the pattern does not match.
+    """
     coefficient, factors = view.product(node.outputs[0])
     if len(factors) != 2 or not is_near(coefficient, 0.5):
         return None
@@ -31,8 +35,8 @@ def gelu(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _gelu_kind(view: View, name: str, x: str) -> str:
-    """Return the value of Gelu's attribute `approximate`: `none` if the value `name` is
-    1 + erf(x / √2), `tanh` for the approximation, "" for other values.
+    """Return Gelu's attribute `approximate` if the value `name` is Gelu's factor: `none` if it is 1
+    + erf(x / √2), `tanh` if it is 1 + tanh(√(2/π) · (x + 0.044715 x³)), otherwise "".
     """
     value, one = view.plus_number(name)
     bend = view.made_by(value, "Erf", "Tanh") if is_near(one, 1.0) else None
@@ -45,7 +49,7 @@ def _gelu_kind(view: View, name: str, x: str) -> str:
 
 
 def _is_cubic(view: View, factors: tuple[str, ...], x: str) -> bool:
-    """True if a product of factors is x + 0.044715 x³, or x (1 + 0.044715 x²)."""
+    """True if the product of the values `factors` is x + 0.044715 x³, or x · (1 + 0.044715 x²)."""
     node = view.made_by(factors[0], "Add") if len(factors) == 1 else None
     if node is not None and x in node.inputs:
         bend = node.inputs[node.inputs[0] == x]
@@ -63,8 +67,8 @@ def _is_cubic(view: View, factors: tuple[str, ...], x: str) -> bool:
 
 
 def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match scale · x / √(mean(x²) + ε), RMSNormalization; if x is y − mean(y), it is a
-    LayerNormalization of y.
+    """Match scale · x / √(mean(x²) + ε), which ends at the Mul `node`. Return an RMSNormalization
+    of x, or, if x is y − mean(y), a LayerNormalization of y; None if the pattern does not match.
     """
     for scale, normal in (node.inputs, node.inputs[::-1]):
         found = _normal(view, view.without_casts(normal))
@@ -89,8 +93,9 @@ def normalization(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def normalization_bias(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match LayerNormalization(x) + bias. The LayerNormalization must have no bias yet, and no
-    other reader.
+    """Match LayerNormalization(x) + bias, which ends at the Add `node`. Return a LayerNormalization
+    with that bias; None if the pattern does not match, if the LayerNormalization has a bias
+    already, or if anything else reads it.
     """
     for normal, bias in (node.inputs, node.inputs[::-1]):
         made = view.made_by(normal, "LayerNormalization")
@@ -102,8 +107,8 @@ def normalization_bias(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _normal(view: View, name: str) -> tuple[str, int, float] | None:
-    """Return (x, first axis, ε) of a value x / √(mean(x²) + ε), whose mean is over the first axis
-    and all later ones; None for other values.
+    """Return (x, first axis, ε) if the value `name` is x / √(mean(x²) + ε) with the mean over the
+    first axis and all later ones; otherwise None.
     """
     node = view.made_by(name, "Mul", "Div")
     if node is None:
@@ -123,13 +128,13 @@ def _normal(view: View, name: str) -> tuple[str, int, float] | None:
 
 
 def _root_operand(view: View, name: str) -> str:
-    """Return v of a value √v; "" for other values."""
+    """Return the name of v if the value `name` is √v, otherwise ""."""
     root = view.made_by(name, "Sqrt")
     return root.inputs[0] if root is not None else ""
 
 
 def _inverse_root_operand(view: View, name: str) -> str:
-    """Return v of a value 1 / √v; "" for other values."""
+    """Return the name of v if the value `name` is 1 / √v, otherwise ""."""
     node = view.made_by(name, "Reciprocal", "Div", "Pow")
     if node is None or (node.op == "Div" and view.scalar(node.inputs[0]) != 1.0):
         return ""
@@ -139,8 +144,8 @@ def _inverse_root_operand(view: View, name: str) -> str:
 
 
 def _centred(view: View, name: str, axis: int) -> str | None:
-    """Return x of a value x − mean(x), whose mean is over `axis` and all later axes; None for other
-    values.
+    """Return the name of x if the value `name` is x − mean(x), with the mean over `axis` and all
+    later axes; otherwise None.
     """
     node = view.made_by(name, "Sub")
     mean = view.made_by(node.inputs[1], "ReduceMean") if node is not None else None
@@ -155,8 +160,8 @@ def _centred(view: View, name: str, axis: int) -> str | None:
 
 
 def _first_mean_axis(view: View, node: Node) -> int | None:
-    """Return the first axis of a ReduceMean over that axis and all later ones that keeps the
-    dimensions; None for other reductions.
+    """Return the first axis over which the ReduceMean `node` averages, if it averages over that
+    axis and all later ones, and keeps dimensions; otherwise None.
     """
     rank = len(view.shape(node.inputs[0]))
     stated = view.array(node.inputs[1]) if len(node.inputs) > 1 else None

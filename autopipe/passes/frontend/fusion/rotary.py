@@ -1,9 +1,9 @@
 """Fusion of rotary position embeddings (Su et al., "RoFormer", 2021), as exporters write them.
 
-Each pair (a, b) of a head's features is rotated to (a · cos − b · sin, b · cos + a · sin). The
-pattern is x · cos + rotated(x) · sin with rotated pairs (−b, a), or computes both results. A pair
-is half a head apart, or two neighbours (`interleaved`). Only the first features of a head may be
-rotated.
+Each pair (a, b) of a head's features is rotated to (a · cos − b · sin, b · cos + a · sin). Exports
+contain x · cos + rotated(x) · sin with rotated pairs (−b, a), or compute both results separately
+and join them. The features of a pair are half a head apart, or they are neighbours (`interleaved`).
+Only the first features of a head may be rotated.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from autopipe.ir.graph import Attribute, Node
 from autopipe.passes.frontend.fusion.view import View
 
 Angles = tuple[str, str]
-"""Names of the cosines and the sines."""
+"""Names of the cosines and of the sines."""
 
 
 def rotary_sum(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match x · cos + rotated(x) · sin, where `rotated` replaces each pair (a, b) by (−b, a)."""
+    """Match x · cos + rotated(x) · sin, which ends at the Add `node`; rotated(x) replaces each pair
+    (a, b) of features by (−b, a). Return the Rotary node in its place; None if the pattern does not
+    match.
+    """
     products = [view.made_by(each, "Mul") for each in node.inputs]
     if products[0] is None or products[1] is None:
         return None
@@ -31,8 +34,9 @@ def rotary_sum(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match a Concat of both results of all pairs, or of the rotated first features and the other
-    features of a head.
+    """Match a rotary embedding that ends at the Concat `node`: of both results of all pairs of
+    features, or of rotated first features and the other features of a head. Return the Rotary node
+    in its place; None if the pattern does not match.
     """
     if len(node.inputs) != 2 or node.integer("axis") not in (
         -1,
@@ -66,7 +70,9 @@ def rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def rotary_reshape(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Match a Reshape that interleaves both results of neighbouring features."""
+    """Match a rotary embedding that ends at the Reshape `node`, which interleaves both results of
+    neighbouring features. Return the Rotary node in its place; None if the pattern does not match.
+    """
     pair = _interleaved_parts(view, node.outputs[0])
     x, angles, interleaved = _results(view, *pair) if pair else ("", ("", ""), False)
     return (
@@ -79,8 +85,9 @@ def rotary_reshape(view: View, node: Node) -> tuple[Node, ...] | None:
 def _rotary(
     view: View, node: Node, x: str, angles: Angles, flags: tuple[str, ...], count: int
 ) -> tuple[Node, ...] | None:
-    """Return a Rotary node for all features of x, with `count` angles per head; None if shapes or
-    types do not fit.
+    """Return a Rotary node that rotates all features of x by `angles`, in place of `node`; None if
+    shapes or types do not fit. `flags` are the attributes that are 1; `count` is the expected last
+    size of cosines and sines.
     """
     result = view.type_of(node.outputs[0])
     types = {view.type_of(each).dtype for each in (x, *angles)}
@@ -95,8 +102,8 @@ def _rotary(
 
 
 def _rotated_source(view: View, rotated: str) -> tuple[str, bool]:
-    """Return (x, interleaved) of a value that has (−b, a) for each pair (a, b) of x; ("", False)
-    for other values.
+    """Return (x, interleaved) if the value `rotated` has (−b, a) for each pair (a, b) of features
+    of x; otherwise ("", False). `interleaved` is true if the features of a pair are neighbours.
     """
     join = view.made_by(rotated, "Concat")
     is_joined = join is not None and join.integer("axis") in (-1, len(view.shape(rotated)) - 1)
@@ -107,8 +114,8 @@ def _rotated_source(view: View, rotated: str) -> tuple[str, bool]:
 
 
 def _interleaved_parts(view: View, name: str) -> tuple[str, ...]:
-    """Return the two values whose elements alternate along the last axis of a value; () for other
-    values.
+    """Return the names of the two values whose elements alternate along the last axis of the value
+    `name`; () if there are no such values.
     """
     path = view.path(name, "Reshape", "Concat")
     if not path or len(path[1].inputs) != 2:
@@ -123,8 +130,9 @@ def _interleaved_parts(view: View, name: str) -> tuple[str, ...]:
 
 
 def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
-    """Return (x, angles, interleaved) if the two values are a · cos − b · sin and b · cos + a · sin
-    for the pairs (a, b) of x; x is "" otherwise.
+    """Return (x, angles, interleaved) if the values `first` and `second` are a · cos − b · sin and
+    b · cos + a · sin for the pairs (a, b) of features of x; x is "" otherwise. `interleaved` is
+    true if the features of a pair are neighbours.
     """
     minus = view.made_by(first, "Sub")
     plus = view.made_by(second, "Add")
@@ -139,8 +147,8 @@ def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
             set(each.inputs) if each is not None else set[str]() for each in products
         )
         for third, last in (others, others[::-1]):
-            # left is a · cos, right b · sin, third b · cos, last a · sin: each factor is in two of
-            # them.
+            # The products are left = a · cos, right = b · sin, third = b · cos, last = a · sin. So
+            # two products share each of a, b, cos and sin, by which these are found.
             shared = [left & last, right & third, left & third, right & last]
             if all(len(each) == 1 for each in shared):
                 a, b, cosines, sines = (next(iter(each)) for each in shared)

@@ -1,4 +1,4 @@
-"""The fusion rules by operator, and the pass that applies them."""
+"""The fusion rules, by the operator at which a pattern ends, and the pass that applies them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FUSED = frozenset(
         "Swish",
     }
 )
-"""Operators that fusion writes. `fusion.cross_entropy` writes LinearCrossEntropy in a pass of its
-own, after the loss is chosen.
+"""Operators that fusion writes. `fusion.cross_entropy` writes LinearCrossEntropy in a separate
+pass, after the loss is chosen.
 """
 Rule = Callable[[View, Node], tuple[Node, ...] | None]
-"""A rule gets a node, which is the last one of the pattern, and returns the nodes in its place, or
-None if the pattern does not match. The last of these nodes writes the node's results.
+"""A rule gets the last node of a possible pattern, and returns the nodes in its place, or None if
+the pattern does not match. The last of these nodes writes the results of the replaced node.
 """
 RULES: dict[str, tuple[Rule, ...]] = {
     "Mul": (gelu, normalization, swish, gated),
@@ -44,15 +44,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "ReduceSum": (gathered_experts,),
     "MatMul": (attention,),
 }
-"""Rules by the operator of the node at which a pattern ends. The first match counts."""
+"""Rules by the operator of the node at which a pattern ends. They are tried in order, and the first
+match wins.
+"""
 
 
 def fused(graph: Graph) -> Graph:
-    """Return the graph with the operators `FUSED` in place of the nodes that compute the same; the
-    graph itself if no rule matches.
+    """Return the graph with operators of `FUSED` in place of nodes that compute the same; the graph
+    itself if no rule matches.
 
-    Fused operators have the meaning of opset 23, or of the opset that introduced them, whatever
-    `graph.opset` is.
+    Fused operators have the meaning of opset 23, or of the opset that introduced them, even if
+    `graph.opset` is lower.
     """
     view = View(graph)
     nodes: list[Node] = []
@@ -71,6 +73,7 @@ def fused(graph: Graph) -> Graph:
 
 
 def _replacement(view: View, node: Node) -> tuple[Node, ...] | None:
+    """Return the nodes in place of `node` by the first rule that matches; None if none does."""
     for rule in RULES.get(node.op, ()):
         found = rule(view, node)
         if found is not None:

@@ -1,5 +1,5 @@
-"""Matching of attention scores, from the softmax back to the product of queries and keys, through
-scales, a cap, and masks.
+"""Matching of attention scores: from the operand of the softmax back to the product of queries and
+keys, through scales, a cap by tanh, and masks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from autopipe.passes.frontend.fusion.view import MAX_STEPS, View
 from autopipe.passes.frontend.tables import HIDDEN
 
 ABSORBING = {DType.FLOAT16: -6e4}
-"""By element type, the largest (negative) number whose sum with usual scores rounds to the number
-itself; −1e9 for other types.
+"""By element type, the negative number nearest to 0 whose sum with usual scores rounds to the
+number itself; −1e9 for other types.
 """
 
 Shape = tuple[int, ...]
@@ -23,23 +23,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A mask: `factor` · `name` is added to the scores; or, if `low` is a number, `low` replaces
-    the scores that the boolean tensor `name` hides.
+    """A mask of attention scores. If `low` is None, `factor` · `name` is added to the scores;
+    otherwise `low` replaces the scores that the boolean tensor `name` hides.
     """
 
     name: str
     scores: Shape
-    """Shape of the scores that the mask applies to."""
+    """Shape of the scores to which the mask applies."""
     factor: float = 1.0
     low: float | None = None
     shown: bool = True
-    """The value of the boolean tensor for scores that stay."""
+    """The element of the boolean tensor for scores that are not replaced."""
 
 
 @dataclass(slots=True)
 class Scores:
-    """Scores softcap · tanh(scale · Q Kᵀ / softcap) + masks. A softcap of 0 means that there is no
-    cap. `transposed` is Kᵀ.
+    """The scores softcap · tanh(scale · Q Kᵀ / softcap) + masks. A `softcap` of 0 means that there
+    is no tanh. `query` names Q, `transposed` names Kᵀ.
     """
 
     query: str = ""
@@ -48,12 +48,12 @@ class Scores:
     softcap: float = 0.0
     masks: list[Mask] = field(default_factory=list)
     shapes: list[Shape] = field(default_factory=list)
-    """Shapes of the scores, from the softmax back to the product."""
+    """Shapes of the scores, in order from the softmax back to the product."""
 
 
 def scores_of(view: View, name: str) -> Scores | None:
-    """Return the scores in the value that a softmax reads; None if it is not computed from a
-    product in a way that matches.
+    """Match attention scores whose last value, the operand of a softmax, is `name`. Return None if
+    it is not computed from a product Q Kᵀ in a form that matches.
     """
     found = Scores()
     for _ in range(MAX_STEPS):
@@ -79,8 +79,8 @@ def scores_of(view: View, name: str) -> Scores | None:
 
 
 def _step(view: View, name: str, found: Scores) -> Node | None:
-    """Return the node that writes the scores `name` before casts and a scale, which is multiplied
-    into `found.scale`; None if its operator cannot be a part of the pattern.
+    """Return the node that writes the scores `name`, before casts and a scale; the scale is
+    multiplied into `found.scale`. None if this node's operator cannot be a part of the pattern.
     """
     scale, name = view.without_scale(view.without_casts(name))
     node = view.made_by(
@@ -102,8 +102,8 @@ def _step(view: View, name: str, found: Scores) -> Node | None:
 
 
 def changes_leading_axes(view: View, node: Node) -> bool:
-    """True if a node only changes dimensions before the last two. Operand and result have at least
-    three dimensions.
+    """True if `node` reshapes only dimensions before the last two. Its operand and its result have
+    at least three dimensions.
     """
     before = view.shape(node.inputs[0])
     after = view.shape(node.outputs[0])
@@ -111,7 +111,9 @@ def changes_leading_axes(view: View, node: Node) -> bool:
 
 
 def _factored(view: View, node: Node, found: Scores) -> Scores | None:
-    """Add the factors Q and Kᵀ of the product `node`; return None if shapes or masks do not fit."""
+    """Add the factors Q and Kᵀ of the product `node` to `found` and return it; None if shapes or
+    masks do not fit.
+    """
     (query_scale, found.query), (key_scale, found.transposed) = map(view.without_scale, node.inputs)
     found.scale *= query_scale * key_scale
     query, keys, scores = (
@@ -129,20 +131,22 @@ def _factored(view: View, node: Node, found: Scores) -> Scores | None:
 
 
 def _is_supported(view: View, mask: Mask, dtype: DType) -> bool:
-    """True if a mask can be an operand of Attention: an added mask has the scores' type, and `low`
-    is so small that the hidden keys get no weight.
+    """True if a mask can become an operand of Attention on scores of the type `dtype`: an added
+    mask has that type, and a mask that replaces scores has a `low` so small that hidden keys get no
+    weight.
     """
     type_ = view.type_of(mask.name)
     if mask.low is None:
         return type_.dtype is dtype and len(type_.shape) > 1
     if kind_of_mask(view, mask) != "other":
-        return mask.low <= HIDDEN  # Each row shows a key, so hidden keys get weight 0.
+        return mask.low <= HIDDEN  # Each query has a visible key, so hidden keys get weight 0.
     return mask.low <= ABSORBING.get(dtype, -1e9) and len(type_.shape) > 1
 
 
 def _masked(view: View, node: Node, found: Scores) -> str | None:
-    """Add the mask of an Add or a Where to `found.masks`; return the scores that the mask applies
-    to, None if no operand of the node is recognised as scores of the result's shape.
+    """Add the mask that the Add or Where `node` applies to `found.masks`. Return the name of the
+    scores to which the mask applies; None if no operand is recognised as scores of the result's
+    shape.
     """
     scores = ""
     result = view.shape(node.outputs[0])
@@ -165,8 +169,8 @@ def _masked(view: View, node: Node, found: Scores) -> str | None:
 
 
 def _reaches(view: View, name: str, steps: int) -> bool:
-    """True if a product is found within `steps` nodes before a value, through the operators that
-    `scores_of` accepts.
+    """True if a MatMul is found within `steps` nodes before the value `name`, through operators
+    that may stand between the product and the softmax of attention.
     """
     waiting = [name]
     for _ in range(steps):
@@ -183,14 +187,14 @@ def _reaches(view: View, name: str, steps: int) -> bool:
 
 
 def kind_of_mask(view: View, mask: Mask) -> str:
-    """Return the kind of a mask.
+    """Return the kind of a mask. Results are cached in `view.masks`, because layers share masks.
+    The kinds are:
 
-    `blank`: it changes nothing. `causal`: each query attends to its own position and all earlier
-    ones. A number W in decimal: to its own position and the W before it. `some`: a mask that
-    selects scores, with at least one visible key in each row. `other`: any other mask, and masks
-    whose data are not known.
-
-    Layers share masks, and the mask of a long sequence is large, so results are cached.
+    - `blank`: it changes no score.
+    - `causal`: each query attends to its own position and all earlier ones.
+    - a decimal number W: each query attends to its own position and the W before it.
+    - `some`: it selects scores, and each query has at least one visible key.
+    - `other`: any other mask, and each mask whose data are not known.
     """
     key = mask.name if mask.low is None else f"{mask.name} {'shown' if mask.shown else 'hidden'}"
     if key not in view.masks:
@@ -208,7 +212,9 @@ def kind_of_mask(view: View, mask: Mask) -> str:
 
 
 def _kind_of_added(numbers: np.ndarray) -> str:
-    """Return the kind of a mask that is added."""
+    """Return the kind (see `kind_of_mask`) of a mask with these `numbers`, which are added to the
+    scores.
+    """
     if not numbers.any():
         return "blank"
     if numbers.dtype.kind not in "fV":
@@ -219,8 +225,8 @@ def _kind_of_added(numbers: np.ndarray) -> str:
 
 
 def _kind_of_band(shown: np.ndarray) -> str:
-    """Return the kind of a boolean mask that is true for visible keys: causal, with or without a
-    sliding window, or `other`.
+    """Return the kind of a boolean mask [..., queries, keys] that is true for visible keys:
+    `causal`, the number of earlier visible positions of a causal sliding window, or `other`.
     """
     if shown.ndim < 2 or shown.shape[-1] != shown.shape[-2]:
         return "other"
@@ -235,8 +241,8 @@ def _kind_of_band(shown: np.ndarray) -> str:
 
 
 def parts(shape: Shape, lead: tuple[int, int]) -> int | None:
-    """Return the number of leading dimensions of `shape` whose product is `lead[0]` while the
-    product of the other dimensions is `lead[1]`; None if there is no such number.
+    """Return the count of leading sizes of `shape` whose product is `lead[0]` while the product of
+    the other sizes is `lead[1]`; None if there is no such count.
     """
     for count in range(len(shape) + 1):
         if (math.prod(shape[:count]), math.prod(shape[count:])) == lead:

@@ -1,5 +1,5 @@
-"""Matrix products between a Reshape that merges several dimensions into rows and a Reshape that
-separates them again.
+"""A rule for matrix products between a Reshape that merges several dimensions into rows and a
+Reshape that separates them again: the product is computed on separate dimensions instead.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from autopipe.passes.frontend.rewriter import Rewriter
 
 
 def unmerged(view: View, node: Node) -> tuple[Node, ...] | None:
-    """Return nodes that compute the product on separate dimensions, for the second Reshape; None if
-    the pattern does not match.
+    """Match a matrix product between a Reshape that merges dimensions into rows and the Reshape
+    `node`, which separates them. Return nodes that compute the product on separate dimensions; None
+    if the pattern does not match.
 
-    nn.MultiheadAttention has sequences [positions, samples, features] and projects rows
-    [positions · samples, features]. Merged rows cannot be sharded over devices by samples, because
-    samples are the inner part of a row's number. A merge whose first dimension stays first (mostly
-    the samples) is kept.
+    nn.MultiheadAttention projects sequences [positions, samples, features] as rows [positions ·
+    samples, features]. Merged rows cannot be sharded over devices by samples, because consecutive
+    rows belong to different samples. The rule applies only if a Transpose moved the first
+    dimension, mostly the samples, elsewhere before the merge.
     """
     product = view.made_by(node.inputs[0], "Gemm", "MatMul")
     if (
@@ -85,13 +86,17 @@ def unmerged(view: View, node: Node) -> tuple[Node, ...] | None:
 
 
 def _leading_axes(shape: tuple[int, ...], elements: int) -> int:
-    """Return the number of leading dimensions whose product is `elements`; 0 if there is none."""
+    """Return the number of leading sizes of `shape` whose product is `elements`; 0 if there is
+    none.
+    """
     sizes = itertools.accumulate(shape, int.__mul__)
     return next((count for count, size in enumerate(sizes, 1) if size == elements), 0)
 
 
 def _moves_first_axis(view: View, name: str) -> bool:
-    """True if a Transpose writes a value that is not empty and puts another axis first."""
+    """True if the value `name` has elements and is the result of a Transpose that moves the first
+    axis elsewhere.
+    """
     node = view.made_by(name, "Transpose")
     if node is None or math.prod(view.shape(name)) == 0:
         return False
@@ -100,7 +105,9 @@ def _moves_first_axis(view: View, name: str) -> bool:
 
 
 def _is_plain(product: Node) -> bool:
-    """True if a product scales no operand and does not transpose the first one."""
+    """True if a MatMul or Gemm has no scale factor other than 1 and does not transpose its first
+    operand.
+    """
     if product.op == "MatMul":
         return True
     factors = product.number("alpha", 1.0), product.number("beta", 1.0)

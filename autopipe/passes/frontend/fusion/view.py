@@ -1,4 +1,4 @@
-"""The graph that fusion rules match against, and helpers that recognise parts of patterns."""
+"""The graph that fusion rules match against, with helpers that recognise parts of patterns."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from autopipe.passes.frontend.inference import ConstantFolder
 from autopipe.passes.frontend.rewriter import GraphEdit
 
 MAX_STEPS = 32
-"""Maximum number of nodes that a rule walks back from its node. Without a limit, a chain of n
-multiplications would take O(n²).
+"""Maximum number of nodes that a helper walks back. Without a limit, rules would take O(n²) on a
+chain of n multiplications.
 """
 
 
 @dataclass(slots=True)
 class PartialMixture:
-    """A sum over some experts of a mixture of experts, as matched so far."""
+    """The terms of a mixture of experts (a sum over experts) that are matched so far."""
 
     common: tuple[object, ...]
     """The values and settings that all experts of the mixture must share."""
     experts: dict[int, tuple[str, ...]]
-    """The weight matrices of each expert, by its number."""
+    """The names of the matrices of each expert, by the expert's number."""
 
 
 class View(GraphEdit):
-    """A graph, and the values that rules add to it. Rules run on the nodes in order: the nodes
-    before the current one have already been replaced.
+    """A graph, and the values that rules add to it. Rules are applied to the nodes in order, so the
+    nodes before the current one are replaced already.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -41,13 +41,13 @@ class View(GraphEdit):
         self.readers = Counter(
             (*(name for node in graph.nodes for name in node.inputs if name), *graph.outputs)
         )
-        """How often each value is read, counting graph outputs."""
+        """How often each value is read; an output of the graph counts as one read."""
         self.writers: dict[str, Node] = {}
-        """The node that writes a value, after the replacements so far."""
+        """The node that writes each value, after the replacements so far."""
         self.masks: dict[str, str] = {}
         """Results of `scores.kind_of_mask`, by mask."""
         self.sums: dict[str, PartialMixture] = {}
-        """Mixtures of experts that are not complete yet, by the value of the sum so far."""
+        """Mixtures of experts of which some experts are matched, by the name of the sum so far."""
         self._shared: dict[str, str] = {}
 
     def array(self, name: str) -> np.ndarray | None:
@@ -57,7 +57,9 @@ class View(GraphEdit):
         return self.known.array(name)
 
     def shape_constant(self, shape: tuple[int, ...]) -> str:
-        """Return the name of a constant that holds a shape. Equal shapes share one constant."""
+        """Return the name of a constant int64 vector with the sizes of `shape`. Equal shapes share
+        one constant.
+        """
         key = "shape_" + "x".join(map(str, shape))
         return self._constant(key, lambda: np.asarray(shape, np.int64), DType.INT64)
 
@@ -67,6 +69,9 @@ class View(GraphEdit):
         return self._constant(key, lambda: number_array(number, dtype), dtype)
 
     def _constant(self, key: str, array: Callable[[], np.ndarray], dtype: DType) -> str:
+        """Return the name of the constant that was added under `key`; the first call adds it with
+        the data that `array` returns.
+        """
         if key not in self._shared:
             self._shared[key] = self.constant(key, array(), dtype)
         return self._shared[key]
@@ -75,8 +80,8 @@ class View(GraphEdit):
         return self.type_of(name).shape
 
     def made_by(self, name: str, *operators: str) -> Node | None:
-        """Return the node that writes `name` as its first result if its operator is one of ONNX's
-        `operators`, else None.
+        """Return the node that writes `name` as its first result, if its operator is one of the
+        standard ONNX `operators`; otherwise None.
         """
         node = self.writers.get(name)
         if node is None or node.domain or node.op not in operators or node.outputs[0] != name:
@@ -84,9 +89,11 @@ class View(GraphEdit):
         return node
 
     def path(self, name: str, *operators: str) -> tuple[Node, ...]:
-        """Return the nodes that lead to `name`, last one first: each writes the first operand of
-        the node before it in the tuple. `operators` has the operator of each node, or several
-        joined by "|". () if another operator is found.
+        """Return the chain of nodes that ends at the value `name`, last node first: each node after
+        the first writes the first operand of the node before it in the tuple.
+
+        `operators` has the operator of each node, or alternatives joined by "|". () if a node has
+        another operator.
         """
         found: list[Node] = []
         for operator in operators:
@@ -98,7 +105,7 @@ class View(GraphEdit):
         return tuple(found)
 
     def scalar(self, name: str) -> float | None:
-        """Return the number that a constant of one element holds; None for other values, and for
+        """Return the number that a constant of one element has; None for other values, and for
         booleans and complex numbers.
         """
         constant = self.graph.constant(name)
@@ -107,8 +114,8 @@ class View(GraphEdit):
         return float(constant.array.reshape(-1)[0])
 
     def is_zero(self, name: str) -> bool:
-        """True if all elements of a value are known to be 0: a constant, a frozen parameter filled
-        with zeros, ConstantOfShape, or an expanded constant.
+        """True if all elements of a value are known to be 0: the value is a constant, a frozen
+        parameter filled with zeros, the result of ConstantOfShape, or an expanded constant.
         """
         node = self.made_by(name, "ConstantOfShape", "Expand")
         if node is not None and node.op == "ConstantOfShape":
@@ -120,8 +127,8 @@ class View(GraphEdit):
         return constant is not None and not constant.array.any()
 
     def without_casts(self, name: str) -> str:
-        """Return the value before casts between floating-point types. Exports of half-precision
-        models cast to float32 and back.
+        """Return the name of the value before casts between floating-point types, which exports of
+        half-precision models contain; `name` if there are none.
         """
         for _ in range(MAX_STEPS):
             node = self.made_by(name, "Cast")
@@ -133,8 +140,8 @@ class View(GraphEdit):
         return name
 
     def without_scale(self, name: str) -> tuple[float, str]:
-        """Return (c, x) with value = c · x: multiplications and divisions by constants of one
-        element are collected in c.
+        """Return (c, x) with value = c · x, where c collects multiplications and divisions by
+        constants of one element; (1, `name`) if there are none.
         """
         coefficient = 1.0
         for _ in range(MAX_STEPS):
@@ -153,8 +160,8 @@ class View(GraphEdit):
         return coefficient, name
 
     def product(self, name: str) -> tuple[float, tuple[str, ...]]:
-        """Return (c, factors) with value = c · factor₁ · factor₂ ⋯, factors sorted by name.
-        Constants of one element are collected in c.
+        """Return (c, factors) with value = c · factor₁ · factor₂ ⋯. Constants of one element are
+        collected in c; the names of the other factors are sorted.
 
         Squares and cubes (Pow) count as repeated factors. An inner product that is read more than
         once is one factor.
@@ -184,8 +191,8 @@ class View(GraphEdit):
         return coefficient, tuple(sorted(factors))
 
     def plus_number(self, name: str) -> tuple[str, float]:
-        """Return (x, c) with value = x + c for a constant c of one element; ("", NaN) if the value
-        is no such sum.
+        """Return (x, c) if the value `name` is x + c for a constant c of one element; otherwise
+        ("", NaN).
         """
         node = self.made_by(name, "Add")
         for value, other in (node.inputs, node.inputs[::-1]) if node is not None else ():
@@ -196,7 +203,7 @@ class View(GraphEdit):
 
     def sliced(self, name: str) -> tuple[str, range]:
         """Return (source, indices) with value = source[..., indices], if a Slice or Split along the
-        last axis writes the value; otherwise the value itself and all its indices.
+        last axis writes the value; otherwise the value itself and all indices of its last axis.
         """
         node = self.writers.get(name)
         everything = name, range(self.shape(name)[-1] if self.shape(name) else 0)
@@ -220,9 +227,9 @@ class View(GraphEdit):
         return node.inputs[0], range(*slice(start, end, step).indices(shape[axis]))
 
     def halves(self, first: str, second: str) -> tuple[str, bool]:
-        """Return (x, interleaved): the value x of which two others are the first and the second
-        half of the last axis, or its even and its odd elements if interleaved. x is "" if there is
-        no such value.
+        """Return (x, interleaved): the value x of which `first` and `second` are the two halves
+        along the last axis, or, if interleaved is true, the elements at even and at odd indices. x
+        is "" if there is no such value.
         """
         (source, first_indices) = self.sliced(first)
         (other, second_indices) = self.sliced(second)
@@ -237,5 +244,7 @@ class View(GraphEdit):
 
 
 def is_near(number: float, expected: float) -> bool:
-    """True if a constant equals the expected number up to the precision of half-precision files."""
+    """True if `number` equals `expected` within a relative difference of 0.001, which allows for
+    constants of half-precision files.
+    """
     return math.isclose(number, expected, rel_tol=1e-3)
