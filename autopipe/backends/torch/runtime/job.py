@@ -1,9 +1,11 @@
-"""Environment variables with which Slurm and Kubernetes describe a job, for a launch on a node and
-for a rank; addresses and network interfaces of this machine. Needs no torch.
+"""The environment variables in which Slurm and Kubernetes describe a job, for `autopipe launch` on
+a node and for a rank; and addresses and network interfaces of this machine. The module does not
+import torch.
 
 A rank that torchrun, `autopipe launch` or a PyTorchJob has started finds torch's variables: RANK,
-WORLD_SIZE, MASTER_ADDR. A task of `srun` finds Slurm's. Variables of a Slurm batch script, which
-describe the job and not a job step, are not used.
+WORLD_SIZE, MASTER_ADDR. A task that Slurm's `srun` has started finds Slurm's variables of the job
+step. Variables that Slurm sets for a batch script are not used, because they describe the job and
+not a job step.
 """
 
 from __future__ import annotations
@@ -26,22 +28,25 @@ LOOPBACK = "127.0.0.1"
 """The loopback address of IPv4."""
 _SIOCGIFADDR = 0x8915
 _IFREQ_BYTES = 256
-"""Bytes of a buffer that is large enough for the kernel's `struct ifreq`."""
+"""Size of a buffer for the kernel's `struct ifreq`, with room to spare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Address and port of the rendezvous, as seen by this machine."""
+    """Address and port of the rendezvous, the store through which the launches of several nodes
+    find each other, as this machine resolves them.
+    """
 
     address: str
     port: int
     own: str
-    """Address of this machine's interface on the route to `address`."""
+    """Address of this machine's network interface on the route to `address`."""
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Return the endpoint in `HOST:PORT` or `[HOST]:PORT`. Raise ConfigurationError if the text is
-    invalid, the host has no address, or other machines cannot reach the address.
+    """Return the endpoint in `text`, which has the form `HOST:PORT` or `[HOST]:PORT`. Raise
+    ConfigurationError if the text has another form, if the host has no address or this machine no
+    route to it, or if the host name resolves to an address that other machines cannot reach.
     """
     host, _, digits = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -58,7 +63,8 @@ def parse_endpoint(text: str) -> Endpoint:
         ) from error
     address = str(found[0])
     meant = ipaddress.ip_address(address)
-    # The hostname of this machine may resolve to a loopback address.
+    # A loopback address is accepted only if the user wrote it, because the hostname of this machine
+    # may resolve to one by accident.
     if meant.is_unspecified or (
         meant.is_loopback and host != "localhost" and not _is_address(host)
     ):
@@ -68,7 +74,8 @@ def parse_endpoint(text: str) -> Endpoint:
             hint=hint,
             where=where,
         )
-    # Connecting a UDP socket selects the local address of the route; it sends no packet.
+    # Connecting a UDP socket makes the system choose the local address of the route. It sends no
+    # packet.
     with socket.socket(socket_family(address), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, int(digits)))
@@ -80,6 +87,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def _is_address(host: str) -> bool:
+    """Return True if `host` is an IPv4 or IPv6 address, not a name."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
@@ -87,13 +95,15 @@ def _is_address(host: str) -> bool:
 
 
 def socket_family(address: str) -> socket.AddressFamily:
-    """Return the socket family of an IPv4 or IPv6 address."""
+    """Return the socket family of `address`, an IPv4 or IPv6 address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface whose first IPv4 address, or one of whose IPv6
-    addresses, is `address`. Raise ConfigurationError if there is none.
+    """Return the name of the network interface of this machine that has the address `address`.
+    Raise ConfigurationError if there is none. Of an interface's IPv4 addresses only the first is
+    considered, because gloo and NCCL use this one; any loopback address matches the loopback
+    interface.
     """
     wanted = ipaddress.ip_address(address)
     if wanted.is_loopback and wanted.version == 4:
@@ -110,7 +120,9 @@ def interface_of(address: str) -> str:
 def _addresses_of_interface(
     interface: str,
 ) -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Yield the first IPv4 address of an interface, and all its IPv6 addresses."""
+    """Yield the first IPv4 address and all IPv6 addresses of a network interface of this
+    machine.
+    """
     request = struct.pack(f"{_IFREQ_BYTES}s", interface.encode()[:15])
     with (
         contextlib.suppress(OSError),
@@ -125,10 +137,10 @@ def _addresses_of_interface(
 
 
 _FIRST_PORT = 20000
-"""First port for the rendezvous of Slurm job steps."""
+"""First port that a Slurm job step may use for its rendezvous."""
 _PORT_COUNT = 10000
-"""Number of ports for the rendezvous of Slurm job steps. They are below Linux's range of ports for
-outgoing connections.
+"""Number of ports that Slurm job steps may use for their rendezvous. All of them are below the
+range in which Linux by default chooses ports for outgoing connections.
 """
 NETWORK_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -139,32 +151,38 @@ NETWORK_VARIABLES = (
     "NCCL_NET_GDR_LEVEL",
     "NCCL_SOCKET_IFNAME",
 )
-"""Environment variables that must be equal on all ranks; docs/guides/multi-node.md describes each.
+"""Environment variables of gloo, NCCL and CUDA that must be equal on all ranks.
+docs/guides/multi-node.md describes each of them.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ManagedJob:
-    """The job of which a launch on this node is a part."""
+    """The job of a job manager (Slurm or Kubernetes) to which this launch, one per node,
+    belongs.
+    """
 
     manager: str
     nodes: str
-    """Number of nodes, such as `2`, or minimum and maximum, such as `1:4`."""
+    """Number of nodes, such as `2`, or minimum and maximum number, such as `1:4`."""
     node: int | None
-    """Number of this node; None if unknown."""
+    """Index of this node in the job; None if unknown."""
     endpoint: str
-    """HOST:PORT of the rendezvous; "" if unknown."""
+    """The rendezvous as HOST:PORT; "" if unknown."""
     ranks_per_node: int | None = None
     name: str = ""
     hosts: tuple[str, ...] = ()
-    """Host names by node; () if unknown."""
+    """Host names by index of the node; () if unknown."""
 
 
 def detect_job(environment: Mapping[str, str]) -> ManagedJob | None:
-    """Return the job whose manager started this launch on several nodes; None without such a
-    manager. Raise ConfigurationError if the variables are inconsistent.
+    """Return the job of the job manager that started this launch on several nodes, as described by
+    `environment`. Return None without a job manager, or if Slurm started one launch on a single
+    node. Raise ConfigurationError if a variable is invalid, or if Slurm started more than one
+    launch per node.
     """
-    if "PET_NNODES" in environment:  # Set by the training operator of Kubernetes.
+    # Kubernetes' training operator sets the PET_ variables, which configure torchrun.
+    if "PET_NNODES" in environment:
         return _job_from_pet_variables(environment)
     if "SLURM_STEP_NODELIST" not in environment:
         return None
@@ -197,11 +215,12 @@ def detect_job(environment: Mapping[str, str]) -> ManagedJob | None:
 
 
 def _job_from_pet_variables(environment: Mapping[str, str]) -> ManagedJob:
+    """Return the job that the PET_ variables of Kubernetes' training operator describe."""
     host, port = (
         environment.get(f"PET_MASTER_{name}", environment.get(f"MASTER_{name}"))
         for name in ("ADDR", "PORT")
     )
-    ranks = environment.get("PET_NPROC_PER_NODE", "")  # Or `auto`, `gpu`.
+    ranks = environment.get("PET_NPROC_PER_NODE", "")  # The value may also be `auto` or `gpu`.
     return ManagedJob(
         "Kubernetes",
         environment["PET_NNODES"],
@@ -213,9 +232,9 @@ def _job_from_pet_variables(environment: Mapping[str, str]) -> ManagedJob:
 
 
 def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of torch that this rank lacks, derived from those of the job manager:
-    rank, world size, rendezvous address, and network interface. Raise ConfigurationError if the job
-    manager's variables are inconsistent.
+    """Return the environment variables of torch that this rank lacks, derived from the variables of
+    the job manager: rank, world size, rendezvous address, and network interface. Empty if nothing
+    is missing. Raise ConfigurationError if the job manager's variables are invalid.
     """
     found: dict[str, str] = {}
     if "RANK" not in environment and "SLURM_STEP_NODELIST" in environment:
@@ -242,7 +261,7 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         and "KUBERNETES_SERVICE_HOST" in environment
         and "RANK" in environment
     ):
-        # A PyTorchJob starts one pod per rank.
+        # A PyTorchJob starts one pod per rank, so each rank is alone on its machine.
         found = {
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
@@ -252,8 +271,9 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
         int(world.get("LOCAL_WORLD_SIZE", "1")) < int(world.get("WORLD_SIZE", "1"))
         and "MASTER_ADDR" in world
     ):
-        # A machine's hostname often resolves to the loopback address, on which gloo would listen.
-        # In this case torch chooses an interface.
+        # By default gloo listens on the address of the hostname, which is often the loopback
+        # address. So the interface towards the rendezvous is set; if it is unknown, torch chooses
+        # an interface.
         with contextlib.suppress(ConfigurationError):
             endpoint = f"{world['MASTER_ADDR']}:{world.get('MASTER_PORT', '0')}"
             found |= interface_variables(world, lambda: parse_endpoint(endpoint).own)
@@ -263,8 +283,9 @@ def variables_of_rank(environment: Mapping[str, str]) -> dict[str, str]:
 def interface_variables(
     environment: Mapping[str, str], address: Callable[[], str]
 ) -> dict[str, str]:
-    """Return the variables that select the network interface of gloo and NCCL: those in
-    `environment`, otherwise the interface whose address `address` returns. Raise ConfigurationError
+    """Return the variables that select the network interface of gloo and of NCCL. A variable that
+    is set in `environment` keeps its value; otherwise the value is the interface that has the
+    address `address()`. `address` is called only if a variable is missing. Raise ConfigurationError
     if no interface has the address.
     """
     names = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
@@ -276,8 +297,8 @@ def interface_variables(
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts in Slurm's notation, such as `gpu[01-03,7],login1`. Raise ConfigurationError
-    if the text is invalid.
+    """Return the host names in a list in Slurm's notation, such as `gpu[01-03,7],login1`. Raise
+    ConfigurationError if the text is invalid.
     """
     numbers = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
     entry = rf"(?:[^,\[\]]|{numbers})+"
@@ -287,7 +308,8 @@ def parse_hosts(text: str) -> tuple[str, ...]:
         )
     found: list[str] = []
     for each in re.findall(entry, text):
-        parts = re.split(r"\[([^\]]*)\]", each)  # Odd parts are the texts in brackets.
+        # Parts with an odd index are the texts in brackets.
+        parts = re.split(r"\[([^\]]*)\]", each)
         choices = [
             parse_number_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)
         ]
@@ -296,7 +318,9 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def parse_number_ranges(text: str) -> list[str]:
-    """Return the numbers in `01-03,7` as texts, with leading zeros as in a range's first number."""
+    """Return the numbers in a list such as `01-03,7`, as strings: `01`, `02`, `03`, `7`. The
+    numbers of a range are padded with zeros to the width of its first number.
+    """
     found = []
     for each in text.split(","):
         low, _, high = each.partition("-")
@@ -305,8 +329,8 @@ def parse_number_ranges(text: str) -> list[str]:
 
 
 def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
-    """Return the number of tasks on each node from Slurm's notation `2(x3),1`. Raise
-    ConfigurationError if the text is invalid.
+    """Return the number of tasks on each node of a Slurm job step, parsed from Slurm's notation:
+    `2(x3),1` means 2, 2, 2, 1. Raise ConfigurationError if the variable is invalid.
     """
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
     found: list[int] = []
@@ -321,8 +345,9 @@ def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
-    """Return the rendezvous port of a Slurm job step: equal for its tasks, and different from that
-    of the next job step or job on the node.
+    """Return the rendezvous port of a Slurm job step, computed from the ids of job and step. All
+    tasks of the step get the same port. Consecutive steps and jobs get different ports, so that
+    they do not collide on a node.
     """
     job, step = (
         re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) for name in ("JOB", "STEP")
@@ -331,8 +356,8 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
 
 
 def _integer_variable(environment: Mapping[str, str], *names: str) -> int:
-    """Return the value of the first of the variables that is set. Raise ConfigurationError if it is
-    not a number.
+    """Return the integer value of the first variable in `names` that is set. Raise
+    ConfigurationError if none is set, or if the value is not a decimal number.
     """
     text = next((environment[name] for name in names if name in environment), "")
     if not text.isdecimal():

@@ -1,4 +1,6 @@
-"""The manifest of a program folder: the data of a program, in addition to its code."""
+"""The manifest of a program folder, `manifest.json`: everything that a generated program needs in
+addition to its code, for example shapes, shards and settings.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +41,31 @@ _SHARDS_CODEC = CustomCodec(
 
 @dataclass(frozen=True, slots=True)
 class StageEntry:
-    """A stage's ranks, its pipeline, and the meshes along which its ranks communicate."""
+    """The ranks of a stage, the pipeline that it belongs to, and the meshes along which its ranks
+    communicate.
+    """
 
     ranks: tuple[Index, ...]
     pipeline: Index
     meshes: tuple[tuple[tuple[int, int], ...], ...]
-    """Axes of each mesh, outer to inner, as (degree, stride) (`autopipe.ir.layout.MeshAxis`)."""
+    """For each mesh, its axes from outer to inner, as (degree, stride)
+    (`autopipe.ir.layout.MeshAxis`).
+    """
     micro_batch_ratio: Annotated[int, AtLeast(1), KeyPath("turns"), OmitDefault()] = 1
-    """Number of the stage's micro-batches per micro-batch of the manifest."""
+    """Number of micro-batches of the stage per micro-batch of the program. A stage with a ratio
+    above 1 has smaller micro-batches.
+    """
     whole: Annotated[bool, OmitDefault()] = True
-    """False if the stage's ranks communicate along meshes only, or not at all."""
+    """True if the stage has a process group of all its ranks. False if its ranks communicate along
+    meshes only, or not at all.
+    """
     host_bound: Annotated[bool, OmitDefault()] = False
     """True if the plan predicts that the host takes longer to launch the stage's operators than the
-    device to run them.
+    device takes to run them.
     """
 
     def groups(self) -> set[tuple[int, ...]]:
-        """Return the ranks, in ascending order, of each process group of the stage."""
+        """Return the process groups of the stage, each as its ranks in ascending order."""
         meshes = [tuple(MeshAxis(*axis) for axis in axes) for axes in self.meshes]
         positions = [
             group_members(axes, position) for axes in meshes for position in range(len(self.ranks))
@@ -66,11 +76,11 @@ class StageEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest in `folder`, written by `codegen.program`."""
+    """The contents of the manifest in `folder`, which `codegen.program` writes."""
 
     folder: Path
     model: Annotated[Path, KeyPath("model.path"), _PATH_CODEC]
-    """The ONNX file from which ranks read weights; absolute."""
+    """Absolute path of the ONNX file from which ranks read weights."""
     model_digest: Annotated[str, KeyPath("model.sha256")]
     plan: str
     world_size: Count
@@ -88,12 +98,12 @@ class Manifest:
     outputs: tuple[Output, ...]
     parameters: tuple[Parameter, ...]
     shards: Annotated[tuple[tuple[ParameterShard, ...], ...], KeyPath("ranks"), _SHARDS_CODEC]
-    """By rank the shards of parameters."""
+    """For each rank, the shards of parameters that it holds."""
     stages: tuple[StageEntry, ...]
     channels: tuple[Channel, ...]
-    """In the order that all ranks use."""
+    """All channels of the program. All ranks create them in this order."""
     memory_limits: Annotated[tuple[Index, ...], OmitDefault()] = ()
-    """Maximum bytes of tensors on a GPU, by rank; () for no limits."""
+    """Maximum bytes that torch's allocator may take on the GPU of each rank; () for no limits."""
     data: Annotated[DataSettings, OmitDefault()] = field(default=DataSettings())
     training_graph: Annotated[bool | None, KeyPath("model.training"), OmitDefault()] = None
     fixed_inputs: Annotated[
@@ -101,31 +111,42 @@ class Manifest:
     ] = ()
     evaluation: Annotated[Evaluation, KeyPath("eval"), OmitDefault()] = field(default=Evaluation())
     model_flops: Annotated[float | None, KeyPath("metrics.model_flops"), OmitDefault()] = None
-    """FLOPs of the model in a step over all ranks. Recomputation is not counted."""
+    """FLOPs of the model in one step, summed over all ranks. Recomputation does not count. None if
+    unknown.
+    """
     peak_flops: Annotated[float | None, KeyPath("metrics.peak_flops"), OmitDefault()] = None
-    """Peak FLOPs per second of all devices of the plan together, in the program's precision."""
+    """Peak FLOPs per second in the program's precision, summed over all devices of the plan. None
+    if unknown.
+    """
     predicted_memory_bytes: Annotated[
         int | None, KeyPath("metrics.memory_bytes"), OmitDefault()
     ] = None
-    """Predicted peak memory of the rank with the largest peak."""
+    """Predicted peak memory of the rank that needs most, in bytes. None if the plan has no
+    prediction.
+    """
     low_precision: Annotated[tuple[Index, ...], OmitDefault()] = ()
-    """`Program.low_precision`."""
+    """Indices of the parameters of which stages read a 16-bit copy (`Program.low_precision`)."""
     running_calls: Annotated[tuple[RunningStatisticCalls, ...], OmitDefault()] = ()
-    """`Program.running_calls`."""
+    """The BatchNormalization calls that update running statistics that several stages hold
+    (`Program.running_calls`).
+    """
     loss_division: Annotated[LossDivision, OmitDefault()] = field(default=AVERAGED_LOSS)
     lr_scheduler: Annotated[LRScheduler, OmitDefault()] = field(default=LRScheduler())
     training: Annotated[Training, OmitDefault()] = field(default=Training())
 
     @property
     def counts_labels(self) -> bool:
-        """True if the loss is divided by the number of the step's labels that are not ignored."""
+        """True if the program trains and divides the loss of a step by the number of labels of the
+        step that are not ignored.
+        """
         return self.train and any(output.value.name == COUNTED_LABELS for output in self.outputs)
 
     @property
     def output_keys(self) -> tuple[str, ...]:
-        """Names of the outputs' arrays in an `.npz` file: the output's name, or `output_N` with its
-        index N if the name is not valid as a file name. Underscores are appended to `output_N`
-        while another output has this name.
+        """Keys of the outputs in an `.npz` file, by index of the output. The key is the output's
+        name if it is valid as a file name in an archive, otherwise `output_N` with the index N of
+        the output. If another output has this name, underscores are appended to `output_N` until it
+        is unique.
         """
         names = [output.value.name for output in self.outputs]
         plain = {name for name in names if _is_plain_file_name(name)}
@@ -139,31 +160,31 @@ class Manifest:
 
     @property
     def is_training_graph(self) -> bool:
-        """True if Dropout is active and BatchNormalization uses statistics of the batch, where the
-        model does not set this itself.
+        """True if Dropout drops elements and BatchNormalization uses the statistics of the batch,
+        in operators for which the model leaves this open.
         """
         return self.train if self.training_graph is None else self.training_graph
 
     @property
     def scales_loss(self) -> bool:
-        """True if the loss is scaled, because the program trains in fp16."""
+        """True if the program uses loss scaling, which is the case in fp16 training."""
         return self.train and self.precision == "fp16"
 
     @property
     def batch_size(self) -> int:
-        """Number of samples in a step."""
+        """Number of samples in a step, over all pipelines and accumulated batches."""
         return (
             self.micro_batches * self.micro_batch_size * self.training.gradient_accumulation_steps
         )
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Number of tokens in a sample, None if samples are not sequences of tokens."""
+        """Number of tokens in a sample; None if samples are not sequences of tokens."""
         return tokens_per_sample((each.value, each.batch_axis) for each in self.inputs)
 
     def micro_batches_at(self, stage: int) -> int:
-        """Return the number of micro-batches of the stage in one call of the generated step, over
-        all pipelines.
+        """Return the number of the stage's micro-batches in one call of the generated function
+        `step`, summed over all pipelines.
         """
         return self.micro_batches * self.stages[stage].micro_batch_ratio
 
@@ -172,15 +193,18 @@ class Manifest:
         return self.micro_batch_size // self.stages[stage].micro_batch_ratio
 
     def micro_batches_of(self, stage: int) -> range:
-        """Return the micro-batches that the stage runs: pipeline p of n runs p, p + n, p + 2n,
-        ...
+        """Return the numbers of the micro-batches that the stage runs in one call of the generated
+        function `step`. With n pipelines, a stage of pipeline p runs the micro-batches p, p + n, p
+        + 2n, ...
         """
         pipelines = 1 + max(entry.pipeline for entry in self.stages)
         return range(self.stages[stage].pipeline, self.micro_batches_at(stage), pipelines)
 
 
 def partial_folder(path: Path) -> Path:
-    """Return the folder of unfinished outputs, which become `path` when complete."""
+    """Return the folder for the unfinished files of the output `path`. When the output is complete,
+    it is moved to `path`.
+    """
     return path.with_name(f".{path.name}.partial")
 
 
@@ -188,8 +212,8 @@ _PARTIAL_FILE_PATTERN = re.compile(r"\d+\.(npy|moved)|whole\.npz")
 
 
 def remove_partial(path: Path) -> None:
-    """Remove the unfinished outputs that were to become `path`, and their folder unless it contains
-    another file.
+    """Remove the unfinished files of the output `path`, and their folder unless it contains other
+    files. Errors are ignored.
     """
     folder = partial_folder(path)
     with contextlib.suppress(OSError):
@@ -200,8 +224,9 @@ def remove_partial(path: Path) -> None:
 
 
 def _is_plain_file_name(name: str) -> bool:
-    """Return True if a name is a valid relative path inside an archive and numpy does not treat it
-    as a file name with its extension.
+    """Return True if `name` can be the key of an array in an `.npz` file: a relative path without
+    special parts, of fewer than 200 printable characters, that does not end in `.npy`, which numpy
+    would remove.
     """
     parts = name.split("/")
     return (
@@ -214,8 +239,9 @@ def _is_plain_file_name(name: str) -> bool:
 
 
 def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
-    """Return the manifest of a program folder. If `model` is given, it replaces the path of the
-    ONNX file. Raise ConfigurationError if the manifest is missing or invalid.
+    """Return the manifest of a program folder, with absolute paths. If `model` is given, it
+    replaces the path of the ONNX file. Raise ConfigurationError if the manifest is missing or
+    invalid.
     """
     path = folder / "manifest.json"
     try:
@@ -266,7 +292,7 @@ def read_manifest(folder: Path, model: Path | None = None) -> Manifest:
 
 
 def _with_absolute_paths(manifest: Manifest) -> Manifest:
-    """Return the manifest with absolute paths. Paths in the file are absolute or relative to the
+    """Return `manifest` with absolute paths. In the file, paths are absolute or relative to the
     program folder.
     """
 

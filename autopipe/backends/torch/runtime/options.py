@@ -1,4 +1,6 @@
-"""Options of a rank: the flags of its generated file. Each field of `RankOptions` is a flag."""
+"""Options of a rank's process. Each field of `RankOptions` is a flag of the generated files
+`rank_NNN.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,77 +14,91 @@ from autopipe.backends.torch.runtime.watch.heartbeat import DEFAULT_TIMEOUTS
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """Options of one rank. None means that the value of the manifest is used, unless a field says
-    otherwise.
+    """Options of one rank. If the value None has no other meaning in a field's description, it
+    means that the program's manifest provides the value.
     """
 
     steps: int = 1
     device: str = "auto"
     model: Path | None = None
-    """The ONNX file with the weights."""
+    """The ONNX file from which the rank reads weights."""
     data: str | None = None
-    """Training or input data; see `DataSettings.path`."""
+    """The training data, or in inference the inputs; for formats see `DataSettings.path`."""
     shuffle: bool | None = None
     epochs: int | None = None
     eval_data: str | None = None
-    """Validation data."""
+    """The validation data; formats as for `data`."""
     eval_interval: int | None = None
-    """Number of steps between validations."""
+    """Number of steps from one validation to the next."""
     seed: int | None = None
-    """Seed of initial parameters, random data, shuffling and dropout."""
+    """Seed of initial parameters, random data, shuffling, and random operators such as dropout."""
     checkpoint: Path | None = None
-    """Folder of checkpoints, None to save none."""
+    """Folder in which checkpoints are saved; None to save none."""
     checkpoint_every: int = 0
-    """Number of steps between checkpoints, 0 to save after the last step only."""
+    """Save a checkpoint after multiples of this number of steps; 0 to save after the last step
+    only.
+    """
     checkpoint_minutes: float = 0.0
-    """Minutes between checkpoints, 0 to save by steps only."""
+    """Also save a checkpoint each time this number of minutes has passed; 0 for never."""
     keep_latest_k: int = DEFAULT_KEPT_CHECKPOINTS
-    """Number of latest checkpoints to keep, 0 for all."""
+    """Number of latest checkpoints that are not removed; 0 to keep all."""
     keep_every: int = 0
     """Also keep checkpoints after multiples of this number of steps; 0 for none."""
     resume: bool = False
     run: str | None = None
-    """Name of a launch that does not resume, equal after its restarts; None for other runs."""
+    """Name of a launch that starts from the beginning, equal in its restarts. None for a run that
+    resumes, or for a rank that no launcher started.
+    """
     trace: Path | None = None
-    """Folder for the times of tasks in all steps; None to write none."""
+    """Folder to which the times of all tasks of all steps are written; None to write none."""
     profile: Path | None = None
-    """Folder for torch's profiles of the profiled steps; None to write none."""
+    """Folder to which torch's profile of the profiled steps is written; None to write none."""
     profile_times: Path | None = None
-    """Folder for the times of tasks in the profiled steps; None to write none."""
+    """Folder to which the times of the tasks in the profiled steps are written; None to write
+    none.
+    """
     profile_from: int = 0
-    """First profiled step."""
+    """Index of the first profiled step."""
     profile_to: int = -1
-    """Last profiled step."""
+    """Index of the last profiled step; -1 to profile none."""
     record: Path | None = None
-    """Folder for gradients and parameters of the first steps, for verification; None to write none.
+    """Folder to which gradients and parameters of the first steps are written, for `autopipe
+    verify`; None to write none.
     """
     values: Path | None = None
-    """Folder for the values of variables in the first forward of each stage, for verification; None
-    to write none.
+    """Folder to which the values of all variables in the first forward of each stage are written,
+    for `autopipe verify`; None to write none.
     """
     replay: Path | None = None
-    """Folder of full gradients by step that replace the rank's own in updates, for verification;
-    None for the rank's own.
+    """Folder with recorded gradients of full parameters, by step, for `autopipe verify`. Updates
+    use them instead of computed gradients. None to use computed gradients.
     """
     perturb: float = 0.0
-    """Relative change of every number in inputs and parameters, for verification; 0 for none."""
+    """Relative change of each floating-point number in inputs and parameters, for `autopipe
+    verify`; 0 for none.
+    """
     report: Path | None = None
-    """File to which rank 0 writes one JSON line per step; None to print the steps."""
+    """File to which rank 0 writes one JSON line per step; None to print one line of text per
+    step.
+    """
     outputs: Path | None = None
-    """File for the outputs of inference; None to write none."""
+    """File to which the outputs of inference are written; None to write none."""
     generate: Path | None = None
-    """Folder of a request to generate tokens instead of running steps on data; None for steps."""
+    """Folder with a request to generate tokens. The rank then generates tokens instead of running
+    steps on data. None for steps on data.
+    """
     blocking: bool = False
-    """Use blocking send and receive, without overlap with computation."""
+    """True to use blocking sends and receives, which do not overlap with computation."""
     compile: bool = False
-    """Compile stages with torch.compile."""
+    """True to compile stages with torch.compile."""
     cuda_graphs: bool | None = None
-    """True to capture all stages as CUDA graphs after the first step, False for none, None for
-    stages whose speed the plan predicts to be bound by the host.
+    """True to capture all stages as CUDA graphs after the first step, False to capture none. None
+    to capture the stages for which the plan predicts that launching operators takes longer than
+    running them.
     """
     dry_run: bool = False
-    """Run one step of this rank without the other ranks and report it. With device `meta`, tensors
-    have no values.
+    """True to run one step of this rank without the other ranks, and to report it. With device
+    `meta`, tensors have no values.
     """
     start_timeout: float = DEFAULT_TIMEOUTS.start_s
     step_timeout: float = DEFAULT_TIMEOUTS.step_s
@@ -90,7 +106,7 @@ class RankOptions:
 
     @property
     def profiled(self) -> range:
-        """Numbers of the profiled steps."""
+        """Indices of the profiled steps."""
         return range(self.profile_from, self.profile_to + 1)
 
 
@@ -105,8 +121,8 @@ _PARSER_BY_TYPE = {
 
 
 def parse_options(arguments: list[str]) -> RankOptions:
-    """Return the options from a rank's command line. Exits with a usage message if they are
-    invalid.
+    """Return the options in the command-line arguments of a rank. Print a usage message and exit if
+    they are invalid.
     """
     parser = argparse.ArgumentParser(
         description="Runs one rank of a program generated by autopipe."

@@ -1,4 +1,4 @@
-"""One rank of a program: sets up its stages, then runs steps."""
+"""One rank of a generated program: sets up its stages, then runs steps."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ from autopipe.ir.words import plural
 
 
 class Rank(RankContext):
-    """One rank of a program. A generated file `rank_NNN.py` makes one, adds the stages of the rank,
-    and calls `main` with the function that runs one batch.
+    """One rank of a generated program. The file `rank_NNN.py` creates it, adds the stages of the
+    rank with `stage`, and calls `main` with the generated function `step`, which runs one batch.
 
-    The rank itself trains or infers on data. `execution` is other than the default in a dry run and
-    with blocking communication; `modes` add verification and generation.
+    By default the rank trains or infers on data. A dry run and `--blocking` replace `execution`,
+    the way in which stages run. Verification and generation add objects to `modes`, whose hooks
+    change single parts of a run.
     """
 
     def __init__(self, number: int, file: str) -> None:
-        """`file` is the path of the generated file, whose folder has the manifest. Options come
-        from the command line of the process.
+        """`file` is the path of the generated file; the manifest is in the same folder. The options
+        come from the command line of the process.
         """
         process = start_process(number, file)
         super().__init__(
@@ -60,13 +61,17 @@ class Rank(RankContext):
         self._has_tried_capture = False
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
-        """Add stage `number`, whose generated code is `module`, and return it."""
+        """Create stage `number` of this rank and return it. `module` is the generated module of the
+        stage; `ports` are its arguments and results.
+        """
         stage = self.execution.make_stage(self, number, module, ports)
         self.stages[number] = stage
         return stage
 
     def main(self, step: Callable[[], None]) -> None:
-        """Set up the rank and run all steps. `step` runs the micro-batches of one batch."""
+        """Set up the rank and run all steps, then leave the other ranks. `step` is the generated
+        function that runs the micro-batches of one batch.
+        """
         with self.execution.context(self):
             self.set_up()
             if not any(mode.run(self, step) for mode in self.modes):
@@ -75,8 +80,9 @@ class Rank(RankContext):
             self.heartbeat.task = ENDED_TASK
 
     def set_up(self) -> None:
-        """Connect the ranks and load everything that stages need. Collective over all ranks; called
-        once, before the first step.
+        """Connect to the other ranks, and load or create what steps need: parameters, optimizer,
+        data, checkpoints and reports. Called once, before the first step. Collective over all
+        ranks.
         """
         manifest = self.manifest
         options = self.options
@@ -106,14 +112,16 @@ class Rank(RankContext):
             for line in compile_stages(self.stages, self.transport):
                 self.reporter.print_on_rank_0(line)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # The first step's time must not include set-up.
+            # The time of the first step must not include work of the set-up that the device has not
+            # done yet.
+            torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         for notice in self.transport.notices:
             self.reporter.print_on_rank_0(notice)
 
     def _open_source(self, begin: RunProgress) -> SampleSource:
-        """Return the samples of the run from position `begin` on. Options override the plan's data
-        settings.
+        """Return the source of the run's samples, from the position `begin` on. Options override
+        the plan's data settings.
         """
         options = self.options
         settings = self.manifest.data
@@ -122,8 +130,8 @@ class Rank(RankContext):
         return open_source(self.manifest, self.data, self.seed, begin, settings)
 
     def _resume(self) -> None:
-        """Resume from the newest checkpoint, if `--resume` is given and there is one: its state,
-        position in the data and, unless `--seed` is given, its seed.
+        """If `--resume` is given and there is a checkpoint, continue from the newest one: restore
+        its state, its position in the data and, unless `--seed` is given, its seed.
         """
         if self.saving is None:
             return
@@ -141,8 +149,9 @@ class Rank(RankContext):
         )
 
     def _run_steps(self, step: Callable[[], None]) -> None:
-        """Run steps until their number is reached, the data end, a rank is requested to stop, or
-        the validation loss stops improving.
+        """Run steps until the run has done the requested number, the data end, any rank is
+        requested to stop, or the validation loss stops improving. Save checkpoints and write
+        outputs.
         """
         self._resume()
         if self.device.type == "cuda" and not self._probes:
@@ -175,7 +184,9 @@ class Rank(RankContext):
         self.collector.finish()
 
     def _end_of_data(self, step: Callable[[], None]) -> None:
-        """Report that the data have no samples for the next step; validate and save a last time."""
+        """Report that the data have no samples for the next step. Validate and save a last time,
+        unless this was done after the last step.
+        """
         self.reporter.report()
         self.reporter.print_on_rank_0(
             f"{self.data} has no samples for step {self.steps_done}: the run ends"
@@ -187,7 +198,9 @@ class Rank(RankContext):
                 self._save(requested=True)
 
     def _report_epoch(self, data: StepData) -> None:
-        """Report the start of the second epoch."""
+        """Report once that the run has begun to read its data again, at the start of the second
+        epoch.
+        """
         if data.epoch <= 1 or self._has_repeated_data:
             return
         self._has_repeated_data = True
@@ -202,8 +215,9 @@ class Rank(RankContext):
         )
 
     def _evaluate(self, step: Callable[[], None], last: bool = False) -> None:
-        """Validate if that is due; save a checkpoint if the loss is the lowest so far. `last` is
-        True if no step follows.
+        """Validate if a validation is due. Save the state if the validation loss is the lowest so
+        far, and end the run if the loss has not improved for too long. `last` is True if no step
+        follows.
         """
         if self.evaluator is None or not self.evaluator.is_due(last):
             return
@@ -219,19 +233,24 @@ class Rank(RankContext):
             )
 
     def _save(self, requested: bool) -> None:
-        """Start to save a checkpoint if one is due."""
+        """Start to save a checkpoint if one is due or `requested`. Otherwise raise the error of an
+        earlier save if it failed.
+        """
         if self.saving is None:
             return
         self.heartbeat.task = "checkpoint"
         if self.saving.is_due(requested):
-            # A run that resumes from this checkpoint does not report the steps before it.
+            # Report all steps before the checkpoint first: a run that resumes from the checkpoint
+            # does not report them.
             self.reporter.report()
             self.saving.save()
         else:
             self.saving.poll()
 
     def run(self, step: Callable[[], None]) -> StepData:
-        """Run one training or inference step. Return which data it used."""
+        """Run one training or inference step, including its update and report. Return the samples
+        that it used.
+        """
         self.profiler.begin_step(self.steps_done)
         if all(mode.computes_step(self.steps_done) for mode in self.modes):
             self._compute(step)
@@ -263,11 +282,12 @@ class Rank(RankContext):
         self.clear_step()
         self.steps_done += 1
         self._capture()
-        # The prefetching thread copies again from here on; a capture allows no copies.
+        # This call lets the prefetching thread copy data to the GPU. It comes after the capture of
+        # CUDA graphs, during which copies are not allowed.
         return self.reader.end_step(self.steps_done - 1)
 
     def _compute(self, step: Callable[[], None]) -> None:
-        """Run the forward and backward passes of all batches of a step."""
+        """Run the forward and backward passes of all batches that a step accumulates."""
         self.execution.before_step(self, step)
         self.clock.begin_step()
         if self.manifest.counts_labels:
@@ -278,8 +298,9 @@ class Rank(RankContext):
         self.batch = 0
 
     def _capture(self) -> None:
-        """Capture CUDA graphs after the first step, if `--cuda-graphs` is given, or by default if
-        the run has more steps.
+        """Capture CUDA graphs once, after the first step: if `--cuda-graphs` is given, or by
+        default if the device supports them and further steps follow. `--no-cuda-graphs` disables
+        this.
         """
         if self._has_tried_capture:
             return

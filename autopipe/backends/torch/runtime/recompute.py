@@ -1,8 +1,8 @@
-"""Activation checkpointing: segments of a stage that save only their arguments and run their
-forward again in the backward.
+"""Activation checkpointing. A segment is a generated function of consecutive operators of a stage.
+It saves only its arguments for the backward, which runs the segment's forward again.
 
-To autograd a segment is one operator of its arguments. Its backward adds to the gradients of
-parameters itself.
+For autograd, a segment is one operator with the segment's arguments as operands. Parameters are not
+operands: the backward of the segment itself adds to the gradients of the parameters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 Tensors = tuple[torch.Tensor, ...]
 Segment = Callable[..., tuple[Tensors, Tensors]]
-"""A generated function of `p` and tensors. Returns (results with gradients, results without)."""
+"""A generated function whose first argument is `p`, the stage's `Arguments` with its parameters;
+the other arguments are tensors. It returns (results with gradients, results without gradients).
+"""
 
 
 class recompute:
-    """Decorator of a generated segment. In training, the segment saves only its arguments for the
-    backward.
+    """Decorator of a generated segment. In training, the decorated segment saves only its arguments
+    for the backward and computes its intermediate results again.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -33,8 +35,9 @@ class recompute:
         if not torch.is_grad_enabled():
             flowing, others = self.segment(p, *arguments)
             return flowing + others
-        # Autograd runs the backward of an operator only if an operand requires a gradient. The
-        # parameters are not operands, so this one stands in for them.
+        # Autograd runs the backward of an operator only if an operand requires a gradient.
+        # Parameters are not operands of the segment, so `trigger` is an operand that always
+        # requires one.
         trigger = torch.empty(0, device=p.device, requires_grad=True)
         results: Tensors = _RecomputeSegment.apply(  # type: ignore[no-untyped-call]
             self.segment, p, trigger, *arguments
@@ -43,6 +46,10 @@ class recompute:
 
 
 class _RecomputeSegment(torch.autograd.Function):
+    """A segment as one operator of autograd. The forward runs without recording operators; the
+    backward runs the segment again with recording, then backpropagates through it.
+    """
+
     @staticmethod
     def forward(
         context: Any, segment: Segment, p: Arguments, _: torch.Tensor, *arguments: torch.Tensor
@@ -54,7 +61,8 @@ class _RecomputeSegment(torch.autograd.Function):
         context.drawn = p.random.state
         context.save_for_backward(*arguments)
         flowing, others = segment(p, *arguments)
-        # The cache holds 16-bit copies of parameters that were made without gradients.
+        # The autocast cache now holds 16-bit copies of parameters that were made without autograd.
+        # Later operators must not use them, because their gradients would be lost.
         torch.clear_autocast_cache()
         context.mark_non_differentiable(*others)
         return flowing + others
@@ -67,8 +75,8 @@ class _RecomputeSegment(torch.autograd.Function):
         arguments = [
             each.detach().requires_grad_(each.requires_grad) for each in context.saved_tensors
         ]
-        # The segment draws the same random numbers again. Afterwards the state of later forwards is
-        # restored.
+        # The segment must draw the random numbers of its first run. Afterwards the state is
+        # restored, which other micro-batches may have changed.
         meanwhile = p.random.state
         p.random.state = context.drawn
         with (

@@ -1,5 +1,5 @@
-"""Start of a rank's process: its command line, manifest and heartbeat, the connection to the other
-ranks, and the limit of its GPU memory.
+"""Start of a rank's process: options, manifest and heartbeat, then the connection to the other
+ranks and the limit of the rank's GPU memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Everything that a rank's process has before it connects to the other ranks."""
+    """What `start_process` has set up for a rank, before the rank connects to the other ranks."""
 
     options: RankOptions
     manifest: Manifest
@@ -43,11 +43,11 @@ class RankProcess:
 
 
 def start_process(number: int, file: str) -> RankProcess:
-    """Prepare this process to run rank `number`, whose generated file is `file`. From now on an
-    uncaught exception ends the process with a failure file for the launcher.
+    """Prepare this process to run rank `number`; `file` is the rank's generated file. Afterwards,
+    an uncaught exception ends the process at once and writes a failure file for the launcher.
 
-    Raises ConfigurationError if the process has another rank, or if the number of started ranks
-    differs from that of the program.
+    Raise ConfigurationError if the environment variables give this process another rank, or if the
+    world size differs from the program's number of ranks.
     """
     heartbeat = Heartbeat.of(number)
     end_on_error(number, heartbeat)
@@ -73,8 +73,8 @@ def start_process(number: int, file: str) -> RankProcess:
 
 
 def connect(rank: RankContext) -> None:
-    """Set the precision of matmuls, connect all ranks, and limit this rank's GPU memory to that of
-    the plan. Collective over all ranks.
+    """Set the precision of matmuls, connect to all other ranks, and limit this rank's GPU memory to
+    the limit in the manifest, if there is one. Collective over all ranks.
     """
     manifest = rank.manifest
     transport = rank.transport
@@ -95,8 +95,8 @@ def connect(rank: RankContext) -> None:
 
 
 def limit_memory(limit: int, device: torch.device) -> None:
-    """Limit the memory that torch's allocator takes on a GPU to `limit` bytes. The CUDA context and
-    NCCL's buffers are not included in the limit.
+    """Limit the memory that torch's allocator takes on `device`, a GPU, to `limit` bytes. The CUDA
+    context and NCCL's buffers do not count, because torch does not allocate them.
     """
     fraction = limit / torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
