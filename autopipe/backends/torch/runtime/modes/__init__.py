@@ -1,3 +1,3 @@
-"""Modes of a run other than plain training: dry run, blocking communication, validation,
-generation, and recorded steps for verification.
+"""What a run can do other than plain training or inference: dry run, blocking communication,
+validation, token generation, and recording for verification.
 """

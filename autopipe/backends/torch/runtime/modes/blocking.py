@@ -1,10 +1,14 @@
-"""Stages with blocking send and receive (`--blocking`): the baseline for the gain from
-communication overlap.
+"""Stages with blocking send and receive (`--blocking`): the baseline for the gain from overlapping
+communication with computation.
 
-A generated step posts sends and receives where they overlap best; blocking there would deadlock. So
-these stages exchange tensors between tasks, in one global order of all tasks and messages: a
-topological order of the tasks, in which each message follows the task that computes it (Lin et al.,
-"Tessel", HPCA 2024, section V). A message is one event for both ranks.
+A generated step posts sends and receives at points that overlap best; ranks that block at these
+points would deadlock. So these stages exchange tensors between tasks instead, in one global order
+of all tasks and messages. It is a topological order of the tasks, in which each message follows the
+task that computes it (Lin et al., "Tessel", HPCA 2024, section V). A message is one event, at which
+both its sender and its receiver block.
+
+A task is one forward or backward pass, or half of a split backward pass, of one micro-batch on one
+stage.
 """
 
 from __future__ import annotations
@@ -26,12 +30,17 @@ _DURATION_BY_PHASE = {
     Phase.INPUT_GRADIENT: 1,
     Phase.WEIGHT_GRADIENT: 1,
 }
-"""Estimated durations of tasks. They select one of several orders, all of which are correct."""
+"""Estimated durations of tasks, relative to a forward. They determine which of several valid orders
+is used.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelEnd:
-    """A channel from a stage on one rank to a stage on another or the same rank."""
+    """A channel from a source stage to a target stage, on one rank or two. `gradient` is True if
+    gradients go in the other direction. A slice selects the micro-batches of a stage whose tensors
+    use the channel.
+    """
 
     channel: int
     source_stage: int
@@ -45,8 +54,9 @@ class ChannelEnd:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One transfer on a channel, forward or (`gradient`) backward. `number` counts the transfers of
-    this direction in a batch.
+    """One transfer of a tensor on the channel `end`, or of its gradient in the other direction if
+    `gradient`. `number` is the index of the transfer among the transfers of the channel in this
+    direction in a batch.
     """
 
     end: ChannelEnd
@@ -66,12 +76,15 @@ Event = Task | Message
 def global_event_order(
     lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]
 ) -> list[list[Event]]:
-    """Return for each rank its tasks and messages in the global order.
+    """Return, for each rank, its tasks and the messages that it sends or receives, in the global
+    order.
 
-    `lists` are the tasks of each rank in their order. The ranks of a stage run its task together.
-    The order comes from a list schedule: repeatedly run the task that can start first (ties: lower
-    stage, then lower micro-batch), which is close to the real order. Tasks that cannot run because
-    of a cycle are omitted.
+    `lists[r]` are the tasks of rank r in the order in which the rank runs them; `ends` are all
+    channels. The ranks of a stage run each of its tasks together.
+
+    The order is a list schedule: repeatedly run the task that can start first (ties: lower stage,
+    then lower micro-batch). This order is close to the order of a run with overlap. Tasks that
+    cannot run because of a cycle are omitted.
     """
     orders: list[list[Event]] = [[] for _ in lists]
     rest = [deque(tasks) for tasks in lists]
@@ -80,8 +93,10 @@ def global_event_order(
     for rank, tasks in enumerate(lists):
         for stage in {task.stage for task in tasks}:
             ranks[stage].append(rank)
-    # Keys are (stage, is gradient). `needs`: slice of the stage, other stage that sends to it,
-    # slice of the other stage. `leaving`: the channels to other ranks, and the slice of the stage.
+    # Keys of both maps are (stage, is gradient). An entry of `needs` says which tasks a task of the
+    # stage must wait for: (slice of the stage's micro-batches, stage that sends to it, slice of
+    # that stage's micro-batches). An entry of `leaving` is a channel from the stage to another
+    # rank, and the slice of the stage's micro-batches that use it.
     needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
     leaving = defaultdict[tuple[int, bool], list[tuple[ChannelEnd, MicroBatchSlice]]](list)
     for end in ends:
@@ -98,6 +113,9 @@ def global_event_order(
     done: set[tuple[int, bool, int]] = set()
 
     def can_run(task: Task) -> bool:
+        """Return True if `task` is the next task of all ranks of its stage, and if the tasks have
+        run whose results or gradients it needs.
+        """
         if any(not rest[rank] or rest[rank][0] != task for rank in ranks[task.stage]):
             return False
         backward = task.phase is not Phase.FORWARD
@@ -109,6 +127,7 @@ def global_event_order(
         )
 
     def start(task: Task) -> int:
+        """Return the time at which all ranks of the task's stage are free."""
         return max(clocks[rank] for rank in ranks[task.stage])
 
     while ready := [task for task in {tasks[0] for tasks in rest if tasks} if can_run(task)]:
@@ -131,18 +150,19 @@ def global_event_order(
 
 
 def _is_forward(event: Event) -> bool:
+    """Return True for a forward task, and for a message that is not a gradient."""
     return not event.gradient if isinstance(event, Message) else event.phase is Phase.FORWARD
 
 
 class BlockingStage(Stage):
-    """A stage whose `GlobalOrder` exchanges tensors before each task."""
+    """A stage that exchanges tensors only before its tasks, in the order of a `GlobalOrder`."""
 
     def __init__(self, order: GlobalOrder, *wiring: Any) -> None:
         super().__init__(*wiring)
         self._order = order
 
     def _ports_to_other_ranks(self, *_: Any, **__: Any) -> list[Any]:
-        return []  # `recv` and `send` do nothing.
+        return []  # So `recv` and `send`, which the generated step calls, transfer nothing.
 
     def forward(self, micro_batch: int) -> None:
         if self._order.reach(Task(self.number, Phase.FORWARD, micro_batch)):
@@ -168,7 +188,9 @@ class BlockingStage(Stage):
 
 
 class GlobalOrder:
-    """This rank's tasks and messages in the global order."""
+    """The tasks and messages of this rank in the global order, and the position of the current
+    batch in this order.
+    """
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
@@ -177,8 +199,9 @@ class GlobalOrder:
         self._rest: deque[Event] = deque()
 
     def note(self, step: Callable[[], None]) -> list[Event]:
-        """Return the order of one batch. The first call runs `step` without computing, to record
-        its tasks, and derives the order from those of all ranks (collective).
+        """Return the tasks and messages of one batch in the global order. The first call calls
+        `step` only to record which tasks it runs, without computing, and derives the order from the
+        tasks of all ranks. So the first call is collective over all ranks.
         """
         if self._order is None:
             step()
@@ -186,13 +209,14 @@ class GlobalOrder:
         return self._order
 
     def begin(self, step: Callable[[], None]) -> None:
-        """Start a batch. In a validation only its forward tasks and messages are expected."""
+        """Start a batch. In a validation, only forward tasks and their messages are expected."""
         order = self.note(step)
         self._rest.extend(order if self._rank.training else filter(_is_forward, order))
 
     def reach(self, task: Task | None) -> bool:
-        """Exchange the messages that precede a task, or, for None, those after the last task of the
-        batch. Return False if the task is only recorded and must not run.
+        """Exchange all messages that precede `task` in the order, and return True. None stands for
+        the end of the batch. While tasks are being recorded, record `task` and return False; the
+        caller must then not run it.
         """
         if self._order is None:
             assert task is not None, "tasks are being recorded"
@@ -212,8 +236,8 @@ class GlobalOrder:
         return True
 
     def _exchange_tasks_and_channels(self) -> list[Event]:
-        """Exchange tasks and channels with the other ranks. Return this rank's events in the global
-        order.
+        """Exchange recorded tasks and channels with the other ranks. Return this rank's tasks and
+        messages in the global order. Collective over all ranks.
         """
         number = self._rank.number
         stages = self._rank.stages.values()
@@ -251,12 +275,13 @@ class GlobalOrder:
 
 
 class BlockingExecution(Execution):
-    """Runs stages with blocking send and receive in the order of a `GlobalOrder`."""
+    """Runs stages with blocking send and receive, in the order of a `GlobalOrder`."""
 
     def __init__(self) -> None:
         self._order: GlobalOrder | None = None
 
     def _order_of(self, rank: RankContext) -> GlobalOrder:
+        """Return the `GlobalOrder` of the rank; create it at the first call."""
         if self._order is None:
             self._order = GlobalOrder(rank)
         return self._order

@@ -1,5 +1,5 @@
-"""A decoder program: the roles of its inputs and outputs, a request to generate tokens, and the
-state of each row of the batch.
+"""A decoder program (an inference program of a language model with a key-value cache): the roles of
+its inputs and outputs, a request to generate tokens, and the state of each row of the batch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from autopipe.ir.program import InputRange, Output
 from autopipe.ir.words import plural
 
 REQUEST_FILE = "request.json"
-"""Name of the request in the folder given to the ranks."""
+"""Name of the file with the request, in the folder that `--generate` names."""
 GENERATED_FILE = "generated.json"
-"""Name of rank 0's result in that folder."""
+"""Name of the file with the generated tokens, which rank 0 writes into the folder that `--generate`
+names.
+"""
 PREFILL_FOLDER = "prefill"
-"""Name of the folder, within a program folder, of a program whose steps process more tokens of a
-prompt.
+"""Name of a folder in a program folder. It contains a second program of the model whose steps
+process more tokens per sequence, for the prompts.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Prompts as token ids, and how to continue them: up to `max_new_tokens`, or until one of the
-    `eos` tokens.
+    """Prompts as token ids, and how to continue each of them: by `max_new_tokens` tokens, or until
+    one of the tokens `eos` is generated.
 
-    With `temperature` 0 the most likely token is chosen. Otherwise it is sampled from
+    With `temperature` 0 the most likely token is chosen. Otherwise a token is sampled from
     softmax(logits / temperature), restricted to the `top_k` most likely tokens, and to the smallest
-    set of most likely tokens whose probabilities sum to at least `top_p`.
+    set of most likely tokens whose probabilities sum to at least `top_p`. None for no restriction.
     """
 
     prompts: tuple[tuple[Index, ...], ...]
@@ -48,10 +50,12 @@ class GenerationRequest:
     seed: Index = 0
 
     def write(self, folder: Path) -> None:
+        """Write the request to its file in `folder`."""
         (folder / REQUEST_FILE).write_text(json.dumps(encode(self)), encoding="utf-8")
 
     @staticmethod
     def read(folder: Path) -> GenerationRequest:
+        """Return the request in `folder`, which `write` has written."""
         path = folder / REQUEST_FILE
         record = JsonRecord(json.loads(path.read_text(encoding="utf-8")), str(path))
         found: GenerationRequest = decode(record, GenerationRequest)
@@ -61,7 +65,7 @@ class GenerationRequest:
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """Keys or values of one layer. The output `present` of a step becomes the input `past` of the
-    next. Both have one entry per token along `axis`.
+    next step. Dimension `axis` of both has one position per token.
     """
 
     past: InputRange
@@ -70,27 +74,30 @@ class CacheEntry:
 
     @property
     def grows(self) -> bool:
-        """True if a step appends its tokens to the cache, False if it writes them into the cache in
-        place.
+        """True if `present` is `past` followed by the tokens of the step. False if the step writes
+        its tokens into positions of the cache, so that `past` and `present` have the same shape.
         """
         return self.past.value.shape[self.axis] < self.present.value.shape[self.axis]
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The inputs and outputs of a decoder. A step processes up to `step_length` tokens of each
-    sequence.
+    """The inputs and outputs of a decoder program. A step processes up to `step_length` tokens of
+    each sequence.
 
-    If not `in_place`, the cache has `cache_length` positions for earlier tokens, the step's tokens
-    follow it, and the mask marks the used positions of both. If `in_place`, the step writes its
-    tokens into the `cache_length` positions, and the mask marks the used ones, which are the first.
+    If `in_place` is False, the cache has `cache_length` positions for earlier tokens, and the
+    tokens of a step follow behind them. The mask marks the positions of the cache and of the step
+    that are in use.
+
+    If `in_place` is True, the step writes its tokens into the `cache_length` positions of the
+    cache. The mask marks the positions that are in use, which are the first.
     """
 
     tokens: InputRange
     mask: InputRange
     positions: InputRange | None
     cache: dict[str, CacheEntry]
-    """By name of the `past` input."""
+    """Cache entries by the name of their input `past`."""
     logits: Output
     cache_length: int
     step_length: int
@@ -98,8 +105,9 @@ class Decoder:
 
     @staticmethod
     def of(manifest: Manifest) -> Decoder:
-        """Return the decoder of a program. Raise ConfigurationError if the program is not a decoder
-        that can run step by step.
+        """Return the inputs and outputs of the decoder program with this manifest. Raise
+        ConfigurationError if it is not an inference program, or if the model has no key-value cache
+        or its inputs and outputs do not have the required names and shapes.
         """
         if manifest.train:
             raise ConfigurationError(
@@ -161,8 +169,8 @@ class Decoder:
         )
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise ConfigurationError if the program cannot process a prompt of the request or
-        continue it for `max_new_tokens`.
+        """Raise ConfigurationError if a prompt of the request is empty or contains a token outside
+        of the vocabulary, or if a prompt and its new tokens do not fit into the cache.
         """
         below = _indexed_rows(self.tokens) or self.logits.value.shape[2]
         places = self.cache_length + (0 if self.in_place else 1)
@@ -190,7 +198,9 @@ class Decoder:
                 )
 
     def _cache_plan_hint(self, needed: int) -> str:
-        """Return the hint how to plan a cache for sequences of `needed` tokens."""
+        """Return the hint for the user which flags plan a cache for sequences of `needed`
+        tokens.
+        """
         if self.in_place:
             dims = f"--dim past_sequence_length={needed} --dim total_sequence_length={needed}"
             return f"plan a cache of {needed} {plural(needed, 'position')} with {dims}"
@@ -201,19 +211,27 @@ class Decoder:
 
 
 def _indexed_rows(entry: InputRange) -> int | None:
-    """Return the number of rows of the table that an input indexes, None if it is no index."""
+    """Return the number of rows of the table that an input indexes, the minimum if there are
+    several tables; None if the input is not an index.
+    """
     return min((bounds.below for bounds in entry.allowed), default=None)
 
 
 def _cache_entry(past: InputRange, present: Output, length: int) -> CacheEntry:
+    """Return the cache entry of an input and an output. `length` is the number of tokens of a step.
+    Raise ConfigurationError if the shapes have no dimension that counts tokens.
+    """
     before = past.value.shape
     behind = present.value.shape
     where = f"{past.value.name!r} {list(before)}, {present.value.name!r} {list(behind)}"
-    # Micro-batches of the stage that gives the output may have another size.
+    # The batch axis is not compared: micro-batches of the stage that computes `present` may have
+    # another size.
     pairs = enumerate(zip(before, behind, strict=False))
     axes = [axis for axis, pair in pairs if axis != past.batch_axis and pair[0] != pair[1]]
     if len(before) == len(behind) == 4 and not axes:
-        axes = [2]  # The token axis of a cache that is written in place.
+        # A cache that is written in place does not grow. Its shape is [batch, heads, tokens,
+        # features].
+        axes = [2]
     grows = (
         len(before) == len(behind)
         and len(axes) == 1
@@ -229,6 +247,9 @@ def _cache_entry(past: InputRange, present: Output, length: int) -> CacheEntry:
 
 
 def _find_logits(outputs: list[Output], length: int) -> Output:
+    """Return the output with the logits, [batch, `length`, vocabulary]: the output named so, or the
+    only one. Raise ConfigurationError if there is none or it has another shape or type.
+    """
     named = [output for output in outputs if output.value.name == LOGITS] or outputs
     if len(named) != 1:
         raise ConfigurationError(
@@ -253,32 +274,39 @@ def _find_logits(outputs: list[Output], length: int) -> Output:
 
 
 class SequenceSlot:
-    """One row of the batch: a queue of sequences that it generates one after the other, and the
-    state of the current one. Ranks with equal tokens have equal slots.
+    """One row of the batch. It has a queue of sequences, which it generates one after the other,
+    and the state of its current sequence. Ranks that pass equal tokens to `begin_step` have equal
+    states.
     """
 
     def __init__(self, request: GenerationRequest, number: int, slots: int) -> None:
+        """Queue the prompts `number`, `number` + `slots`, ... of the request; there are `slots`
+        rows.
+        """
         self._request = request
         self._queue = deque(range(number, len(request.prompts), slots))
         self.sequence = -1
         self.new: list[int] = []
-        """Generated tokens of the sequence."""
+        """Tokens that were generated for the current sequence."""
         self.tokens: list[int] = []
-        """The prompt followed by the generated tokens."""
+        """The prompt of the current sequence, followed by its generated tokens."""
         self.cached = 0
-        """Number of tokens in the cache before this step."""
+        """Number of tokens of the sequence that are in the cache before the current step."""
         self.feed = 0
-        """Number of tokens that this step processes."""
+        """Number of tokens of the sequence that the current step processes."""
 
     @property
     def samples(self) -> bool:
-        """True if this step generates a token: it processes the last token of the sequence."""
+        """True if the current step generates a token, which it does if it processes the last token
+        of the sequence.
+        """
         return self.feed > 0 and self.cached + self.feed == len(self.tokens)
 
     @property
     def waiting(self) -> int:
-        """Number of tokens that the next step could process, as far as it is known before this
-        step's token is.
+        """Number of tokens that the next step could process, as far as this is known before the
+        current step has generated its token: the token may end the sequence. 0 if there is nothing
+        left to process.
         """
         if rest := len(self.tokens) - self.cached - self.feed:
             return rest
@@ -287,9 +315,9 @@ class SequenceSlot:
         return len(self._request.prompts[self._queue[0]]) if self._queue else 0
 
     def begin_step(self, token: int | None, most: int) -> tuple[int, list[int]] | None:
-        """Advance to a step that processes up to `most` tokens; `token` is the token that the
-        previous step generated, or None. Return (sequence, its new tokens) if the token ended a
-        sequence, otherwise None.
+        """Advance to the next step, which processes up to `most` tokens. `token` is the token that
+        the previous step generated, None if it generated none. If `token` ends a sequence, return
+        (sequence, its generated tokens), otherwise None.
         """
         self.cached += self.feed
         ended = None

@@ -1,9 +1,10 @@
-"""Dry run (`--dry-run`): one rank's program without the other ranks. Received tensors are zeros;
-sends are only counted.
+"""Dry run (`--dry-run`): the step of one rank without the other ranks. Received tensors are filled
+with zeros; sent tensors are only counted.
 
-With `--device meta` tensors have no memory. They are torch's fake tensors that report device CPU:
-on torch's device `meta` there is no autocast, so a plan in bf16 would run in other types. With
-`--device cuda` and without a GPU, fake tensors report a GPU (`fake_cuda`).
+With `--device meta`, tensors have no memory: they are fake tensors (torch's `FakeTensor`) that
+report device CPU. Torch's device `meta` is not used, because it has no autocast, so that a plan in
+bf16 would run in other types. With `--device cuda` on a machine without a GPU, fake tensors report
+a GPU (`fake_cuda`).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from autopipe.ir.program import in_kind_order
 
 @dataclass(frozen=True, slots=True)
 class DryMessage:
-    """A transfer on a channel; `size` in bytes. The dry runs of sender and receiver count equal
-    messages.
+    """A transfer on a channel from rank `source` to rank `target`; `size` in bytes. The dry runs of
+    both ranks report equal transfers, so their reports can be compared.
     """
 
     channel: int
@@ -63,7 +64,9 @@ class DryMessage:
 
 
 class DryTransport(Transport):
-    """A transport without other ranks, on torch's `fake` process group."""
+    """A transport without other ranks, on torch's process group backend `fake`. It counts
+    transfers.
+    """
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -91,13 +94,14 @@ class DryTransport(Transport):
     def _count(
         self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool
     ) -> None:
+        """Count the transfer of `tensor` from rank `source` to rank `target`."""
         form = dtype_name(tensor.dtype), tuple(tensor.shape)
         self.messages[DryMessage(channel, gradient, source, target, *form, tensor.nbytes)] += 1
 
 
 class DryStage(Stage):
-    """A stage that checks types and shapes of arguments, results and sent tensors against its
-    generated file, because no receiving rank would notice a difference.
+    """A stage that checks types and shapes of arguments, results and sent tensors against the
+    generated code. In a dry run there is no other rank that would notice a difference.
     """
 
     def start_send(self, port: Recv | Send, micro_batch: int) -> PendingSend:
@@ -118,7 +122,9 @@ class DryStage(Stage):
         return results
 
     def _compare(self, what: str, tensor: torch.Tensor, form: TensorForm) -> None:
-        """Raise LaunchError if the type or shape of a tensor is not `form`."""
+        """Raise LaunchError if the type or shape of a tensor differs from `form`. `what` names the
+        tensor in the message.
+        """
         found = tensor.dtype, tuple(tensor.shape)
         if found != form:
             there, here = (f"{dtype_name(dtype)} {list(shape)}" for dtype, shape in (found, form))
@@ -126,8 +132,8 @@ class DryStage(Stage):
 
 
 class DryExecution(Execution):
-    """Runs one rank without the others. With `--device meta`, and on fake CUDA devices, tensors
-    have no values.
+    """Runs one rank without the other ranks. With `--device meta`, and if there is a fake GPU,
+    tensors have no values.
     """
 
     stage_type = DryStage
@@ -154,13 +160,14 @@ class DryExecution(Execution):
         return DryReporter(rank, rank.transport, self._tracker)
 
     def on_optimizer(self, update: ParameterUpdate) -> None:
-        # The memory of a dry run's only step must include the optimizer's state.
+        # A dry run reports the peak memory of its only step, which must include the optimizer's
+        # state.
         update.make_optimizer_state()
 
 
 class DryReporter(Reporter):
-    """Reports tasks, messages and memory of one rank in one step, instead of metrics of all
-    ranks.
+    """Reports tasks, transfers and memory of one rank in one step. The base class reports metrics
+    of all ranks instead.
     """
 
     def __init__(
@@ -189,13 +196,14 @@ class DryReporter(Reporter):
             "stages": tuple(rank.stages),
             "tasks": tuple(span.task for span in times.spans()),
             "messages": tuple(asdict(each) | {"count": count} for each, count in messages.items()),
-            # Bytes of activations and their gradients by peer; then all communication by kind.
+            # The first two entries have bytes of activations and their gradients by rank; the third
+            # has bytes of all communication by kind.
             "sent_bytes": dict(sorted(sent.items())),
             "received_bytes": dict(sorted(received.items())),
             "communication_bytes": in_kind_order(self._transport.traffic),
             "parameters": sum(tensor.numel() for tensor in rank.parameters.values()),
             "parameter_bytes": sum(tensor.nbytes for tensor in rank.parameters.values()),
-            # For fake tensors, the tracker computes the maximum bytes alive at one time.
+            # Torch measures no memory of fake tensors, so the tracker computes their peak.
             "peak_memory_bytes": peak_memory(rank.device)
             if tracker is None
             else tracker.peak_bytes,
@@ -207,18 +215,19 @@ class DryReporter(Reporter):
 
 _NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _FAKE_TENSOR_MESSAGE = "is not supported for tensor subclasses"
-"""Part of torch's error message for `tolist` and `numpy` of fake tensors."""
+"""Part of the message of torch's error if `tolist` or `numpy` is called on a fake tensor."""
 
 
 @contextmanager
 def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
-    """Make new tensors of the block fake, and collectives return at once. Yield a tracker of the
-    memory that tensors on `device` would use. Raise LaunchError at an operator whose execution or
-    result shape depends on values.
+    """Make tensors that are created in the block fake, and make collectives return at once. Yield a
+    tracker of the memory that tensors on `device` would use. Raise LaunchError if an operator reads
+    values of a tensor, or if the shape of its result depends on values.
     """
     tensors = MemoryTracker(device)
     try:
-        # Data and constants become fake when an operator combines them with a fake tensor.
+        # Data and constants are real tensors. They become fake when an operator combines them with
+        # a fake tensor.
         with FakeTensorMode(allow_non_fake_inputs=True), tensors:
             yield tensors
     except RuntimeError as error:
@@ -231,8 +240,8 @@ def use_fake_tensors(device: torch.device) -> Iterator[MemoryTracker]:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Computes the peak memory of fake tensors: the maximum bytes of storages on one device that
-    are alive at one time.
+    """Computes the peak memory of fake tensors on one type of device: the maximum, over time, of
+    the bytes of all storages that are alive.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -245,8 +254,8 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator and count its results. A collective returns completed work without
-        running.
+        """Run an operator, count the storages of its results, and return the results. A collective
+        does not run; its work handle is already completed.
         """
         if function.namespace == "c10d":
             done = completed_work()
@@ -258,6 +267,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of `storage`, unless it is counted already, until it is freed."""
         key = storage_key(storage)
         size = storage.nbytes()
         if key in self._storages:

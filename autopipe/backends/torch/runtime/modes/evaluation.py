@@ -1,11 +1,12 @@
-"""Validation during training: the forward passes of a step over all samples of other data, each
-counted once.
+"""Validation during training: the forward passes of the generated step on all samples of the
+validation data. Each sample counts once.
 
-The loss is a mean over the samples of a micro-batch. The last micro-batch may have only r < n
-samples, so it is filled with n - r copies of the last sample x. With the mean loss L of this
-micro-batch and the loss l(x) of one sample, the sum over its real samples is n L - (n - r) l(x). A
-further micro-batch of copies of x gives l(x). If labels can be ignored, the filler samples have
-ignored labels instead and do not count.
+The loss of a micro-batch of n samples is a mean over its samples. If the last micro-batch has only
+r < n samples from the data, it is filled with n - r copies of the last sample x. Let L be its mean
+loss and l(x) the loss of x. The sum of the losses of its r real samples is then n L - (n - r) l(x).
+To measure l(x), another micro-batch follows that consists of copies of x only.
+
+If labels can be ignored, the filler samples get ignored labels instead and do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from autopipe.ir.words import plural
 
 
 def evaluation_settings(manifest: Manifest, options: RankOptions) -> Evaluation:
-    """Return the evaluation settings of a run: those of the manifest, overridden by options."""
+    """Return the validation settings of a run: the settings in the manifest, with the values that
+    options override.
+    """
     found = manifest.evaluation
     data = options.eval_data or found.data
     interval = options.eval_interval or found.interval
@@ -40,23 +43,24 @@ def evaluation_settings(manifest: Manifest, options: RankOptions) -> Evaluation:
 
 
 class AllSamplesOnce(SampleSource):
-    """All samples of a finite source, once, in order.
+    """A source that returns each sample of `source`, which must end, once and in order.
 
-    The last batch is filled with copies of the last sample. Another micro-batch of copies of this
-    sample follows, unless filler samples have ignored labels. If the loss of a batch does not
-    follow from the losses of its micro-batches, samples that do not fill a batch are omitted.
+    The last batch is filled with copies of the last sample. A micro-batch of copies of this sample
+    follows, unless filler samples have ignored labels (see the module). If the loss of a batch
+    cannot be computed from the losses of its micro-batches, samples that do not fill a batch are
+    omitted.
     """
 
     def __init__(self, manifest: Manifest, source: SampleSource) -> None:
         super().__init__(manifest, START_OF_RUN)
         self.source = source
         self.samples: int | None = None
-        """Number of samples, None until the end of the source is reached."""
+        """Number of samples that count. None until the end of the source is reached."""
         self._ignores = any(entry.ignored is not None for entry in manifest.inputs)
 
     def count(self, step: int) -> int:
-        """Return the batch size, or 0 if the validation has no batch `step`. Must be called with
-        steps in ascending order.
+        """Return the batch size if the validation has a batch `step`, otherwise 0. Must be called
+        with `step` 0, 1, 2, ... in this order.
         """
         batch = self._manifest.batch_size
         size = self._manifest.micro_batch_size
@@ -84,9 +88,10 @@ class AllSamplesOnce(SampleSource):
         return np.concatenate(parts, axis)
 
     def weight(self, start: int, size: int) -> int:
-        """Return the number of samples by which the loss of a micro-batch counts. `start` is the
-        number of its first sample, `size` its number of samples. It is negative for the micro-batch
-        of copies, whose loss is subtracted.
+        """Return the number of samples for which the loss of a micro-batch counts. `start` is the
+        number of its first sample, `size` its number of samples. The result is negative for the
+        micro-batch that consists of copies only: its loss, times the number of filler samples, is
+        subtracted.
         """
         left = size if self.samples is None else self.samples - start
         if self._ignores:
@@ -96,15 +101,18 @@ class AllSamplesOnce(SampleSource):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """Metrics of a validation over all ranks, after step `step`."""
+    """Result of a validation over all ranks. `step` is the index of the last step before the
+    validation.
+    """
 
     step: int
     eval_loss: float
     eval_samples: int
     eval_time_s: float
     best_loss: float
-    """The lowest validation loss so far, of step `best_step`."""
+    """The lowest validation loss of the run so far."""
     best_step: int
+    """Index of the last step before the validation with the lowest loss."""
 
     def line(self) -> str:
         """Return the report as one line of text."""
@@ -121,25 +129,29 @@ class EvaluationReport:
 
 
 class Evaluator:
-    """Runs a validation when one is due. All ranks compute equal losses and so take equal
+    """Runs validations when they are due. All ranks compute equal losses and therefore take equal
     decisions.
     """
 
     def __init__(self, rank: RankContext, settings: Evaluation, steps: int) -> None:
+        """`steps` is the number of steps after which the run ends."""
         self._rank = rank
         self._settings = settings
         self._steps = steps
-        # In inference, sources end with their data; a validation does not accumulate gradients.
+        # The manifest of an inference program, because sources for inference end with their data,
+        # and without gradient accumulation, because a validation has none.
         self._manifest = replace(rank.manifest, train=False, training=Training())
         self.best: tuple[float, int] | None = None
-        """(loss, step) of the lowest loss so far, None before the first validation."""
+        """(loss, step) of the lowest validation loss so far: `step` is the index of the last step
+        before that validation. None before the first validation.
+        """
         self._failed = 0
-        """Number of validations since the lowest loss."""
+        """Number of validations since the validation with the lowest loss."""
         self._validated = 0
-        """Steps done at the last validation."""
+        """Number of steps that the run had done at the last validation."""
 
     def is_due(self, last: bool) -> bool:
-        """Return True if a validation is due after the step done last. `last` is True if no other
+        """Return True if a validation is due now, between two steps. `last` is True if no other
         step follows.
         """
         done = self._rank.steps_done
@@ -149,19 +161,23 @@ class Evaluator:
         )
 
     def has_run_out_of_patience(self) -> bool:
-        """Return True if the loss has not improved in `patience` validations."""
+        """Return True if the loss has not improved in the last `patience` validations, a setting.
+        False if it is not set.
+        """
         return self._settings.patience is not None and self._failed >= self._settings.patience
 
     def restore(self, best: tuple[float, int]) -> None:
-        """Set the lowest loss of the run that is resumed."""
+        """Set the lowest loss so far, as (loss, step), to the value of the run that this run
+        resumes.
+        """
         self.best = best
         interval = self._settings.interval or self._steps
         self._failed = max(0, self._rank.steps_done // interval - (best[1] + 1) // interval)
 
     def run(self, step: Callable[[], None]) -> EvaluationReport:
-        """Run the forward passes of `step` over all validation data. Collective over all ranks.
-        Raise LaunchError if the loss is not finite, ConfigurationError if the data have too few
-        samples.
+        """Validate: run the forward passes of the generated function `step` on all validation data.
+        Return the result. Collective over all ranks. Raise LaunchError if the loss is not finite,
+        ConfigurationError if the data have too few samples.
         """
         rank = self._rank
         began = time.perf_counter()
@@ -196,7 +212,8 @@ class Evaluator:
         labels = sum(share for _, share in shares)
         if by_label:
             division = rank.manifest.loss_division
-            # The mean over batches, because the divisor of each batch has a constant addend.
+            # Both sums are divided by the number of batches, because the divisor of a batch may
+            # have a constant addend.
             divisor = division.divisor(labels / number)
             loss = division.loss(loss / number / divisor) if divisor else math.nan
         else:
@@ -214,13 +231,16 @@ class Evaluator:
         return EvaluationReport(done, loss, source.samples, time.perf_counter() - began, *self.best)
 
     def _loss(self, source: AllSamplesOnce, number: int) -> float:
-        """Return this rank's part of the summed loss of all samples of one batch."""
+        """Return this rank's contribution to the sum of the losses of all samples of batch
+        `number`, after the forward passes of this batch.
+        """
         total = 0.0
         for index, stage in self._rank.stages.items():
             count = self._manifest.micro_batches_at(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
-                # The loss is a sum over labels. Ignored labels of filler samples add 0.
+                # Here the loss of a micro-batch is a sum over labels, to which the ignored labels
+                # of filler samples add 0.
                 if self._rank.manifest.counts_labels:
                     total += float(loss) * stage.loss_share
                 elif weight := source.weight(

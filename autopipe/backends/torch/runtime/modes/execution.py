@@ -1,5 +1,5 @@
-"""How a rank runs its stages and communicates with other ranks. The default overlaps P2P
-communication with computation; dry runs and blocking communication override it.
+"""How a rank runs its stages and communicates with other ranks. By default, P2P communication
+overlaps with computation. Dry runs and blocking communication override methods of `Execution`.
 """
 
 from __future__ import annotations
@@ -17,42 +17,51 @@ from autopipe.backends.torch.runtime.watch.report import Reporter
 
 
 class Execution:
-    """Runs stages that overlap P2P communication with computation. A rank has one execution."""
+    """Runs the stages of a rank so that P2P communication overlaps with computation. A rank has one
+    execution.
+    """
 
     probes = False
-    """True if the run inspects one step (`Mode.probes`)."""
+    """True if the run inspects one step instead of training (see `Mode.probes`)."""
     stage_type: type[Stage] = Stage
+    """Class of the rank's stages."""
     has_values = True
-    """False if tensors have shapes and types but no values."""
+    """False if tensors have types and shapes but no values."""
     can_skip_updates = True
-    """False if the optimizer steps even if fp16 gradients overflowed."""
+    """False if the optimizer must run its step even if fp16 gradients overflowed."""
 
     def make_transport(self, device: str, timeouts: Timeouts, heartbeat: Heartbeat) -> Transport:
-        """Return the connection to the other ranks, before it is started."""
+        """Return the connection to the other ranks. It is not connected yet."""
         return Transport(device, timeouts, heartbeat)
 
     def context(self, rank: RankContext) -> AbstractContextManager[object]:
-        """Return the context in which the rank is set up and runs its steps."""
+        """Return the context manager in which the rank is set up and runs its steps."""
         return nullcontext()
 
     def make_stage(
         self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
     ) -> Stage:
-        """Return stage `number` of a rank; `module` is the generated module of the stage."""
+        """Return a new stage of a rank. `number` is the number of the stage, `module` its generated
+        module, `ports` its arguments and results.
+        """
         return self.stage_type(rank, number, module, ports)
 
     def make_reporter(self, rank: RankContext) -> Reporter:
-        """Return the reporter of the rank's steps. Called when the rank is set up."""
+        """Return a new reporter of the rank's steps. Called once, when the rank is set up."""
         return Reporter(rank)
 
     def on_optimizer(self, update: ParameterUpdate) -> None:
-        """Called once when the optimizer of the rank has been created, before the first step."""
+        """Hook that is called once, after the rank's optimizer has been created and before the
+        first step.
+        """
 
     def before_step(self, rank: RankContext, step: Callable[[], None]) -> None:
-        """Called before the clock of a step starts."""
+        """Hook that is called before the clock of a step starts. `step` is the generated
+        function.
+        """
 
     def run_batch(self, rank: RankContext, step: Callable[[], None]) -> None:
-        """Run the generated function `step` once: all micro-batches of one batch. In a validation
-        only forward passes and their P2P communication have an effect.
+        """Call the generated function `step` once, which runs all micro-batches of one batch. In a
+        validation, its backward passes have no effect.
         """
         step()

@@ -2,16 +2,19 @@
 
 A micro-batch is a group of sequences: while one stage processes a group, the next stage processes
 the previous group. Keys and values of a layer stay on the ranks that computed them, each rank with
-its shard. A new token goes from the rank that has the logits to all others. All ranks compute the
-other inputs of a step (tokens, mask, positions) from the tokens.
+its shard. Of each group, one rank (the sampler) gathers the logits, chooses the new tokens and
+sends them to all other ranks. From the tokens, each rank computes the other inputs of a step: mask
+and positions.
 
-Programs have static shapes. One program processes one token per step; a second one
-(`PREFILL_FOLDER`) processes many tokens of each prompt per step. In the batch, each row is a
-sequence. The tokens of a sequence occupy the end of the cache, and the mask excludes the positions
-before them. The tokens that a step processes come first in the step's positions; filler tokens
-follow and are discarded. So sequences of different lengths, ended sequences, and prompts that are
-processed in several steps can be rows of one batch. In a cache that is written in place, the tokens
-occupy its front, and the next step overwrites what a step wrote behind its last token.
+Programs have static shapes. One program processes one token per sequence and step; a second program
+(`PREFILL_FOLDER`), if there is one, processes many tokens of a prompt per step. Each row of the
+batch is a sequence. The tokens of a sequence occupy the end of the cache, and the mask excludes the
+positions before them. The tokens that a step processes come first in the step's positions; filler
+tokens follow, whose results are discarded. So sequences of different lengths, ended sequences, and
+prompts that are processed in several steps can be rows of one batch.
+
+In a cache that is written in place, the tokens occupy the front. A step also writes its filler
+tokens there, behind its last token; the next step overwrites them.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ from autopipe.ir.kv_cache import MASK, POSITIONS, TOKENS
 from autopipe.ir.layout import TensorSlice
 from autopipe.ir.program import OutputShard, OutputStage
 
-# P2P tags that differ from the tags of channels and of collected outputs.
+# First tags of the messages with tokens and with logits. They are larger than the tags of channels
+# and of collected outputs.
 _TOKENS_TAG = 1 << 21
 _LOGITS_TAG = 1 << 22
 _NO_TOKEN = -1
@@ -58,8 +62,8 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class _SamplingGroup:
-    """A micro-batch of the stage that computes the logits: rows of the batch whose tokens rank
-    `sampler` chooses together.
+    """The sequences of one micro-batch of a stage that computes logits. `rows` are their rows of
+    the batch, `place` is the stage. One rank, the sampler, chooses their tokens.
     """
 
     number: int
@@ -68,15 +72,17 @@ class _SamplingGroup:
 
     @property
     def shards(self) -> tuple[OutputShard, ...]:
+        """The shards of the logits that the sampler gathers."""
         return needed_shards(self.place)
 
     @property
     def sampler(self) -> int:
+        """The rank that chooses the tokens of the group."""
         return self.shards[0].rank
 
 
 class TokenExchange:
-    """Sends the new tokens of each group from its sampler to all other ranks."""
+    """Distributes the new tokens of each group from its sampler to all other ranks."""
 
     def __init__(self, rank: RankContext, groups: Sequence[_SamplingGroup]) -> None:
         self._rank = rank
@@ -85,8 +91,8 @@ class TokenExchange:
         self._leaving: deque[list[tuple[dist.Work | None, torch.Tensor]]] = deque()
 
     def begin_step(self) -> None:
-        """Post the receives of all tokens of a step, and wait until the tokens of earlier steps
-        than the last are sent.
+        """Post the receives for all tokens of the next step from other samplers. Wait for sends
+        that started before the previous step, so that few sends are pending.
         """
         for group in self._groups:
             if group.sampler != self._rank.number:
@@ -98,7 +104,9 @@ class TokenExchange:
             self._finish(self._leaving.popleft())
 
     def give(self, group: _SamplingGroup, tokens: list[int]) -> None:
-        """Send a group's tokens of this step to all other ranks. Called on the sampler only."""
+        """Start to send the tokens of a group in the current step to all other ranks. Called on the
+        group's sampler only.
+        """
         made = torch.tensor(tokens)
         self._arriving[group.number].append((None, made))
         for other in range(self._rank.transport.world_size):
@@ -106,11 +114,12 @@ class TokenExchange:
                 self.send(made, other, _TOKENS_TAG + group.number)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Start to send a tensor to rank `rank`, and keep the tensor until it is sent."""
         self._leaving[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
 
     def take(self, group: _SamplingGroup) -> list[int]:
-        """Return a group's tokens of the earliest step for which this was not called; `_NO_TOKEN`
-        for rows without a new token. Waits for them.
+        """Wait for the tokens of a group and return them, one per row; `_NO_TOKEN` for a row
+        without a new token. The n-th call for a group returns the tokens of the n-th step.
         """
         work, tokens = self._arriving[group.number].popleft()
         if work is not None:
@@ -120,11 +129,12 @@ class TokenExchange:
         return found
 
     def finish(self) -> None:
-        """Wait until all tokens are sent."""
+        """Wait until all tensors have been sent."""
         for sent in self._leaving:
             self._finish(sent)
 
     def _finish(self, sent: list[tuple[dist.Work | None, torch.Tensor]]) -> None:
+        """Wait until the tensors in `sent` have been sent."""
         with self._rank.heartbeat.waiting():
             for work, _ in sent:
                 if work is not None:
@@ -133,7 +143,9 @@ class TokenExchange:
 
 @dataclass(frozen=True, slots=True)
 class _DecoderProgram:
-    """One of this rank's programs: its stages, its step function, and its decoder."""
+    """A program of which this process runs a rank: the rank with its stages, the generated function
+    `step`, and the roles of inputs and outputs.
+    """
 
     rank: RankContext
     step: Callable[[], None]
@@ -141,11 +153,18 @@ class _DecoderProgram:
 
 
 class Generation(BatchReader):
-    """The sequences of a request on one rank. It is also the reader from which stages read their
-    inputs, which depend on the results of earlier steps.
+    """One rank's part in a generation: the sequences of the request and the rank's shard of the
+    cache.
+
+    It replaces the reader of input data, because the inputs of a step depend on the results of
+    earlier steps.
     """
 
     def __init__(self, rank: RankContext, step: Callable[[], None], folder: Path) -> None:
+        """Prepare the generation for the request in `folder`. `step` is the generated function of
+        the program that processes one token per step. Raise ConfigurationError if the programs
+        cannot process the request.
+        """
         super().__init__(rank.manifest, rank.reader.source, rank.device)
         self._rank = rank
         self._folder = folder
@@ -158,7 +177,7 @@ class Generation(BatchReader):
             each.reader = self
             each.collect = self.collect
         self._program = self._programs[0]
-        """The program of this step."""
+        """The program that runs the current step."""
         self.decoder.check(self._request)
         batch = rank.manifest.batch_size
         self._slots = [SequenceSlot(self._request, row, batch) for row in range(batch)]
@@ -171,7 +190,9 @@ class Generation(BatchReader):
             _SamplingGroup(number, place, rows) for number, (place, rows) in enumerate(places)
         ]
         self._steps = [-1] * len(self._groups)
-        """By group the step for which its slots are prepared."""
+        """For each group, the index of the last step for which its slots have been prepared; -1 for
+        none.
+        """
         self._exchange = TokenExchange(rank, self._groups)
         self._caches: dict[tuple[int, int, str], torch.Tensor] = {}
         self._generated: dict[int, list[int]] = {}
@@ -180,11 +201,11 @@ class Generation(BatchReader):
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder of this step's program."""
+        """The inputs and outputs of the program that runs the current step."""
         return self._program.decoder
 
     def _rows_of(self, stage: int) -> list[range]:
-        """Return the rows of the batch in each micro-batch of a stage on this pipeline."""
+        """Return the rows of the batch in each micro-batch that a stage runs."""
         return [
             self._rows(stage, micro_batch)
             for micro_batch in self._rank.manifest.micro_batches_of(stage)
@@ -196,8 +217,8 @@ class Generation(BatchReader):
         return range(micro_batch * size, (micro_batch + 1) * size)
 
     def _check_blocks(self, program: _DecoderProgram) -> None:
-        """Raise ConfigurationError if a stage's shard of an updated cache differs from the shard
-        that it reads.
+        """Raise ConfigurationError if a stage of this rank reads a shard of the cache but computes
+        another shard of the updated cache, since the cache would then have to move between ranks.
         """
         for stage in program.rank.stages.values():
             for data in stage.data:
@@ -217,8 +238,8 @@ class Generation(BatchReader):
                     )
 
     def _present_box(self, entry: CacheEntry, stage: int) -> TensorSlice | None:
-        """Return this rank's shard of the updated cache that a stage computes, None if it has
-        none.
+        """Return the slice of the updated cache that this rank has after the forward of a stage;
+        None if the stage does not compute it on this rank.
         """
         shards = (
             each for place in entry.present.places if place.stage == stage for each in place.shards
@@ -226,7 +247,9 @@ class Generation(BatchReader):
         return next((shard.box for shard in shards if shard.rank == self._rank.number), None)
 
     def run(self) -> None:
-        """Run steps until all sequences have ended. Rank 0 writes the result."""
+        """Run steps until all sequences have ended. Rank 0 writes the generated tokens to
+        `GENERATED_FILE`.
+        """
         rank = self._rank
         began = time.perf_counter()
         first = 0.0
@@ -255,10 +278,11 @@ class Generation(BatchReader):
             (self._folder / GENERATED_FILE).write_text(json.dumps(report), encoding="utf-8")
 
     def _select_next_program(self) -> bool:
-        """Return True if there is another step, and select its program, equally on all ranks.
+        """Decide whether there is another step, and select its program. Return False if there is
+        none. All ranks decide equally.
 
-        The last step's tokens are not used, so that no rank waits for them before it needs them. If
-        one of them ends the last sequence, one unnecessary step runs.
+        The decision does not use the tokens of the last step, so that no rank waits for them before
+        it needs them. So one unnecessary step runs if one of these tokens ends the last sequence.
         """
         if self._rank.steps_done > 0:
             self._begin_step_of_slots(self._rank.steps_done - 1, range(len(self._slots)))
@@ -267,8 +291,8 @@ class Generation(BatchReader):
         return most > 0
 
     def _begin_step_of_slots(self, step: int, rows: range) -> None:
-        """Advance the slots of the rows to `step`, from it or the step before; this waits for the
-        tokens of the step before.
+        """Prepare the slots of the groups that contain any of `rows` for step `step`. A slot that
+        is at the previous step advances; this waits for the tokens of the previous step.
         """
         for group in self._groups:
             if (
@@ -286,8 +310,8 @@ class Generation(BatchReader):
                     self._generated[ended[0]] = ended[1]
 
     def read(self, step: int, request: BlockRequest) -> torch.Tensor:
-        """Return an argument of a stage: its shard of the cache, or of tokens, mask or
-        positions.
+        """Return an input of a stage for a micro-batch, as `request` specifies: this rank's shard
+        of the cache, the tokens, the mask, or the positions.
         """
         if request.name in self.decoder.cache:
             cached = self._caches.get((request.stage, request.micro_batch, request.name))
@@ -306,7 +330,9 @@ class Generation(BatchReader):
         return block.to(self._rank.device, self._dtype(request), non_blocking=True)
 
     def _token_ids(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
-        """Return the token ids that a step processes, [slots, step length], filled with 0."""
+        """Return the token ids that the current step processes, int64 [slots, step length]. Unused
+        positions have the id 0.
+        """
         made = np.zeros((len(slots), self.decoder.step_length), np.int64)
         for row, slot in zip(made, slots, strict=True):
             fed = slot.tokens[self._first_position(slot) : slot.cached + slot.feed]
@@ -314,17 +340,19 @@ class Generation(BatchReader):
         return made
 
     def _first_position(self, slot: SequenceSlot) -> int:
-        """Return the position of the first token that a step processes: that after the cached
-        tokens. If less than a step's length is left of a cache that is written in place, the step
-        processes some cached tokens again.
+        """Return the position in the sequence of the first token that the current step processes.
+        This is the first token that is not cached. Only if a cache that is written in place has
+        fewer positions left than a step has tokens, the step starts earlier and processes some
+        cached tokens again.
         """
         if not self.decoder.in_place:
             return slot.cached
         return min(slot.cached, self.decoder.cache_length - self.decoder.step_length)
 
     def _mask(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
-        """Return the mask, [slots, length]: 1 for used positions of the cache and the step,
-        otherwise 0. Each row has at least one 1, as a softmax over no position is not a number.
+        """Return the attention mask, int64 [slots, mask length]: 1 for positions of the cache and
+        of the step that are in use, otherwise 0. Each row has at least one 1, because a softmax
+        over no position is NaN.
         """
         length = self.decoder.cache_length
         step = self.decoder.step_length
@@ -337,16 +365,17 @@ class Generation(BatchReader):
         return made
 
     def _positions(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
-        """Return the position ids of a step's tokens, [slots, step length]. Filler tokens have the
-        id of the last token, which is in the range of the model's tables.
+        """Return the position ids of the tokens of the current step, int64 [slots, step length].
+        Filler tokens get the position of the last token, because larger positions may be outside of
+        the model's tables.
         """
         along = np.arange(self.decoder.step_length)
         ends = [(self._first_position(slot), slot.cached + slot.feed) for slot in slots]
         return np.stack([np.minimum(first + along, max(first, end - 1)) for first, end in ends])
 
     def collect(self, stage: int, micro_batch: int, results: tuple[torch.Tensor, ...]) -> None:
-        """Store the updated caches of a micro-batch, and choose tokens if the stage computes the
-        logits. `micro_batch` is numbered over all steps.
+        """Take the results of a stage's forward: store the updated caches and, if the results
+        include logits, choose new tokens. `micro_batch` is numbered over all steps.
         """
         step, number = divmod(micro_batch, self._rank.manifest.micro_batches_at(stage))
         rows = self._rows(stage, number)
@@ -364,8 +393,9 @@ class Generation(BatchReader):
     def _next_cache(
         self, entry: CacheEntry, box: TensorSlice, rows: range, present: torch.Tensor
     ) -> torch.Tensor:
-        """Return a shard of the cache for the next step: in each row the `cache_length` positions
-        that end with the last processed token.
+        """Return this rank's shard of the cache for the next step, from the updated cache
+        `present`. In each row it contains the `cache_length` positions that end with the last
+        processed token.
         """
         if self.decoder.in_place:
             return present
@@ -383,8 +413,9 @@ class Generation(BatchReader):
         return torch.cat(parts, batch)
 
     def _choose_and_send_tokens(self, group: _SamplingGroup, block: torch.Tensor) -> None:
-        """Send this rank's shard of the logits to the group's sampler; on the sampler, choose
-        tokens and send them to all ranks.
+        """Send this rank's shard of the logits, `block`, to the group's sampler. On the sampler,
+        choose the tokens and send them to all ranks. Raise LaunchError if the logits are not
+        finite.
         """
         own = self._rank.number
         boxes = {shard.rank: shard.box for shard in group.shards}
@@ -422,8 +453,9 @@ class Generation(BatchReader):
     def _last_rows(
         self, group: _SamplingGroup, box: TensorSlice, block: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logits of the last processed token of each row of a shard, [rows, vocabulary],
-        in host memory; zeros for rows whose token is in another shard.
+        """Return the logits of the last processed token of each row, from a shard of the logits:
+        float32 [rows, vocabulary of the shard], in host memory. They are 0 if this token is in
+        another shard.
         """
         slots = [self._slots[row] for row in group.rows[box.slices[0]]]
         last = torch.tensor(
@@ -439,11 +471,12 @@ class Generation(BatchReader):
 
 
 def _without_axis(axis: int, slices: Sequence[slice]) -> list[slice]:
+    """Return `slices` without the slice of dimension `axis`."""
     return [each for index, each in enumerate(slices) if index != axis]
 
 
 class Generate(Mode):
-    """Generates tokens for the request in a folder, in place of steps on data."""
+    """Mode that generates tokens for the request in a folder, instead of running steps on data."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -456,11 +489,12 @@ class Generate(Mode):
 def choose_tokens(
     logits: torch.Tensor, request: GenerationRequest, draws: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Return a token for each row of `logits`, [rows, vocabulary] in host memory, as the request
-    specifies.
+    """Return the next token for each row of `logits`, [rows, vocabulary] in host memory, chosen as
+    the request specifies.
 
-    `draws` has (sequence, number of the new token) of each row. They determine the random number,
-    so a token does not depend on the rank or on other rows.
+    `draws[i]` is (sequence, index of the new token in the sequence) of row i. Together with the
+    seed of the request, it determines the random number of the row. So a token does not depend on
+    the rank or on other rows.
     """
     if request.temperature == 0.0:
         return [int(token) for token in logits.argmax(-1)]
@@ -472,7 +506,9 @@ def choose_tokens(
     probabilities = scaled.softmax(-1)
     if request.top_p is not None:
         probabilities[probabilities.cumsum(-1) - probabilities >= request.top_p] = (
-            0.0  # The token that reaches top_p is included.
+            # A token is excluded if the tokens before it already reach top_p, so the token that
+            # reaches top_p is included.
+            0.0
         )
     sums = probabilities.cumsum(-1)
     drawn = torch.stack(
@@ -480,12 +516,14 @@ def choose_tokens(
     )
     below = drawn[:, None] * sums[:, -1:]
     places = (sums <= below).sum(-1, keepdim=True)
-    # Rounded sums may exceed the last one.
+    # Because of rounding, the search may end behind the last token with a positive probability.
     places = places.clamp(max=(probabilities > 0).sum(-1, keepdim=True) - 1)
     return [int(token) for token in order.gather(-1, places)[:, 0]]
 
 
 def _uniform_number(seed: int, sequence: int, number: int) -> torch.Tensor:
-    """Return the random number in [0, 1), float64, that chooses token `number` of a sequence."""
+    """Return the random number in [0, 1), float64 [], with which token `number` of a sequence is
+    chosen.
+    """
     words = as_unsigned(draw_run(key_of(seed, Purpose.TOKEN, sequence), 2 * number, 2))
     return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53

@@ -1,4 +1,6 @@
-"""Files with gradients, parameters and values of a run's first steps, for `autopipe verify`."""
+"""Files with gradients, parameters and values of variables in the first steps of a run. `autopipe
+verify` compares them with a reference.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,21 @@ if TYPE_CHECKING:
 
 Results = TypeVar("Results")
 RECORDED_STEPS = 2
-"""Number of steps whose gradients and updated parameters are recorded."""
+"""Number of steps, from the first, whose gradients and updated parameters are recorded."""
 
 
 def record_file(folder: Path, kind: str, step: int, rank: int) -> Path:
-    """Return the path of a rank's file for one step, or of a stage's file for `values`."""
+    """Return the path of a file of recorded tensors. `kind` is `gradients`, `parameters` or
+    `values`; for `values`, `step` is the number of a stage.
+    """
     return folder / f"{kind}_{step}_{rank:03d}.npz"
 
 
 def dump_tensors(
     folder: Path, kind: str, step: int, rank: int, tensors: Mapping[int, torch.Tensor]
 ) -> None:
-    """Write the rank's shards of gradients or parameters, by parameter index, as float32 or
-    float64. Tensors that are not floating-point are omitted.
+    """Write `tensors`, a rank's shards of gradients or parameters by parameter index, to their
+    `record_file` as float32 or float64. Tensors that are not floating-point are omitted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = {
@@ -39,6 +43,9 @@ def dump_tensors(
 
 
 def _as_float32_or_64(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor as a numpy array; 16-bit and 8-bit floating-point types are converted to
+    float32.
+    """
     narrow = tensor.is_floating_point() and tensor.element_size() < 4
     found: np.ndarray = (tensor.float() if narrow else tensor).detach().cpu().numpy()
     return found
@@ -47,14 +54,18 @@ def _as_float32_or_64(tensor: torch.Tensor) -> np.ndarray:
 def run_recorded(
     function: Callable[..., Results], arguments: tuple[Any, ...], file: Path
 ) -> Results:
-    """Return `function(*arguments)`, and write every tensor that is a local variable of the
-    generated function to `file`, by the variable's name.
+    """Return `function(*arguments)`. Write each tensor that is a local variable of a function in
+    the same source file to `file`, by the name of the variable. Python's tracing observes the
+    variables.
     """
     import torch
 
     found: dict[str, torch.Tensor] = {}
 
     def trace_frame(frame: FrameType, event: str, _argument: object) -> Any:
+        """Trace function (`sys.settrace`) that stores the tensors among the local variables of a
+        frame.
+        """
         if frame.f_code.co_filename != function.__code__.co_filename:
             return None
         found.update(
@@ -74,8 +85,8 @@ def run_recorded(
 
 
 def load_gradients(folder: Path, step: int, parameters: Mapping[int, torch.Tensor]) -> None:
-    """Set the gradients of parameters to those that `dump_tensors` wrote for step `step` of one
-    rank, with full parameters.
+    """Set the gradients of `parameters`, full parameters by index, to the gradients that rank 0
+    recorded in step `step`.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The execution and the modes of a run, from the options of the rank."""
+"""Choice of the execution and the modes of a run, from the options of the rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from autopipe.backends.torch.runtime.step.stage import Mode
 
 
 def choose_execution(options: RankOptions) -> Execution:
-    """Return how the rank runs its stages; `--dry-run` takes precedence over `--blocking`."""
+    """Return the object that runs the rank's stages. `--dry-run` takes precedence over
+    `--blocking`.
+    """
     if options.dry_run:
         return DryExecution()
     if options.blocking:
@@ -26,8 +28,9 @@ def choose_execution(options: RankOptions) -> Execution:
 
 
 def choose_modes(options: RankOptions) -> tuple[Mode, ...]:
-    """Return the modes that the options request. `Record` precedes `Replay`: it writes the rank's
-    own gradients before `Replay` replaces them.
+    """Return the modes that the options request, in the order in which their hooks are called.
+    `Record` precedes `Replay`, because it must write the rank's own gradients before `Replay`
+    replaces them.
     """
     found: list[Mode] = []
     if options.perturb:

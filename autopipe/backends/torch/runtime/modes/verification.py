@@ -1,5 +1,5 @@
-"""Modes with which `autopipe verify` compares a program with a reference: record gradients,
-parameters and values, replay recorded gradients, perturb inputs and parameters.
+"""Modes with which `autopipe verify` compares a program with a reference. They record gradients,
+parameters and values of variables, replay recorded gradients, or perturb inputs and parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from autopipe.backends.torch.runtime.step.stage import Mode, RankContext, Stage
 
 
 class Record(Mode):
-    """Writes the rank's gradients and updated parameters of the first `RECORDED_STEPS` steps."""
+    """Writes this rank's gradients and updated parameters of the first `RECORDED_STEPS` steps to a
+    folder.
+    """
 
     probes = True
     exact_matmuls = True
@@ -43,14 +45,14 @@ class Record(Mode):
         dump_tensors(self._folder, kind, rank.steps_done, rank.number, tensors)
 
     def repeats_step(self, rank: RankContext) -> bool:
-        """Return True if the step's update was skipped because fp16 gradients overflowed: its
-        gradients are not comparable. The loss scale is smaller in the repeated step.
+        """Return True if fp16 gradients overflowed in the step, so that its update was skipped.
+        Such gradients cannot be compared. The repeated step has a smaller loss scale.
         """
         return rank.loss_scaler is not None and rank.loss_scaler.was_skipped()
 
 
 class RecordValues(Mode):
-    """Writes the values of every variable in the first forward of each stage."""
+    """Writes the values of all tensor variables in the first forward of each stage to a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,8 +64,8 @@ class RecordValues(Mode):
 
 
 def _record_first_forward(stage: Stage, file: Path) -> Callable[..., Any]:
-    """Return a function that calls the stage's forward, writes the values of its variables to
-    `file`, and makes later forwards of the stage call the unrecorded function.
+    """Return a replacement of the forward of `stage`. At its first call it writes the values of all
+    tensor variables to `file`, and restores the original forward for later calls.
     """
     function = stage.function
 
@@ -75,7 +77,7 @@ def _record_first_forward(stage: Stage, file: Path) -> Callable[..., Any]:
 
 
 class Replay(Mode):
-    """Updates parameters by recorded gradients of all steps. Only step 0 computes its own."""
+    """Updates parameters by recorded gradients. Only step 0 runs forward and backward passes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -88,8 +90,9 @@ class Replay(Mode):
 
 
 class Perturb(Mode):
-    """Changes every floating-point number of inputs, parameters and scalar constants by a relative
-    `step`, so that `verify` can measure how rounding errors grow.
+    """Changes each floating-point number in inputs, parameters and scalar constants by the relative
+    amount `step`, up or down. `verify` compares such a run with a run without changes, to measure
+    how rounding errors grow.
     """
 
     def __init__(self, step: float) -> None:
@@ -100,7 +103,8 @@ class Perturb(Mode):
             tensor.data = perturb(tensor.data, self._step, index)
 
     def on_constants(self, constants: dict[str, torch.Tensor]) -> None:
-        # In some models the scales of quantized tensors are the only floating-point numbers.
+        # Scalar constants are perturbed too, because in some models the scales of quantized tensors
+        # are the only floating-point numbers.
         for key, name in enumerate(sorted(constants)):
             if constants[name].numel() == 1:
                 constants[name] = perturb(constants[name], self._step, key)
@@ -114,8 +118,9 @@ class Perturb(Mode):
 
 
 def perturb(tensor: torch.Tensor, step: float, key: int) -> torch.Tensor:
-    """Return the tensor with each number multiplied by 1 + `step` or 1 - `step`; the pseudo-random
-    choice depends on `key`. Tensors that are not floating-point are returned unchanged.
+    """Return `tensor` with each number multiplied by 1 + `step` or 1 - `step`. The choice is
+    pseudo-random and depends on `key` and the position only. A tensor that is not floating-point is
+    returned unchanged.
     """
     if not tensor.is_floating_point():
         return tensor
