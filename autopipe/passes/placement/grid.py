@@ -1,5 +1,5 @@
-"""Strategy `grid`: pipeline, data and tensor parallelism. Searches the factorisation of the devices
-and the micro-batch size with the shortest step.
+"""Strategy `grid`: a product of pipeline, data and tensor parallelism. It searches the degrees of
+parallelism and the micro-batch size with the shortest step.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ from autopipe.passes.sharding.regions import (
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """A factorisation: `pipeline` groups of devices in a chain, each with `data` replicas of
-    `tensor` devices that split each layer.
+    """The degrees of parallelism of a grid: `pipeline` groups of devices form a chain. Each group
+    has `data` replicas, and the `tensor` devices of a replica split each layer.
 
     The devices of a replica are neighbours. If `apart` is false, the replicas of a group are
-    neighbours too, so that pipeline communication uses the slowest links. If `apart` is true, the
-    groups of one replica are neighbours, so that only gradient all-reduces use the slowest links.
+    neighbours too, so the slowest links carry pipeline communication. If `apart` is true, the
+    replicas with the same number in all groups are neighbours, so the slowest links carry only
+    gradient all-reduces.
     """
 
     pipeline: int
@@ -74,13 +75,14 @@ class Degrees:
 
     @property
     def width(self) -> int:
+        """Number of devices of a group."""
         return self.data * self.tensor
 
     def __str__(self) -> str:
         return f"pipeline {self.pipeline}, data {self.data}, tensor {self.tensor}"
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the devices of each group, replica by replica."""
+        """Return the devices of each group, one replica after the other."""
         group_stride, replica_stride = (
             (self.tensor, self.pipeline * self.tensor) if self.apart else (self.width, self.tensor)
         )
@@ -101,8 +103,8 @@ def factorisations(
     data: int | None = None,
     tensor: int | None = None,
 ) -> Iterator[Degrees]:
-    """Yield all factorisations of the devices with the given degrees; the replicas of a group are
-    neighbours.
+    """Yield all degrees of parallelism whose product is the number of devices. Degrees that are
+    given stay fixed. `Degrees.apart` is false.
 
     If `tensor` is None, it is at most the number of devices of a node: links between nodes are too
     slow for the communication of tensor parallelism (Narayanan et al., "Efficient Large-Scale
@@ -127,12 +129,13 @@ def place(
     style: StageStyle,
     opposite: bool = False,
 ) -> Placement:
-    """Return the stages of a factorisation on the problem's micro-batches; all of them recompute if
-    the problem requires it.
+    """Return the placement with these degrees of parallelism, for the problem's micro-batch size.
+    All stages recompute their forward if the problem requires it, and otherwise none does.
 
-    With `opposite`, a second pipeline has the same stages on the groups in reverse order. Raise
-    InfeasibleError if the replicas cannot split the samples evenly, or if there are fewer operators
-    than stages.
+    Each group has `stages_per_rank` stages, in the order `style` (see `Grid.style`). With
+    `opposite`, a second pipeline has the same stages on the groups in reverse order. Raise
+    InfeasibleError if the replicas cannot split the samples evenly, if no layer can be split over
+    `degrees.tensor` devices, or if there are fewer operators than stages.
     """
     check_samples(problem, degrees.data, "grid")
     groups = devices_of_chain(degrees.groups(), stages_per_rank, style)
@@ -164,27 +167,29 @@ def place(
 
 
 _TASKS = 2**14
-"""Maximum number of stages times micro-batches that is tried first. Micro-batches of one sample can
-mean steps that take long to simulate.
+"""Maximum number of stages times micro-batches in the first trial of a factorisation. Micro-batches
+of one sample can mean so many tasks that a step takes long to simulate.
 """
 
 _CLOSE = 1.1
-"""A factorisation is searched further if its predicted step is at most this factor of the best
-step.
+"""Maximum ratio of a factorisation's predicted step to the best step for which further micro-batch
+sizes are tried.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GridTrial:
-    """A placement that fits into memory, and the seconds of its step."""
+    """A placement that fits into memory with micro-batches of `size` samples, and the seconds of
+    its step.
+    """
 
     degrees: Degrees
     size: int
     placement: Placement
     step_s: float
     memory: tuple[tuple[int, int, int], ...]
-    """Distinct (fixed bytes, bytes that grow with the micro-batch size, limit in bytes) of the
-    devices.
+    """Distinct triples of the devices: fixed bytes, bytes that grow linearly with the micro-batch
+    size, and memory limit in bytes.
     """
 
     def fits(self, size: int) -> bool:
@@ -197,8 +202,10 @@ class GridTrial:
 
 
 class GridSearch:
-    """One search: the best trial so far, and the errors of infeasible candidates. Each group has
-    `stages_per_rank` stages per pipeline.
+    """One search over degrees of parallelism and micro-batch sizes: the best trial so far, and the
+    errors of infeasible candidates.
+
+    `stages_per_rank`, `style` and `opposite` are the options of `Grid`.
     """
 
     def __init__(
@@ -220,18 +227,18 @@ class GridSearch:
         self._tried: dict[tuple[Degrees, int], GridTrial | None] = {}
 
     def run(self, every: Sequence[Degrees], sizes: Sequence[int]) -> Placement:
-        """Return the best placement over the factorisations `every` and the micro-batch `sizes`,
-        which are ascending.
+        """Return the best placement over the degrees of parallelism in `every` and the micro-batch
+        sizes in `sizes`, which are ascending.
 
-        1. Each factorisation, in order of its estimated step, is tried with small micro-batches. It
-           is skipped if the model's state exceeds memory, or if the estimate, which ignores
-           tensor-parallel communication, is not below the best step.
-        2. Other sizes are searched for factorisations with a predicted step of at most `_CLOSE`
-           times the best.
-        3. The best factorisation is tried with its replicas apart (`Degrees.apart`).
+        1. Candidates are tried in order of their estimated step, first with small micro-batches. A
+           candidate is skipped if parameters and optimizer state exceed the memory, or if its
+           estimate, which ignores tensor-parallel communication, is not below the best step.
+        2. For candidates with a predicted step of at most `_CLOSE` times the best step, further
+           sizes are searched.
+        3. The best candidate is also tried with `Degrees.apart`.
 
-        If there is no placement, raise OutOfMemoryError with the degrees that exceed memory least
-        if memory is the reason, and otherwise the last error.
+        If no placement is found and memory is a reason, raise the OutOfMemoryError of the degrees
+        that exceed the memory the least; otherwise raise the last error.
         """
         found = []
         for degrees in every:
@@ -242,6 +249,7 @@ class GridSearch:
                 found.append((min(estimates.values()), degrees, estimates))
 
         def seconds(degrees: Degrees, size: int) -> float:
+            """Return the seconds of a step of a trial; infinite if it is infeasible."""
             trial = self._try(degrees, size)
             return math.inf if trial is None else trial.step_s
 
@@ -255,11 +263,12 @@ class GridSearch:
                 (size for size in degree_sizes if self.problem.batch_size <= most * size),
                 degree_sizes[-1],
             )
-            # The smallest micro-batches may fit into memory if larger ones do not.
+            # If these micro-batches exceed the memory, the smallest ones may still fit.
             first = self._try(degrees, large_enough) or self._try(degrees, degree_sizes[0])
             if first is not None:
-                # Start with the size of the best estimate among the sizes that should fit. Its step
-                # is predicted from the ratio of the estimates.
+                # Start the search with the size that has the shortest estimate among the sizes that
+                # are predicted to fit. The step with this size is predicted from the first trial by
+                # the ratio of the estimates.
                 start = min(
                     filter(first.fits, degree_sizes), key=estimates.__getitem__, default=first.size
                 )
@@ -288,8 +297,8 @@ class GridSearch:
         return self.best.placement
 
     def _estimate_s(self, degrees: Degrees, size: int) -> float:
-        """Return the estimated seconds of a step with even stages: warm-up, cool-down and gradient
-        all-reduce included.
+        """Return the estimated seconds of a step, including warm-up, cool-down and gradient
+        all-reduce, if all stages take equally long.
 
         With p groups, m micro-batches, v stages per group and t = seconds of the full model for one
         micro-batch on one group:
@@ -308,8 +317,9 @@ class GridSearch:
         return rounds * float(work.sum()) + exchange_of_gradients(problem, replicas).seconds(share)
 
     def _state_fits(self, degrees: Degrees) -> bool:
-        """True if parameters and optimizer state, divided evenly, fit into the largest memory.
-        Otherwise store an error.
+        """Return True if parameters, gradients and optimizer state, divided evenly among the
+        devices, fit into the largest memory of a device. Otherwise append an OutOfMemoryError to
+        `refused` and return False.
         """
         problem = self.problem
         least = self._state_bytes(degrees)
@@ -322,8 +332,8 @@ class GridSearch:
         return False
 
     def _state_bytes(self, degrees: Degrees) -> int:
-        """Return the bytes of parameters and optimizer state per device if they are divided evenly,
-        a lower bound for the fullest device.
+        """Return the bytes of parameters, gradients and optimizer state per device if they are
+        divided evenly. This is a lower bound on the bytes of the fullest device.
         """
         copies = degrees.data if self.problem.optimizer.shard else 1
         parts = degrees.pipeline * degrees.tensor // (2 if self.opposite else 1)
@@ -332,11 +342,11 @@ class GridSearch:
         ) // parts
 
     def _refusal(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
-        """Return why there is no placement; if memory is the reason, the error of the degrees that
-        exceed memory least.
+        """Return the error to raise if there is no placement. If memory is a reason, it is the
+        error of the degrees that exceed the memory the least.
 
-        Peaks are those of schedule 1F1B with the smallest micro-batches, with recomputation in all
-        stages if it is permitted.
+        Memory peaks are computed under schedule 1F1B with the smallest micro-batches, with
+        recomputation in all stages if it is permitted.
         """
         if not any(isinstance(error, OutOfMemoryError) for error in self.refused):
             return self.refused[-1]
@@ -360,13 +370,15 @@ class GridSearch:
     def _excess(
         self, problem: Problem, degrees: Degrees, every: Sequence[Degrees]
     ) -> tuple[float, OutOfMemoryError]:
-        """Return (bytes by which 1F1B exceeds the memory of the fullest device, the corresponding
-        error).
+        """Return (bytes, error) for a placement under 1F1B: the bytes by which it exceeds the
+        memory of the fullest device, and the error that states them. `every` contains all degrees
+        that were tried; the message lists them.
         """
         if problem.train and problem.recompute == "auto":
             problem = replace(problem, recompute="full")
         placement = place(problem, degrees, self.stages_per_rank, self.style, self.opposite)
-        # Memory peaks occur once all stages are busy, so a few micro-batches are enough.
+        # The memory of all devices peaks once all stages are busy, so a few micro-batches are
+        # enough.
         count = min(problem.micro_batches, 4 * len(placement.stages))
         problem = replace(problem, micro_batches=count, batch_size=count * problem.micro_batch_size)
         peaks = quick_step(problem, placement, stage_costs(problem, placement)).peak_memory
@@ -387,7 +399,9 @@ class GridSearch:
         )
 
     def _try(self, degrees: Degrees, size: int) -> GridTrial | None:
-        """Return the cached trial with micro-batches of this size; None if it is infeasible."""
+        """Return the trial with these degrees and micro-batches of `size` samples, or None if it is
+        infeasible. Trials are cached.
+        """
         key = degrees, size
         if key not in self._tried:
             self._tried[key] = None
@@ -400,6 +414,9 @@ class GridSearch:
         return self._tried[key]
 
     def _trial(self, problem: Problem, degrees: Degrees) -> GridTrial:
+        """Return a new trial with these degrees on the problem's micro-batches. Raise an error if
+        it is infeasible.
+        """
         placement = fitted(
             problem, place(problem, degrees, self.stages_per_rank, self.style, self.opposite)
         )
@@ -417,36 +434,37 @@ class GridSearch:
         )
 
     def _best_s(self) -> float:
+        """Return the seconds of the best step so far; infinite if there is none."""
         return math.inf if self.best is None else self.best.step_s
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Multiply pipeline, data and tensor parallelism, as experts run large models; the product of
-    the degrees is the number of devices.
+    """Combine pipeline, data and tensor parallelism, as experts do for large models. The product of
+    the three degrees is the number of devices.
 
-    The operators, in topological order, are partitioned into even stages. Inside a stage, the
-    replicas split the samples, and the devices of a replica split attention heads, columns and
-    vocabulary (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
-    Using Megatron-LM", 2021). Degrees and a micro-batch size that are not given are chosen for the
-    shortest simulated step under schedule 1F1B.
+    The operators, in topological order, are partitioned into stages that take equally long. Inside
+    a stage, the replicas split the samples, and the devices of a replica split attention heads,
+    columns and vocabulary (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+    Clusters Using Megatron-LM", 2021). Degrees and a micro-batch size that are not given are chosen
+    for the shortest simulated step under schedule 1F1B.
     """
 
     pipeline: int | None = None
-    """Number of groups of devices in the pipeline."""
+    """Number of groups of devices, which form the pipeline. Default: searched."""
     data: int | None = None
-    """Number of replicas in each group, which split the samples."""
+    """Number of replicas in each group, which split the samples. Default: searched."""
     tensor: int | None = None
-    """Number of devices that split each layer. Default: searched, at most the devices
-    of one node.
+    """Number of devices in each replica, which split each layer. Default: searched, up to the
+    devices of one node.
     """
     stages_per_rank: Annotated[int, FormerKey("chunks")] = 1
-    """Number of stages of each group of devices; interleaved and V-shaped schedules need at least
+    """Number of stages of each group of devices. Interleaved and V-shaped schedules need at least
     2.
     """
     style: Annotated[StageStyle, STYLE_MARK] = "loop"
-    """Order in which consecutive stages visit the groups. `loop`: 0 1 2 0 1 2, for interleaved
-    schedules. `v`: 0 1 2 2 1 0, for V-shaped schedules.
+    """Order in which consecutive stages visit the groups. With three groups, `loop` is 0 1 2 0 1 2,
+    for interleaved schedules, and `v` is 0 1 2 2 1 0, for V-shaped schedules.
     """
     opposite: bool = False
     """Add a second pipeline, with copies of the parameters, through the groups in the opposite
@@ -457,11 +475,12 @@ class Grid:
     name: ClassVar[str] = "grid"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.OWN`: the strategy chooses the micro-batch size."""
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for invalid or incompatible options, and InfeasibleError for an
-        empty model.
+        """Raise ConfigurationError for options that are out of range or contradict each other, and
+        InfeasibleError for a model without operators.
         """
         for option in ("pipeline", "data", "tensor", "stages_per_rank"):
             value = getattr(self, option)
@@ -501,7 +520,7 @@ class Grid:
         check_operators(problem)
 
     def _check_opposite(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options or constraints that are incompatible with
+        """Raise ConfigurationError if other options or the constraints are incompatible with option
         `opposite`.
         """
         if self.stages_per_rank > 1:
@@ -526,12 +545,15 @@ class Grid:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """Return the placement with the shortest step. Raise InfeasibleError if none fits into
-        memory, and ConfigurationError for violated constraints.
+        """Return the placement with the shortest simulated step. Raise InfeasibleError if no
+        placement fits into memory, and ConfigurationError for violated constraints.
         """
         return best_order(problem, self._placed)
 
     def _placed(self, problem: Problem) -> Placement:
+        """Return the best placement if the devices are used in the order of the problem's cluster.
+        Raise as `run` does.
+        """
         resolved = resolved_constraints(problem)
         degrees = tuple(factorisations(problem.cluster, self.pipeline, self.data, self.tensor))
         if self.opposite:

@@ -1,5 +1,5 @@
-"""Strategies `handcrafted` and `one_weird_trick`: one published rule for each kind of network, as
-experts parallelise by hand.
+"""Strategies `handcrafted` and `one_weird_trick`: published rules by which experts parallelise
+networks by hand, one rule per kind of network.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ class OneWeirdTrick:
     devices.
 
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014), section 4.
-    If the devices cannot split a layer's outputs evenly, the largest possible number of devices
-    splits the outputs, and groups of that size split the samples.
+    If the outputs of a layer cannot be divided evenly among all devices, they are divided among the
+    largest possible number of devices, and groups of this size split the samples.
     """
 
     name: ClassVar[str] = "one_weird_trick"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.FEW`: a single stage needs no pipeline, so large micro-batches are
+        preferred.
+        """
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for a model without convolutions, or if the devices cannot split
-        the samples evenly.
+        """Raise InfeasibleError for a model without convolutions, for devices of different types
+        that may not share a stage, or if the devices cannot split the samples evenly.
         """
         if "convolution" not in _kinds(problem.graph):
             raise InfeasibleError(
@@ -60,8 +63,8 @@ class OneWeirdTrick:
         check_samples(problem, problem.cluster.size, self.name)
 
     def run(self, problem: Problem) -> Placement:
-        """Return a placement with one stage. Raise ConfigurationError for a violated constraint,
-        and InfeasibleError if memory is insufficient.
+        """Return a placement with one stage on all devices. Raise ConfigurationError for a violated
+        constraint, and InfeasibleError if memory does not suffice.
         """
         placement = _by_one_weird_trick(problem)
         check_constraints_met(problem, placement, self.name)
@@ -69,12 +72,13 @@ class OneWeirdTrick:
 
 
 def _kinds(graph: Graph) -> set[str]:
+    """Return the operator kinds that occur in the graph, such as `matmul` and `convolution`."""
     return {row.kind for node in graph.nodes if (row := operator_of(node)) is not None}
 
 
 def _by_one_weird_trick(problem: Problem) -> Placement:
-    """Return one stage on all devices. Raise InfeasibleError if the samples cannot be
-    split evenly.
+    """Return a placement with one stage on all devices, split as `OneWeirdTrick` describes. Raise
+    InfeasibleError if the samples cannot be split evenly.
     """
     graph = problem.graph
     devices = problem.cluster.size
@@ -103,7 +107,9 @@ def _by_one_weird_trick(problem: Problem) -> Placement:
 
 
 def _fully_connected(network: ReplicatedGraph, matmuls: set[int]) -> Iterator[int]:
-    """Yield the matmuls with weights that no convolution depends on, in order."""
+    """Yield, in ascending order, the nodes of `matmuls` that read a parameter and whose results
+    reach no convolution.
+    """
     graph = network.graph
     feeds_convolution: set[str] = set()
     for node in range(len(graph.nodes) - 1, -1, -1):
@@ -118,8 +124,8 @@ def _fully_connected(network: ReplicatedGraph, matmuls: set[int]) -> Iterator[in
 
 
 def _pipeline_of_layers(problem: Problem) -> Placement:
-    """Return a pipeline with one stage per recurrent layer, or per equally many consecutive layers
-    if the devices require it.
+    """Return a pipeline with one stage per recurrent layer, or per several consecutive layers if
+    there are more layers than stages. The number of stages divides the number of devices.
 
     Wu et al., "Google's Neural Machine Translation System" (2016), section 3.1, the baseline of
     PaSE (IPDPS 2021, section IV). Nodes before the first layer join the first layer's stage, and
@@ -147,8 +153,8 @@ def _pipeline_of_layers(problem: Problem) -> Placement:
 
 
 def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
-    """Return the recurrent layer of each node: the last one that the node depends on, otherwise the
-    first one that reads the node.
+    """Return the recurrent layer to which each node belongs, numbered from 0: the last layer on
+    which the node depends, otherwise the first layer that reads the node's results, otherwise 0.
     """
     found: list[int] = []
     for sources, use in zip(graph.sources(), samples.uses, strict=True):
@@ -164,11 +170,11 @@ def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
 
 
 def _largest_degree(problem: Problem) -> int:
-    """Return the number of devices within one node that can split the most graph nodes; ties: the
-    largest number wins.
+    """Return the number of devices within a node of the cluster over which tensor parallelism can
+    split the most operators; ties: the largest number wins.
 
-    Only numbers with which the replicas can split a micro-batch evenly are considered, if there are
-    any.
+    Numbers with which the replicas can split a micro-batch evenly are preferred; others are
+    considered only if there are no such numbers.
     """
     graph = problem.graph
     devices = problem.cluster.size
@@ -184,11 +190,12 @@ def _largest_degree(problem: Problem) -> int:
 
 
 def _tensor_parallel(problem: Problem, degree: int) -> Placement:
-    """Return one stage on all devices, in tensor-parallel groups of `degree` neighbouring devices.
+    """Return a placement with one stage on all devices, in tensor-parallel groups of `degree`
+    neighbouring devices.
 
     Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-    Parallelism" (2019), section 3. Raise InfeasibleError if `degree` does not divide the devices,
-    or if the groups cannot split the samples evenly.
+    Parallelism" (2019), section 3. Raise InfeasibleError if `degree` does not divide the number of
+    devices, or if the groups cannot split the samples evenly.
     """
     graph = problem.graph
     devices = problem.cluster.size
@@ -207,31 +214,36 @@ def _tensor_parallel(problem: Problem, degree: int) -> Placement:
 
 @dataclass(frozen=True, slots=True)
 class Handcrafted:
-    """Split a model as experts do by hand, according to the kind of network.
+    """Split a model as experts do by hand, by a rule for the kind of network.
 
-    A network with recurrent layers becomes a pipeline of these layers, with data parallelism in
-    each (Wu et al., GNMT, 2016). A network with mostly convolutions is split by one_weird_trick
-    (Krizhevsky, 2014). In all other networks, groups of devices split attention heads, the columns
-    and rows of feed-forward layers, and the vocabulary, and the groups split the samples (Shoeybi
-    et al., Megatron-LM, 2019; Shazeer et al., Mesh-TensorFlow, 2018).
+    A network with recurrent layers becomes a pipeline of these layers, with data parallelism inside
+    each stage (Wu et al., GNMT, 2016). A network in which convolutions have more FLOPs than matmuls
+    is split like strategy one_weird_trick (Krizhevsky, 2014). In all other networks, the devices of
+    a group split attention heads, the columns and rows of feed-forward layers, and the vocabulary,
+    and the groups split the samples (Shoeybi et al., Megatron-LM, 2019; Shazeer et al.,
+    Mesh-TensorFlow, 2018).
     """
 
     tensor: int = 0
-    """Number of devices that split a layer's heads, columns and vocabulary. 0: the number of
-    devices within a node that can split most graph nodes. Ignored for recurrent and convolutional
-    networks.
+    """Number of devices that split a layer's heads, columns and vocabulary. Default: 0, the number
+    of devices within a node over which the most operators can be split. Ignored for recurrent and
+    convolutional networks.
     """
 
     name: ClassVar[str] = "handcrafted"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.MANY` for a model with recurrent layers, which becomes a pipeline, and
+        otherwise `Division.FEW`.
+        """
         return Division.MANY if "recurrent" in _kinds(graph) else Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for a negative degree.
+        """Raise ConfigurationError if `tensor` is negative.
 
-        Raise InfeasibleError for an empty model, for devices of different types, and if
-        tensor-parallel groups cannot hold the model's state.
+        Raise InfeasibleError for a model without operators, for devices of different types that may
+        not share a stage, and if the memory of tensor-parallel groups does not suffice for
+        parameters and optimizer state.
         """
         if self.tensor < 0:
             raise ConfigurationError(
@@ -247,11 +259,11 @@ class Handcrafted:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """Return the placement.
+        """Return the placement by the rule for the model's kind of network.
 
         Raise ConfigurationError for a violated constraint. Raise InfeasibleError if the devices
-        cannot split the samples evenly, if `tensor` does not divide the devices, or if memory is
-        insufficient.
+        cannot split the samples evenly, if `tensor` does not divide the number of devices, or if
+        memory does not suffice.
         """
         chosen_options: tuple[tuple[str, int], ...] = ()
         work: Counter[str] = Counter()

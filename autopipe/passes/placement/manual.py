@@ -27,27 +27,29 @@ from autopipe.passes.cost.memory_check import fitted
 class Manual:
     """Put each node into the stage, on the devices and with the split that the constraints require.
 
-    - Stage: a node without a constraint is in the last of the stages that it reads from. A node
-      that reads inputs of the model only is in stage 0. A node that reads parameters only is in the
-      first stage that reads it.
-    - Devices: if no stage has devices, the stages divide the devices evenly, in order.
-    - Split: the devices of a stage split the samples of a node if they can be split evenly. A
-      constraint replaces this by splits along one or several axes, outer to inner over the stage's
-      devices; devices beyond the product of the degrees hold copies.
+    - Stage: a node without a constraint joins the last of the stages from which it reads values. A
+      node that reads only inputs of the model is in stage 0. A node that reads only parameters
+      joins the first stage that reads its result.
+    - Devices: if no constraint names devices, the stages divide the devices evenly, in order.
+    - Split: the devices of a stage split the samples of a node if the samples can be divided
+      evenly. A constraint replaces this by splits along one or several axes, from the outermost to
+      the innermost level of the stage's devices. Devices beyond the product of the degrees compute
+      copies.
     - Micro-batch size: the size that a constraint on any node of the stage requires, otherwise the
-      step's.
+      micro-batch size of the step.
 
-    Constraints can describe several pipelines that process micro-batches in turn; each is placed
-    independently.
+    Constraints can describe several pipelines that process micro-batches in turn. Each pipeline is
+    placed independently.
     """
 
     name: ClassVar[str] = "manual"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.MANY`: a pipeline is kept busy by many micro-batches."""
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError if there is no constraint."""
+        """Raise ConfigurationError if the problem has no constraints."""
         if not problem.constraints:
             raise ConfigurationError(
                 (
@@ -58,10 +60,10 @@ class Manual:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """Return the placement.
+        """Return the placement that the constraints describe.
 
         Raise ConfigurationError for constraints that contradict each other or the graph, and
-        InfeasibleError if memory is insufficient.
+        InfeasibleError if memory does not suffice.
         """
         pipelines = {constraint.pipeline for constraint in problem.constraints}
         missing = next(
@@ -84,7 +86,9 @@ class Manual:
 
 
 def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
-    """Yield the stages of one pipeline that the constraints `resolved` describe."""
+    """Yield the stages of one pipeline that its constraints `resolved` describe. Raise
+    ConfigurationError for a stage without nodes or a split that is not possible.
+    """
     graph = problem.graph
     whole = problem.micro_batch_size
     stage_of = _stages(graph, resolved)
@@ -126,8 +130,9 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
 
 
 def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
-    """Return the stage of each node: the stage that a constraint requires, otherwise the inherited
-    stage (`Manual`).
+    """Return the stage of each node: the stage that a constraint requires, otherwise the stage by
+    the first rule of `Manual`. Raise ConfigurationError if a node would read a value of a later
+    stage.
     """
     given = {
         node: each for each in resolved if each.constraint.stage is not None for node in each.nodes
@@ -172,8 +177,9 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
 
 
 def _first_readers(graph: Graph, wanted: dict[int, int]) -> list[int]:
-    """Return, for each node, the first stage that reads it, directly or through nodes without a
-    required stage.
+    """Return, for each node, the first stage that reads its result, directly or through nodes
+    without a required stage. `wanted` contains the required stages by node. A node that no such
+    stage reads gets the last required stage, or 0.
     """
     first = [max(wanted.values(), default=0)] * len(graph.nodes)
     for index in range(len(graph.nodes) - 1, -1, -1):
@@ -193,11 +199,11 @@ def _agreed(
     value_of: Callable[[ResolvedConstraint], Value | None],
     words: str,
 ) -> dict[int, tuple[Value, ResolvedConstraint]]:
-    """Return, by stage, the value that a constraint on one of its nodes requires, and the first
-    such constraint.
+    """Return, by stage, (value, constraint): the value that constraints on the stage's nodes
+    require, and the first of these constraints.
 
-    `value_of` returns the required value of a constraint, or None. Raise ConfigurationError for
-    different values in one stage.
+    `value_of` returns the value that a constraint requires, or None. Raise ConfigurationError, with
+    the text `words`, if constraints require different values for one stage.
     """
     required: dict[int, tuple[Value, ResolvedConstraint]] = {}
     for each in resolved:
@@ -214,8 +220,9 @@ def _agreed(
 def _devices(
     problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
 ) -> list[tuple[int, ...]]:
-    """Return the devices of each stage: the devices that constraints require, or an even division
-    of all devices.
+    """Return the devices of each of `count` stages: the devices that constraints require, or an
+    even division of all devices if no constraint requires devices. Raise ConfigurationError if the
+    devices cannot be divided evenly, or if constraints name devices for some stages only.
     """
     required = _agreed(resolved, stage_of, lambda each: each.devices, "devices for")
     size = problem.cluster.size
@@ -243,8 +250,8 @@ def _devices(
 
 
 def _check_axis_sizes(samples: SampleAxes, splits: dict[int, tuple[Split, ...]], size: int) -> None:
-    """Raise ConfigurationError for a node that cannot be split as required on micro-batches of
-    `size` samples.
+    """Raise ConfigurationError if a required split does not divide the size of its axis evenly, for
+    micro-batches of `size` samples.
     """
     for node, own in splits.items():
         for split in own:

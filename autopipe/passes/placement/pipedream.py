@@ -1,10 +1,10 @@
-"""Strategy `pipedream`: the chain of stages whose slowest stage is fastest, by dynamic programming,
-under constraints.
+"""Strategy `pipedream`: dynamic programming finds the chain of stages whose slowest stage takes the
+least time and that satisfies the constraints.
 
 Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", SOSP 2019, section
-3.1. Memory follows "Memory-efficient pipeline-parallel DNN training", ICML 2021: under 1F1B, the
-k-th stage from the end stores the saved tensors of k micro-batches. The search starts at the end of
-the chain, so that k is known.
+3.1. Memory is computed as in "Memory-efficient pipeline-parallel DNN training", ICML 2021: under
+1F1B, the k-th stage from the end stores the saved tensors of k micro-batches. The search starts at
+the end of the chain, so that k is known.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from autopipe.passes.schedule.device_order import best_micro_batch_size, best_or
 
 @dataclass(frozen=True, slots=True)
 class ChainStage:
-    """A stage of a solution: blocks `first` … `stop - 1` on `degree` devices from number `device`
-    on, with its cost.
+    """A stage of a chain: blocks `first` to `stop - 1` on `degree` consecutive devices from
+    `device` on. `cost` is the cost that the search minimises.
     """
 
     first: int
@@ -54,13 +54,15 @@ class ChainStage:
 
 
 StageCost = Callable[[int, int, int], Matrix]
-"""Function of (position from the end, counted from 1; first device; degree) that returns the cost
-of each range of blocks there.
+"""A function of (position from the end, counted from 1; first device; number of devices). It
+returns a matrix [first, stop]: the cost of a stage at this position with blocks `first` to `stop -
+1`.
 """
 
 Choices = dict[int, tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]]
-"""By number of last devices, for each first block: the cost of the remaining stages, the end of the
-first of them, and its degree.
+"""By number of devices d: three arrays indexed by block i. They describe the best division of the
+blocks from i on into stages on the last d devices: its cost, the end of its first stage (block
+after the last), and the number of devices of its first stage.
 """
 
 
@@ -72,11 +74,12 @@ def search(
     stage_cost: StageCost,
     join: np.ufunc = np.maximum,
 ) -> Iterator[list[ChainStage]]:
-    """Yield the best chain over all devices for each number of stages up to `stages` that has one.
+    """Yield the best chain on all `devices` for each number of stages up to `stages` for which
+    there is a chain.
 
-    The largest stage cost is minimised, or the sum of costs with `join=np.add`. Let A(k, i, d) be
-    the cost of the last k stages if they start with block i and use the last d devices, with A(0,
-    blocks, 0) = 0:
+    The largest stage cost is minimised, or the sum of all stage costs if `join` is `np.add`. A
+    stage has one of the numbers of devices in `degrees`. Let A(k, i, d) be the cost of the last k
+    stages if they start with block i and use the last d devices, with A(0, blocks, 0) = 0:
 
         A(k, i, d) = min over ends j and degrees n of
             max(stage_cost(k, d, n)[i, j], A(k - 1, j, d - n))
@@ -111,6 +114,9 @@ def search(
 
 
 def _trace(choices: list[Choices], devices: int, cost: StageCost) -> list[ChainStage]:
+    """Return the chain on all `devices` that the `choices` of the dynamic program, one per number
+    of stages, determine.
+    """
     pieces = []
     first = 0
     used = devices
@@ -131,8 +137,8 @@ def _trace(choices: list[Choices], devices: int, cost: StageCost) -> list[ChainS
 
 @dataclass(frozen=True, slots=True)
 class ChainConstraint:
-    """The blocks `first` … `last` must be together in a stage with this number, devices and degree;
-    None means any.
+    """Blocks `first` to `last` must be in one stage, with this stage number, these devices and this
+    number of devices. None permits any value.
     """
 
     first: int
@@ -142,8 +148,9 @@ class ChainConstraint:
     degree: int | None = None
 
     def penalty(self, size: int, index: int, device: int, degree: int) -> Matrix:
-        """Return a table [first, stop]: infinite for ranges that violate the constraint as stage
-        `index` on these devices, otherwise 0.
+        """Return a matrix [first, stop] of shape [`size`, `size`]: infinite if blocks `first` to
+        `stop - 1` violate the constraint as stage `index` on `degree` devices from `device` on,
+        otherwise 0.
         """
         first, stop = np.ogrid[:size, :size]
         allowed = (first > self.last) | (stop <= self.first)
@@ -163,8 +170,8 @@ _MANUAL = "use strategy manual, which follows all constraints"
 def _rules(
     resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes
 ) -> tuple[ChainConstraint, ...]:
-    """Return the constraints in terms of blocks. Raise ConfigurationError for constraints that no
-    chain satisfies.
+    """Return the constraints in terms of blocks of the chain. Raise ConfigurationError for a
+    constraint that no stage of consecutive devices with split samples can satisfy.
     """
     stages: dict[int, ChainConstraint] = {}
     found: list[ChainConstraint] = []
@@ -203,8 +210,9 @@ def _rules(
 
 
 class ChainCosts:
-    """Costs of stages by position from the end, first device and degree. Equal environments share
-    their tables.
+    """Costs of stages, as matrices [first block, block after the last], by position from the end,
+    first device and number of devices. Stages with equal links and device types share their
+    matrices.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -218,8 +226,9 @@ class ChainCosts:
         self._fits = cache(self._within)
 
     def seconds(self, from_end: int, device: int, degree: int) -> Matrix:
-        """Return the seconds per micro-batch, with recomputation only if it is needed to fit into
-        memory; infinite if it does not fit.
+        """Return the seconds per micro-batch of stages at this position. A stage recomputes its
+        forward only if it does not fit into memory otherwise. The result is infinite for stages
+        that do not fit.
         """
         cluster = self.problem.cluster
         group = range(device, device + degree)
@@ -232,15 +241,16 @@ class ChainCosts:
         return np.where(fits, plain, np.where(fits_again, again, np.inf))
 
     def excess(self, from_end: int, device: int, degree: int) -> Matrix:
-        """Return the bytes over the memory limit with or without recomputation, whichever needs
-        less; negative if it fits.
+        """Return the bytes by which stages at this position exceed the memory limit, with or
+        without recomputation, whichever needs less memory. The result is negative for stages that
+        fit.
         """
         plain, again = self._memory(degree, self._in_flight(from_end))
         return np.minimum(plain, again) - self._limit(range(device, device + degree)) + self._empty
 
     def placement(self, pieces: list[ChainStage]) -> Placement:
-        """Return the placement of a solution. A stage that does not fit into memory otherwise
-        recomputes its forward.
+        """Return the placement with the stages `pieces`. A stage recomputes its forward only if it
+        does not fit into memory otherwise.
         """
         stages = []
         for index, piece in enumerate(pieces):
@@ -257,9 +267,11 @@ class ChainCosts:
         return Placement(tuple(stages))
 
     def _in_flight(self, from_end: int) -> int:
+        """Return the number of micro-batches in flight at a stage under 1F1B."""
         return min(from_end, self.problem.micro_batches)
 
     def _limit(self, group: range) -> int:
+        """Return the smallest memory limit in bytes of the devices in `group`."""
         return min(map(self.problem.memory_of, group))
 
     def _stage_seconds(
@@ -270,7 +282,9 @@ class ChainCosts:
         after: Link | None,
         reduce: Cost,
     ) -> tuple[Matrix, Matrix]:
-        """Return the seconds of stages (without, with recomputation) on the slowest device type."""
+        """Return the seconds per micro-batch of stages (without recomputation, with recomputation),
+        each on the slowest of the device types `kinds`.
+        """
         plain = []
         again = []
         for device in kinds:
@@ -288,14 +302,15 @@ class ChainCosts:
         return np.maximum.reduce(plain), np.maximum.reduce(again)
 
     def _memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:
-        """Return the bytes of stages (without, with recomputation); infinite for the variant that
-        the problem excludes.
+        """Return the bytes of stages (without recomputation, with recomputation). A variant that
+        the problem excludes is infinite.
         """
         excluded = {"none": True, "full": False}.get(
             self.problem.recompute if self.problem.train else "none"
         )
 
         def needed(recompute: bool) -> Matrix:
+            """Return the bytes of stages with or without recomputation."""
             always, each = self._parts(degree, recompute)
             return (
                 np.full_like(self._empty, np.inf)
@@ -308,15 +323,19 @@ class ChainCosts:
     def _within(
         self, degree: int, in_flight: int, limit: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return whether stages fit into `limit` bytes, as boolean matrices (without recomputation,
+        with recomputation).
+        """
         plain, again = self._memory(degree, in_flight)
         return plain <= limit, again <= limit
 
 
 _MAXIMUM_BLOCKS = 224
-"""Maximum number of blocks of a chain; the search takes time in their square."""
+"""Maximum number of blocks of a chain. The time of the search grows with the square of this number.
+"""
 _EVEN_ENOUGH = 1.001
-"""Factor by which the step may become longer for more even stages; costs are not known more
-precisely.
+"""Factor by which the step may become longer if the stages become more even. Costs are not known
+more precisely.
 """
 
 
@@ -329,26 +348,26 @@ class PipeDream:
     max_stages: int | None = None
     """Maximum number of stages. Default: the number of devices."""
     replicate: bool = True
-    """Allow several devices to split the samples of a stage."""
+    """Allow stages on several devices, which split the samples."""
     sweep: bool = False
-    """Try all micro-batch sizes, if none is given, and choose the one with the shortest step."""
+    """If no micro-batch size is given, try all sizes and choose the size with the shortest step."""
 
     objective: Literal["step", "slowest_stage"] = "step"
-    """`step`: minimise the time of a step, warm-up and cool-down included. `slowest_stage`:
-    minimise the slowest stage, as published.
+    """`step`: minimise the time of a step, including warm-up and cool-down. `slowest_stage`:
+    minimise the time of the slowest stage, as in the paper.
     """
 
     name: ClassVar[str] = "pipedream"
 
     def division(self, graph: Graph) -> Division:
-        """Return OWN with `sweep`, which chooses the micro-batch size itself, and
-        otherwise MANY.
+        """Return `Division.OWN` with option `sweep`, which chooses the micro-batch size, and
+        otherwise `Division.MANY`.
         """
         return Division.OWN if self.sweep else Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for an empty model, and ConfigurationError for options out of
-        range.
+        """Raise ConfigurationError for a number of stages out of range, and InfeasibleError for a
+        model without operators.
         """
         if self.max_stages is not None and self.max_stages < 1:
             raise ConfigurationError(
@@ -359,11 +378,11 @@ class PipeDream:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """Return the chain with the minimum objective.
+        """Return the placement of the chain with the minimum objective.
 
-        It uses all devices, or the largest possible number if there are too few operators or
-        samples. Raise InfeasibleError if memory or constraints permit no chain, and
-        ConfigurationError for constraints that cannot be satisfied.
+        The chain uses all devices, or the largest possible number if there are too few operators or
+        samples for all of them. Raise InfeasibleError if memory or the constraints permit no chain,
+        and ConfigurationError for constraints that cannot be satisfied.
         """
         found = best_order(
             problem,
@@ -376,10 +395,12 @@ class PipeDream:
         )
 
     def _answer(self, problem: Problem) -> tuple[Placement, float]:
-        """Return (placement, seconds of a step) at the problem's micro-batch size."""
+        """Return (placement, seconds of a step) for the best chain at the problem's micro-batch
+        size.
+        """
         resolved = resolved_constraints(problem)
-        # Block boundaries must separate these nodes from all others: the nodes of one stage, or of
-        # one constraint.
+        # The nodes of one stage number, or of one constraint without a stage number, must not share
+        # a block with other nodes.
         by_stage: dict[int, tuple[int, ...]] = {}
         for each in resolved:
             if each.constraint.stage is not None:
@@ -395,7 +416,8 @@ class PipeDream:
             problem, make_chain(problem.graph, forward + backward, _MAXIMUM_BLOCKS, groups)
         )
         rules = _rules(resolved, tables.chain, tables.samples)
-        # Constraints refer to the given devices; without any, fewer devices may be used.
+        # Constraints name devices and stages of the full cluster, so fewer devices are tried only
+        # if there are no constraints.
         least_devices = problem.cluster.size if rules else 1
         for devices in range(problem.cluster.size, least_devices - 1, -1):
             costs = ChainCosts(
@@ -422,11 +444,12 @@ class PipeDream:
         )
 
     def _best(self, costs: ChainCosts, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
-        """Return the best chain over all numbers of stages; ties: the fewest stages win.
+        """Return the best chain over all numbers of stages; ties: the fewest stages win. Return []
+        if there is no chain.
 
-        A chain of at least three stages is replaced by the most even chain of equally many stages,
-        none slower than its slowest: the one with the minimum sum of squared seconds, if its step
-        is at most `_EVEN_ENOUGH` times as long.
+        A chain of at least three stages is replaced by a more even chain if the step of that chain
+        is at most `_EVEN_ENOUGH` times as long. The more even chain has equally many stages, none
+        slower than the slowest stage of the first chain, and the minimum sum of squared seconds.
         """
         step = partial(_step_seconds, costs.problem)
         aim = step if self.objective == "step" else _highest
@@ -436,6 +459,9 @@ class PipeDream:
         slowest = _highest(best) * (1 + 1e-9)
 
         def squared(from_end: int, device: int, degree: int) -> Matrix:
+            """Return the squared seconds of stages; infinite for stages that are slower than
+            `slowest`.
+            """
             seconds = costs.seconds(from_end, device, degree)
             return np.where(seconds <= slowest, seconds**2, np.inf)
 
@@ -446,7 +472,7 @@ class PipeDream:
     def _answers(
         self, costs: ChainCosts, cost: StageCost, rules: tuple[ChainConstraint, ...]
     ) -> Iterator[list[ChainStage]]:
-        """Yield the best chain for each number of stages that has one."""
+        """Yield the best chain for each number of stages for which there is one."""
         devices = costs.problem.cluster.size
         maximum = min(self.max_stages or devices, devices)
         has_stage_rules = any(rule.stage is not None for rule in rules)
@@ -462,10 +488,10 @@ class PipeDream:
         least: int = 1,
         join: np.ufunc = np.maximum,
     ) -> Iterator[list[ChainStage]]:
-        """Yield the best chains of `least` to `most` stages.
+        """Yield the best chain for each number of stages from `least` to `most`.
 
-        Constraints on stage numbers hold for chains of `most` stages. No stage has devices of
-        several types unless the problem permits it.
+        Constraints on stage numbers are applied as if the chain had `most` stages. No stage has
+        devices of several types unless the problem permits it. `join` is that of `search`.
         """
         problem = costs.problem
         blocks = costs.tables.chain.blocks
@@ -477,6 +503,9 @@ class PipeDream:
         )
 
         def ruled(from_end: int, device: int, degree: int) -> Matrix:
+            """Return the cost of stages at this position; infinite for stages that violate a
+            constraint.
+            """
             if not may_share(problem, range(device, device + degree)):
                 return np.full((blocks + 1, blocks + 1), np.inf)
             penalties = (
@@ -490,8 +519,10 @@ class PipeDream:
 
 
 def _highest(pieces: list[ChainStage]) -> float:
+    """Return the largest stage cost of a chain."""
     return max(piece.cost for piece in pieces)
 
 
 def _step_seconds(problem: Problem, pieces: list[ChainStage]) -> float:
+    """Return the seconds of a step of a chain whose stage costs are seconds per micro-batch."""
     return chain_step_seconds([piece.cost for piece in pieces], problem.micro_batches)

@@ -1,17 +1,17 @@
-"""The cost model of the PaSE paper: layers, the costs of their configurations, and the tables of a
-graph.
+"""The cost model of the PaSE paper: layers, the costs of their configurations, and the cost tables
+of a graph.
 
 A configuration gives the number of parts into which each axis of a layer's iteration space is split
-(section II). The objective is equation 1 of the paper: the sum of the layer costs t_l and of the
-transfer costs t_x over all edges.
+(section II). The objective is equation 1 of the paper: the sum of the layer costs t_l over all
+layers and of the transfer costs t_x over all edges.
 
 Units: costs are operations on one device's part, forward and backward together. A multiply-add is
 one operation, and communication counts as the operations that a device executes in the same time.
-Volumes are words. If a degree does not divide a size (the input of a pooling), parts are fractions
-of an element, as in the authors' prototype.
+Volumes are words of 8 bytes. If a degree does not divide a size (the input of a pooling), parts are
+fractions of an element, as in the authors' prototype.
 
-Symbols: r = `WORD_OPERATIONS`; T = elements of one device's part; c = parts of an axis; AR(w, c) =
-cost of an all-reduce of w words on each of c devices.
+Symbols: r = `WORD_OPERATIONS`; T = elements of one device's part of the result; c = number of parts
+of an axis; AR(w, c) = cost of an all-reduce of w words on each of c devices (`all_reduce`).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ import numpy.typing as npt
 from autopipe.passes.solvers.min_sum import Edge, MinSum
 
 Degrees = npt.NDArray[np.int64]
-"""Number of parts of each axis, of shape [configurations, axes]."""
+"""Number of parts of each axis for each configuration, of shape [configurations, axes]."""
 Floats = npt.NDArray[np.float64]
 Extents = tuple[int, ...]
 Axes = tuple[int, ...]
 """Positions of axes in a layer's iteration space."""
 
 WORD_OPERATIONS = 5000.0
-"""r: operations in the time to transfer one 8-byte word, for devices of 10 TFLOP/s and links of 16
-GB/s.
+"""r: number of operations that a device executes while one 8-byte word is transferred, for devices
+of 10 TFLOP/s and links of 16 GB/s.
 """
 
 
 def configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees:
-    """Return all configurations whose product of degrees is at most `devices`, in lexicographic
-    order; [configurations, axes].
+    """Return all configurations with at most `devices` parts in total, of shape [configurations,
+    axes], in lexicographic order.
 
-    The degree of an axis divides its size and leaves at least `cutoff` elements per part. The first
-    row splits nothing.
+    The number of parts of an axis divides its size, and each part has at least `cutoff` elements;
+    otherwise the axis has one part. The first configuration splits nothing.
     """
     degrees = np.ones((1, 0), dtype=np.int64)
     used = np.ones(1, dtype=np.int64)
@@ -62,11 +62,11 @@ def configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees
 
 
 def contiguous(degrees: Degrees, extents: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """Return which configurations split a row-major tensor of shape `extents` into contiguous
-    parts; [configurations].
+    """Return a boolean array of shape [configurations]: True if a configuration splits a row-major
+    tensor of shape `extents` into parts that are contiguous in memory.
 
-    The outer axes are split into single elements, the next axis into any number of parts, and the
-    inner axes are not split.
+    This holds if the outer axes are split into single elements, the next axis into any number of
+    parts, and the remaining inner axes are not split.
     """
     single = degrees == np.array(extents, dtype=np.int64)
     outer = np.cumprod(single, axis=1, dtype=bool)
@@ -76,26 +76,27 @@ def contiguous(degrees: Degrees, extents: Sequence[int]) -> npt.NDArray[np.bool_
 
 
 def all_reduce(words: Floats, degree: Degrees) -> Floats:
-    """Return AR, the cost of a ring all-reduce of `words` on each of `degree` devices: 2 r (w /
-    c)(c - 1).
+    """Return AR(w, c), the cost of a ring all-reduce of w = `words` on each of c = `degree`
+    devices, for each configuration: 2 r (w / c)(c - 1).
     """
     return 2.0 * WORD_OPERATIONS * (words / degree) * (degree - 1)
 
 
 def _parts(degrees: Degrees, axes: Axes) -> Degrees:
-    """Return the number of parts of the combined axes `axes`, for each configuration."""
+    """Return the total number of parts along `axes`, of shape [configurations]."""
     return np.asarray(degrees[:, axes].prod(axis=1, dtype=np.int64))
 
 
 def _part(extents: Extents, degrees: Degrees, axes: Iterable[int] | None = None) -> Floats:
-    """Return the number of elements of one device's part along `axes` (None: along all axes), for
-    each configuration.
+    """Return the number of elements of one device's part along `axes` (None: along all axes), of
+    shape [configurations].
     """
     axes = tuple(range(len(extents)) if axes is None else axes)
     return np.asarray(math.prod(extents[axis] for axis in axes) / _parts(degrees, axes))
 
 
 def _others(extents: Extents, axis: int) -> Axes:
+    """Return the positions of all axes except `axis`."""
     return tuple(each for each in range(len(extents)) if each != axis)
 
 
@@ -103,18 +104,22 @@ class Cost(Protocol):
     """The cost t_l of one kind of layer."""
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        """Return the operations of each configuration for axes of these sizes; [configurations]."""
+        """Return the cost, in operations, of each configuration in `degrees` for axes of the sizes
+        `extents`; of shape [configurations].
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A (batched) matmul over groups of axes: forward and both matmuls of its backward.
+    """The cost of a (batched) matmul over groups of axes, for its forward and both matmuls of its
+    backward.
 
         cost = β (3 MNK + 3 q MN + AR(MN, c_k) + AR(MK, c_n) + AR(NK, c_m))
 
-    β, M, N, K are the sizes of a device's part along the batch, row, column and summed axes; c_m,
-    c_n, c_k are the numbers of parts. q = `pointwise` operations follow each element of the result;
-    each counts three times: forward, its derivative, and the multiplication of the chain rule.
+    β, M, N and K are the sizes of a device's part along the batch, row, column and summed axes;
+    c_m, c_n and c_k are the numbers of parts along rows, columns and summed axes. q = `pointwise`
+    is the number of operations that are applied to each element of the result. Each of them counts
+    three times: forward, its derivative, and the multiplication of the chain rule.
     """
 
     batch: Axes
@@ -135,17 +140,22 @@ class Product:
 def _product(
     m: Floats, n: Floats, k: Floats, cut_m: Degrees, cut_n: Degrees, cut_k: Degrees, pointwise: int
 ) -> Floats:
+    """Return the cost of `Product` for β = 1. `m`, `n` and `k` are the sizes of a device's part,
+    and `cut_m`, `cut_n` and `cut_k` the numbers of parts.
+    """
     work = 3.0 * m * n * k + 3.0 * pointwise * m * n
     return work + all_reduce(m * n, cut_k) + all_reduce(m * k, cut_n) + all_reduce(n * k, cut_m)
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Equal stacked LSTM layers with axes (layer, step, batch, output units, input units).
+    """The cost of equal stacked LSTM layers with axes (layer, step, batch, output units, input
+    units).
 
-    Each cell is a matmul with 4n columns and 2k summed elements, and three pointwise operations.
-    Layers on different devices run as a wavefront. The cost includes the transfer of each step's
-    output to the next input.
+    Each cell is a matmul with 4n columns and 2k summed elements, for n output and k input units of
+    a device's part, and three pointwise operations. Layers on different devices run as a wavefront:
+    a layer starts a step when the preceding layer has finished it. The cost includes the transfer
+    of each step's output to the next input.
     """
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
@@ -160,9 +170,10 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """A softmax over `axis`: 4 T + T D + 2 AR(R, c) + AR(R D, c).
+    """The cost of a softmax over `axis`: 4 T + T D + 2 AR(R, c) + AR(R D, c).
 
-    R is the number of rows of a device's part, and D the full size of the axis.
+    R is the number of rows of a device's part, D the full size of the axis, and c its number of
+    parts.
     """
 
     axis: int
@@ -177,10 +188,10 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """A softmax over `axis` and the cross-entropy of its result: 4 T + 2 R, plus 2 r R if the
-    classes are split.
+    """The cost of a softmax over `axis` (the classes) and the cross-entropy of its result: 4 T + 2
+    R, plus 2 r R if the classes are split.
 
-    R is the number of rows of a device's part.
+    T is the number of logits and R the number of rows of a device's part.
     """
 
     axis: int
@@ -194,11 +205,11 @@ class CrossEntropy:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A normalisation over `axis`: 16 T + 4 AR(T / t, c) + 4 AR(t, product of the other axes'
-    parts).
+    """The cost of a normalisation over `axis`: 16 T + 4 AR(T / t, c) + 4 AR(t, number of parts
+    along all other axes).
 
-    t is the size of the device's part of the axis. The paper models batch normalisation as a
-    normalisation over the batch.
+    t is the size of the device's part of the axis, and c the axis's number of parts. The paper
+    models batch normalisation as a normalisation over the batch.
     """
 
     axis: int
@@ -214,10 +225,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """A window that moves over the axes from number `spatial` on: T + r · halo.
+    """The cost of a window that moves over the axes from number `spatial` on: T + r · halo.
 
-    A device needs `window` more elements along each split spatial axis; the halo is the number of
-    these elements. `source` is the shape of the operand.
+    Along each split spatial axis, a device needs `window` more elements of the operand than its own
+    part has. The halo is the number of these elements. `source` is the shape of the operand.
     """
 
     spatial: int
@@ -236,7 +247,7 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """An elementwise operation and `pointwise` = q further ones: (1 + q) T."""
+    """The cost of an elementwise operation followed by q = `pointwise` further ones: (1 + q) T."""
 
     pointwise: int = 0
 
@@ -246,8 +257,8 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A mean or another reduction over `axes`. The paper counts its all-reduce only: AR(T, product
-    of the parts of `axes`).
+    """The cost of a mean or another reduction over `axes`. The paper counts only its all-reduce:
+    AR(T, number of parts along `axes`), where T is the number of elements of the operand's part.
     """
 
     axes: Axes
@@ -258,22 +269,24 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """A change of the data's arrangement at no cost: concatenation, stacking, flattening."""
+    """The cost 0 of an operation that only rearranges data, such as concatenation, stacking and
+    flattening.
+    """
 
     def of(self, extents: Extents, degrees: Degrees) -> Floats:
         return np.zeros(len(degrees))
 
 
 def transfer(extents: Extents, source: Degrees, target: Degrees) -> Floats:
-    """Return t_x of an edge, forward and backward, of shape [source configurations, target
-    configurations].
+    """Return the transfer cost t_x of an edge, forward and backward, of shape [source
+    configurations, target configurations].
 
         t_x = 2 r · max(0, |part that the target needs| − |overlap with the source's part|)
 
-    `extents` is the tensor's shape. `source` and `target` are the numbers of parts of each
-    dimension, of shape [configurations, dimensions]. The model assumes the device assignment with
-    the largest overlap. If the target uses more devices than the source, the overlap is 0, because
-    some device holds nothing.
+    `extents` is the shape of the transferred tensor. `source` and `target` are the numbers of parts
+    of each dimension, of shape [configurations, dimensions]. The model assumes the device
+    assignment with the largest overlap. If the target uses more devices than the source, the
+    overlap is 0, because some device of the target has no part of the source.
     """
     sizes = np.array(extents, dtype=np.float64)
     have = sizes / source
@@ -287,7 +300,9 @@ def transfer(extents: Extents, source: Degrees, target: Degrees) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of a layer's iteration space. The paper does not split an axis that is `unsplit`."""
+    """An axis of a layer's iteration space. An axis with `unsplit` has one part in all
+    configurations.
+    """
 
     name: str
     size: int
@@ -296,16 +311,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An operand or result of a layer: the size of each dimension, and the layer's axes that split
-    the dimension.
+    """An operand or result of a layer. `extents` contains the size of each dimension, and `axes`,
+    for each dimension, the layer's axes that split it.
     """
 
     extents: Extents
     axes: tuple[Axes, ...]
 
     def degrees(self, layer: Degrees) -> Degrees:
-        """Return the number of parts of each dimension, [configurations, dimensions], for the parts
-        of the layer's axes.
+        """Return the number of parts of each dimension, of shape [configurations, dimensions],
+        given the number of parts of each axis of the layer.
         """
         columns = [_parts(layer, axes) for axes in self.axes]
         return np.stack(columns, axis=1) if columns else np.ones((len(layer), 0), dtype=np.int64)
@@ -313,14 +328,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of the paper's model, at its position in the graph. Layers that compare equal have
-    equal costs.
+    """A layer of the paper's model. Layers that compare equal have equal costs; names and nodes are
+    not compared.
 
-    - `contiguous`: only configurations that split the row-major axes into contiguous parts are
-      permitted (flattening).
+    - `contiguous`: True if only configurations that split the row-major axes into contiguous parts
+      are permitted (for flattening).
     - `nodes`: the ONNX nodes that the layer represents.
-    - `aliases`: (axis of the layer, axis name of the nodes) pairs that cannot be inferred from
-      shared tensors.
+    - `aliases`: (axis name of the layer, axis name of the nodes) pairs that cannot be inferred from
+      tensors that both have.
     - `inside`: the ONNX node that computes this layer as an intermediate result, if the node's
       result belongs to another layer.
     """
@@ -337,12 +352,15 @@ class Layer:
 
     @property
     def extents(self) -> Extents:
+        """The size of each axis."""
         return tuple(axis.size for axis in self.axes)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerEdge:
-    """An edge: result `result` of layer `source` is operand `operand` of layer `target`."""
+    """An edge of the layer graph: result number `result` of layer `source` is operand number
+    `operand` of layer `target`.
+    """
 
     source: int
     target: int
@@ -352,10 +370,10 @@ class LayerEdge:
 
 @dataclass(frozen=True, slots=True)
 class ValueLocation:
-    """The location of an ONNX value in a layer's result.
+    """Where an ONNX value is found: in result number `result` of layer `layer`.
 
-    `groups` contains, for each dimension of the value, the dimensions of the result that form it,
-    outer to inner.
+    `groups` contains, for each dimension of the value, the dimensions of the result that are merged
+    into it, from the outermost to the innermost.
     """
 
     layer: int
@@ -365,23 +383,25 @@ class ValueLocation:
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """The paper's computation graph: at most one edge between two layers, and edges lead from lower
-    to higher layer numbers.
+    """The computation graph of the paper. There is at most one edge between two layers, and it
+    leads from the lower to the higher layer number.
     """
 
     layers: tuple[Layer, ...]
     edges: tuple[LayerEdge, ...]
     locations: Mapping[str, ValueLocation]
-    """The locations of ONNX values by name. Inputs, parameters, and values that cost nothing to
-    compute have none.
+    """The locations of ONNX values by name. Inputs, parameters, and values whose computation the
+    paper does not count have no location.
     """
     cutoff: int
     """Minimum size of a part along an axis: 4 for networks with convolutions, otherwise 1, as in
-    the prototype.
+    the authors' prototype.
     """
 
     def ends(self, edge: LayerEdge) -> tuple[Tensor, Tensor]:
-        """Return the tensor of an edge as its source writes it, and as its target reads it."""
+        """Return (written, read): the tensor of an edge as a result of its source, and as an
+        operand of its target.
+        """
         return self.layers[edge.source].results[edge.result], self.layers[edge.target].operands[
             edge.operand
         ]
@@ -399,8 +419,8 @@ class PaperTables:
 
 
 def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
-    """Return the tables of `graph` on `devices` devices. Equal layers share vectors, and equal
-    edges share matrices.
+    """Return the cost tables of `graph` on `devices` devices. Equal layers share their cost
+    vectors, and equal edges share their cost matrices.
     """
     layer_classes: dict[Layer, int] = {}
     class_of = [layer_classes.setdefault(layer, len(layer_classes)) for layer in graph.layers]

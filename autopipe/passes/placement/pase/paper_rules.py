@@ -1,13 +1,15 @@
-"""Conversion of an ONNX graph to the layers of the PaSE paper, by rules for operators.
+"""Conversion of an ONNX graph to the layers of the PaSE paper, by one rule per operator.
 
-Views are removed. Pointwise operations are merged into the layer before them. Three projections
-that one attention reads become one matmul, and stacked LSTMs of equal shape become one layer. An
-operator without a rule is an elementwise layer over its iteration space.
+A rule is a function that adds ONNX node `index` to the layers of `builder`. Views are removed.
+Pointwise operations are merged into the layer before them. Three projections that one attention
+reads become one matmul, and stacked LSTMs of equal shape become one layer. An operator without a
+rule becomes an elementwise layer over its iteration space.
 
-Dimensions that a reshape merges remain separate axes: a value's location stores the dimensions of a
-layer's result that form each of its dimensions, and a layer that reads the value gets one axis per
-dimension of the result. So a matmul over merged attention heads has two summed axes, as in the
-paper (`bhlk,hek->ble`), and a loss over flattened positions has a batch and a position axis.
+Dimensions that a reshape merges remain separate axes. The location of a value stores which
+dimensions of a layer's result form each dimension of the value, and a layer that reads the value
+gets one axis per dimension of the result. So a matmul over merged attention heads has two summed
+axes, as in the paper (`bhlk,hek->ble`), and a loss over flattened positions has a batch and a
+position axis.
 """
 
 from __future__ import annotations
@@ -44,23 +46,25 @@ from autopipe.passes.placement.pase.paper_costs import (
 )
 
 AxisNames = tuple[tuple[str, ...], ...]
-"""For each dimension of a tensor: the names of the axes that index it, outer to inner; () if it
-cannot be split.
+"""For each dimension of a tensor: the names of the axes that index it, from the outermost to the
+innermost; () if the dimension cannot be split.
 """
 
 Indices = Mapping[str, tuple[int, ...]]
-"""For each axis name: the layer's axes that it became. There are several if an operand has it in
-several dimensions.
+"""For each axis name: the positions of the layer's axes that it became. There are several if an
+operand has the axis in several dimensions.
 """
 
 Groups = tuple[tuple[int, ...], ...]
 Operand = tuple[ValueLocation | None, AxisNames]
-"""A value that a layer reads. A value without a location is free to read: it has no edge."""
+"""A value that a layer reads, as (location, axis names). A value without a location is free to
+read: it has no edge and no cost.
+"""
 
 
 class LayerGraphBuilder:
-    """Builder of the paper's graph. `locations` contains the values that layers produce; all other
-    values are free to read.
+    """Builds the layer graph of the paper node by node. `locations` contains the values that layers
+    produce. All other values are free to read: they have no edges.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -68,7 +72,7 @@ class LayerGraphBuilder:
         self.locations: dict[str, ValueLocation] = {}
         self.layers: list[Layer] = []
         self.pointwise: Counter[int] = Counter()
-        """The number of pointwise operations merged into each layer."""
+        """Number of pointwise operations merged into each layer."""
         self._edges: dict[tuple[int, int], LayerEdge] = {}
 
     def shape_of(self, name: str) -> Extents:
@@ -88,10 +92,11 @@ class LayerGraphBuilder:
     ) -> tuple[ValueLocation, ...]:
         """Append a layer and the edges to it, and return the locations of its results.
 
-        `axes` contains the size of each axis by name, in the layer's order, or a tuple of factors
-        of the size. An axis becomes several axes if it has factors, or if an operand has it in
-        several dimensions. The axes in `unsplit` are not split. `results` are (axis names, shape)
-        pairs.
+        `axes` contains, by axis name and in the layer's order, the size of each axis, or a tuple of
+        factors of the size. An axis becomes several axes if it has several factors, or if an
+        operand has it in several dimensions. The axes in `unsplit` are not split. `results`
+        contains (axis names, shape) pairs. `cost` returns the layer's cost, given the positions of
+        its axes. `aliases` and `inside` are fields of `Layer`.
         """
         placed = [
             (location, axis_names) for location, axis_names in operands if location is not None
@@ -150,12 +155,13 @@ class LayerGraphBuilder:
         unsplit: Iterable[str] = (),
         aliases: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """Append the layer of an ONNX node with its edges, and store the locations of the node's
-        results.
+        """Append the layer of ONNX node `index` with its edges, and store the locations of the
+        node's results.
 
-        `operands` are the axis names of the first operands; None in it skips an operand. If
-        `operands` is None, there is one operand with a dimension per axis. Only the first results,
-        one for each entry of `results`, get a location.
+        `operands` contains the axis names of the node's first inputs; None for an input means that
+        it has no edge. If `operands` is None, only the first input is read, with one dimension per
+        axis. `results` contains the axis names of the node's first outputs; other outputs, and
+        outputs for which it is None, get no location.
         """
         node = self.graph.nodes[index]
         inputs = zip(node.inputs, [_each(axes)] if operands is None else operands, strict=False)
@@ -174,8 +180,8 @@ class LayerGraphBuilder:
         self.locations.update(zip(made, locations, strict=True))
 
     def append(self, layer: Layer, operands: Sequence[ValueLocation]) -> int:
-        """Append a layer that reads `operands`, and return its index. Of several edges from one
-        layer, only the last is stored.
+        """Append a layer that reads `operands`, and return its number. If several operands come
+        from one layer, only the edge of the last of them is stored.
         """
         index = len(self.layers)
         self.layers.append(layer)
@@ -186,8 +192,9 @@ class LayerGraphBuilder:
         return index
 
     def absorb(self, index: int, location: ValueLocation, **changes: Any) -> None:
-        """Assign node `index` to the layer at `location`, where its results are, at no cost except
-        for `changes` of the layer.
+        """Merge node `index` into the layer at `location`, where the node's results are then
+        located. The node adds no cost, unless `changes` replaces the cost or other fields of the
+        layer.
         """
         node = self.graph.nodes[index]
         layer = self.layers[location.layer]
@@ -195,9 +202,11 @@ class LayerGraphBuilder:
         self.locations.update((name, location) for name in node.outputs if name)
 
     def tensor(self, location: ValueLocation) -> Tensor:
+        """Return the result of a layer to which `location` refers."""
         return self.layers[location.layer].results[location.result]
 
     def finished(self, cutoff: int) -> LayerGraph:
+        """Return the layer graph of the nodes that were added."""
         edges = tuple(self._edges[pair] for pair in sorted(self._edges))
         return LayerGraph(tuple(self.layers), edges, dict(self.locations), cutoff)
 
@@ -208,7 +217,9 @@ class LayerGraphBuilder:
         indices: Indices,
         layer_axes: Sequence[Axis],
     ) -> Tensor:
-        """Return the layer's operand, with the dimensions of the result that it reads."""
+        """Return the operand of a layer that reads the value at `location`. It has the dimensions
+        of the result that contains the value.
+        """
         source = self.tensor(location).extents
         axes: list[tuple[int, ...]] = [()] * len(source)
         for dimension, group in zip(axis_names, location.groups, strict=True):
@@ -224,11 +235,11 @@ class LayerGraphBuilder:
 def _result(
     axis_names: AxisNames, shape: Extents, indices: Indices, layer_axes: Sequence[Axis]
 ) -> tuple[Tensor, Groups]:
-    """Return (tensor, groups) of a result.
+    """Return (tensor, groups) for a result whose dimensions `axis_names` index.
 
-    The tensor has one dimension per axis that indexes the result, and one per dimension that no
-    axis indexes. `groups` contains, for each dimension of the ONNX value, the dimensions that it
-    became.
+    tensor: has one dimension per axis that indexes the result, and one for each dimension that no
+    axis indexes.
+    groups: for each dimension of the ONNX value, the dimensions of the tensor that it became.
     """
     dimensions: list[tuple[int, tuple[int, ...]]] = []
     groups: list[tuple[int, ...]] = []
@@ -246,12 +257,13 @@ def _result(
 
 
 def _each(names: Iterable[str]) -> AxisNames:
-    """Return one dimension per axis name."""
+    """Return axis names for a tensor with one dimension per name."""
     return tuple((name,) for name in names)
 
 
 def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
-    """Return the positions in `extents` that form each dimension of `shape`, in order.
+    """Return, for each dimension of `shape`, the positions in `extents` whose sizes multiply to its
+    size, in order.
 
     Return None if a dimension of `extents` would have to be divided. Positions of size 1 are
     omitted.
@@ -268,18 +280,19 @@ def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
     return tuple(groups)
 
 
-# Operators that the paper does not mention: pointwise operators, views, and all operators without a
-# rule.
+# The next rules are for operators that the paper does not mention: pointwise operators, views, and
+# all operators without a rule of their own.
 
 RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
-"""Operators that leave all elements at their positions and cost nothing in the paper."""
+"""Operators that leave all elements at their positions, and cost nothing in the paper."""
 
 
 def pointwise(builder: LayerGraphBuilder, index: int) -> None:
     """Merge a pointwise operator into the layer that produces its operand.
 
-    An operator that reads several layers becomes a layer itself. Its parameters and constants must
-    be vectors or scalars (a bias, a scale); otherwise it becomes a layer too.
+    The operator becomes a layer itself if it reads the results of several layers, if it broadcasts
+    its operand, or if it reads a parameter or constant that is not a vector or scalar (such as a
+    bias or scale).
     """
     node = builder.graph.nodes[index]
     computed = [name for name in node.inputs if name in builder.locations]
@@ -301,8 +314,8 @@ def pointwise(builder: LayerGraphBuilder, index: int) -> None:
     if node.op in RENAMINGS:
         builder.absorb(index, location)
         return
-    # Matmuls and elementwise layers count operations up to the last activation. A bias or scale
-    # after the last activation is free.
+    # The cost counts pointwise operations up to the last activation. A bias or scale after the last
+    # activation is free.
     builder.pointwise[location.layer] += 1
     cost = layer.cost
     if not parameter_shapes and isinstance(cost, Product | Elementwise):
@@ -319,8 +332,8 @@ def transpose(builder: LayerGraphBuilder, index: int) -> None:
 
 
 def by_space(builder: LayerGraphBuilder, index: int) -> None:
-    """Add a layer over the operator's iteration space. Only axes that all results have, and axes of
-    a reduction, can be split.
+    """Add a layer over the operator's iteration space. Only axes that index all results, and the
+    reduced axes of a reduction, can be split.
     """
     node = builder.graph.nodes[index]
     row = operator_of(node)
@@ -344,11 +357,12 @@ def by_space(builder: LayerGraphBuilder, index: int) -> None:
 
 
 def reshape(builder: LayerGraphBuilder, index: int) -> None:
-    """Handle Reshape, Flatten, Squeeze and Unsqueeze.
+    """Add a Reshape, Flatten, Squeeze or Unsqueeze.
 
     The operator is merged into the layer before it if it only adds or removes dimensions of size 1,
-    concatenates the rows of a matrix, or merges axes of a matmul (attention heads). Any other
-    reshape becomes two layers: the tensor is flattened into contiguous parts and then unflattened.
+    merges dimensions other than the last one, or merges axes of a matmul (attention heads). Any
+    other reshape becomes two layers: the tensor is flattened into contiguous parts and then
+    unflattened.
     """
     node = builder.graph.nodes[index]
     location = builder.locations[node.inputs[0]]
@@ -391,11 +405,13 @@ def reshape(builder: LayerGraphBuilder, index: int) -> None:
     )
 
 
-# Matmuls over groups of axes.
+# The next rules are for matmuls.
 
 
 def product_of(left: AxisNames, right: AxisNames, result: AxisNames) -> Callable[[Indices], Cost]:
-    """Return the cost of a matmul whose operands and result are indexed by these axes."""
+    """Return a function that returns the cost of a matmul, given the positions of its axes. `left`,
+    `right` and `result` are the axis names of its operands and its result.
+    """
     first, second, written = (
         {axis_name for axis_names in tensor for axis_name in axis_names}
         for tensor in (left, right, result)
@@ -408,6 +424,7 @@ def product_of(left: AxisNames, right: AxisNames, result: AxisNames) -> Callable
     )
 
     def cost(indices: Indices) -> Cost:
+        """Return the cost of the matmul whose axes have these positions."""
         batch, rows, columns, summed = (
             tuple(
                 axis
@@ -425,8 +442,8 @@ def product_of(left: AxisNames, right: AxisNames, result: AxisNames) -> Callable
 def multiply(builder: LayerGraphBuilder, index: int) -> None:
     """Add a matmul over the axes of the operator's iteration space.
 
-    Columns that a following reshape divides (attention heads) become separate axes. An einsum of
-    more or fewer than two operands is added as an elementwise layer.
+    If a following reshape divides the columns (into attention heads), they become several axes. An
+    einsum with one operand or more than two is added by `by_space`.
     """
     node = builder.graph.nodes[index]
     if node.op == "Einsum" and len(node.inputs) != 2:
@@ -447,10 +464,8 @@ def multiply(builder: LayerGraphBuilder, index: int) -> None:
 
 
 def divided_columns(graph: Graph, index: int) -> Extents:
-    """Return the sizes into which a following reshape divides a matmul's columns; () if there is
-    none.
-
-    A bias may be added in between.
+    """Return the sizes into which a reshape that follows a matmul divides its columns, or () if
+    there is no such reshape. The addition of a bias may come between the two.
     """
     name = graph.nodes[index].outputs[0]
     consumers = graph.consumers()
@@ -472,7 +487,7 @@ def divided_columns(graph: Graph, index: int) -> Extents:
 
 def embed(builder: LayerGraphBuilder, index: int) -> None:
     """Add a gather of rows of a parameter as a matmul with one-hot rows, which are free to read.
-    Other gathers use `by_space`.
+    Any other gather is added by `by_space`.
     """
     node = builder.graph.nodes[index]
     table, indices = (builder.shape_of(name) for name in node.inputs[:2])
@@ -491,21 +506,21 @@ def embed(builder: LayerGraphBuilder, index: int) -> None:
     )
 
 
-# Attention as in the paper: one matmul for queries, keys and values, two matmuls, and a softmax
-# between them.
+# The next rules are for attention. As in the paper, it consists of one matmul for queries, keys and
+# values, two more matmuls, and a softmax between them.
 
 HEADS, KEYS, SCORES = map(_each, ("bhlk", "bhmk", "bhlm"))
 
 
 Projections = tuple[tuple[int, ...], tuple[str, ...]]
-"""The nodes that project queries, keys and values, and the three projected values, each [batch,
-length, width].
+"""(nodes, values) of an attention: the nodes that project queries, keys and values, and the three
+values that are projected, each of shape [batch, length, width].
 """
 
 
 def projections(graph: Graph) -> dict[int, Projections]:
-    """Return the projections of each attention whose queries, keys and values are equal projections
-    of values of one shape.
+    """Return, by attention node, the projections of its queries, keys and values. Only attentions
+    are included whose three projections have equal shapes and project values of one shape.
     """
     readers = graph.consumers()
     found: dict[int, Projections] = {}
@@ -530,11 +545,11 @@ def projections(graph: Graph) -> dict[int, Projections]:
 def _traced(
     graph: Graph, name: str, readers: dict[str, tuple[int, ...]]
 ) -> tuple[list[int], str] | None:
-    """Return (nodes, source): the chain of nodes from a matmul with a weight to `name`, and the
-    value that it projects.
+    """Return (nodes, source): the chain of nodes from a matmul with a weight to value `name`, and
+    the value that the matmul projects.
 
-    Each value in the chain has one reader. Return None if there is no such chain of at most four
-    nodes.
+    Each value in the chain must have one reader. Return None if there is no such chain of at most
+    four nodes.
     """
     nodes: list[int] = []
     for _ in range(4):
@@ -553,10 +568,11 @@ def _traced(
 
 
 def attend(builder: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
-    """Add the layers of an attention. `projected` are its projections, or None if they remain
+    """Add the layers of an attention. `projected` contains its projections, or is None if they are
     separate layers.
 
-    Masks are free to read and cost nothing. Attentions of other shapes use `by_space`.
+    Masks are free to read and cost nothing. An attention with other operand shapes than those of
+    the paper is added by `by_space`.
     """
     node = builder.graph.nodes[index]
     queries, keys, values = (builder.shape_of(name) for name in node.inputs[:3])
@@ -581,6 +597,10 @@ def attend(builder: LayerGraphBuilder, index: int, projected: Projections | None
         result: AxisNames,
         cost: Callable[[Indices], Cost],
     ) -> ValueLocation:
+        """Append a layer of the attention over the axes in `order`, and return the location of its
+        result. `part` is appended to the node's name; the layer with an empty `part` produces the
+        node's result.
+        """
         axes = {axis: extents[axis] for axis in order}
         results = [(result, tuple(extents[axis] for (axis,) in result))]
         nodes, inside = ((), index) if part else ((index,), None)
@@ -602,9 +622,9 @@ def attend(builder: LayerGraphBuilder, index: int, projected: Projections | None
 def _project(
     builder: LayerGraphBuilder, name: str, projected: Projections, shape: Extents
 ) -> tuple[ValueLocation, ...]:
-    """Add one matmul that computes queries, keys and values, and return their locations.
+    """Add one matmul that computes queries, keys and values of `shape`, and return their locations.
 
-    It multiplies one value by three weights, or three stacked values by their weights.
+    The matmul multiplies one value by three weights, or three stacked values by one weight each.
     """
     batch, heads, length, width = shape
     nodes, names = projected
@@ -631,8 +651,8 @@ def _project(
         product_of(read, _each("shek"), stacked),
         aliases=(("e", "k"),),
     )
-    # The values between a projection and the attention are located in the stacked matmul's result,
-    # [3, b, h, l, k], with merged or separate heads.
+    # The values between a projection and the attention are located in the result of the stacked
+    # matmul, [3, b, h, l, k], with merged or separate heads.
     for index in nodes:
         node = builder.graph.nodes[index]
         groups: Groups = (
@@ -649,14 +669,18 @@ def _project(
     )
 
 
-# Convolutional networks. The spatial axes of a convolution are not split, as in the prototype.
+# The next rules are for convolutional networks. The spatial axes of a convolution are not split, as
+# in the prototype.
 
 SPATIAL = "hwd"
 KERNEL = "rst"
 
 
 def convolve(builder: LayerGraphBuilder, index: int) -> None:
-    """Add a Conv with axes (b, c, h, w, r, s, n): rows b h w, summed c r s, columns n."""
+    """Add a convolution as a matmul. For an image its axes are (b, c, h, w, r, s, n): batch b,
+    input channels c, image h w, kernel r s, output channels n. The rows are b h w, the summed
+    elements c r s, and the columns n.
+    """
     node = builder.graph.nodes[index]
     weight, result = (builder.shape_of(name) for name in (node.inputs[1], node.outputs[0]))
     rank = len(weight) - 2
@@ -673,10 +697,10 @@ def convolve(builder: LayerGraphBuilder, index: int) -> None:
 
 
 def over_image(builder: LayerGraphBuilder, index: int) -> None:
-    """Add a pooling, a batch normalisation, or a spatial mean.
+    """Add a pooling, a batch normalisation, or a mean over all spatial positions.
 
-    All axes of a pooling's result can be split. Batch normalisation is a norm over the batch, as in
-    the paper, also if the model uses stored statistics.
+    All axes of a pooling's result can be split. Batch normalisation is modelled as a normalisation
+    over the batch, as in the paper, even if the model uses stored statistics.
     """
     node = builder.graph.nodes[index]
     source = builder.shape_of(node.inputs[0])
@@ -684,6 +708,7 @@ def over_image(builder: LayerGraphBuilder, index: int) -> None:
     spatial = tuple(range(2, len(source)))
 
     def cost(found: Indices) -> Cost:
+        """Return the cost of the operator whose axes have these positions."""
         match node.op:
             case "BatchNormalization":
                 return Norm(found["b"][0])
@@ -697,14 +722,16 @@ def over_image(builder: LayerGraphBuilder, index: int) -> None:
     builder.add_node_layer(index, axes, [written], cost)
 
 
-# Layers that operate along one axis, and stacked LSTMs.
+# The next rules are for layers that operate along one axis, and for stacked LSTMs.
 
 AXIS_AND_COST: Mapping[str, tuple[int, Callable[[int], Cost]]] = {
     "LayerNormalization": (-1, Norm),
     "RMSNormalization": (-1, Norm),
     "SoftmaxCrossEntropyLoss": (1, CrossEntropy),
 }
-"""The axis and the cost of operators other than softmaxes, whose axis is an attribute."""
+"""By operator: the axis along which it operates, and its cost. Softmaxes are not listed, because
+their axis is an attribute.
+"""
 
 
 def along_rows(builder: LayerGraphBuilder, index: int) -> None:
@@ -724,8 +751,8 @@ def along_rows(builder: LayerGraphBuilder, index: int) -> None:
 
 
 def project_classes(builder: LayerGraphBuilder, index: int) -> None:
-    """Add a fused projection and loss as two layers: a matmul, and a cross-entropy over its
-    columns.
+    """Add a fused projection and loss (LinearCrossEntropy) as two layers: a matmul, and a
+    cross-entropy over the columns of its result.
     """
     node = builder.graph.nodes[index]
     space = space_of(builder.graph, node)
@@ -755,8 +782,9 @@ def project_classes(builder: LayerGraphBuilder, index: int) -> None:
 
 
 def recur(builder: LayerGraphBuilder, index: int) -> None:
-    """Add an LSTM with axes (l, s, b, n, k), steps unsplit. An LSTM that reads an equal one is
-    merged into its layer as one more layer.
+    """Add an LSTM with axes (l, s, b, n, k): layers, steps, batch, output units and input units.
+    Steps are not split. An LSTM that reads the result of an equal LSTM is merged into its layer,
+    whose first axis becomes larger by 1.
     """
     node = builder.graph.nodes[index]
     if (
@@ -779,14 +807,16 @@ def recur(builder: LayerGraphBuilder, index: int) -> None:
         builder.add_node_layer(
             index, extents, [written], lambda _: Recurrent(), [_each("sbk")], unsplit="s"
         )
-    # The final states are the last step of the result.
+    # The final states are located in the last step of the result.
     location = builder.locations[node.outputs[0]]
     last = replace(location, groups=location.groups[1:])
     builder.locations.update((name, last) for name in node.outputs[1:] if name)
 
 
 def _joins(builder: LayerGraphBuilder, location: ValueLocation, inputs: int, units: int) -> bool:
-    """True if the value is the complete result of an LSTM layer with equally many units."""
+    """True if the value at `location` is the complete result of an LSTM layer with `units` units,
+    and `inputs` equals `units`.
+    """
     layer = builder.layers[location.layer]
     read = tuple(dimension for group in location.groups for dimension in group if dimension != 1)
     return (
@@ -819,15 +849,15 @@ RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
     "Transpose": transpose,
     "Unsqueeze": reshape,
 }
-"""The rules for the operators that the paper models."""
+"""The rules by operator."""
 
 
 def layer_graph(graph: Graph) -> LayerGraph:
-    """Return the paper's graph of a model for one batch.
+    """Return the layer graph of the paper for one batch of a model.
 
     Some values are free to read, which means that they have no edges: inputs, parameters, values
-    computed from parameters and constants only, and results of the nodes that stages recompute
-    (`recomputed_nodes`, such as masks and positions). Nodes that compute such values are not
+    computed only from parameters and constants, and results of nodes that stages recompute
+    (`recomputed_nodes`, such as masks and positions). Nodes that compute such values do not become
     layers.
     """
     builder = LayerGraphBuilder(graph)

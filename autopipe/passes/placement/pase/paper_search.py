@@ -1,9 +1,9 @@
-"""The best strategy in the search space of the PaSE paper under the paper's costs, and its
+"""The best strategy in the search space of the PaSE paper under the costs of the paper, and its
 conversion to a placement.
 
-A node gets the splits of its layer along the axes that both have. An axis that no node has (the
-layers of stacked LSTMs, the stack of three projections) keeps the paper's name, so that code
-generation rejects the split by that name.
+In the placement, a node is split like its layer, along the axes that both have. An axis that no
+node has (the layers of stacked LSTMs, the stack of three projections) keeps its name in the paper,
+so that code generation rejects the split with this name.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaperStrategy:
-    """A configuration of each layer: the parts of its axes, in order. Costs are in operations."""
+    """A configuration of each layer: the number of parts of each of its axes, in order. Costs are
+    in operations (`paper_costs`).
+    """
 
     graph: LayerGraph
     degrees: tuple[tuple[int, ...], ...]
     cost: float
     bound: float
-    """A lower bound on the cost of all strategies."""
+    """A lower bound on the cost of all strategies of the graph."""
     proven: bool
 
     def splits(self) -> dict[str, dict[str, int]]:
-        """Return the parts of each axis by name, for each layer by name, as Table II of the paper
-        prints them.
-        """
+        """Return, by layer name and axis name, the number of parts, as in Table II of the paper."""
         return {
             layer.name: {
                 axis.name: degree for axis, degree in zip(layer.axes, degrees, strict=True)
@@ -59,16 +59,16 @@ def find_strategy(
 
 
 def tables_of(problem: Problem) -> PaperTables:
-    """Return the paper's costs of a problem's graph on all devices of its cluster."""
+    """Return the costs of the paper for a problem's graph on all devices of its cluster."""
     return build_tables(layer_graph(problem.graph), problem.cluster.size)
 
 
 def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
-    """Return a placement with one stage on all devices, in which each node is split as its layer
-    is.
+    """Return a placement with one stage on all devices, in which each node is split like its layer.
 
-    Raise InfeasibleError with the layer's name if its number of parts does not divide the number of
-    devices. The paper's costs permit, for instance, 20 parts on 24 devices; a placement does not.
+    Raise InfeasibleError, with the name of a layer, if its number of parts does not divide the
+    number of devices. The paper's model permits such splits, for instance 20 parts on 24 devices,
+    but a placement does not.
     """
     layers = strategy.graph.layers
     count = problem.cluster.size
@@ -83,7 +83,8 @@ def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
                 hint="use a power of two of devices, or set search_space: executable",
             )
         splits |= _layer_splits(problem.graph, strategy.graph, index, degrees)
-    # Add the splits of intermediate layers that differ from the splits of the node's result.
+    # A node that computes several layers has one set of splits, so splits of an intermediate layer
+    # that differ from those of the node's result are added under the name of the layer.
     named = strategy.splits()
     outer = {node: layer.name for layer in layers for node in layer.nodes}
     for layer in layers:
@@ -106,8 +107,9 @@ def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
 def _layer_splits(
     graph: Graph, layers: LayerGraph, index: int, degrees: Sequence[int]
 ) -> dict[int, list[Split]]:
-    """Return the splits of a layer's nodes. Splits along axes that none of the nodes has are added
-    to the first node.
+    """Return, by node, the splits of the nodes of layer `index`. `degrees` contains the number of
+    parts of each of its axes. Splits along axes that none of the nodes has are added to the first
+    node.
     """
     layer = layers.layers[index]
     unassigned = {axis for axis, degree in enumerate(degrees) if degree > 1}
@@ -117,7 +119,9 @@ def _layer_splits(
         for name, axes in sorted(
             _node_axes(graph, layers, index, node).items(), key=lambda each: each[1]
         ):
-            # Splitting `axes` must divide the dimension that they form into contiguous parts.
+            # A split of the merged axes is possible only if it divides the dimension that they form
+            # into contiguous parts: all axes before the innermost split one must be split into
+            # single elements.
             innermost_split = max(
                 (position for position, axis in enumerate(axes) if degrees[axis] > 1), default=0
             )
@@ -135,10 +139,12 @@ def _layer_splits(
 def _node_axes(
     graph: Graph, layers: LayerGraph, index: int, node: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return, for axes of a node, the layer's axes that form them, outer to inner.
+    """Return, for axes of a node, the positions of the axes of layer `index` that form them, from
+    the outermost to the innermost.
 
-    They are inferred from the dimensions of tensors that the node and the layer share. A dimension
-    that merges several axes of the node is used only if at most one of them is larger than 1.
+    They are inferred from the dimensions of tensors that the node and the layer have in common. If
+    a dimension merges several axes of the node, it is used only if exactly one of them is larger
+    than 1.
     """
     layer = layers.layers[index]
     operator = graph.nodes[node]

@@ -1,5 +1,5 @@
-"""Strategy `pase`, which splits each node so that a step is shortest, and two baselines over the
-same tables.
+"""Strategy `pase`, which splits each node so that the step is shortest, and two baselines,
+`breadth_first` and `mcmc`, that search the same cost tables.
 
 Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021.
 """
@@ -44,19 +44,19 @@ from autopipe.passes.solvers.min_sum.metropolis import walk
 
 
 def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
-    """Return the model in `count` stages, each split as `solver` proposes, with the proof of the
-    splits.
+    """Return a placement of the model in `count` stages. The nodes of each stage are split as
+    `solver` proposes. The placement contains the proof of its splits, a lower bound on their cost.
 
     `overlap` is true if `solver` assumes that the gradient all-reduce overlaps with the backward of
     the last micro-batch.
 
     Raise ConfigurationError for constraints that contradict each other or cannot be satisfied, and
-    InfeasibleError with the minimum excess if no placement fits into memory. Errors of `solver`
-    pass through.
+    InfeasibleError with the minimum excess if no placement fits into memory. Errors that `solver`
+    raises are not caught.
     """
-    # Memory is insufficient without any search if an even fraction of the state exceeds it. For a
-    # single stage, the saved tensors count too: the search for splits counts all of them, with or
-    # without recomputation.
+    # If an even fraction of the parameters and their state exceeds the memory, no search is needed
+    # to know that memory does not suffice. With a single stage, the tensors saved for backward are
+    # added, because the search for splits counts all of them, with or without recomputation.
     state = state_of(problem, ((each.value.name, 1) for each in problem.graph.parameters))
     parameters = state.total - state.low_precision_bytes
     saved = sum(each.kept_bytes for each in problem.work) if problem.train and count == 1 else 0
@@ -83,8 +83,9 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
 def _groups(
     problem: Problem, resolved: Sequence[ResolvedConstraint], count: int
 ) -> list[tuple[int, ...]]:
-    """Return the devices of each stage: equal groups in order, or, for a single stage, the devices
-    that constraints require.
+    """Return the devices of each of `count` stages: equal groups of consecutive devices, or, for a
+    single stage, the devices that constraints require. Raise ConfigurationError if `count` does not
+    divide the number of devices, or if the constraints on a single stage require different devices.
     """
     size = problem.cluster.size
     width, remainder = divmod(size, count)
@@ -111,16 +112,18 @@ def _groups(
 
 
 _ROUNDS = 6
-"""Maximum number of Lagrange weights that are tried."""
+"""Maximum number of Lagrange multipliers (weights) that `solve_overlapped` tries."""
 
 _CLOSE = 1e-6
-"""Relative gap below which a solution counts as optimal."""
+"""Relative gap between cost and lower bound up to which a solution counts as optimal."""
 
 
 def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> Assignment:
-    """Return the best choice if the backward of the last micro-batch hides the gradient all-reduce.
+    """Return the best choice of splits if the gradient all-reduce overlaps with the backward of the
+    last micro-batch.
 
-    For a choice with gradient all-reduce G, last backward B and all other time R, the objective is
+    For a choice with gradient all-reduce G, last backward B and all other time R (seconds), the
+    objective is
 
         minimise R + max(0, G - B)
 
@@ -129,7 +132,8 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
     bisection towards G = B, at most `_ROUNDS` times. The cost of the result is the objective, and
     its bound is the highest lower bound.
     """
-    # Equal variables share their arrays; the modified arrays must be shared too.
+    # Variables of equal nodes share their arrays. The modified arrays are shared in the same way,
+    # so that the solver recognises equal variables.
     triples = list(zip(tables.model.costs, tables.gradients, tables.backwards, strict=True))
     keys = [(id(costs), id(gradients), id(backward)) for costs, gradients, backward in triples]
     distinct = dict(zip(keys, triples, strict=True))
@@ -170,8 +174,11 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
 def eliminated(
     model: MinSum, ordering: str, hint: str, who: str = "", where: str = ""
 ) -> Assignment:
-    """Return the assignment that the paper's dynamic programming finds. Raise InfeasibleError with
-    the size of tables that are too large.
+    """Return the assignment that the paper's dynamic programming (variable elimination) finds in
+    the order `ordering`.
+
+    If its tables become too large, raise InfeasibleError with their size. `who` begins its message;
+    `hint` and `where` are its other fields.
     """
     try:
         return eliminate(model, ordering)
@@ -183,40 +190,44 @@ def eliminated(
 
 @dataclass(frozen=True, slots=True)
 class Pase:
-    """Split each operator along any of its axes, so that a step is shortest."""
+    """Split each operator along any of its axes, so that the step is shortest."""
 
     solver: Literal["exact", "elimination"] = "exact"
-    """`exact`: a bound from the dual, pruning, and elimination of the remaining variables, within
-    memory. `elimination`: the paper's dynamic programming, which ignores memory and fails if its
-    tables are too large.
+    """`exact`: prunes configurations by a bound from the dual of the linear program, then
+    eliminates the remaining variables; respects the memory limit. `elimination`: the paper's
+    dynamic programming, which ignores memory and fails if its tables become too large.
     """
     ordering: Literal["generate_seq", "breadth_first", "min_fill"] = "generate_seq"
-    """Order in which `elimination` processes the operators; the paper's is `generate_seq`."""
+    """Order in which solver `elimination` processes the operators. `generate_seq` is the order of
+    the paper.
+    """
     costs: Literal["autopipe", "pase-paper"] = "autopipe"
-    """`autopipe`: seconds on the given cluster. `pase-paper`: the paper's operations and words, to
-    reproduce the paper.
+    """`autopipe`: seconds on the given cluster. `pase-paper`: operations and words as in the paper,
+    to reproduce its results.
     """
     search_space: Literal["executable", "paper"] = "executable"
-    """`executable`: the splits for which programs can be generated. `paper`: the paper's splits,
-    executable or not; requires `costs: pase-paper`.
+    """`executable`: only splits for which programs can be generated. `paper`: all splits of the
+    paper, executable or not; requires `costs: pase-paper`.
     """
     stages: int = 1
-    """Number of pipeline stages with equal groups of devices; splits are searched inside each
+    """Number of pipeline stages, which have equally many devices. Splits are searched inside each
     stage.
     """
     overlap: bool = False
-    """Count only the part of the gradient all-reduce that the backward of the last micro-batch does
-    not hide.
+    """Assume that the gradient all-reduce overlaps with the backward of the last micro-batch, and
+    count only the part of its time that exceeds this backward.
     """
 
     name: ClassVar[str] = "pase"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.MANY` if there are several stages, and otherwise `Division.FEW`."""
         return Division.MANY if self.stages > 1 else Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for incompatible options, and InfeasibleError for an empty
-        model.
+        """Raise ConfigurationError for incompatible options or a number of stages out of range.
+        Raise InfeasibleError for a model without operators, or if a single stage would have devices
+        of different types.
         """
         if (self.costs == "pase-paper") != (self.search_space == "paper"):
             raise ConfigurationError(
@@ -244,9 +255,9 @@ class Pase:
     def run(self, problem: Problem) -> Placement:
         """Return the placement with the shortest step.
 
-        Raise ConfigurationError for constraints that contradict each other or cannot be satisfied,
-        and InfeasibleError if no placement fits into memory (with the minimum excess) or if tables
-        are too large.
+        Raise ConfigurationError for constraints that contradict each other or cannot be satisfied.
+        Raise InfeasibleError if no placement fits into memory (with the minimum excess), or if the
+        tables of solver `elimination` become too large.
         """
         exact = Exact(problem.time_limit)
         if self.search_space == "paper":
@@ -257,47 +268,59 @@ class Pase:
             return replace(fitted(problem, placement_of(problem, found)), proof=proof)
 
         def solver(tables: Tables, limit: float | None) -> Assignment:
+            """Return the best assignment of splits for a stage, within `limit` bytes unless it is
+            None.
+            """
             if self.overlap:
                 return solve_overlapped(tables, lambda model: self._solved(model, limit, exact))
             return self._solved(tables.model, limit, exact)
 
         def placed(problem: Problem) -> Placement:
+            """Return the placement if the devices are used in the order of the problem's cluster."""
             return in_stages(problem, self.stages, solver, self.overlap)
 
         return best_order(problem, placed) if self.stages > 1 else placed(problem)
 
     def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Assignment:
-        """Return the assignment of the selected solver, within `limit` bytes unless it is None."""
+        """Return the assignment that the solver of option `solver` finds, within `limit` bytes
+        unless it is None.
+        """
         if self.solver == "exact":
             return exact.solved(model, limit)
         assignment = eliminated(
             model, self.ordering, "set another ordering, or solver: exact", where="strategy"
         )
-        # Elimination ignores the limit, so its result is checked afterwards.
+        # Elimination ignores the memory limit, so the memory of its result is compared with the
+        # limit afterwards.
         return replace(assignment, fits=limit is None or assignment.memory <= limit)
 
 
 class _OneStage:
-    """A baseline with one stage on equal devices."""
+    """A baseline strategy that places all nodes in one stage on all devices."""
 
     name: ClassVar[str]
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.FEW`: a single stage needs no pipeline, so large micro-batches are
+        preferred.
+        """
         return Division.FEW
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError for an empty model or devices of different types."""
+        """Raise InfeasibleError for a model without operators, or for devices of different types
+        that may not share a stage.
+        """
         check_operators(problem)
         check_one_kind(problem, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class BreadthFirst(_OneStage):
-    """Find the splits with the shortest step by dynamic programming in breadth-first order: a
-    baseline for pase.
+    """Find the splits with the shortest step by dynamic programming over the operators in
+    breadth-first order. This is a baseline for strategy pase.
 
-    Elango, "PaSE" (IPDPS 2021), section III-A. The search is exact, ignores memory, and fails on
-    most models with branches because its tables become too large.
+    Elango, "PaSE" (IPDPS 2021), section III-A. The search is exact and ignores memory. It fails on
+    most models with branches, because its tables become too large.
     """
 
     name: ClassVar[str] = "breadth_first"
@@ -305,11 +328,14 @@ class BreadthFirst(_OneStage):
     def run(self, problem: Problem) -> Placement:
         """Return the placement with the shortest step.
 
-        Raise ConfigurationError for constraints that cannot be satisfied, and InfeasibleError if
-        tables are too large (with their size) or the placement does not fit into memory.
+        Raise ConfigurationError for constraints that cannot be satisfied. Raise InfeasibleError if
+        tables become too large (with their size), or if the placement does not fit into memory.
         """
 
         def solver(tables: Tables, limit: float | None) -> Assignment:
+            """Return the best assignment of splits. Raise InfeasibleError if there is a memory
+            limit.
+            """
             if limit is not None:
                 raise InfeasibleError(
                     "the placement exceeds the device memory, and breadth_first does not "
@@ -325,27 +351,30 @@ class BreadthFirst(_OneStage):
 
 @dataclass(frozen=True, slots=True)
 class Mcmc(_OneStage):
-    """Change the split of one random operator at a time, and keep the best result: a baseline for
-    pase.
+    """Change the split of one random operator at a time, and keep the best result. This is a
+    baseline for strategy pase.
 
-    The walk starts with data parallelism. A change that increases the cost is accepted with a
-    probability that decreases exponentially in the increase: the Metropolis search of Jia et al.,
-    "Beyond Data and Model Parallelism for Deep Neural Networks" (FlexFlow, 2018), section 6, over
-    pase's splits and costs. The problem's seed determines the random changes.
+    The random walk starts with data parallelism. A change that increases the cost is accepted with
+    a probability that decreases exponentially with the increase. This is the Metropolis search of
+    Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks" (FlexFlow, 2018),
+    section 6, applied to the splits and costs of strategy pase. The problem's seed determines the
+    random changes.
     """
 
     iterations: int = 20_000
-    """Maximum number of changes. The walk stops after half as many changes without improvement."""
+    """Maximum number of changes that are tried. The walk stops earlier after half this number of
+    changes without an improvement.
+    """
     temperature: float = 0.1
-    """Cost increase that is accepted with probability 1/e, as a fraction of the mean cost of an
-    operator.
+    """Increase of the cost that is accepted with probability 1/e, as a fraction of the mean cost of
+    an operator.
     """
 
     name: ClassVar[str] = "mcmc"
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range, and InfeasibleError for an empty model
-        or devices of different types.
+        """Raise ConfigurationError for negative options. Raise InfeasibleError for a model without
+        operators, or for devices of different types that may not share a stage.
         """
         if self.iterations < 0 or self.temperature < 0:
             raise ConfigurationError(
@@ -356,14 +385,19 @@ class Mcmc(_OneStage):
         _OneStage.requires(self, problem)
 
     def run(self, problem: Problem) -> Placement:
-        """Return the best placement that the walk found.
+        """Return the best placement that the random walk visits.
 
         Raise ConfigurationError for constraints that cannot be satisfied, and InfeasibleError if no
         visited placement fits into memory.
         """
 
         def walked(tables: Tables, limit: float | None) -> Assignment:
-            # The variables of shared values follow their neighbours' choices (`Tables`).
+            """Return the best assignment of splits that the walk visits, within `limit` bytes
+            unless it is None.
+            """
+            # The variables of values that several nodes read come after the variables of the nodes.
+            # They are not changed at random, but follow the choices of their neighbours (see
+            # `Tables`).
             followers = len(tables.model.costs) - len(tables.nodes)
             return walk(
                 tables.model,
@@ -379,12 +413,14 @@ class Mcmc(_OneStage):
 
 
 def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
-    """Return, for each node, the configuration that splits its samples most and nothing else, if it
-    is permitted.
+    """Return, for each node, the number of the permitted configuration that splits its samples the
+    most and no other axis. If all permitted configurations split another axis, the first of them is
+    returned, or 0 if none is permitted.
     """
     axes = sample_axes(problem.graph).axes
 
     def degree(node: int, splits: Splits) -> int:
+        """Return the number of parts of the node's samples; 0 if another axis is split."""
         if any(split.axis != axes[node] for split in splits):
             return 0
         return splits[0].degree if splits else 1
