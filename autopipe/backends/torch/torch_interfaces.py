@@ -1,13 +1,13 @@
-"""Torch's private interfaces, and public ones that differ between versions: no other module of
-autopipe names them.
+"""All uses of private interfaces of torch, and of public ones that differ between its versions.
+Other modules of autopipe import them from here.
 
-`OLDEST_TORCH_VERSION` and newer versions of torch are supported; docs/reference/versions.md lists
-the versions that ran the tests. `MEMBERS` lists private attributes and methods that other modules
+The supported versions are `OLDEST_TORCH_VERSION` and newer; docs/reference/versions.md lists the
+versions that ran the tests. `MEMBERS` lists the private attributes and methods that other modules
 read or override on torch's objects. `tests/backends/torch/test_torch_interfaces.py` checks each
-name, each signature and each member.
+name, signature and member.
 
-Names of `_MODULE_AND_NAME` are imported when they are first asked for, because torch's elastic
-agent, fake tensors and compiler take up to a second each to import.
+The names in `_MODULE_AND_NAME` are imported at their first use, because torch's elastic agent, fake
+tensors and compiler take up to a second each to import.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 OLDEST_TORCH_VERSION = "2.11"
-"""Oldest supported version of torch: the lower bound in pyproject.toml."""
+"""Oldest supported version of torch, equal to the lower bound in pyproject.toml."""
 
 _RENDEZVOUS_MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _MODULE_AND_NAME = {
@@ -89,7 +89,7 @@ _MODULE_AND_NAME = {
     "TorchDynamoException": ("torch._dynamo.exc", "TorchDynamoException"),
     "Unsupported": ("torch._dynamo.exc", "Unsupported"),
 }
-"""Module and name in torch, by the name here."""
+"""(torch module, name in it) of each name that this module imports at its first use."""
 
 MEMBERS = {
     ("torch.distributed.elastic.agent.server.local_elastic_agent", "LocalElasticAgent"): (
@@ -119,6 +119,9 @@ MEMBERS = {
 
 
 def __getattr__(name: str) -> Any:
+    """Return the object of torch that this module calls `name`, and import its module at the first
+    use. Raise AttributeError for a name that is not in `_MODULE_AND_NAME`.
+    """
     if name not in _MODULE_AND_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _MODULE_AND_NAME[name]
@@ -127,7 +130,7 @@ def __getattr__(name: str) -> Any:
     return found
 
 
-# Operators. Torch's optimizers and `torch.amp` call them under these names.
+# Operators of torch's optimizers and of `torch.amp`, which are private.
 assert_async = torch._assert_async
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
@@ -148,21 +151,22 @@ efficient_attention: Callable[..., tuple[torch.Tensor, ...]] = (
 batch_norm = torch.ops.aten._native_batch_norm_legit_functional.default
 batch_norm_without_statistics = torch.ops.aten._native_batch_norm_legit.no_stats
 
-# Torch 2.13 renames the collectives whose results are one tensor instead of a list.
+# Torch 2.13 has other names for the collectives whose result is one tensor instead of a list.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 Root = torch.Tensor | GradientEdge
-"""A tensor that autograd follows, or its edge in autograd's graph."""
+"""A tensor with an autograd history, or the edge of the autograd graph that leads to it."""
 
 
 def accumulate_gradients(roots: Sequence[Root], gradients: Sequence[torch.Tensor]) -> None:
-    """Add the gradients of all leaves to their `grad`, given the gradients of `roots`.
+    """Run the backward from `roots` with their `gradients`, and add the gradient of each leaf
+    tensor to its `.grad`, as `torch.autograd.backward` does.
 
-    `torch.autograd.backward` does this after it has compared shapes that may be symbols, for which
-    its first call imports sympy: a fifth of a second of a rank's start. The engine itself rejects
-    gradients of other shapes.
+    `torch.autograd.backward` first compares shapes. Its first call imports sympy for this purpose,
+    which takes a fifth of a second at the start of a rank. The autograd engine itself also rejects
+    gradients of wrong shapes.
     """
     _engine_run_backward(
         tuple(roots),
@@ -181,9 +185,9 @@ def input_gradients(
     gradients: Sequence[torch.Tensor],
     retain_graph: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradient of each of `inputs`, given the gradients of `roots`, as
-    `torch.autograd.grad` does, without its import of sympy (`accumulate_gradients`). Raises
-    RuntimeError if no gradient reaches an input.
+    """Return the gradients of `inputs`, given the `gradients` of `roots`, as `torch.autograd.grad`
+    does. Like `accumulate_gradients`, it avoids the import of sympy. Raise RuntimeError if no
+    gradient reaches an input.
     """
     return _engine_run_backward(
         tuple(roots),
@@ -198,12 +202,12 @@ def input_gradients(
 
 @contextmanager
 def starting_processes_by(start: Callable[..., Any]) -> Iterator[None]:
-    """While the block runs, torch elastic starts each process by `start` in place of
+    """Context manager during which torch elastic starts each process by calling `start` instead of
     `subprocess.Popen`.
 
-    `start` is called with the command, the environment, and the files for output and errors, which
-    are None for this process's own. It returns an object with `pid`, `poll` and `wait` of `Popen`,
-    whose process leads a session.
+    `start` is called with the command, the environment, and the files for standard output and
+    errors; None stands for the stream of this process. It must return an object with the members
+    `pid`, `poll` and `wait` of `Popen`, for a process that leads a session.
     """
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -222,41 +226,41 @@ def starting_processes_by(start: Callable[..., Any]) -> Iterator[None]:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the address of the C++ object of a storage, equal for all Python objects of one
-    storage.
+    """Return the address of a storage's C++ object, which is equal for all Python objects that
+    represent the storage.
     """
     key: int = storage._cdata
     return key
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
-    """Return the number of references to a storage: one per tensor, and one of the Python object
-    `storage`.
+    """Return the number of references to a storage: one per tensor that uses it, and one for the
+    Python object `storage`.
     """
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def abandon_capture(pool: Any) -> None:
-    """Release what a failed capture of a CUDA graph still holds: the allocator's redirection of
-    memory to `pool`, and the state of torch's generator.
+    """Clean up after a failed capture of a CUDA graph: stop the redirection of memory allocation to
+    `pool`, and reset the state of torch's CUDA random number generator.
 
-    If the end of the capture raises an error, torch skips both. Then memory that other streams use
-    is never freed, and drawing random numbers raises an error.
+    If the end of a capture raises an error, torch skips both. Memory of other streams would then
+    never be freed, and drawing random numbers would raise an error.
     """
     device = torch.cuda.current_device()
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        return  # The capture has ended, and its graph releases the pool.
-    with suppress(RuntimeError):  # The error of the capture says more than one of these.
+        return  # The capture has ended normally, and its graph releases the pool.
+    with suppress(RuntimeError):  # The error of the capture is more informative than an error here.
         torch._C._cuda_releasePool(device, pool)
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
 
 
 def completed_work() -> Any:
-    """Return the handle of a collective that has ended, as operators of the namespace `c10d` return
-    it.
+    """Return the handle of a finished collective, in the form that operators of the namespace
+    `c10d` return.
     """
     from torch._C._distributed_c10d import FakeWork
 
@@ -264,13 +268,13 @@ def completed_work() -> Any:
 
 
 def result_count(operator: Any) -> int:
-    """Return the number of results of an operator that `__torch_dispatch__` gets."""
+    """Return the number of results of a torch operator, as `__torch_dispatch__` receives it."""
     return len(operator._schema.returns)
 
 
 def tensors_within(value: object) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples, mappings and registered classes, in the order of
-    `torch.export`.
+    """Return the tensors in a nested structure of lists, tuples, mappings and registered classes,
+    in the order in which `torch.export` flattens it.
     """
     return [
         each for each in torch.utils._pytree.tree_leaves(value) if isinstance(each, torch.Tensor)
@@ -278,18 +282,18 @@ def tensors_within(value: object) -> list[torch.Tensor]:
 
 
 def cpu_supports_bfloat16_kernels() -> bool:
-    """True if oneDNN has kernels of bfloat16 for the processor."""
+    """Return True if oneDNN has bfloat16 kernels for the CPU of this machine."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Set the time limit in options of a process group over NCCL."""
+    """Set the time limit in the options of an NCCL process group."""
     options._timeout = timeout
 
 
 def configure_compiler() -> None:
-    """Set torch's compiler so that it neither writes nor reads pickles: no caches of graphs, no
-    worker processes.
+    """Configure torch's compiler to use no cache of compiled graphs and no worker processes,
+    because both would read or write pickles.
     """
     import torch._functorch.config as graphs
     import torch._inductor.config as kernels
@@ -300,16 +304,14 @@ def configure_compiler() -> None:
 
 
 def import_modules_that_look_for_cuda() -> None:
-    """Import the modules of torch that keep what they find when they are imported: whether there is
-    a CUDA device.
-    """
+    """Import the modules of torch that check for a CUDA device only once, when they are imported."""
     import torch._dynamo
     import torch._inductor.utils  # noqa: F401
 
 
 def stop_device_initialisation() -> None:
-    """Stop fake tensors from allocating a number on a CUDA device to initialise it, for the rest of
-    the process.
+    """Prevent fake tensors from initialising the CUDA device, which they do by allocating a small
+    tensor on it. The change lasts for the rest of the process.
     """
     from torch._subclasses import fake_tensor
 

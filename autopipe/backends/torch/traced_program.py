@@ -1,5 +1,5 @@
-"""Changes to a traced program that preserve information which torch's ONNX exporter would lose:
-gradients that the module stops, batch statistics, and label smoothing.
+"""Changes to a traced program before its export, for information that torch's ONNX exporter would
+lose: stopped gradients, batch statistics, label smoothing, and the dropout of attention.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from autopipe.backends.torch import torch_interfaces
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default
 _ATTENTION_AXES = 4
-"""Number of dimensions of a query that the exporter supports."""
+"""Number of dimensions of a query for which the exporter supports attention."""
 _SOURCE_METADATA = ("nn_module_stack", "source_fn_stack", "stack_trace")
-"""Keys of a traced call's metadata that identify the position of the call in the module."""
+"""Keys of a traced call's metadata that identify the source of the call: its modules and its line
+of code.
+"""
 
 
 class DecomposeUnsupported(TorchFunctionMode):
-    """Replaces functions that the exporter would export incorrectly with combinations of functions
-    that it exports correctly.
+    """While active, replaces torch functions that the exporter would export incorrectly with
+    combinations of functions that it exports correctly.
 
     The exporter drops label smoothing of a cross-entropy, treats class probabilities as integer
     labels, does not export in-place dropout, and exports channel dropout as an operator other than
@@ -53,16 +55,17 @@ class DecomposeUnsupported(TorchFunctionMode):
 
 
 _CHANNEL_DROPOUTS = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}
-"""Functions that drop full channels, with the number of dimensions of an input with a batch
-dimension.
+"""Dropout functions that drop full channels, and the number of dimensions of an input that has a
+batch dimension.
 """
 
 
 def _drop_channels(
     x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """Return `torch.nn.functional.dropout2d` of the same arguments, computed as a dropout of one
-    factor per sample and channel.
+    """Return the result of the dropout function for channels (`dropout1d`, `dropout2d` or
+    `dropout3d`) with the same arguments. It is computed as a product with one factor per sample and
+    channel, to which ordinary dropout is applied.
     """
     factors = x.new_ones([*x.shape[:2], *([1] * (x.dim() - 2))])
     found = x * F.dropout(factors, p, training)
@@ -72,12 +75,14 @@ def _drop_channels(
 def _is_in_place(
     x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> bool:
-    """Return True if a dropout modifies its operand."""
+    """Return True if a call of `F.dropout` with these arguments modifies its operand."""
     return inplace and training
 
 
 def _has_probabilities(logits: torch.Tensor, target: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """Return True if the labels of a cross-entropy are class probabilities."""
+    """Return True if the labels of a call of `F.cross_entropy` are class probabilities, not class
+    indices.
+    """
     return target.is_floating_point()
 
 
@@ -91,20 +96,21 @@ def _smoothed_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return `torch.nn.functional.cross_entropy` of the same arguments.
+    """Return `F.cross_entropy` of the same arguments, computed from log-probabilities.
 
-    A sample's smoothed loss is (1 - s) l_y + s / K Σ_k l_k, l_k = -w_k log p_k. It is the negative
-    log-likelihood of label y under the scores (1 - s) log p_y + s / (K w_y) Σ_k w_k log p_k, which
-    are computed for each class.
+    With smoothing s, K classes, class weights w and probabilities p, the loss of label y is (1 - s)
+    l_y + s / K Σ_k l_k, with l_k = -w_k log p_k. This equals the negative log-likelihood loss of
+    label y for the scores (1 - s) log p_y + s / (K w_y) Σ_k w_k log p_k, which are computed for
+    each class y.
     """
-    if reduce is False:  # Deprecated arguments for the reduction.
+    if reduce is False:  # `reduce` and `size_average` are deprecated arguments for the reduction.
         reduction = "none"
     elif size_average is False:
         reduction = "sum"
     axis = 1 if logits.dim() > 1 else 0
     classes = logits.shape[axis]
     likelihoods = torch.log_softmax(logits, axis)
-    if target.is_floating_point():  # Class probabilities.
+    if target.is_floating_point():  # The labels are class probabilities.
         smoothed = (
             target * (1 - label_smoothing) + label_smoothing / classes
             if label_smoothing
@@ -115,7 +121,7 @@ def _smoothed_cross_entropy(
                 [-1 if each == axis else 1 for each in range(logits.dim())]
             )
         losses = -(smoothed * likelihoods).sum(axis)
-        # The mean divides by the number of samples and positions, independently of the weights.
+        # The mean divides by the number of labels, independently of the class weights.
         if reduction == "mean":
             return losses.mean()
         return losses.sum() if reduction == "sum" else losses
@@ -129,12 +135,12 @@ def _smoothed_cross_entropy(
 
 
 def prepare_for_onnx(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Return the program with a `detach` for each value whose gradient the module stops, and with
-    the dropout of attention.
+    """Return the traced program with changes that the exporter requires, partly made in place.
 
-    An exported file marks a `detach` in the metadata of a node. It has no regions under `no_grad`,
-    and records the `padding_idx` of an embedding only in the metadata of a node. The exporter drops
-    the dropout probability of `scaled_dot_product_attention`.
+    A `detach` is inserted at each point where the module stops gradients: at the results of regions
+    under `no_grad`, and at the padding row of an embedding. The exporter keeps a `detach`, but not
+    these regions, and it records `padding_idx` in metadata only. Attention with dropout is
+    decomposed into other operators, because the exporter drops its dropout probability.
     """
     _remove_unread_buffers(program)
     for node in list(program.graph.nodes):
@@ -146,7 +152,8 @@ def prepare_for_onnx(program: torch.export.ExportedProgram) -> torch.export.Expo
         ):
             _detach_results(program.graph, node)
         elif node.target is _ATEN.detach_.default:
-            node.target = _ATEN.detach.default  # It would be lost with the other changes in place.
+            # The conversion to functional form would remove an in-place `detach_`.
+            node.target = _ATEN.detach.default
         elif node.target is _ATEN.embedding.default and _padding_of(node) >= 0:
             _detach_padding(program.graph, node, _padding_of(node))
     program.graph.lint()
@@ -157,8 +164,9 @@ def prepare_for_onnx(program: torch.export.ExportedProgram) -> torch.export.Expo
 
 
 def _remove_unread_buffers(program: torch.export.ExportedProgram) -> None:
-    """Modify a traced program: remove arguments that are aliases of buffers that it reads. Torch
-    cannot convert a program to functional form if it changes a buffer with several names.
+    """Remove each unread buffer argument from a traced program, in place, if it is an alias of a
+    buffer that the program reads. Torch cannot convert a program to functional form if it changes a
+    buffer that is an argument twice.
     """
     signature = program.graph_signature
     by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -182,7 +190,9 @@ def _remove_unread_buffers(program: torch.export.ExportedProgram) -> None:
 
 
 def _needs_decomposition(node: torch.fx.Node) -> bool:
-    """Return True if a node is an attention that the exporter cannot export unchanged."""
+    """Return True if a node of the traced program is an attention that the exporter would export
+    incorrectly.
+    """
     if node.target is not _ATTENTION:
         return False
     query = node.args[0]
@@ -202,8 +212,9 @@ def _attention_from_matmuls(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Return `scaled_dot_product_attention` of the same arguments from its parts, or
-    NotImplemented, which keeps the call, if the exporter can export it."""
+    """Return `scaled_dot_product_attention` of the same arguments, computed by matmuls and a
+    softmax. Return NotImplemented if the exporter supports the call; torch then keeps it unchanged.
+    """
     if not dropout_p and query.dim() == _ATTENTION_AXES:
         return NotImplemented
     if enable_gqa:
@@ -222,7 +233,7 @@ def _attention_from_matmuls(
 
 
 def _detach_results(graph: torch.fx.Graph, region: torch.fx.Node) -> None:
-    """Detach the results of a region under `no_grad`."""
+    """Insert a `detach` after each result of `region`, a call of a subgraph under `no_grad`."""
     for result in list(region.users):
         with graph.inserting_after(result):
             stopped = _call(graph, result, _ATEN.detach.default, result)
@@ -230,15 +241,17 @@ def _detach_results(graph: torch.fx.Graph, region: torch.fx.Node) -> None:
 
 
 def _padding_of(node: torch.fx.Node) -> int:
-    """Return the index of the row of an embedding's table that has no gradient, or -1 if all rows
-    have one.
+    """Return the index of the table row of an embedding that gets no gradient, or -1 if there is no
+    such row.
     """
     given = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx", -1)
     return given if isinstance(given, int) else -1
 
 
 def _detach_padding(graph: torch.fx.Graph, lookup: torch.fx.Node, padding: int) -> None:
-    """Detach the rows that an embedding reads at the index `padding` of its table."""
+    """Insert nodes that stop the gradient of the rows that the embedding `lookup` reads at the
+    index `padding`.
+    """
     indices = lookup.args[1]
     assert isinstance(indices, torch.fx.Node)
     with graph.inserting_after(lookup):
@@ -256,8 +269,9 @@ def _detach_padding(graph: torch.fx.Graph, lookup: torch.fx.Node, padding: int) 
 def _call(
     graph: torch.fx.Graph, like: torch.fx.Node, target: Any, *arguments: Any
 ) -> torch.fx.Node:
-    """Insert a call at the graph's insertion point and return it. It gets the position in the
-    module of `like`, and its example value is computed from those of its arguments.
+    """Insert a call of `target` at the insertion point of the graph and return it. The call gets
+    the source metadata of the node `like`, and an example value that is computed from the example
+    values of its arguments.
     """
     node = graph.call_function(target, arguments)
     node.meta = {key: like.meta[key] for key in _SOURCE_METADATA if key in like.meta}
@@ -268,8 +282,8 @@ def _call(
 
 
 def onnx_translations() -> dict[Any, Callable[..., Any]]:
-    """Return ONNX functions that replace the exporter's functions for some traced operators. Raise
-    ModuleNotFoundError if `onnxscript` is not installed.
+    """Return ONNX functions for some traced operators, which replace the exporter's translations.
+    Raise ModuleNotFoundError if `onnxscript` is not installed.
     """
     from onnxscript import opset18
 
@@ -285,8 +299,8 @@ def onnx_translations() -> dict[Any, Callable[..., Any]]:
         momentum: float,
         eps: float,
     ) -> tuple[Any, ...]:
-        """Return the results of `aten._native_batch_norm_legit_functional`. The exporter's function
-        uses running statistics in training.
+        """Translate `aten._native_batch_norm_legit_functional`. The exporter's translation uses
+        running statistics in training, too.
         """
         channels = op.Shape(x, start=1, end=2)
         if weight is None:
@@ -313,8 +327,8 @@ def onnx_translations() -> dict[Any, Callable[..., Any]]:
     def batch_norm_without_statistics(
         x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
     ) -> tuple[Any, ...]:
-        """Return the results of `aten._native_batch_norm_legit.no_stats`, which normalizes with the
-        statistics of the batch.
+        """Translate `aten._native_batch_norm_legit.no_stats`, a batch normalization with the
+        statistics of the batch and without running statistics.
         """
         rank = len(x.shape)
         axes = op.Constant(value_ints=[axis for axis in range(rank) if axis != 1])

@@ -1,5 +1,5 @@
-"""Write arrays to a file in the format of `numpy.savez`. The bytes are equal for all releases of
-Python.
+"""Writing of arrays to a file in the format of `numpy.savez`, with bytes that do not depend on the
+version of Python.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from pathlib import Path
 import numpy as np
 
 _ZIP64_VERSION = 45
-"""Version of the format (4.5) that has sizes of eight bytes (PKWARE, APPNOTE.TXT, 4.4.3.2)."""
+"""Version 4.5 of the zip format, the first with sizes of eight bytes (PKWARE, APPNOTE.TXT,
+4.4.3.2).
+"""
 
 
 class _Zip64Entry(zipfile.ZipInfo):
-    """A file of a zip archive whose sizes always have eight bytes. This class writes the header
-    itself, because Python's header for such files changed in 3.11.4.
+    """A file in a zip archive whose header always stores sizes in eight bytes. The class writes the
+    header itself, because Python 3.11.4 changed the header of such files.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.create_system = 3  # Unix, on every operating system.
+        # Unix; zipfile would write a number that depends on the operating system.
+        self.create_system = 3
         self.create_version = self.extract_version = _ZIP64_VERSION
 
     def FileHeader(self, zip64: bool | None = None) -> bytes:
+        """Return the bytes of the header. `zip64` is ignored, because sizes always have eight
+        bytes.
+        """
         name = self.filename.encode()
         nowhere = 0xFFFFFFFF
         sizes = struct.pack("<HHQQ", 1, 16, self.file_size, self.compress_size)
@@ -47,7 +53,9 @@ class _Zip64Entry(zipfile.ZipInfo):
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a file for `numpy.load`. Their names must be ASCII."""
+    """Write arrays to the file `path`, which `numpy.load` reads. The names of the arrays must be
+    ASCII.
+    """
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
             with archive.open(_Zip64Entry(f"{name}.npy"), "w", force_zip64=True) as file:

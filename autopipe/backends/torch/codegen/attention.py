@@ -1,5 +1,6 @@
-"""Generate the code of attention and of ONNX Runtime's operators. Attention uses torch's fused
-kernel if this kernel computes the semantics of the node.
+"""Emitters (functions that return the Python code of one use of an operator) for attention, rotary
+embeddings, and operators of ONNX Runtime. Attention uses torch's fused kernel if this kernel
+computes the semantics of the node.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _attention(call: Call) -> str:
     else:
         groups = call.share(node.integer("kv_num_heads"), "h")
         query_heads = call.share(call.share(node.integer("q_num_heads"), "h"), "r")
-    # Operands as [b, h, s, d].
+    # Reshape the operands to [batch, heads, sequence, features].
     words = [call.arg(index) for index in range(3)]
     if not by_head:
         words = [
@@ -54,7 +55,9 @@ def _attention(call: Call) -> str:
 
 
 def _is_fused_attention(call: Call) -> bool:
-    """True if a single call of torch's kernel computes the node, which then has one result."""
+    """Return True if a single call of torch's attention kernel computes the node; the node then has
+    one result.
+    """
     node = call.node
     if (
         needs_stepwise_softmax(node, call.operand(0).dtype)
@@ -72,6 +75,9 @@ def _is_fused_attention(call: Call) -> bool:
 
 
 def _general_attention(call: Call, operands: list[str]) -> str:
+    """Return the call of the runtime's attention, which supports all attributes and results of the
+    operator. `operands` has the code of queries, keys and values.
+    """
     node = call.node
     outputs = call.node.outputs
     words = [*operands, *(call.optional(index) for index in range(3, 8))]
@@ -96,7 +102,7 @@ def _general_attention(call: Call, operands: list[str]) -> str:
 
 def _linear_attention(call: Call) -> str:
     """Return the call of a linear attention. The attribute `update_rule` determines which operands
-    are required; raise ModelError if the node has other operands.
+    the node must have. Raise ModelError if one of them is missing or an additional one is present.
     """
     node = call.node
     rule = call.choice("update_rule", "gated_delta", ("linear", "gated", "delta", "gated_delta"))
@@ -143,8 +149,9 @@ def _contrib_rotary_embedding(call: Call) -> str:
 
 
 def _rotary_embedding(call: Call, words: list[str], heads: int) -> str:
-    """Return the code of operand 0, rotated by `words` (the code of the cosines, sines and
-    positions). If operand 0 has three dimensions, its last dimension has `heads` heads.
+    """Return the code that applies a rotary embedding to operand 0. `words` has the code of the
+    cosines, sines and positions. `heads` is the number of heads in the last dimension of an operand
+    with three dimensions.
     """
     x = call.arg(0)
     shape = call.operand(0).shape
@@ -189,8 +196,9 @@ def _fused_matmul(call: Call) -> str:
 
 
 def _skip_norm(function: str, last: int, call: Call) -> str:
-    """Return the norm of a sum. Operands 2 to `last` are gamma, then beta (for the layer norm
-    only), then the bias of the sum.
+    """Return the call of the runtime's function `function`, which normalizes the sum of operands 0
+    and 1. Operand 2 is gamma. Operands 3 to `last` are beta (layer norm only) and then the bias of
+    the sum.
     """
     vectors = map(call.optional, range(3, last + 1))
     group = call.group(f"d{call.rank - 1}")

@@ -1,5 +1,6 @@
-"""One use of an operator, as input of an emitter: local types, the code of operands, and the code
-of process groups.
+"""The class `Call`, which describes one use of an operator to an emitter (a function that returns
+the Python code of one use of an operator): local types, code of the operands, and code of process
+groups. Also helpers that emitters share.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from autopipe.ir.placement import Split
 
 
 def group_code(axes: MeshAxes, group: int) -> str:
-    """Return the code of this rank's process group along `axes`. `group` is the number of ranks of
-    the stage.
+    """Return the code of this rank's process group over the mesh axes `axes`. `group` is the number
+    of ranks of the stage.
     """
     if axes == (MeshAxis(group, 1),):
         return "p.group"
@@ -31,28 +32,35 @@ def group_code(axes: MeshAxes, group: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call(Signature):
-    """One use of an operator. All shapes are the local shapes of this rank.
+    """One use of an operator, as the argument of an emitter. All shapes are the local shapes of a
+    rank.
 
-    An emitter returns one Python expression: a tensor if the operator has one result, otherwise a
-    tuple with one entry per output of the node.
+    An emitter returns a Python expression: a tensor if the node has one output, otherwise a tuple
+    with one entry per output.
 
-    The expression may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's library of
-    functions that torch lacks), `p.device`, and the code that `group` and `stream` return. Text
-    from the model may occur only as its `repr`.
+    The expression may use `torch`, `F` (torch.nn.functional), `operators` (the runtime's functions
+    for operators that torch lacks), `p.device`, `p.training`, `p.running`, and the code that
+    `group` and `stream` return. Text from the model may occur in it only as its `repr`, because
+    models are untrusted.
     """
 
     codes: tuple[str | None, ...]
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
-    """The axis of the stage's device mesh for each split."""
+    """For each of `splits`, the axis of the stage's device mesh over which it is split."""
     devices: int = 1
     samples: BatchDimension | None = None
-    """Batch dimension of the result of a random operator, or None."""
+    """Dimension of the result that holds the batch, for an operator that generates random numbers;
+    None if there is none.
+    """
 
     @staticmethod
     def of(
         signature: Signature, codes: tuple[str | None, ...], splits: tuple[Split, ...] = ()
     ) -> Call:
+        """Return the call of a node with the code `codes` of its operands. The device mesh is not
+        set.
+        """
         own = (
             signature.node,
             signature.operands,
@@ -64,10 +72,11 @@ class Call(Signature):
 
     @property
     def dtype(self) -> str:
+        """Code of the element type of the first result, such as `torch.float32`."""
         return torch_dtype(self.result().dtype)
 
     def arg(self, index: int) -> str:
-        """Return the code of operand `index`, which must be present."""
+        """Return the code of operand `index`. The operand must be present."""
         code = self.codes[index]
         assert code is not None, f"{self.node.op} lacks operand {index}"
         return code
@@ -77,27 +86,32 @@ class Call(Signature):
         return self.arg(index) if self.present(index) else "None"
 
     def args(self, count: int | None = None) -> str:
-        """Return the codes of the first `count` operands (default: all), which must be present."""
+        """Return the code of the first `count` operands (None: all), separated by commas. The
+        operands must be present.
+        """
         return ", ".join(
             self.arg(index) for index in range(len(self.codes) if count is None else count)
         )
 
     def optionals(self, count: int) -> str:
-        """Return the codes of the first `count` operands, with "None" for each absent operand."""
+        """Return the code of the first `count` operands, separated by commas, with "None" for each
+        absent one.
+        """
         return ", ".join(map(self.optional, range(count)))
 
     def share(self, count: int, axis: str) -> int:
-        """Return the local number of `count` heads or groups along `axis`: `count` divided by the
-        degree of the split.
+        """Return the number of heads or groups on this rank: the full number `count` divided by the
+        degree of the split along `axis`.
         """
         return count // math.prod(split.degree for split in self.splits if split.axis == axis)
 
     def is_split(self, axis: str) -> bool:
+        """Return True if the node is split along the iteration axis `axis`."""
         return any(split.axis == axis for split in self.splits)
 
     def group(self, *axes: str) -> str | None:
-        """Return the code of the process group over which the joint `axes` are split, or None if
-        none of them is split.
+        """Return the code of the process group over which the iteration axes `axes` are split, or
+        None if none of them is split.
         """
         if not any(map(self.is_split, axes)):
             return None
@@ -107,15 +121,16 @@ class Call(Signature):
         )
 
     def stream(self) -> str:
-        """Return the code of the random stream of this operator. The random values depend on the
-        node and on the index of an element in the full tensor.
+        """Return the code of the operator's stream of random numbers. In a forward pass, each
+        number depends on the name of the node's result and on the index of the element in the full
+        tensor, but not on the splits.
         """
         name = next(filter(None, self.node.outputs))
         key = int.from_bytes(
             hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big"
         )
-        # For each dimension of the first result: the mesh axes over which it is split, outer to
-        # inner, as (degree, stride).
+        # For each dimension of the first result: the mesh axes over which it is split, outermost
+        # first, as pairs (degree, stride).
         places = {split.axis: place for split, place in zip(self.splits, self.mesh, strict=True)}
         results = OPERATORS[qualified_name(self.node)].space(self).results if places else ()
         cuts = tuple(
@@ -134,16 +149,18 @@ class Call(Signature):
         )
 
     def bias(self, index: int, axis: str) -> str:
-        """Return the code of operand `index`, or "None" if it is absent. If `axis` is split, only
-        one rank along the axis adds the operand, because the results are partial sums.
+        """Return the code of operand `index`, or "None" if it is absent. If the contraction axis
+        `axis` is split, the results are partial sums; the code then adds the operand on one rank
+        only.
         """
         if not self.present(index) or not self.is_split(axis):
             return self.optional(index)
         return f"operators.once({self.arg(index)}, {self.group(axis)})"
 
     def scalar(self, index: int) -> str | None:
-        """Return a Python literal for operand `index` if it is a constant of one element, otherwise
-        None. An operation of a tensor with a literal keeps the tensor's type, as ONNX requires.
+        """Return a Python literal if operand `index` is a constant with one element, otherwise
+        None. An operation of a tensor with a Python literal has the element type of the tensor, as
+        ONNX requires.
         """
         array = self.constant(index)
         if array is None or array.size != 1:
@@ -156,7 +173,9 @@ class Call(Signature):
         )
 
     def choice(self, name: str, default: str, choices: Iterable[str]) -> str:
-        """Return the string attribute `name`. Raise ModelError if its value is not in `choices`."""
+        """Return the text attribute `name`, which is `default` if it is absent. Raise ModelError if
+        the text is not in `choices`.
+        """
         text = self.node.text(name, default)
         if text not in (known := list(choices)):
             message = f"attribute {name!r} of {self.node.op} is {text!r}"
@@ -165,28 +184,31 @@ class Call(Signature):
         return text
 
     def stated(self, name: str, default: float) -> str:
-        """Return the literal of a float attribute, which has single precision. The literal is the
-        shortest number that rounds to it, or the exact value if a result is float64.
+        """Return the literal of the float attribute `name`, which is `default` if it is absent.
+        Attributes have single precision. The literal is the shortest one that rounds to the value,
+        or the exact value if a result is float64.
         """
         value = self.node.number(name, default)
         double = any(each is not None and each.dtype is DType.FLOAT64 for each in self.results)
         return python_literal(float(np.float32(value))) if double else float_literal(value)
 
     def flag(self, name: str) -> bool | None:
-        """Return True if the integer attribute `name` is set, otherwise None."""
+        """Return True if the integer attribute `name` is present and not 0, otherwise None, which
+        `call_code` omits.
+        """
         return True if self.node.integer(name) else None
 
     def outputs(self, code: str) -> str:
-        """Return the code of the first n entries of the tuple `code`, for the n outputs of the
-        node.
+        """Return code for the outputs of the node, given the code of a tuple with at least as many
+        entries: its first entry for one output, otherwise a tuple of the first entries.
         """
         count = len(self.node.outputs)
         return f"{code}[0]" if count == 1 else f"{code}[:{count}]"
 
 
 def call_code(function: str, *operands: object, **settings: object) -> str:
-    """Return the code `function(a, b, name=value)`, without the operands and settings that are
-    None.
+    """Return the code of a call, such as `function(a, b, name=value)`. Operands and settings that
+    are None are omitted.
     """
     words = [str(each) for each in operands if each is not None]
     words += [f"{name}={value}" for name, value in settings.items() if value is not None]
@@ -194,18 +216,18 @@ def call_code(function: str, *operands: object, **settings: object) -> str:
 
 
 def python_literal(value: bool | int | float | complex) -> str:
-    """Return a Python literal. Infinities and NaN become calls of `float`."""
+    """Return a Python literal for a number. An infinity or a NaN becomes a call of `float`."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
 
 
 def float_literal(value: float) -> str:
-    """Return a literal for a single-precision number: the shortest that rounds to it, such as 1e-05
+    """Return the shortest Python literal that rounds to a single-precision number, such as 1e-05
     for 9.999999747378752e-06.
 
-    The largest finite number is written in full, because its shortest literal exceeds it and torch
-    rejects a larger value.
+    The largest finite number is written exactly, because its shortest literal is larger, and torch
+    rejects a larger number.
     """
     short = float(str(np.float32(value)))
     largest = float(np.finfo(np.float32).max)
@@ -215,6 +237,9 @@ def float_literal(value: float) -> str:
 
 
 def torch_dtype(dtype: DType) -> str:
+    """Return the code of the torch type that holds elements of `dtype` in memory, such as
+    `torch.float32`.
+    """
     return f"torch.{dtype.held}"
 
 
@@ -222,9 +247,9 @@ CodeEmitter = Callable[[Call], str]
 
 
 def template_emitter(template: str, **defaults: float) -> CodeEmitter:
-    """Return an emitter that fills in a template, as in `formula("F.elu({0}, {alpha})",
-    alpha=1.0)`: operands by position, float attributes by name. `defaults` has the attributes'
-    default values.
+    """Return an emitter that fills in `template`, such as `template_emitter("F.elu({0}, {alpha})",
+    alpha=1.0)`. Numbers in braces stand for the code of operands, and names for float attributes.
+    `defaults` has the default values of the attributes.
     """
     return lambda call: template.format(
         *call.codes, **{name: call.stated(name, default) for name, default in defaults.items()}
@@ -232,10 +257,11 @@ def template_emitter(template: str, **defaults: float) -> CodeEmitter:
 
 
 def in_common_type(emit: CodeEmitter) -> CodeEmitter:
-    """Return an emitter for torch functions that require operands of one floating-point type.
+    """Return an emitter that calls `emit` with operands of one floating-point type, for torch
+    functions that require this.
 
-    If the operands and results have several types, the operands are cast to the widest (at least
-    float32), and the results to their types.
+    If the floating-point types of the operands and results differ, the code casts the operands to
+    the widest type (at least float32), and the results back to their own types.
     """
 
     def emit_in_common_type(call: Call) -> str:

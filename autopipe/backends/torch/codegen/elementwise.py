@@ -1,5 +1,6 @@
-"""Generate the code of elementwise operators, and of operators that create tensors, draw random
-values, cast, quantize, transform or sample.
+"""Emitters (functions that return the Python code of one use of an operator) for elementwise
+operators, and for operators that create tensors, generate random numbers, cast, quantize, transform
+or sample.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def cast(call: Call) -> str:
 
 
 def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up") -> str:
-    """Return the code that casts `code` to a type."""
+    """Return code that casts `code` to the type `dtype`. `saturate` and `rounding` are the
+    attributes `saturate` and `round_mode` of Cast, which affect 8-bit floating-point types only.
+    """
     kept = None if saturate else False
     if dtype is DType.FLOAT4E2M1:
         return f"operators.to_float4({code})"
@@ -60,6 +63,7 @@ def cast_to(code: str, dtype: DType, saturate: bool = True, rounding: str = "up"
 
 
 def quantize(call: Call) -> str:
+    """Return the code of a QuantizeLinear."""
     target = call.result().dtype
     if target is DType.FLOAT4E2M1 or target.is_float8:
         ratio = _linear_quantization("scaled_down", call, call.args(2))
@@ -74,6 +78,7 @@ def quantize(call: Call) -> str:
 
 
 def dequantize(call: Call) -> str:
+    """Return the code of a DequantizeLinear."""
     wide: Callable[[str], str] = "operators.from_float4({})".format
     plain = call.operand(0).dtype is not DType.FLOAT4E2M1
     point = call.optional(2) if plain or not call.present(2) else wide(call.arg(2))
@@ -88,8 +93,8 @@ def dequantize(call: Call) -> str:
 
 
 def _linear_quantization(function: str, call: Call, *operands: object, **settings: object) -> str:
-    """Return a call of the runtime's function with the axis, block size and precision of the
-    scales.
+    """Return the call of the runtime's function `function` with `operands` and `settings`, and with
+    the axis, the block size and the precision of the scales from the node's attributes.
     """
     node = call.node
     precision = call.node.integer("precision")
@@ -104,14 +109,18 @@ def _linear_quantization(function: str, call: Call, *operands: object, **setting
 
 
 def unpack_code(call: Call) -> str:
+    """Return the code of an Unpack, which splits the bytes of an operand into elements of less than
+    a byte.
+    """
     dtype = call.result().dtype
     settings = dtype.packed_bits, dtype.held == "int8", call.result().shape
     return call_code("operators.unpack", call.arg(0), *settings)
 
 
 def element_code(call: Call, index: int) -> str:
-    """Return the code of an operand. A constant scalar that is not Boolean becomes a literal if
-    another operand, which is not a constant scalar, has the shape of the result.
+    """Return the code of operand `index`. A constant with one element becomes a literal, unless it
+    is Boolean. This requires another operand of the result's shape that does not become a literal,
+    so that the code still gives a tensor of that shape.
     """
     value = call.scalar(index)
     if value is None or call.operand(index).dtype is DType.BOOL:
@@ -125,11 +134,15 @@ def element_code(call: Call, index: int) -> str:
 
 
 _MAX_NESTED_OPERANDS = 32
-"""Maximum number of operands that are written as one nested expression."""
+"""Maximum number of operands in one nested expression, because Python's parser limits the depth of
+an expression.
+"""
 
 
 def infix_emitter(symbol: str) -> CodeEmitter:
-    """Return an emitter of `a + b + c` for the operator `symbol`."""
+    """Return an emitter that writes the infix operator `symbol` between all operands, such as `a +
+    b + c`.
+    """
     return lambda call: f" {symbol} ".join(
         element_code(call, index) for index in range(len(call.codes))
     )
@@ -157,8 +170,8 @@ def _cast(code: str, dtype: DType) -> str:
 
 
 def _sum(call: Call) -> str:
-    """Return `a + b`; for many operands `sum((a, b, c))`, because Python's parser limits the depth
-    of an expression.
+    """Return the code of a Sum: `a + b`, or `sum((a, b, …))` for more than `_MAX_NESTED_OPERANDS`
+    operands.
     """
     if len(call.codes) <= _MAX_NESTED_OPERANDS:
         return infix_emitter("+")(call)
@@ -177,8 +190,9 @@ def _mean(call: Call) -> str:
 
 
 def _maximum_or_minimum(function: str, bound: str, call: Call) -> str:
-    """Return `torch.maximum(torch.maximum(a, b), c)`, or `torch.clamp(a, min=0.0)` for a constant
-    scalar operand.
+    """Return the code of a Max or Min: nested calls such as `torch.maximum(torch.maximum(a, b),
+    c)`. With two operands of which one is a constant scalar, return `torch.clamp(a, min=0.0)` (for
+    Max); `bound` is the name of the argument.
     """
     if len(call.codes) == 2:
         for place in (0, 1):
@@ -186,7 +200,7 @@ def _maximum_or_minimum(function: str, bound: str, call: Call) -> str:
             if value != call.arg(place):
                 return f"torch.clamp({call.arg(1 - place)}, {bound}={value})"
     codes = [call.arg(index) for index in range(len(call.codes))]
-    # A balanced tree, because Python's parser limits the depth of an expression.
+    # The calls form a balanced tree, because Python's parser limits the depth of an expression.
     while len(codes) > _MAX_NESTED_OPERANDS:
         pairs = [codes[index : index + 2] for index in range(0, len(codes), 2)]
         codes = [
@@ -196,8 +210,8 @@ def _maximum_or_minimum(function: str, bound: str, call: Call) -> str:
 
 
 def _where(call: Call) -> str:
-    """Return a `torch.where` call. At most one side is a literal; the other side is a tensor and
-    determines the type of the result.
+    """Return the call of `torch.where`. At most one of the two alternatives becomes a literal; the
+    other one is a tensor and determines the type of the result.
     """
     codes = [call.arg(1), call.arg(2)]
     for side, other in ((2, 1), (1, 2)):
@@ -243,14 +257,15 @@ def _shift(call: Call) -> str:
 
 
 _WIDER_TYPE = {DType.UINT16: DType.INT32, DType.UINT32: DType.INT64, DType.UINT64: DType.INT64}
-"""Substitute for each unsigned type for which torch lacks arithmetic. The substitute represents all
-values of the type; 64-bit values wrap.
+"""Wider substitute for each unsigned type for which torch lacks arithmetic. int64 replaces uint64,
+whose values from 2^63 on wrap around.
 """
 
 
 def emit_in_wider_type(emit: CodeEmitter, call: Call) -> str:
-    """Return the code of `emit`, with unsigned operands cast to a wider type, because torch lacks
-    most arithmetic on unsigned integers. The result is cast back.
+    """Return the code of the emitter `emit`, with operands of the types in `_WIDER_TYPE` cast to
+    their substitutes, because torch lacks most arithmetic on unsigned integers. A result of such a
+    type is cast back.
     """
     wider = [None if value is None else _WIDER_TYPE.get(value.dtype) for value in call.operands]
     if not any(wider):
@@ -326,8 +341,8 @@ def _swish(call: Call) -> str:
 
 
 def _swish_alpha(call: Call) -> str:
-    """Return the literal of α in x · sigmoid(α x) = silu(α x) / α; this form saves one tensor. An α
-    of 0 would divide by zero and is replaced by 1e-6.
+    """Return the literal of α for the form silu(α x) / α of x · sigmoid(α x), for which autograd
+    saves only one tensor. An α of 0 is replaced by 1e-6, because the form divides by α.
     """
     return call.stated("alpha", 1.0) if call.node.number("alpha", 1.0) else "1e-6"
 
@@ -366,15 +381,18 @@ _SAME_NAME_IN_TORCH = (
     "Tanh",
     "IsNaN",
 )
-"""Operators whose function in `torch` has their name in lower case."""
+"""Operators whose function in `torch` has the operator's name in lower case."""
 
 
 def _new_tensor_arguments(call: Call) -> str:
-    """Return the keyword arguments of a new tensor: `dtype=torch.float32, device=p.device`."""
+    """Return the keyword arguments for the creation of the result: `dtype=torch.float32,
+    device=p.device`.
+    """
     return f"dtype={call.dtype}, device=p.device"
 
 
 def _number_literal(call: Call, value: float) -> str:
+    """Return the literal of `value` in the element type of the result."""
     dtype = call.result().dtype
     if dtype is DType.BOOL:
         return repr(bool(value))
@@ -384,8 +402,8 @@ def _number_literal(call: Call, value: float) -> str:
 
 
 def _constant_of_shape(call: Call) -> str:
-    """Return the code of ConstantOfShape. The frontend stores the element of the tensor attribute
-    `value` as a number.
+    """Return the code of a ConstantOfShape. The frontend has stored the only element of its tensor
+    attribute `value` as a number.
     """
     value = call.node.number("value")
     shape = call.result().shape
@@ -395,8 +413,8 @@ def _constant_of_shape(call: Call) -> str:
 
 
 def _constant_node(call: Call) -> str:
-    """Return the code of a Constant node that was not folded: a scalar or a list from its
-    attributes.
+    """Return the code of a Constant node that remains in the graph: a scalar or a list of numbers
+    from its attributes.
     """
     for name in ("value_float", "value_int"):
         if call.node.has(name):
@@ -411,8 +429,8 @@ def _range(call: Call) -> str:
     if call.result().dtype.is_integer:
         ends = limit if (start, step) == ("0", "1") else f"{start}, {limit}, {step}"
         return f"torch.arange({ends}, {_new_tensor_arguments(call)})"
-    # ONNX determines the number of elements first and rounds each product. `torch.arange` with a
-    # step could return one element more or less.
+    # ONNX computes the number of elements first, and then each element as start + index · step.
+    # `torch.arange` with a step could return one element more or less.
     return (
         f"{start} + torch.arange({call.result().elements}, {_new_tensor_arguments(call)}) * {step}"
     )
@@ -435,6 +453,7 @@ def _shape(call: Call) -> str:
 
 
 def _list_of_numbers(call: Call, values: Sequence[float]) -> str:
+    """Return the code of a one-dimensional tensor with the elements `values`."""
     numbers = ", ".join(_number_literal(call, value) for value in values)
     return f"operators.listed([{numbers}], {_new_tensor_arguments(call)})"
 
@@ -455,7 +474,9 @@ _INTERPOLATION_MODES = {
     "cubic": "bicubic",
     "bicubic": "bicubic",
 }
-"""torch's interpolation mode by ONNX's name. ONNX renamed the modes, so both names occur."""
+"""torch's interpolation mode by ONNX's name. ONNX has renamed the modes, so both names occur in
+files.
+"""
 
 
 def _grid_sample(call: Call) -> str:
@@ -515,8 +536,9 @@ def _max_roi_pool(call: Call) -> str:
 
 
 def _non_max_suppression(call: Call, most: int, slot: int) -> str:
-    """Return the call of a non-maximum suppression. Operands `slot` and `slot` + 1 are the
-    thresholds: the maximum overlap and the minimum score.
+    """Return the call of the runtime's non-maximum suppression, which selects at most `most` boxes
+    per image and class. Operand `slot` is the maximum overlap, and operand `slot` + 1 the minimum
+    score.
     """
     overlap, least = (
         (call.scalar(at) or call.arg(at)) if call.present(at) else None for at in (slot, slot + 1)
@@ -528,8 +550,8 @@ def _non_max_suppression(call: Call, most: int, slot: int) -> str:
 
 
 def _selected_boxes(call: Call) -> str:
-    """Return the first rows [image, class, box] of a NonMaxSuppression, as many as the result shape
-    states.
+    """Return the code of a NonMaxSuppression: the rows [image, class, box] of the selected boxes.
+    Their number is the size of the result's first dimension.
     """
     most = min(max(call.integers(2), default=0), call.operand(1).shape[-1])
     return call_code(
@@ -558,7 +580,9 @@ def _dropout(call: Call) -> str:
 
 
 def _random_draw(function: str, call: Call, **defaults: float) -> str:
-    """Return a call that draws from a distribution whose parameters are float attributes."""
+    """Return the call of the runtime's function `function`, which draws random numbers. `defaults`
+    has the float attributes that are its parameters, with their default values.
+    """
     parameters = (call.stated(*each) for each in defaults.items())
     return call_code(
         f"operators.{function}", call.result().shape, *parameters, call.stream(), call.dtype

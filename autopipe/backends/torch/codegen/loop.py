@@ -1,4 +1,6 @@
-"""Convert the body of a loop to a stage, with the local shapes of the loop's splits."""
+"""Conversion of the body of a loop operator to a stage, from which code is generated. Shapes are
+local if the loop is split.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from autopipe.ir.program import Compute, StageCode
 
 
 def loop_body_stage(loop: Compute) -> StageCode:
-    """Return one iteration of a loop as a stage. The inputs of the stage differ between iterations;
-    its parameters and constants are loop-invariant.
+    """Return one iteration of a loop as a stage. The inputs of the stage are the values that differ
+    between iterations. Its parameters and constants are the values that are equal in all
+    iterations.
     """
     node = loop.signature.node
     body = body_of(loop.signature.node)
@@ -22,6 +25,9 @@ def loop_body_stage(loop: Compute) -> StageCode:
     cuts = {place: degrees[axis.name] for axis in axes for place in axis.dimensions.items()}
 
     def local(name: str) -> Value | None:
+        """Return the value of the body called `name` with its local shape, or None for an absent
+        value, whose name is "".
+        """
         if not name:
             return None
         value = body.type_of(name)
@@ -29,6 +35,9 @@ def loop_body_stage(loop: Compute) -> StageCode:
         return replace(value, shape=tuple(extents))
 
     def known(name: str) -> Value:
+        """Return the value of the body called `name`, which must not be absent, with its local
+        shape.
+        """
         value = local(name)
         assert value is not None
         return value

@@ -1,4 +1,6 @@
-"""Generate the code of matmuls, convolutions, pooling and recurrent layers."""
+"""Emitters (functions that return the Python code of one use of an operator) for matmuls,
+convolutions, pooling and recurrent layers.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ def _matmul(call: Call) -> str:
 
 
 def matmul_code(call: Call, left: str, right: str) -> str:
-    """Return the code of the matmul of the first two operands. `left` and `right` are their code,
-    transposed if necessary.
+    """Return the code of the matmul of operands 0 and 1. `left` and `right` are the code of these
+    operands, transposed if the node requires this.
 
-    If one factor lacks a batch dimension or broadcasts it, `torch.matmul` copies this factor for
-    each index of the dimension, and sums as many gradients. `torch.einsum` instead merges the
-    dimension with the rows of the other factor.
+    The code is a `torch.einsum` if one operand lacks a batch dimension of the other or broadcasts
+    it: einsum merges this dimension with the rows of the other operand. `torch.matmul` would
+    instead copy the operand for each index of the dimension, and would sum as many gradients.
     """
     shapes = call.operand(0).shape, call.operand(1).shape
     rank = max(map(len, shapes))
@@ -47,8 +49,8 @@ def matmul_code(call: Call, left: str, right: str) -> str:
 
 
 def _gemm(call: Call) -> str:
-    """Return `F.linear` if the weight has the order of torch.nn.Linear, otherwise `torch.addmm` or
-    `torch.mm` on transposed views.
+    """Return the code of a Gemm: `F.linear` if the weight has shape [out, in] as in
+    torch.nn.Linear, otherwise `torch.addmm` or `torch.mm`, with transposed views if needed.
     """
     node = call.node
     transposed = bool(call.node.integer("transB"))
@@ -81,25 +83,30 @@ Extents = tuple[int, ...]
 
 
 def one_or_tuple(values: Extents) -> str:
-    """Return one number if all axes have the same number, otherwise a tuple."""
+    """Return the code of one number if all values are equal, otherwise the code of a tuple."""
     return repr(values[0]) if len(set(values)) == 1 else repr(values)
 
 
 def torch_pads(begin: Extents, end: Extents) -> str:
-    """Return the pads in the order of `F.pad`: last axis first."""
+    """Return the code of pads in the order of `F.pad`: begin and end of the last axis first.
+    `begin` and `end` have one entry per spatial axis.
+    """
     return repr(
         tuple(pad for axis in reversed(range(len(begin))) for pad in (begin[axis], end[axis]))
     )
 
 
 def _local_window(call: Call, kernel: Extents) -> SpatialWindow:
-    """Return the windows that this rank computes."""
+    """Return the window of a convolution or pooling on this rank. An axis that is split has no
+    pads, because the layout of the operand already includes the elements beyond the edges of the
+    shard.
+    """
     window = window_of(call.node, kernel, call.operand(0).shape[2:], call.result().shape[2:])
     return window.inside(call.is_split)
 
 
 def _window_and_groups(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]:
-    """Return the window and the number of groups of a convolution. `weight` is the index of its
+    """Return (window, number of groups) of a convolution on this rank. `weight` is the index of the
     weight operand.
     """
     shape = call.operand(weight).shape
@@ -107,8 +114,8 @@ def _window_and_groups(call: Call, weight: int = 1) -> tuple[SpatialWindow, int]
 
 
 def _conv_settings(window: SpatialWindow, groups: int, padding: Extents) -> dict[str, object]:
-    """Return stride, padding, dilation and groups as keyword arguments, without those that have
-    torch's default.
+    """Return the keyword arguments `stride`, `padding`, `dilation` and `groups` of torch's
+    convolutions, without those that have torch's default.
     """
     found = {
         "stride": (window.strides, 1),
@@ -141,8 +148,9 @@ def _conv(call: Call) -> str:
 
 
 def _conv_transpose(call: Call) -> str:
-    """Return the code of a transposed convolution. torch supports equal pads at both ends plus
-    `output_padding` at the end; the runtime implements other crops.
+    """Return the code of a ConvTranspose. torch can crop equal numbers of elements at both ends of
+    an axis, with additional elements at the end (`output_padding`); the runtime implements all
+    other crops.
     """
     node = call.node
     source = call.operand(0).shape[2:]
@@ -154,7 +162,7 @@ def _conv_transpose(call: Call) -> str:
         kernel, node.integers("strides") or ones, node.integers("dilations") or ones, none, none
     )
     full = window.spread(source)
-    # `begin`: number of elements cropped at the start of each axis.
+    # `begin` is the number of elements that are cropped at the start of each axis.
     policy = node.text("auto_pad", "NOTSET")
     if policy == "NOTSET" and not node.has("output_shape"):
         begin = node.integers("pads")[: len(kernel)] or none
@@ -187,6 +195,7 @@ def _conv_transpose(call: Call) -> str:
 
 
 def _runtime_settings(window: SpatialWindow, groups: int) -> str:
+    """Return the code of strides, pads, dilations and groups for the runtime's convolutions."""
     return f"{window.strides}, {torch_pads(window.begin, window.end)}, {window.dilations}, {groups}"
 
 
@@ -206,19 +215,20 @@ def _deform_conv(call: Call) -> str:
 
 
 def _pooling_window(call: Call) -> SpatialWindow:
+    """Return the window of a pooling node on this rank."""
     return _local_window(call, call.node.integers("kernel_shape"))
 
 
 def _torch_pads_fit(call: Call, window: SpatialWindow, ceil: bool = False) -> bool:
-    """True if torch's pads, which are equal at both ends and at most half a window, give the shape
-    of the result. `ceil` selects torch's `ceil_mode`.
+    """Return True if torch's pooling gives the shape of the result. Its pads are equal at both ends
+    of an axis and at most half of a window. `ceil` selects its `ceil_mode`.
     """
     counts = []
     for extent, begin, reach, stride in zip(
         call.operand(0).shape[2:], window.begin, window.reach, window.strides, strict=True
     ):
         steps, left = divmod(extent + 2 * begin - reach, stride)
-        # Rounded up, the last window must still start before the pads at the end.
+        # With `ceil_mode`, torch drops a last window that would start in the pads at the end.
         more = ceil and left > 0 and (steps + 1) * stride < extent + begin
         counts.append(steps + 1 + more)
     small = all(2 * begin <= size for begin, size in zip(window.begin, window.kernel, strict=True))
@@ -226,13 +236,17 @@ def _torch_pads_fit(call: Call, window: SpatialWindow, ceil: bool = False) -> bo
 
 
 def _fitting_pads(call: Call, window: SpatialWindow) -> str:
-    """Return the pads with which the windows of the result fit exactly."""
+    """Return the code of the pads, in the order of `F.pad`, with which the windows of the result
+    exactly cover the padded operand.
+    """
     end = window.needed(call.operand(0).shape[2:], call.result().shape[2:])
     return torch_pads(window.begin, tuple(max(extent, 0) for extent in end))
 
 
 def _runtime_pooling(function: str, call: Call, *settings: object) -> str:
-    """Return a call of the runtime's pooling, which supports arbitrary windows."""
+    """Return the call of the runtime's pooling function `function`, which supports all windows and
+    pads. `settings` are its further arguments.
+    """
     window = _pooling_window(call)
     shape = window.kernel, window.strides, window.dilations
     return call_code(
@@ -241,6 +255,9 @@ def _runtime_pooling(function: str, call: Call, *settings: object) -> str:
 
 
 def _pooling_settings(window: SpatialWindow, padding: bool) -> list[str]:
+    """Return the arguments kernel size, stride, padding and dilation of torch's pooling, without
+    trailing default values. The padding is 0 unless `padding` is set.
+    """
     dilated = set(window.dilations) != {1}
     begin = (
         [one_or_tuple(window.begin) if padding else "0"]
@@ -294,6 +311,9 @@ def _average_pool(call: Call) -> str:
 
 
 def _global_pool(template: str, call: Call) -> str:
+    """Return the code of a pooling over all spatial axes. In `template`, x stands for the operand,
+    axes for these axes, and p for the attribute p.
+    """
     axes = tuple(range(2, call.rank))
     return template.format(x=call.arg(0), axes=axes, p=call.node.integer("p", 2))
 
@@ -306,8 +326,8 @@ def _global_max_pool(call: Call) -> str:
 
 
 def _max_unpool(call: Call) -> str:
-    """Return the code of a MaxUnpool. The indices refer to a tensor whose shape follows from the
-    window. The result may have another shape.
+    """Return the code of a MaxUnpool. Its indices refer to a tensor whose shape follows from the
+    window, and which can be smaller or larger than the result.
     """
     node = call.node
     source = call.operand(0).shape
@@ -322,7 +342,7 @@ def _max_unpool(call: Call) -> str:
     return f"operators.max_unpool({call.args(2)}, {(*source[:2], *extents)}, {call.result().shape})"
 
 
-# Recurrent layers: the runtime uses torch's fused layers if they support the settings.
+# Recurrent layers. The runtime's functions use torch's fused layers if these support the settings.
 
 _RECURRENT_OPERANDS = (
     "x",
@@ -340,12 +360,12 @@ _DEFAULT_ACTIVATIONS = {
     "GRU": ("sigmoid", "tanh"),
     "LSTM": ("sigmoid", "tanh", "tanh"),
 }
-"""Default activations of one direction."""
+"""Default activations of each recurrent operator, for one direction."""
 
 
 def _recurrent(call: Call) -> str:
-    """Return the call of a recurrent layer. Optional operands, and attributes that differ from
-    their defaults, are keyword arguments.
+    """Return the call of the runtime's recurrent layer. Optional operands that are present, and
+    attributes that differ from their defaults, are keyword arguments.
     """
     node = call.node
     settings: dict[str, object] = {

@@ -1,4 +1,6 @@
-"""Generate the code of operators that move elements: reshape, slice, pad, index and resize."""
+"""Emitters (functions that return the Python code of one use of an operator) for operators that
+move elements: reshape, slice, pad, index and resize.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from autopipe.ir.ops.operator import axes_of, nonnegative_axis
 
 
 def shape_arguments(shape: tuple[int, ...]) -> str:
-    """Return the sizes as arguments of a method: `8, 128, 768`, or `()` for a scalar."""
+    """Return the sizes as arguments of a tensor method: `8, 128, 768`, or `()` for a scalar."""
     return ", ".join(map(str, shape)) or "()"
 
 
 def reshape_code(code: str, shape: tuple[int, ...]) -> str:
-    """Return `x.reshape(8, 128, 768)` for the code `x`."""
+    """Return code that reshapes the tensor `code`, such as `x.reshape(8, 128, 768)`."""
     return f"{code}.reshape({shape_arguments(shape)})"
 
 
@@ -87,8 +89,8 @@ def _slice(call: Call) -> str:
 
 
 def _slice_range(start: int, count: int, step: int, extent: int) -> str:
-    """Return the code of one dimension's slice. If the step is negative, the slice applies to the
-    flipped dimension.
+    """Return the code of the slice of one dimension of size `extent`: `count` elements from index
+    `start` with step `step`. For a negative step, the dimension must have been flipped before.
     """
     if not count:
         return "0:0"
@@ -115,7 +117,10 @@ def _pad(call: Call) -> str:
 
 
 def pad_code(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> str:
-    """Return `F.pad(x, (left, right, top, bottom))`. `F.pad` starts at the last dimension."""
+    """Return code that pads the tensor `code`, such as `F.pad(x, (left, right, top, bottom))`, or
+    `code` if there are no pads. `pads` has pairs (before, after) from the first dimension on;
+    `F.pad` starts at the last dimension.
+    """
     inner = itertools.dropwhile(lambda pair: pair == (0, 0), pads)
     flat = tuple(count for pair in reversed([*inner]) for count in pair)
     return (
@@ -126,8 +131,9 @@ def pad_code(code: str, pads: tuple[tuple[int, int], ...], value: str = "0") -> 
 
 
 def _center_crop_pad(call: Call) -> str:
-    """Return the code that crops the dimensions whose target is smaller, and pads the dimensions
-    whose target is larger. If the difference is odd, the extra element is at the end.
+    """Return the code of a CenterCropPad, which crops the dimensions that are larger than those of
+    the result and pads the smaller ones. If the difference is odd, the additional element is
+    cropped or padded at the end.
     """
     before = call.operand(0).shape
     after = call.result().shape
@@ -180,12 +186,13 @@ def _col2im(call: Call) -> str:
 
 
 def _gather(call: Call) -> str:
+    """Return the code of a Gather."""
     axis = call.axis()
     fixed = _constant_index(call)
     if group := call.group(f"d{axis}"):
         return f"operators.sharded_gather({call.arg(0)}, {axis}, {call.arg(1)}, {group})"
-    # Indices that are not constant are assumed to be nonnegative, as for an embedding table
-    # (`F.embedding` raises an error otherwise).
+    # Indices that are not constant are assumed to be nonnegative, because they usually read an
+    # embedding table; `F.embedding` raises an error for a negative index.
     may_count = call.constant(1) is None or _has_nonnegative_indices(call)
     if (
         not fixed
@@ -199,8 +206,9 @@ def _gather(call: Call) -> str:
 
 
 def _constant_index(call: Call) -> str:
-    """Return constant indices as a Python index: one integer, or a slice if they are consecutive.
-    Return "" otherwise.
+    """Return the code of a Python index for the constant indices of a Gather: an integer for a
+    single index, or a slice for consecutive indices. Return "" if the indices are not constant or
+    not consecutive.
     """
     indices = call.constant(1)
     if indices is None or indices.ndim > 1 or not indices.size:
@@ -218,7 +226,7 @@ def _constant_index(call: Call) -> str:
 
 
 def _has_nonnegative_indices(call: Call) -> bool:
-    """True if the indices are constant and nonnegative."""
+    """Return True if operand 1, the indices, is a constant without negative elements."""
     indices = call.constant(1)
     return indices is not None and bool((indices >= 0).all())
 
@@ -238,10 +246,13 @@ def _gather_nd(call: Call) -> str:
 
 
 _SCATTER_REDUCTIONS = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
-"""torch's name by ONNX's name of the reduction for elements that are written several times."""
+"""torch's name of each scatter reduction of ONNX. The reduction combines the elements that are
+written to one position.
+"""
 
 
 def _scatter_reduction(call: Call) -> str | None:
+    """Return the code of torch's name of the node's reduction, or None if there is no reduction."""
     reduction = call.choice("reduction", "none", ("none", *_SCATTER_REDUCTIONS))
     return f'"{_SCATTER_REDUCTIONS[reduction]}"' if reduction != "none" else None
 
@@ -265,8 +276,8 @@ def _one_hot(call: Call) -> str:
 
 
 def _resize(call: Call) -> str:
-    """Return the code of a Resize or Upsample. Default attributes depend on the opset; before opset
-    11, coordinates are asymmetric by default.
+    """Return the code of a Resize or Upsample. The defaults of its attributes depend on the opset;
+    before opset 11, the coordinates are asymmetric.
     """
     axes = resized_axes(call)
     node = call.node
@@ -305,7 +316,10 @@ _LINEAR_MODES = {3: "linear", 4: "bilinear", 5: "trilinear"}
 def _interpolate(
     call: Call, axes: tuple[ResizedAxis, ...], mode: str, places: str, rounding: str
 ) -> str:
-    """Return a call of `F.interpolate`, or "" if the node has other semantics."""
+    """Return a call of `F.interpolate`, or "" if this function does not compute the semantics of
+    the node. `mode`, `places` and `rounding` are the attributes `mode`,
+    `coordinate_transformation_mode` and `nearest_mode`.
+    """
     node = call.node
     rank = call.rank
     exact = all(each.axis > 1 and each.scale == each.result / each.source for each in axes)

@@ -1,4 +1,6 @@
-"""Generate the code of normalizations, reductions, sorting along axes, and losses."""
+"""Emitters (functions that return the Python code of one use of an operator) for normalizations,
+reductions, sorting along axes, and losses.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,15 @@ def _batch_norm(call: Call) -> str:
 
 
 def _spatial_dimensions(call: Call) -> list[str]:
+    """Return the names of the spatial axes in the iteration space of a normalization: i0, i1 and so
+    on.
+    """
     return [f"i{axis}" for axis in range(call.rank - 2)]
 
 
 def _group_of_dimensions(call: Call, axes: Iterable[int]) -> str | None:
-    """Return the code of the process group over which the dimensions `axes` of the first operand
-    are split, or None if none is split.
+    """Return the code of the process group over which the dimensions `axes` of operand 0 are split,
+    or None if none of them is split.
     """
     return call.group(*(f"d{axis}" for axis in axes))
 
@@ -81,8 +86,9 @@ def _layer_norm(call: Call) -> str:
 
 
 def rms_norm(call: Call) -> str:
-    """Return `F.rms_norm(…)`. If the scale has another shape than the normalized dimensions, the
-    code multiplies by the scale after the norm.
+    """Return the code of an RMS norm, such as `F.rms_norm(x, shape, scale, epsilon)`. If the shape
+    of the scale differs from that of the normalized dimensions, the code multiplies the normalized
+    tensor by the scale.
     """
     axes = tuple(normalized_axes(call))
     epsilon = call.stated("epsilon", 1e-5)
@@ -158,24 +164,29 @@ def _softmax(function: str, call: Call) -> str:
 
 
 def _keepdim(call: Call) -> str:
+    """Return the code `, keepdim=True` if the node keeps reduced dimensions with size 1, otherwise
+    "".
+    """
     return ", keepdim=True" if call.node.integer("keepdims", 1) else ""
 
 
 def _axes_arguments(call: Call) -> str:
-    """Return the axes as keyword arguments: `dim=1, keepdim=True`."""
+    """Return the keyword arguments of a torch reduction, such as `dim=1, keepdim=True`."""
     axes = reduced_axes(call)
     return f"dim={axes[0] if len(axes) == 1 else axes}{_keepdim(call)}"
 
 
 def _integer_dtype_argument(call: Call) -> str:
-    """Return the `dtype` argument that keeps integers in their type, because torch's sums convert
-    integers to int64. Return "" for other types.
+    """Return the code `, dtype=TYPE` for a result of integers, otherwise "". torch's sums would
+    convert integers to int64.
     """
     return f", dtype={call.dtype}" if call.result().dtype.is_integer else ""
 
 
 def _sharded_reduction(call: Call, function: str, *settings: bool) -> str:
-    """Return a call of the runtime's sharded reduction, or "" if no reduced axis is split."""
+    """Return the call of the runtime's reduction `function` over a process group, or "" if no
+    reduced axis is split. `settings` are its further arguments.
+    """
     axes = reduced_axes(call)
     keep = bool(call.node.integer("keepdims", 1))
     group = _group_of_dimensions(call, axes)
@@ -208,8 +219,9 @@ def _reduction_norm(call: Call) -> str:
 
 
 def _reduce_product(call: Call) -> str:
-    """Return one `prod` call per axis, because torch multiplies along one axis per call. The last
-    axis is first, so that the indices of the other axes stay valid.
+    """Return the code of a ReduceProd: one call of `prod` per axis, because torch multiplies along
+    one axis per call. The last axis is reduced first, so that the indices of the other axes remain
+    valid.
     """
     calls = (
         f".prod(dim={axis}{_keepdim(call)}{_integer_dtype_argument(call)})"
@@ -219,8 +231,9 @@ def _reduce_product(call: Call) -> str:
 
 
 def _reduce_extreme(method: str, call: Call) -> str:
-    """Return the code of ReduceMax or ReduceMin. For an operand without elements, torch raises an
-    error; ONNX defines the smallest (for ReduceMax) or largest value of the type.
+    """Return the code of a ReduceMax or ReduceMin; `method` is `amax` or `amin`. For an operand
+    without elements, for which torch raises an error, the result has the value that ONNX defines:
+    the smallest value of the type for ReduceMax, the largest for ReduceMin.
     """
     if not call.operand(0).elements:
         limit = f'float("{"-inf" if method == "amax" else "inf"}")'
@@ -238,8 +251,8 @@ def _reduce_extreme(method: str, call: Call) -> str:
 def _reduction_emitter(
     emit: CodeEmitter, alone: Callable[[str], str] = lambda code: code
 ) -> CodeEmitter:
-    """Return an emitter that is `emit`, or applies `alone` to the operand if there are no axes to
-    reduce.
+    """Return an emitter that calls `emit` for a node with reduced axes. For a node without them,
+    the code is `alone` applied to the code of the operand.
     """
     return lambda call: emit(call) if reduced_axes(call) else alone(call.arg(0))
 
@@ -281,8 +294,10 @@ def _top_k(call: Call) -> str:
 
 
 def _class_loss(call: Call, name: str, alone: str) -> str:
-    """Return the call of a loss whose classes or labels may be split. `alone` is the function for a
-    rank that needs no communication. Labels are converted to int64, the type that torch requires.
+    """Return the call of a loss over classes. It calls `alone`, a function of one rank, if neither
+    the classes nor (for a loss with weighted or ignored labels) the labels are split; otherwise it
+    calls the runtime's function for the loss `name`. Labels are converted to int64, because torch
+    requires it.
     """
     labels = label_axes(call)
     classes = call.group("c")
@@ -307,8 +322,8 @@ def _class_loss(call: Call, name: str, alone: str) -> str:
 
 
 def _linear_cross_entropy(call: Call) -> str:
-    """Return the call of a fused matmul and cross-entropy. The weight has torch's order [classes,
-    features].
+    """Return the call of the runtime's cross-entropy that is fused with the matmul of the logits.
+    The code passes the weight with shape [classes, features].
     """
     labels = label_axes(call)
     batch = call.group(*labels) if may_weight_labels(call) else None

@@ -1,5 +1,5 @@
-"""Write a program folder, either with all files or with none: Python modules, and a manifest for
-data such as names of the model.
+"""Writing of a program folder: Python modules, and a manifest for data that must not be in code,
+such as names from the model. A folder is written completely or not at all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Origin of a program, and the settings of its steps."""
+    """Origin of a program (model and plan), its predicted metrics, and the settings of its steps."""
 
     model: str
     """Path of the ONNX file that contains the weights."""
@@ -59,7 +59,7 @@ class Provenance:
     lr_scheduler: LRScheduler = field(default=LRScheduler())
     training: Training = field(default=Training())
     matrices: frozenset[str] = frozenset()
-    """Parameters that a matrix optimizer updates as matrices."""
+    """Names of the parameters that the optimizer `muon` updates as matrices."""
     training_graph: bool | None = None
     """Value of `model.training` in the configuration."""
     fixed_inputs: tuple[tuple[str, bool | int | float], ...] = ()
@@ -73,10 +73,12 @@ def program_manifest(
     memory_limits: tuple[int, ...] = (),
     host_bound: frozenset[int] = frozenset(),
 ) -> dict[str, Any]:
-    """Return the manifest of a program in the folder `home`, as a JSON object that
-    `autopipe.backends.torch.runtime.manifest` reads.
+    """Return the manifest of a program as a JSON object. `home` is the folder of the program.
+    `memory_limits` and `host_bound` are as in `ProgramFiles`. The module
+    `autopipe.backends.torch.runtime.manifest` reads the manifest.
 
-    Its paths stay valid if the program, its plan and the model are moved together.
+    Paths in the manifest are relative to `home` where possible, so that they remain valid if the
+    program, its plan and the model are moved together.
     """
     move = partial(movable_path, home=home, model=provenance.model)
     data = replace(provenance.data, path=change_data_path(provenance.data.path, move))
@@ -142,8 +144,8 @@ def program_manifest(
 
 
 def _predicted_metrics(provenance: Provenance) -> dict[str, float]:
-    """Return the predicted metrics that a launch compares with measured metrics. Unknown metrics
-    are omitted.
+    """Return the predicted metrics, by name, that a launch compares with measured metrics. Metrics
+    that are not known are omitted.
     """
     figures = {
         "model_flops": provenance.model_flops,
@@ -154,8 +156,8 @@ def _predicted_metrics(provenance: Provenance) -> dict[str, float]:
 
 
 def _stage_entry(stage: StageCode, host_bound: bool) -> dict[str, Any]:
-    """Return the manifest entry of a stage. `meshes` contains the axes of the sub-groups of its
-    ranks that communicate.
+    """Return the manifest entry of a stage. Its key `meshes` lists the mesh axes of the process
+    groups that are smaller than the stage and in which its ranks communicate.
     """
     meshes = stage.meshes()
     whole = (MeshAxis(len(stage.devices), 1),)
@@ -206,8 +208,9 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True)
 class ProgramFiles:
-    """A program, its subfolder in the written folder, and the docstrings of its stages and ranks. A
-    rank whose docstring is None is not written.
+    """A program and what is needed to write its files: the subfolder `name` of the written folder,
+    and the docstrings of the stage and rank modules. The module of a rank whose docstring is None
+    is not written.
     """
 
     name: str
@@ -215,9 +218,9 @@ class ProgramFiles:
     stage_titles: tuple[str, ...]
     rank_titles: tuple[str | None, ...]
     memory_limits: tuple[int, ...] = ()
-    """Maximum bytes of GPU memory of each rank, or () for no limits."""
+    """Maximum GPU memory of each rank in bytes; () for no limits."""
     host_bound: frozenset[int] = frozenset()
-    """Stages that the plan predicts to be bound by the host."""
+    """Stages whose host, according to the plan, needs more time than their device."""
 
 
 def write_program(
@@ -227,12 +230,13 @@ def write_program(
     force: bool = False,
     home: Path | None = None,
 ) -> None:
-    """Write the files of `programs` into `folder`, and replace an earlier program there. If writing
-    fails, the folder is unchanged.
+    """Write the files of `programs` into `folder`, in place of an earlier program there. If writing
+    fails, the folder remains unchanged.
 
-    Edited files of the earlier program are replaced only with `force`. Paths in the manifests are
+    An earlier program with edited files is replaced only with `force`. Paths in the manifests are
     relative to `home`, the final folder of the program (default: `folder`). Raise CodegenError if
-    the generated code is not valid Python, ConfigurationError if the folder cannot be written.
+    the generated code is not valid Python, and ConfigurationError if the folder cannot be written
+    or replaced.
     """
     home = (home or folder).absolute()
     rendered = [(each, _file_texts(each, provenance, home / each.name)) for each in programs]
@@ -256,8 +260,9 @@ def write_program(
 
 
 def _as_numpy_storable(constant: Constant) -> np.ndarray:
-    """Return the data of a constant in a type that numpy can write. For other types, return the
-    bits, if necessary in a field that has the name of the type.
+    """Return the data of a constant in a type that numpy can write. Elements of other types are
+    returned as their bits; for bfloat16 and 8-bit floating-point types, the array has one field
+    with the name of the type.
     """
     dtype = constant.value.dtype
     array = constant.array
@@ -271,8 +276,8 @@ def _as_numpy_storable(constant: Constant) -> np.ndarray:
 
 
 def _file_texts(files: ProgramFiles, provenance: Provenance, home: Path) -> dict[str, str]:
-    """Return the text of each file by name, for the folder `home`. Raise CodegenError if a Python
-    file does not parse.
+    """Return the texts of a program's files by file name. `home` is the folder of the program, to
+    which paths are relative. Raise CodegenError if a Python file does not parse.
     """
     program = files.program
     found = {"run.py": _RUN_FILE_TEXT.format(ranks=files.program.world_size)}
@@ -297,10 +302,10 @@ MANIFEST_FILE: Final = "manifest.json"
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = False) -> None:
-    """Fill a temporary folder by `write`, then replace `folder` by this folder in one step.
+    """Replace `folder` atomically with a new folder that the function `write` fills.
 
-    Raise ConfigurationError if `check_program_folder` does, or if the folder cannot be written. The
-    earlier contents of `folder` are then unchanged.
+    Raise ConfigurationError if `check_program_folder` raises it or if the folder cannot be written.
+    `folder` is unchanged in that case.
     """
     folder = folder.absolute()
     hint = "choose another with -o"
@@ -318,7 +323,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None], force: bool = Fa
     finally:
         if not folder.exists():
             for parent in missing:
-                # The parent is not empty if another process has written into it.
+                # Another process may have written into the new parent folder, which is then not
+                # empty.
                 with contextlib.suppress(OSError):
                     parent.rmdir()
 
@@ -329,8 +335,9 @@ _PROGRAM_FILE_PATTERN = re.compile(
 
 
 def check_program_folder(folder: Path, force: bool = False) -> None:
-    """Raise ConfigurationError if `folder` exists and holds a file that is not part of a program,
-    or, without `force`, a file of a program that was edited.
+    """Raise ConfigurationError if `folder` must not be replaced by a program: it contains a file
+    that is not part of a program or, without `force`, a program file that was edited. A folder that
+    does not exist is valid.
     """
     if not folder.exists():
         return
@@ -349,8 +356,8 @@ def check_program_folder(folder: Path, force: bool = False) -> None:
 
 
 def _foreign_entries(folder: Path) -> Iterator[Path]:
-    """Yield the entries of a program folder that belong neither to a program nor to the bytecode of
-    its modules.
+    """Yield the entries of a program folder that are neither part of a program nor bytecode of its
+    modules. Yield also the first entry of a folder without a program's manifest.
     """
     entries = sorted(folder.iterdir())
     if entries and not _is_program(folder):
@@ -370,7 +377,7 @@ def _foreign_entries(folder: Path) -> Iterator[Path]:
 
 
 def _is_program(folder: Path) -> bool:
-    """Return True if a folder has the manifest of a program."""
+    """Return True if `folder` contains the manifest of a program."""
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -379,8 +386,9 @@ def _is_program(folder: Path) -> bool:
 
 
 def _edited_files(folder: Path) -> Iterator[tuple[Path, FolderDigests | None]]:
-    """Yield each file of a program that was changed after it was written, with the digests of its
-    folder. The digests are None if the folder has none.
+    """Yield (file, digests) for each file of a program that was changed after autopipe wrote it.
+    `digests` are the digests in the manifest of its folder, or None if there are none; all files of
+    such a folder are yielded.
     """
     holder = read_digests(folder / MANIFEST_FILE)
     for path in sorted(folder.iterdir()):

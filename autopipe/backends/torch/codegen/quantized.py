@@ -1,4 +1,6 @@
-"""Generate the code of matmuls and lookups with packed weights, and of mixtures of experts."""
+"""Emitters (functions that return the Python code of one use of an operator) for matmuls and
+lookups with packed weights, and for mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ _ACTIVATIONS = {
 
 
 def _activation_code(call: Call, gated: bool) -> str:
-    """Return the code of the activation function. If the experts have a separate gate (`gated`),
-    the activation of SwiGLU is `F.silu`.
+    """Return the code of a function that computes the activation of the experts. For the activation
+    `swiglu`, it is `F.silu` if the experts have a separate gate matrix (`gated`), otherwise a
+    function that also applies the gate.
     """
     name = activation_of(call)
     if name != "swiglu":
@@ -59,9 +62,13 @@ def _activation_code(call: Call, gated: bool) -> str:
 
 
 def _mixture_of_experts(call: Call) -> str:
+    """Return the call of the runtime's mixture of experts."""
     first, second, gate = layers_of(call)
 
     def layer_operands(each: LayerOperands) -> str | None:
+        """Return the code of a tuple with the operands of one layer, or None if the node lacks the
+        layer.
+        """
         if not call.present(each.weight):
             return None
         bias = call.bias(each.bias, "i") if each is second else call.optional(each.bias)

@@ -1,5 +1,5 @@
-"""Generate the module of a rank: the sends and receives of each stage, and the step in three
-sections (warm-up, steady state, cool-down).
+"""Generation of the module of a rank. It contains the sends and receives of each stage on the rank,
+and the function `step` with three sections: warm-up, steady state and cool-down.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from autopipe.ir.schedule import MicroBatchSlice
 
 
 def stage_module(stage: int) -> str:
+    """Return the name of the module of a stage."""
     return f"stage_{stage:02d}"
 
 
 def rank_module(rank: int) -> str:
+    """Return the name of the module of a rank."""
     return f"rank_{rank:03d}"
 
 
 def emit_rank(program: Program, rank: RankCode, title: str) -> str:
-    """Return the source text of a rank's module. `title` is its docstring and must contain no text
-    from the model.
+    """Return the source text of the module of a rank. `title` is the docstring of the module. It
+    must not contain text from the model, because models are untrusted.
     """
     modules = "".join(f"import {stage_module(stage.stage)}\n" for stage in rank.stages)
     stages = "\n".join(_stage_declaration(program, stage) for stage in rank.stages)
@@ -49,6 +51,9 @@ def emit_rank(program: Program, rank: RankCode, title: str) -> str:
 
 
 def _stage_declaration(program: Program, wired: StageOnRank) -> str:
+    """Return the statement that declares a stage on a rank, with its data inputs, receives, sends,
+    and the weight of its loss.
+    """
     code = program.stages[wired.stage]
     inputs = {value.name: (f"x{position}", value) for position, value in enumerate(code.inputs)}
     outputs = [value.name for value in code.outputs]
@@ -72,8 +77,9 @@ def _stage_declaration(program: Program, wired: StageOnRank) -> str:
             block, block.sent, code.outputs[position], block.source_slice, block.target_slice
         )
         lines.append(f"    runtime.Send({position}, {ends}{part}),")
-    # Multiplied by `weight`, the losses of all ranks and micro-batches add up to the loss of the
-    # step; the numbers of labels add up to the fraction of the step's labels that are not ignored.
+    # The sum over all ranks and micro-batches of `weight` times a loss is the loss of the step. The
+    # sum of `weight` times a number of labels is the fraction of the step's labels that are not
+    # ignored.
     for kind, name in (("Loss", program.loss), ("Labels", COUNTED_LABELS)):
         if program.train and name in outputs:
             output = next(each for each in program.outputs if each.value.name == name)
@@ -87,6 +93,9 @@ def _stage_declaration(program: Program, wired: StageOnRank) -> str:
 
 
 def _port_declaration(block: MessageSlice, rank: int, stage: int) -> str:
+    """Return the arguments of a send or receive that identify the rank and stage at its other end,
+    and its channel.
+    """
     gradient = "" if block.needs_gradient else ", gradient=False"
     return f"rank={rank}, stage={stage}, channel={block.channel}{gradient}"
 
@@ -98,6 +107,10 @@ def _slice_argument(
     turn: MicroBatchSlice,
     other: MicroBatchSlice,
 ) -> str:
+    """Return the arguments of a send or receive that differ from their defaults: the type of the
+    message, the slice `box` of the local tensor `value`, and the micro-batches. `turn` has the
+    micro-batches of this stage and `other` those of the stage at the other end.
+    """
     part = "" if block.dtype is value.dtype else f", dtype={block.dtype.value!r}"
     part += "" if box.shape == value.shape else f", offsets={_slices_code(box)}"
     part += "" if turn.of == 1 else f", slice=({turn.index}, {turn.of})"
@@ -105,10 +118,12 @@ def _slice_argument(
 
 
 def _slices_code(box: TensorSlice) -> str:
+    """Return the code of a slice of a tensor: a tuple with a pair (start, stop) per dimension."""
     return repr(tuple(zip(box.starts, box.stops, strict=True)))
 
 
 def _step_function(rank: RankCode) -> str:
+    """Return the source text of the function that runs a step."""
     lines: list[str] = []
     for title, section in (
         ("warm-up", rank.warm_up),
@@ -121,6 +136,7 @@ def _step_function(rank: RankCode) -> str:
 
 
 def _section_lines(section: Section) -> list[str]:
+    """Return the lines of a section of the step; a loop becomes a `for` statement."""
     lines: list[str] = []
     for _, group in groupby(section, key=type):
         items = list(group)
@@ -136,8 +152,8 @@ def _section_lines(section: Section) -> list[str]:
 
 def _range_arguments(loop: Loop) -> str:
     """Return the arguments of `range` for a loop. The loop variable is the micro-batch of the first
-    instruction in the body. If the instructions have different strides, the loop variable counts
-    iterations from 0.
+    instruction in the body or, if the instructions have different strides, the number of the
+    iteration.
     """
     if loop.strides:
         return str(loop.count)
@@ -157,8 +173,8 @@ _COMPUTING_OPCODES = (
 
 
 def _task_lines(items: Sequence[Instruction], indent: str, indices: Sequence[str]) -> list[str]:
-    """Return one line per task: the calls before the task, the task, and its sends. `indices`
-    contains the code of the micro-batch of each instruction.
+    """Return one line per task: the receives before the task, the task itself, and its sends.
+    `indices` has the code of the micro-batch of each instruction.
     """
     lines: list[list[str]] = []
     done = False
@@ -174,7 +190,9 @@ def _task_lines(items: Sequence[Instruction], indent: str, indices: Sequence[str
 
 
 def _micro_batch_indices(loop: Loop) -> list[str]:
-    """Return the code of each micro-batch in the body of a loop, in terms of the loop variable."""
+    """Return, for each instruction in the body of a loop, the code of its micro-batch as a function
+    of the loop variable `i`.
+    """
     if loop.strides:
         terms = ("i" if stride == 1 else f"{stride} * i" for stride in loop.strides)
         return [
@@ -186,4 +204,5 @@ def _micro_batch_indices(loop: Loop) -> list[str]:
 
 
 def _offset_term(term: str, offset: int) -> str:
+    """Return the code of the sum of `term` and the number `offset`."""
     return f"{term} {'+' if offset > 0 else '-'} {abs(offset)}" if offset else term

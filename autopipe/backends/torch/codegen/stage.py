@@ -1,5 +1,6 @@
-"""Generate the module of a stage: its forward on local shards, with one operator per line, in
-segments if the stage recomputes activations.
+"""Generation of the module of a stage: its forward on local shards, with one operator per line. The
+forward of a stage that recomputes activations consists of segments, functions whose values backward
+recomputes.
 """
 
 from __future__ import annotations
@@ -49,17 +50,19 @@ EMITTERS: dict[str, CodeEmitter] = {
 }
 
 LINEAR_OPERATOR = "Linear"
-"""Operator type of a matmul with a fused bias. Operands: x, weight [in, out], bias [out]."""
+"""Operator type of a matmul that is fused with the addition of a bias. Operands: x, weight [in,
+out], bias [out].
+"""
 
 Names = tuple[str, ...]
 
 
 def _fuse_biases(stage: StageCode) -> tuple[Operation, ...]:
-    """Return the operations of a stage, with each matmul fused with the addition of its bias if no
-    other operation reads the matmul's result.
+    """Return the operations of a stage. The addition of a bias is fused with the matmul before it
+    if no other operation reads the matmul's result.
 
-    The graph has separate nodes because these can be split: a fused bias would be added several
-    times if the matmul gives partial sums.
+    The graph has separate nodes for both because they can be split differently: if the matmul gives
+    partial sums, a fused bias would be added on each device.
     """
     reads = Counter(name for operation in stage.operations for name in operation.reads)
     reads.update(value.name for value in stage.outputs)
@@ -84,8 +87,8 @@ def _fuse_biases(stage: StageCode) -> tuple[Operation, ...]:
 
 
 def _fuse_bias(product: Compute, addition: Compute, bias: Value) -> Compute:
-    """Return one operation for `product` and `addition`. It has the node of the matmul and the name
-    of the addition.
+    """Return one operation for the matmul `product` and the addition of `bias`. It has the node
+    index of the matmul and the name of the addition.
     """
     signature = addition.signature
     node = replace(signature.node, op=LINEAR_OPERATOR, domain="autopipe")
@@ -102,44 +105,43 @@ _UNSAFE_CHARACTERS = re.compile(r"[^\x20-\x7e]")
 
 @dataclass(frozen=True, slots=True)
 class ForwardSource:
-    """The source text of `forward(p, …)`, with the variables of its arguments and results."""
+    """The source text of the function `forward(p, …)`, and the variable names of its arguments and
+    results.
+    """
 
     text: str
     arguments: Names
     results: Names
     read: tuple[Names, ...]
-    """The parameters that each recomputed segment reads."""
+    """Names of the parameters that each recomputed segment reads."""
     codes: Mapping[str, str]
-    """The variable or expression of each local value, by the name of the value."""
+    """Code of each value (a variable or expression) by the name of the value."""
 
 
 def emit_forward(stage: StageCode) -> ForwardSource:
-    """Return the forward of a stage. Raise CodegenError for an operator that codegen does not
-    support.
+    """Return the source of the forward of a stage. Raise CodegenError for an operator without an
+    emitter.
     """
     return _ForwardWriter(replace(stage, operations=_fuse_biases(stage))).forward()
 
 
 class _Segment(NamedTuple):
-    """The operations of a segment, and the names of its inputs and outputs in the order of their
-    first occurrence.
-    """
+    """Operations that backward recomputes together, with the names of their arguments and results."""
 
     operations: tuple[Operation, ...]
     arguments: Names
     flowing: Names
-    """Results through which gradients flow."""
+    """Results through which gradients flow. `others` are the other results."""
     others: Names
 
 
 def _segments_of(stage: StageCode) -> list[_Segment]:
-    """Return the segments that have a result for a later segment or for the outputs of the stage.
-    The arguments of a segment are the values that it reads and does not compute, except parameters
-    and constants.
-
-    The loop runs from the last segment to the first, because a result is needed only if a later
-    segment reads it.
+    """Return the segments of a recomputing stage, without those whose results neither a later
+    segment nor the stage's outputs need. The arguments of a segment are the values that it reads
+    and does not compute, except parameters and constants.
     """
+    # From the last segment to the first, because a result is needed only if a later segment reads
+    # it.
     held = _names_held_by_p(stage)
     wanted = {value.name for value in stage.outputs}
     flowing = frozenset(name for segment in stage.segments for name in segment.flowing)
@@ -159,8 +161,8 @@ def _segments_of(stage: StageCode) -> list[_Segment]:
 
 
 def _names_held_by_p(stage: StageCode) -> set[str]:
-    """Return the names of the parameters and constants of a stage, which `p` holds during the whole
-    forward.
+    """Return the names of the parameters and constants of a stage. The argument `p` of `forward`
+    holds them, so the code does not delete them.
     """
     return {value.name for _, value in stage.parameters} | {
         each.value.name for _, each in stage.constants
@@ -169,19 +171,20 @@ def _names_held_by_p(stage: StageCode) -> set[str]:
 
 @dataclass(slots=True)
 class _ForwardWriter:
-    """Generates the forward of a stage. Identifiers are numbered; they never contain names from the
-    model.
+    """Writes the source of the forward of a stage. Variables have numbered names, which contain no
+    text from the model.
     """
 
     stage: StageCode
     codes: dict[str, str] = field(default_factory=dict)
-    """Variable or expression by name of the value."""
+    """Code of each value (a variable or expression) by the name of the value."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
     margin: str = "    "
     loops: dict[str, str] = field(default_factory=dict)
-    """Source text of the functions that run the loops of the stage, by function name."""
+    """Source text of the functions that run the loop operators of the stage, by function name."""
 
     def forward(self) -> ForwardSource:
+        """Return the source of the forward."""
         stage = self.stage
         self.codes |= {value.name: f"p.w{index}" for index, value in stage.parameters}
         self.codes |= {constant.value.name: f"p.c{index}" for index, constant in stage.constants}
@@ -213,21 +216,27 @@ class _ForwardWriter:
         )
 
     def _new_variable(self, value: Value) -> str:
+        """Return a new variable name for a value, and record it in `codes`."""
         self.codes[value.name] = f"x{next(self.numbers)}"
         return self.codes[value.name]
 
     def _variables_of(self, names: Iterable[str]) -> Names:
+        """Return the code of the values called `names`."""
         return tuple(self.codes[name] for name in names)
 
     def _tuple_code(self, names: Names) -> str:
+        """Return the code of a tuple of the values called `names`."""
         return f"({', '.join(self._variables_of(names))}{',' if len(names) == 1 else ''})"
 
     def _del_statement(self, names: Iterable[str]) -> str:
-        """Return `; del x1, x2` for the values called `names`, or "" if there are none."""
+        """Return `; del x1, x2` for the values called `names`, or "" if there are none. The
+        statement frees their memory.
+        """
         codes = self._variables_of(names)
         return f"; del {', '.join(codes)}" if codes else ""
 
     def _write_segment(self, number: int, segment: _Segment) -> str:
+        """Return the source of the function of a segment."""
         head = f"def segment_{number}({', '.join(['p', *self._variables_of(segment.arguments)])}):"
         lines = self._body_lines(
             segment.operations, segment.arguments, segment.flowing + segment.others
@@ -236,8 +245,8 @@ class _ForwardWriter:
         return "\n".join(["@recompute", head, *lines, end, ""])
 
     def _segment_calls(self, segments: list[_Segment], outputs: Names) -> list[str]:
-        """Return one line per segment: its call, and a `del` of the values that no later segment
-        reads.
+        """Return one line per segment: the call of its function, and a `del` of the values that no
+        later segment reads.
         """
         names = [(*each.flowing, *each.others, *each.arguments) for each in segments]
         last = {name: number for number, own in enumerate(names) for name in own}
@@ -255,8 +264,8 @@ class _ForwardWriter:
     def _body_lines(
         self, operations: tuple[Operation, ...], arguments: Names, results: Names
     ) -> list[str]:
-        """Return the lines of operations. Each value is deleted after its last use, to free its
-        memory.
+        """Return the lines of `operations`, the body of a function with the given arguments and
+        results. Each value is deleted after its last use, to free its memory.
         """
         last = dict.fromkeys(arguments, -1)
         for position, operation in enumerate(operations):
@@ -272,9 +281,9 @@ class _ForwardWriter:
         return [line for lines in statements for line in lines]
 
     def _statement_lines(self, operation: Operation, dead: list[str]) -> list[str]:
-        """Return the lines of an operation. `dead` names the values that no later operation reads,
-        in the order of their last assignments. Time is linear in the operation's values and in
-        `dead`.
+        """Return the lines of one operation. `dead` has the names of the values that no later
+        operation reads, in the order in which the code first uses them. Time is linear in the
+        number of the operation's values and of `dead`.
         """
         unread = frozenset(dead)
         written = frozenset(operation.writes)
@@ -301,6 +310,9 @@ class _ForwardWriter:
         return [f"{self.margin}# {comment}", statement]
 
     def _operation_code(self, operation: Compute) -> str:
+        """Return the expression that computes an operator. Raise CodegenError if the operator has
+        no emitter.
+        """
         signature = operation.signature
         name = qualified_name(signature.node)
         if name == LOOP:
@@ -325,8 +337,8 @@ class _ForwardWriter:
         )
 
     def _loop_call(self, operation: Compute) -> str:
-        """Return the call of a function that runs all iterations of a loop. Add the function to
-        `loops`.
+        """Return the call of a new function that runs all iterations of a loop operator. The
+        function is added to `loops`.
         """
         node = operation.signature.node
         code = loop_body_stage(operation)
@@ -392,8 +404,8 @@ class _ForwardWriter:
         return call_code(title, "p", *(source for _, source in given))
 
     def _collective_code(self, operation: Collective) -> tuple[str, str]:
-        """Return (code, comment) of a redistribution. The comment states the kind, the number of
-        ranks and the bytes.
+        """Return (code, comment) of a redistribution. The comment states its kind, the number of
+        ranks, and the size of the larger shard in MiB.
         """
         step = operation.relayout
         group = len(self.stage.devices)
@@ -426,8 +438,8 @@ class _ForwardWriter:
 
 
 def _operation_comment(operation: Compute) -> str:
-    """Return the comment of an operation: the node's name as printable ASCII in one line, the local
-    shape of the first result, and the splits.
+    """Return the comment of an operation: the name of its node in printable ASCII, the local shape
+    of its first result, and its splits.
     """
     name = _UNSAFE_CHARACTERS.sub("?", repr(operation.signature.node.name))
     name = name if len(name) <= 60 else f"{name[:28]}…{name[-28:]}"
@@ -439,12 +451,14 @@ def _operation_comment(operation: Compute) -> str:
 
 
 def _mesh_axes_code(layout: Layout) -> str:
+    """Return the code of the mesh axes that shard each dimension of a layout."""
     return repr(tuple(tuple(map(tuple, axes)) for axes in layout.shard_axes))
 
 
 def _windows_code(layout: Layout, dtype: DType) -> str:
-    """Return the code of the windows of a layout and of the value that fills elements outside of
-    the tensor. For integers, the smallest integer replaces minus infinity.
+    """Return the code of the windowed shards of a layout and, unless it is 0, of the value of
+    elements outside of the tensor. For integers, the smallest integer of the type replaces minus
+    infinity.
     """
     windows = tuple(
         (dimension, window.step, window.offset, window.length)
@@ -460,11 +474,12 @@ _CALLABLE_LIBRARIES = ("torch", "F", "operators")
 
 
 def defer_weight_gradient(emitter: CodeEmitter, call: Call) -> str:
-    """Return the expression of `call` for the `WeightGradQueue`, such as `p.weight_grads(F.linear,
-    x0, p.w1.t(), p.w2)`.
+    """Return the code of `call` for a stage with a split backward: a call that lets the queue
+    `p.weight_grads` compute the weight gradient in the second half, such as
+    `p.weight_grads(F.linear, x0, p.w1.t(), p.w2)`.
 
-    Code that is not a single call of a library function becomes a lambda of the tensors that it
-    reads.
+    The first argument is the library function if the emitter's code is a single call of one,
+    otherwise a lambda of the tensors that the code reads.
     """
     code = emitter(call)
     tree = ast.parse(code, mode="eval").body
@@ -485,10 +500,11 @@ def defer_weight_gradient(emitter: CodeEmitter, call: Call) -> str:
 
 
 def emit_stage(stage: StageCode, title: str) -> str:
-    """Return the source text of a stage's module: docstring, imports, types of inputs and
-    outputs, names of parameters and constants, and forward.
+    """Return the source text of the module of a stage: docstring, imports, types of inputs and
+    outputs, names of parameters and constants, and the function `forward`.
 
-    `title` is the first line of the docstring. It must contain no text from the model.
+    `title` is the first line of the docstring. It must not contain text from the model, because
+    models are untrusted.
     """
     forward = emit_forward(stage)
     rows = [
@@ -519,6 +535,7 @@ def emit_stage(stage: StageCode, title: str) -> str:
 
 
 def _import_lines(text: str) -> str:
+    """Return the import statements that the code `text` needs."""
     lines = ["import torch\n"]
     if re.search(r"\bF\.", text):
         lines.append("import torch.nn.functional as F\n")
@@ -531,6 +548,7 @@ def _import_lines(text: str) -> str:
 
 
 def _type_lines(names: Names, values: tuple[Value, ...]) -> str:
+    """Return the source of a dictionary with the type and shape of each value by its variable."""
     pairs = zip(names, values, strict=True)
     lines = [
         f"    {name!r}: ({torch_dtype(value.dtype)}, {value.shape!r}),\n" for name, value in pairs

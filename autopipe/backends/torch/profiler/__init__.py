@@ -1,5 +1,6 @@
-"""Measurement of operators, tasks, messages and collectives on the available device.
-`ir.measured_costs` holds the results.
+"""Measurement of operators, tasks, P2P messages and collectives on the available device. The
+results are values of `ir.measured_costs`.
 
-May import torch, and of autopipe's packages `ir`, `codegen`, the runtime and the launcher.
+This package may import torch and, of autopipe's packages, `ir`, `codegen`, the runtime and the
+launcher.
 """
