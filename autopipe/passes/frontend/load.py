@@ -1,7 +1,7 @@
-"""Loading of an ONNX file into a parsed, ordered, checked list of nodes. The file is untrusted. Its
-weights are not loaded.
+"""Loading of an ONNX file. The result has checked nodes in topological order. The file is
+untrusted, and the data of its weights are not loaded.
 
-Functions defined in the file are inlined up to a limit, because a few functions that call each
+Functions that the file defines are inlined up to a limit, because a few functions that call each
 other can expand to a huge graph.
 """
 
@@ -29,17 +29,21 @@ if TYPE_CHECKING:
     import onnx
 
 Key = tuple[str, str, str]
-"""Domain, name and overload of a function."""
+"""Domain, name and overload, which identify a function."""
 MOST_NODES = 100_000
-"""Maximum number of nodes after inlining of functions, several times the size of a large export."""
+"""Maximum number of nodes that inlining of functions may add. It is several times the size of a
+large export.
+"""
 MOST_BYTES = 1 << 28
-"""Maximum bytes of the nodes after inlining of functions."""
+"""Maximum bytes that the nodes added by inlining may take as protobuf messages."""
 DEEPEST = 64
-"""Maximum depth of nested function calls."""
+"""Maximum depth of nested calls of the file's functions."""
 
 
 class Extent(NamedTuple):
-    """Size of a call after all functions in it are inlined."""
+    """Size of a function call: the nodes and bytes that it becomes if all calls in it are inlined,
+    and the depth of its nested calls.
+    """
 
     nodes: int
     bytes: int
@@ -47,8 +51,8 @@ class Extent(NamedTuple):
 
 
 def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the model with its local functions inlined. Raise ModelError if that fails or the
-    result is too large.
+    """Return the model with calls of its own functions replaced by the nodes of the functions.
+    Raises ModelError if that fails or if the result would be too large.
     """
     import onnx.checker
     import onnx.inliner
@@ -64,8 +68,8 @@ def inlined(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _state_defaults(model: onnx.ModelProto) -> None:
-    """Add the default attributes of functions to the calls that omit them, because onnx's inliner
-    loses the defaults.
+    """Add the default attributes of functions to calls that omit them. onnx's inliner would lose
+    the defaults.
     """
     defaults = {_function_key(function): function.attribute_proto for function in model.functions}
     graphs = (model.graph.node, *(function.node for function in model.functions))
@@ -77,19 +81,20 @@ def _state_defaults(model: onnx.ModelProto) -> None:
 
 
 def _function_key(function: onnx.FunctionProto) -> Key:
+    """Return the domain, name and overload of a function."""
     return function.domain, function.name, function.overload
 
 
 def _require_bounded(model: onnx.ModelProto) -> None:
-    """Raise ModelError, naming the call, if function calls are nested too deeply or recursively, or
-    if inlining produces too many nodes or bytes.
+    """Raise ModelError, naming the call, if calls of functions are recursive or nested too deeply,
+    or if inlining would produce too many nodes or bytes.
     """
     functions = {_function_key(function): function for function in model.functions}
     extents: dict[Key, Extent] = {}
 
     def extent(key: Key, callers: tuple[Key, ...], where: str) -> Extent:
-        """Return the size of a call of a function. `callers` are the functions that contain the
-        call.
+        """Return the size of a call of the function `key`. `callers` are the functions from which
+        the call is made, outermost first; `where` names the outermost call in errors.
         """
         if key in callers:
             raise ModelError(
@@ -113,7 +118,8 @@ def _require_bounded(model: onnx.ModelProto) -> None:
             ]
             extents[key] = Extent(
                 len(nodes) + sum(each.nodes for each in called),
-                # Each level of inlining adds a prefix to the names inside.
+                # Inlining adds a prefix to the names of values of a called function, so names get
+                # longer at each level.
                 function.ByteSize()
                 + sum(each.bytes + each.nodes * 2 * len(function.name) for each in called),
                 1 + max((each.depth for each in called), default=0),
@@ -139,53 +145,57 @@ def _require_bounded(model: onnx.ModelProto) -> None:
 
 
 def _key(node: onnx.NodeProto) -> Key:
+    """Return the domain, name and overload of the function that a node may call."""
     return node.domain, node.op_type, node.overload
 
 
 OLDEST_OPSET = 7
-"""Oldest supported opset. Before opset 7, broadcasting was an attribute of the operators."""
+"""Oldest supported opset. Before opset 7, operators declared broadcasting in an attribute."""
 MOST_DOMAINS = 1000
-"""Maximum number of operator sets that a file may import. Type inference of each node gets all of
-them.
+"""Maximum number of operator sets that a file may import. The limit is needed because the list is
+passed to type inference for each node.
 """
 LARGEST_OPSET = 2**31 - 1
-"""Maximum version of an operator set: onnx stores it as int32."""
+"""Maximum version of an operator set, because onnx stores the version as int32."""
 MOST_NAMED = 5
-"""Maximum number of model files of a folder that a message lists."""
+"""Maximum number of .onnx files that an error message lists if the model path is a folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A parsed file: nodes in topological order, functions inlined, without the data of large
-    tensors.
+    """A parsed file. Its nodes are in topological order, its functions are inlined, and the data of
+    large tensors are not loaded.
     """
 
     path: Path
     digest: str
-    """SHA-256 of the file without the data of its large tensors and without annotations."""
+    """SHA-256 of the file without the data of its large tensors, its annotations and its format
+    version.
+    """
     graph: onnx.GraphProto
     nodes: tuple[onnx.NodeProto, ...]
     positions: tuple[int, ...]
-    """Position of each of `nodes` among the nodes of `graph`."""
+    """For each of `nodes`, its position among the nodes of `graph`."""
     opsets: tuple[tuple[str, int], ...]
-    """Version by domain. The domain "" is ONNX's default domain."""
+    """(domain, version) of each imported operator set. The domain "" is ONNX's default domain."""
     slices: dict[str, FileSlice | VarintSlice]
-    """Location in the file of the data that was not loaded, by tensor name."""
+    """Location in the file of the data that were not loaded, by tensor name."""
     metadata: dict[str, str]
     producer: str
     apart: Apart
-    """Parameters that the exporter merged, each a separate tensor in `graph`."""
+    """The separate tensors that were added to `graph` for parameters that the exporter merged."""
     configurations: tuple[Configuration, ...]
     warnings: tuple[str, ...]
 
     @property
     def opset(self) -> int:
+        """Version of ONNX's default operator set."""
         return dict(self.opsets)[""]
 
 
 def load(path: Path) -> Source:
-    """Parse the file at `path`. Raise ModelError, naming the file, if it is not an ONNX model or
-    its graph is invalid.
+    """Parse the ONNX file at `path`. Raises ModelError, naming the file, if it is no ONNX model,
+    its graph is invalid, or a limit is exceeded.
     """
     try:
         return _load(path)
@@ -194,13 +204,14 @@ def load(path: Path) -> Source:
 
 
 def located(error: ModelError, path: Path) -> ModelError:
-    """Return the error with the file's name before its location."""
+    """Return a copy of the error whose location begins with the file's path."""
     return ModelError(
         error.message, hint=error.hint, where=f"{path}: {error.where}" if error.where else str(path)
     )
 
 
 def _load(path: Path) -> Source:
+    """Parse the file; errors do not name it."""
     import google.protobuf.message  # type: ignore[import-untyped]
     import onnx
 
@@ -250,8 +261,8 @@ def _load(path: Path) -> Source:
 
 
 def file_digest(path: Path) -> str:
-    """Return `Source.digest` of the file without parsing its graph. Raise ModelError if the file
-    cannot be read.
+    """Return `Source.digest` of a file without parsing its graph. Raises ModelError, naming the
+    file, if it cannot be read.
     """
     try:
         return _digest(strip_weights(opened(path))[0])
@@ -260,12 +271,13 @@ def file_digest(path: Path) -> str:
 
 
 def _digest(stripped: bytes) -> str:
+    """Return the SHA-256 of a serialized model without its annotations and its format version."""
     return hashlib.sha256(b"".join(unannotated(memoryview(stripped)))).hexdigest()
 
 
 def _texts(model: onnx.ModelProto) -> Iterator[object]:
-    """Yield every name of the model that autopipe reads. Protobuf returns bytes for a name that is
-    not UTF-8.
+    """Yield every text of the model that autopipe reads, so that the caller can check the encoding.
+    Protobuf returns bytes for a text that is not UTF-8.
     """
     graph = model.graph
     yield graph.name
@@ -292,8 +304,8 @@ def _texts(model: onnx.ModelProto) -> Iterator[object]:
 
 
 def opened(path: Path) -> memoryview:
-    """Return the bytes of a file, memory-mapped. Raise ModelError if the file is missing, is empty
-    or cannot be read.
+    """Return the bytes of a file, memory-mapped. Raises ModelError if the file is missing, is
+    empty, is a Git LFS pointer, or cannot be read.
     """
     if not path.exists():
         raise ModelError("the model file does not exist")
@@ -309,7 +321,7 @@ def opened(path: Path) -> memoryview:
                 raise ModelError("the model file is empty")
             if pointer := lfs_error(path):
                 raise ModelError(*pointer)
-            # The map is not closed explicitly, because the traceback of an error may keep views of
+            # The map is not closed, because the traceback of an error may still refer to views of
             # it.
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
@@ -317,6 +329,9 @@ def opened(path: Path) -> memoryview:
 
 
 def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
+    """Return (domain, version) of the imported operator sets, sorted by domain. Raises ModelError
+    if a version is not supported or if there are too many sets.
+    """
     import onnx.defs
 
     if len(model.opset_import) > MOST_DOMAINS:
@@ -350,8 +365,8 @@ def _opsets(model: onnx.ModelProto) -> tuple[tuple[str, int], ...]:
 
 
 def _without_annotated_calls(model: onnx.ModelProto) -> bool:
-    """Remove the annotations that would lose their tensors when functions are inlined. Return True
-    if there were any.
+    """Remove device annotations of function calls and of nodes inside of functions, because
+    inlining removes or renames the tensors that they name. Return True if there were any.
     """
     functions = {(function.domain, function.name) for function in model.functions}
     calls = [
@@ -365,9 +380,10 @@ def _without_annotated_calls(model: onnx.ModelProto) -> bool:
 
 
 def topological_positions(graph: onnx.GraphProto) -> tuple[int, ...]:
-    """Return the positions of the nodes in topological order. Ties are in file order.
+    """Return the positions of a graph's nodes in topological order. If several nodes can be next,
+    the first in the file is.
 
-    Raise ModelError for a cycle or a value that is written twice.
+    Raises ModelError for a cycle and for a value that is written twice.
     """
     writer: dict[str, int] = {}
     sources = {each.name for each in graph.input} | {each.name for each in graph.initializer}

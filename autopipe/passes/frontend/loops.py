@@ -1,5 +1,6 @@
-"""Loops that stay one operator of the graph, with the body as a graph of its own. The body is typed
-once; nodes with equal results in all iterations are computed before the loop.
+"""Construction of loop operators: loops that are not unrolled, whose body is a graph of its own.
+The types in the body are inferred once. Nodes of the body with equal results in all iterations move
+in front of the loop.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from autopipe.passes.frontend.inference import RANDOM
 
 
 def inner_types(kept: KeptLoop, types: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the types of the values that an iteration of a body reads: its number, the states, and
-    the slices of scan inputs.
+    """Return the types of the values that the body of a loop receives in each iteration: the
+    iteration number, the states, and slices of the scan inputs. `types` has the types of values
+    outside of the loop.
     """
     found = {kept.number: Value(kept.number, DType.INT64, ())}
     found |= {state.name: replace(types[state.operand], name=state.name) for state in kept.states}
@@ -40,11 +42,15 @@ def loop_of(
     aliases: Mapping[str, str],
     opset: int,
 ) -> tuple[list[Node], Node, list[Constant], list[Value]]:
-    """Return (nodes before the loop, the loop, new constants of the body, types of the loop's
-    results).
+    """Build a loop operator and return four things:
 
-    `nodes` are the nodes of one iteration, `types`, `arrays` and `aliases` what is known of values.
-    Raises ModelError if the body cannot become the body of a loop operator.
+    - the nodes that are computed once, before the loop;
+    - the loop node;
+    - the constants of the body that are not yet constants of the graph;
+    - the types of the loop's results.
+
+    `nodes` are the nodes of the body; `types`, `arrays` and `aliases` have the types, known data
+    and other names of values. Raises ModelError if the body is not supported in a loop operator.
     """
     if not all(arrays.get(aliases.get(name, name), np.False_).all() for name in kept.ends):
         raise ModelError("the condition that ends the loop depends on data")
@@ -125,8 +131,8 @@ def loop_of(
 def _divide(
     kept: KeptLoop, nodes: Sequence[Node], types: Mapping[str, Value]
 ) -> tuple[list[Node], list[Node], list[ScanInput]]:
-    """Return (nodes with equal results in all iterations, other nodes, scan inputs). Raises
-    ModelError if a node draws random numbers.
+    """Split the nodes of the body, and return (nodes with equal results in all iterations, other
+    nodes, scan inputs). Raises ModelError if a node draws random numbers.
     """
     before = list[Node]()
     inner = list[Node]()
@@ -139,8 +145,8 @@ def _divide(
             before.append(node)
             continue
         changing.update(node.outputs)
-        # x[i] for the iteration's number i becomes a scan input: the gradient of a Gather would
-        # have the size of x in each iteration.
+        # A Gather of x[i], where i is the iteration number, becomes a scan input. Otherwise the
+        # gradient of the Gather would have the size of x in each iteration.
         if node.op == "Gather" and not node.domain and node.inputs[1] == kept.number:
             axis = node.integer("axis") % len(types[node.inputs[0]].shape)
             if node.inputs[0] not in changing and types[node.inputs[0]].shape[axis] == kept.count:
@@ -151,7 +157,10 @@ def _divide(
 
 
 def _require_repeatable(body: Graph) -> None:
-    """Raise ModelError if a node of a body is not supported within a loop operator."""
+    """Raise ModelError if a loop operator cannot have this body: it has too many nodes, or contains
+    a loop, an unsupported operator, a node that mixes samples, or an operand that must be constant
+    but is not.
+    """
     if len(body.nodes) > MAX_UNROLLED_NODES:
         raise ModelError(
             f"the number of nodes of the body is {len(body.nodes)}, expected at most "

@@ -1,4 +1,4 @@
-"""The loss of a graph: an output of the model, or a cross-entropy added after one of its values."""
+"""The loss of a graph: an output of the model, or a cross-entropy that is added to the graph."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from autopipe.passes.frontend.rewriter import GraphEdit
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """The mean cross-entropy between logits and labels.
+    """Request to add the mean cross-entropy between logits and labels to a graph.
 
-    `logits` names a value of shape (samples, …, classes). `labels` names the int64 input of that
-    shape without the classes; the input is added if the model has no input of that name. The mean
-    is over all positions. Dimensions of size 1 after the classes are ignored, because convolutional
-    networks may end in (samples, classes, 1, 1).
+    `logits` names a value of shape (samples, …, classes). `labels` names an int64 input of that
+    shape without the classes, which is added if the model has no input of that name. The mean is
+    over all positions whose label is not ignored. Dimensions of size 1 after the classes are
+    dropped, because convolutional networks may end in (samples, classes, 1, 1).
     """
 
     logits: str
     labels: str = "labels"
     ignored: int | None = None
-    """Label that is ignored in the loss; None if all labels count."""
+    """Positions with this label do not count in the loss. None if all positions count."""
 
 
 _SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 
 
 def leaves_out(graph: Graph, node: Node) -> bool:
-    """True if a loss may ignore labels. False if the labels are constants without the ignored
-    label, or if their type cannot represent it.
+    """True if the loss `node` may ignore labels. False if it has no `ignore_index`, if the labels
+    are constants other than `ignore_index`, or if their type cannot represent it.
     """
     if not node.has("ignore_index"):
         return False
@@ -60,11 +60,11 @@ def leaves_out(graph: Graph, node: Node) -> bool:
 
 
 def loss_choices(graph: Graph) -> tuple[str, ...]:
-    """Return the outputs that can be the loss of the model.
+    """Return the names of the outputs that can be the loss of the model.
 
-    An output called 'loss' is the only choice. Otherwise the choices are the floating-point outputs
-    of one element that a loss operator writes, and the scalars through which a parameter can be
-    trained.
+    If there is a floating-point output `loss` with one element, it is the only choice. Otherwise
+    the choices are the floating-point outputs with one element that a loss operator writes, and the
+    floating-point scalars (shape ()) from which a gradient reaches a trainable parameter.
     """
     numbers = [name for name in graph.outputs if _is_scalar(graph.type_of(name))]
     if "loss" in numbers:
@@ -75,26 +75,31 @@ def loss_choices(graph: Graph) -> tuple[str, ...]:
 
 
 def own_loss(graph: Graph) -> str:
-    """Return the only output that can be the loss; "" if there is none, or if there are several."""
+    """Return the name of the only output that can be the loss; "" if there is none or more than
+    one.
+    """
     choices = loss_choices(graph)
     return choices[0] if len(choices) == 1 else ""
 
 
 def _is_written_by_loss(graph: Graph, name: str) -> bool:
+    """True if a loss operator that reads labels writes the value `name`."""
     index = graph.producer(name)
     return index is not None and is_label_loss(graph.nodes[index])
 
 
 def _trains(graph: Graph, name: str) -> bool:
-    """True if `name` is a scalar with a gradient for a trainable parameter. A tensor of shape other
-    than () does not count, because it may be the logit of a batch of one sample.
+    """True if `name` is a scalar from which a gradient reaches a trainable parameter. A value of
+    one element with dimensions is no scalar: it may be the logit of a batch of one sample.
     """
     is_scalar = graph.type_of(name).shape == ()
     return is_scalar and any(each.trainable for each in only_reached(graph, name).parameters)
 
 
 def require_loss(graph: Graph, name: str) -> None:
-    """Raise ConfigurationError unless `name` is an output that can be a loss."""
+    """Raise ConfigurationError unless `name` is an output that can be a loss: one floating-point
+    number.
+    """
     if name not in graph.outputs:
         near = difflib.get_close_matches(name, graph.outputs, n=1) or list(graph.outputs)
         raise ConfigurationError(
@@ -113,8 +118,8 @@ def require_loss(graph: Graph, name: str) -> None:
 
 
 def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
-    """Return the graph with the loss of the logits as an additional output, and the name of that
-    output.
+    """Return (graph with the cross-entropy `choice` as additional output, name of that output).
+    Raises ConfigurationError if the logits or labels do not fit.
     """
     known = {value.name for value in graph.values}
     if choice.logits not in known:
@@ -147,15 +152,19 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
     def append(
         op: str, inputs: tuple[str, ...], result: str, *attributes: tuple[str, Attribute]
     ) -> str:
+        """Add a node with one result, and return the result's name."""
         nodes.append(Node(f"autopipe/{op}/{result}", op, inputs, (result,), attributes))
         return result
 
     def rows(value: Value, *columns: int) -> str:
+        """Add a Reshape that merges all dimensions of samples and positions, and return the name of
+        its result.
+        """
         shape = (math.prod(labels.shape), *columns)
         operands = (value.name, added.shape_operand(value.name, shape))
         return append("Reshape", operands, added.value(f"{value.name}_rows", value.dtype, shape))
 
-    # ONNX's loss requires the classes on axis 1.
+    # ONNX's loss requires the classes on axis 1, so samples and positions are merged into axis 0.
     scores = rows(logits, counted[-1]) if len(logits.shape) > 2 else logits.name
     targets = rows(labels) if len(labels.shape) > 1 else labels.name
     loss = added.value("loss", logits.dtype, ())
@@ -165,10 +174,14 @@ def with_cross_entropy(graph: Graph, choice: CrossEntropy) -> tuple[Graph, str]:
 
 
 def _is_scalar(value: Value) -> bool:
+    """True if a value is a floating-point tensor with one element."""
     return value.dtype.is_floating and value.elements == 1
 
 
 def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:
+    """Return the graph with the input `labels`. Raises ConfigurationError if it has an input of
+    that name with another type.
+    """
     for value in graph.inputs:
         if value.name == labels.name:
             if value.dtype not in (DType.INT64, DType.INT32) or value.shape != labels.shape:
@@ -178,6 +191,6 @@ def _with_labels(graph: Graph, labels: Value, logits: str) -> Graph:
                     f"int64{list(labels.shape)}"
                 )
             return graph
-    # The batch dimension of the labels is the first axis of the logits.
+    # Axis 0 of the labels counts samples, as it does for the logits.
     axes = (*graph.batch_axes, (labels.name, 0)) if graph.batch_axes else ()
     return dataclasses.replace(graph, inputs=(*graph.inputs, labels), batch_axes=axes)

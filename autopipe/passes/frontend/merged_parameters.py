@@ -1,9 +1,10 @@
-"""Undo the merging of parameters whose values were equal at export, such as the biases and scales
-of a new model.
+"""Separation of parameters that an exporter merged because their values were equal, such as the
+biases and scales of a new model.
 
-PyTorch's newer exporter records in each node's metadata which parameter the node reads. Its older
-exporter leaves an Identity named after each merged parameter. In files of other exporters, a tensor
-with a single repeated value that is used only as scale or offset becomes one parameter per use.
+PyTorch's newer exporter (dynamo) records in each node's metadata which parameter the node reads.
+Its older exporter (TorchScript) leaves an Identity named after each merged parameter. In files of
+other exporters, a tensor with a single repeated value that is used only as scale or offset becomes
+one parameter per use.
 """
 
 from __future__ import annotations
@@ -23,41 +24,46 @@ if TYPE_CHECKING:
     import onnx
 
 LOOKUPS = frozenset({"embedding", "index", "index_select", "select"})
-"""Traced operators that read rows of a table."""
+"""Operators of PyTorch's traced program that read rows of a table."""
 SAME = frozenset(
     {"alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh_copy", "view", "expand"}
 )
-"""Traced operators whose result is the parameter itself or a copy under another name."""
+"""Operators of PyTorch's traced program whose result has the elements of the operand, in the same
+order.
+"""
 PRODUCER = "pytorch"
+"""Producer name that PyTorch's exporters write into files."""
 CONSTANT = "/constant"
-"""Suffix of the copy of a parameter for uses that are a constant with equal values, not the
-parameter.
+"""Suffix of a new tensor that is read where the traced program has a constant. The constant was
+merged with a parameter of equal values.
 """
 NAMESAKE = "/merged"
-"""Suffix of the result of an Identity whose readers now read a separate tensor."""
+"""Suffix of the new name of an Identity's result, after its readers read a separate tensor with the
+old name.
+"""
 Read = tuple[int, int]
-"""Position of a node in the graph, and position of one of its operands."""
+"""(position of a node in the graph, index of one of its operands): a use of a tensor."""
 Numbers = Callable[["onnx.TensorProto"], "np.ndarray | None"]
+"""Returns the data of a tensor; None if they are not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Separate tensors that were created for uses of merged parameters."""
+    """The separate tensors that were added for parameters that an exporter merged."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Name of each new tensor -> name of the merged tensor with its initial values."""
+    """Name of each new tensor → name of the merged tensor, which has its initial values."""
     doubtful: tuple[str, ...] = ()
-    """New tensors that were separated although nothing in the file states that they are several
-    parameters.
-    """
+    """New tensors for which the file does not declare that they are parameters of their own."""
 
 
 def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Numbers) -> Apart:
-    """Give each merged parameter of `model` a separate tensor, in place, and return the new
-    tensors.
+    """Add a separate tensor to `model` for each parameter that was merged with another one, and
+    return the new tensors. Changes `model` in place.
 
-    `numbers` returns the values of a tensor, or None if they are not available. Nodes keep their
-    positions. An Identity that named a parameter loses its readers.
+    `metadata` are the file's metadata; `numbers` returns the data of a tensor. Nodes keep their
+    positions. An Identity that named a parameter loses its readers. Nothing changes if the model
+    has functions or lists its parameters in the metadata.
     """
     graph = model.graph
     if model.functions or "autopipe.parameters" in metadata:
@@ -101,6 +107,7 @@ def take_apart(model: onnx.ModelProto, metadata: Mapping[str, str], numbers: Num
 
 
 def _readers(graph: onnx.GraphProto, names: Mapping[str, object]) -> dict[str, list[Read]]:
+    """Return the uses of each value of `names` as operand of a node."""
     found: dict[str, list[Read]] = {}
     for position, node in enumerate(graph.node):
         for slot, name in enumerate(node.input):
@@ -116,7 +123,7 @@ def _signed(
     numbers: Numbers,
 ) -> Iterator[tuple[Read, str, str]]:
     """Yield (use, merged tensor, new name) for each use of a tensor as another parameter, according
-    to the traced calls in the nodes' metadata.
+    to the metadata of PyTorch's newer exporter. `held` has the tensors of the file by name.
     """
     known = {name: held[name] for name in held if signature.is_trained(name)}
     readers = _readers(graph, known)
@@ -139,8 +146,8 @@ def _signed(
             if meant is not None and (not meant or meant in own):
                 continue
             if meant is None or NUMBERED.sub("", meant) in LOOKUPS:
-                # Equal rows of a table are the same rows read twice, unless all of the table's
-                # values are equal.
+                # Reads of equal rows of a table are reads of the same rows, unless all of the
+                # table's values are equal.
                 if plain is None:
                     array = numbers(known[name])
                     plain = array is not None and is_uniform(array)
@@ -152,10 +159,12 @@ def _signed(
 def _meant(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, made: set[str]
 ) -> str | None:
-    """Return the name of the parameter that a node's traced call has for an operand. Return "" if
-    the call does not determine it, and None if the operand is not a parameter.
+    """Return the name of the parameter that operand `read` stands for, according to the traced call
+    of its node. Return "" if the call does not determine it, and None if the operand is no
+    parameter.
 
-    `together` lists all trained operands of the call.
+    `together` has all operands of the nodes of that call that are trained tensors. `made` has the
+    names of values that nodes write and of inputs.
     """
     node = graph.node[read[0]]
     call, arguments = traced_call(node)
@@ -173,12 +182,13 @@ def _meant(
 def _claimed(
     graph: onnx.GraphProto, read: Read, together: list[Read], signature: Signature, named: list[str]
 ) -> str | None:
-    """Return the parameter, of the names in `named` from a traced call, that belongs to the operand
-    `read`.
+    """Return the parameter that operand `read` stands for, among the parameters `named` that are
+    arguments of the traced call.
 
-    An operand whose own name is in `named` gets that parameter. The other operands get the
-    remaining names in argument order. If there are more operands than names, the first operands get
-    none: "", or None for the implicit scale of a normalization.
+    An operand with the name of one of these parameters stands for it. The other operands get the
+    remaining parameters in argument order. If there are more operands than parameters, the first
+    operands get none: the result is then "", or None for a normalization, which has an implicit
+    scale. The result is also "" if there are more parameters than operands.
     """
     left = list(named)
     others: list[Read] = []
@@ -203,8 +213,8 @@ def _claimed(
 def _named(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
-    """Yield (use, merged tensor, new name) for the readers of an Identity with which PyTorch's
-    older exporter names a merged parameter.
+    """Yield (use, merged tensor, new name) for each use of an Identity with which PyTorch's older
+    exporter names a merged parameter. Renames the results of these Identity nodes in place.
     """
     names = {node.output[0]: node.input[0] for node in graph.node if _is_name(node, held)}
     outputs = {info.name for info in graph.output}
@@ -226,11 +236,12 @@ def _named(
                 ""
             }
             own = {scope_of(graph.node[position]) for position, _ in readers.get(name, ())}
-            # Copied layers start with equal weights, which are second operands. A first operand is
-            # an input of the layer.
+            # Copied layers start with equal weights, which they read as second operand. A first
+            # operand is an input of the layer.
             outer = drawn and all(slot == 0 for _, slot in readers.get(name, ()))
             if not plain and (own <= scopes or outer):
-                # The same module is called again, or several modules read one tensor.
+                # This is no merged parameter: the same module is called again, or several modules
+                # read one tensor.
                 continue
         node.output[0] = f"{name}{NAMESAKE}"
         for read in readers.get(name, ()):
@@ -238,6 +249,7 @@ def _named(
 
 
 def _is_name(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool:
+    """True if a node is an Identity of a tensor of the file."""
     return (
         node.op_type == "Identity"
         and not node.domain
@@ -249,8 +261,8 @@ def _is_name(node: onnx.NodeProto, held: Mapping[str, onnx.TensorProto]) -> bool
 def _used(
     graph: onnx.GraphProto, held: Mapping[str, onnx.TensorProto], numbers: Numbers
 ) -> Iterator[tuple[Read, str, str]]:
-    """Yield (use, merged tensor, new name) for each use except the first of a scale or offset with
-    a single repeated value.
+    """Yield (use, merged tensor, new name) for each use, except the first, of a tensor with a
+    single repeated value that is only used as scale or offset.
     """
     for name, reads in _readers(graph, held).items():
         if len(reads) < 2 or not all(

@@ -1,5 +1,5 @@
-"""The result of reading a model file: its graph, the trained tensors with reasons, and the
-unsupported operators.
+"""The result of reading a model file: its graph, its floating-point tensors with the reason why
+each is trained or not, and its unsupported operators.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 def reason_for(operator: str) -> str:
-    """Return the reason why an operator without definition, given with its domain as prefix, is not
-    supported.
+    """Return for messages why an operator is not supported. `operator` is its name with the domain
+    as prefix.
     """
     import onnx.defs
 
@@ -59,11 +59,12 @@ def reason_for(operator: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A node of the file, and the nodes of the graph that correspond to it.
+    """A node of the file, and the nodes of the graph that compute its results.
 
-    `values` are the values that the node reads and writes: distinct pairs (name in the file, name
-    in the graph). Values without a name in the graph are omitted. `readers` are the indices of the
-    origins that read the node's results.
+    - `position`: position of the node in the file.
+    - `values`: distinct pairs (name in the file, name in the graph) of the values that the node
+      reads and writes. Values that the graph does not have are omitted.
+    - `readers`: indices of the origins whose nodes read a result of this node.
     """
 
     position: int
@@ -71,18 +72,21 @@ class Origin:
     values: tuple[tuple[str, str], ...]
     readers: tuple[int, ...]
     writes: int | None
-    """Node of the graph that writes this node's results, or that was created from this node during
-    fusion (for example the transposition of the keys of attention). None if there is none.
+    """Index of the graph's node that writes results of this node, or that fusion created for this
+    node (for example the transposition of the keys of attention). None if there is none.
     """
     renames: int | None
-    """Node of the graph whose result this node only renames; None if this node does more."""
+    """Index of the graph's node whose result this node only gives another name; None if this node
+    does more.
+    """
 
 
 def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
-    """Return for each origin the node of the graph that it is part of, or None.
+    """Return for each origin the index of the graph's node to which it belongs; None if there is
+    none.
 
-    This is the node that writes the origin's results. An origin that was removed or fused belongs
-    to the node of all its readers, if that is a single node.
+    An origin belongs to the node that writes its results. An origin that was removed or fused
+    belongs to the node to which all readers of its results belong, if that is a single node.
     """
     owners = [each.renames if each.writes is None else each.writes for each in origins]
     for index in range(len(origins) - 1, -1, -1):
@@ -94,13 +98,17 @@ def owners_of(origins: Sequence[Origin]) -> tuple[int | None, ...]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tuple[Origin, ...]:
-    """Return the nodes of `source` in file order. `aliases` maps values of the file that only
-    rename a value to that value.
+    """Return for each node of `source`, in topological order, the nodes of `graph` that compute its
+    results. `aliases` maps names in the file that only rename a value to that value.
     """
-    # If an Identity names a value as an output, the value may have the output's name in the graph.
+    # If an Identity gives a value the name of an output, the graph may have the value under that
+    # name only.
     renamed = {aliases[name]: name for name in graph.outputs if name in aliases}
 
     def name_of(name: str) -> str | None:
+        """Return the name in the graph of a value of the file; None if the graph does not have the
+        value.
+        """
         if graph.has(name):
             return name
         name = aliases.get(name, name)
@@ -137,11 +145,10 @@ def origins_of(source: Source, aliases: Mapping[str, str], graph: Graph) -> tupl
 
 
 def _with_made(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
-    """Return the origins with their `writes` completed for nodes of the graph that no node of the
-    file writes.
+    """Return the origins, after assigning the nodes of the graph that no node of the file writes.
 
-    A node that reads a value of a fused origin, and whose result the origin's owner reads, is
-    assigned to that origin.
+    Such a node was created by fusion. It is assigned to a fused origin if it reads a value of that
+    origin, and the graph's node to which the origin belongs reads its result.
     """
     owners = owners_of(nodes)
     free: dict[tuple[str, int], int] = {}
@@ -163,17 +170,21 @@ def _with_made(nodes: list[Origin], graph: Graph) -> tuple[Origin, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
+    """An operator without definition, the number of its nodes, and the name of the first of
+    them.
+    """
+
     operator: str
     count: int
     node: str
     reason: str
-    """Why the operator is not supported."""
+    """Why the operator is not supported, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A floating-point tensor of the file that the graph reads, and whether and why it is
-    trained.
+    """A floating-point tensor of the file that the graph reads: whether it is trained, and why or
+    why not.
     """
 
     value: Value
@@ -181,57 +192,65 @@ class Tensor:
     why: str
     doubtful: bool = False
     refused: bool = False
-    """True if the tensor is computed from parameters in an unknown way, and the loss depends on it.
+    """True if the loss depends on the tensor, but the exporter computed it from parameters in an
+    unknown way. Training it instead of the parameters is then rejected.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The graph of one forward pass (one micro-batch) of an ONNX file."""
+    """The graph of one forward pass of an ONNX file on one micro-batch, and what is known about the
+    file.
+    """
 
     graph: Graph
     path: Path
     digest: str
-    """SHA-256 of the file without the data of its large tensors."""
+    """SHA-256 of the file without the data of its large tensors, its annotations and its format
+    version.
+    """
     batch: int | None
-    """Samples of one forward pass; None if no input has a batch dimension."""
+    """Number of samples of one forward pass; None if no input has a batch dimension."""
     loss: str
     """Name of the output that is the loss; "" if there is none."""
     mode: Mode
     nodes_before: int
-    """Number of nodes in the file. The graph has `len(graph.nodes)` nodes."""
+    """Number of nodes of the file, before cleanup and fusion."""
     configurations: tuple[Configuration, ...]
     unsupported: tuple[Unsupported, ...]
     warnings: tuple[str, ...]
     source: Source | None = field(default=None, repr=False, compare=False)
-    """The parsed file, from which graphs for other batch sizes are built. None for a graph that was
-    not read from a file.
+    """The parsed file, from which graphs for other batch sizes are built. None if the graph was not
+    read from a file.
     """
     aliases: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Values of the file that only rename a value -> that value."""
+    """Names in the file that only rename a value, and the name of that value."""
     tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     """Floating-point tensors of the file that the graph reads, each with whether and why it is
     trained.
     """
     scores: Scores = "keep"
-    """`keep` if the losses of the graph save their logits for backward, and `recompute` if they
-    compute the logits again.
+    """`keep` if the losses of the graph save their logits for the backward pass; `recompute` if
+    they compute the logits again.
     """
     unknown_detached: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Titles of nodes for which the file states that an operand is detached, but not which operand.
+    """Operators and names of nodes for which the file declares that an operand is detached, but not
+    which operand.
     """
     unrecorded: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """Ways to stop gradients that a PyTorch module may use and that the file does not record. If
-    the module uses one, the graph trains more than the module.
+    """Ways to stop gradients in PyTorch that the file does not record. If the exported module uses
+    one of them, the graph trains tensors that the module does not train.
     """
     other: Graph | None = field(default=None, repr=False, compare=False)
-    """The same graph with the other value of `scores`; None if only one value is considered."""
+    """The graph with the other value of `scores`; None if only one value is considered."""
     loss_choices: tuple[str, ...] = ()
-    """Outputs that can each be the loss, if there are several and none was named."""
+    """Outputs each of which can be the loss. () unless there are several and the user named
+    none.
+    """
 
     def with_scores(self, scores: Scores) -> Model:
-        """Return the model whose losses save or recompute their logits; this model if it has only
-        one form.
+        """Return the model whose losses save (`keep`) or recompute (`recompute`) their logits; this
+        model if it has only one form.
         """
         if self.other is None or scores == self.scores:
             return self
@@ -239,7 +258,9 @@ class Model:
 
     @property
     def forms(self) -> tuple[Model, ...]:
-        """This model, and the same model with the other value of `scores` if that is considered."""
+        """This model, and the model with the other value of `scores` if both values are
+        considered.
+        """
         return (
             self,
             *(
@@ -251,7 +272,7 @@ class Model:
 
     @property
     def fused(self) -> dict[str, int]:
-        """Number of nodes by operator that were fused from several nodes of the file."""
+        """Number of nodes that were fused from several nodes of the file, by operator."""
         own = (
             Counter(node.op_type for node in self.source.nodes)
             if self.source is not None
@@ -266,25 +287,31 @@ class Model:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
+        """For each node of the file, the nodes of the graph that compute its results; () if the
+        model was not read from a file.
+        """
         return () if self.source is None else origins_of(self.source, self.aliases, self.graph)
 
 
 REMOVED = frozenset({"Constant", "Identity", "CastLike", "Shape", "Size"})
-"""Operators that reading always removes if shapes are static."""
+"""Operators that do not remain in a graph, because all shapes are static."""
 
 
 def unsupported_operators(graph: Graph) -> tuple[Unsupported, ...]:
-    """Return the operators of a graph without a definition in `OPERATORS`, most frequent first."""
+    """Return the operators of a graph that have no definition in `OPERATORS`, most frequent
+    first.
+    """
     return _without_row([(qualified_name(node), node.name) for node in graph.nodes])
 
 
 def require_readable(source: Source) -> None:
-    """Raise ModelError if the file contains operators that can neither be typed nor have a
-    definition. The error names all of them, including operators in control-flow bodies.
+    """Raise ModelError if the file contains operators that autopipe does not define and whose
+    results ONNX cannot infer. The error lists all of them, including operators in bodies of control
+    flow.
 
-    An operator that ONNX can type may still be evaluated while the model is read; it is checked
-    afterwards. Also raise ModelError if the operands or attributes of a node violate ONNX's
-    definition.
+    An undefined operator that ONNX can infer is accepted here: it may be evaluated while the model
+    is read, and is checked afterwards. Also raises ModelError if the operands or attributes of a
+    node violate ONNX's specification.
     """
     import onnx.checker
     import onnx.defs
@@ -308,7 +335,7 @@ def require_readable(source: Source) -> None:
         elif (
             known and name != "Constant" and not _is_deprecated(node, opsets.get(domain, 1), domain)
         ):
-            # The data of a Constant may not be loaded; therefore Constant nodes are not checked.
+            # Constant nodes are not checked, because their data may not be loaded.
             try:
                 onnx.checker.check_node(node, context)
             except onnx.checker.ValidationError as error:
@@ -322,16 +349,14 @@ def require_readable(source: Source) -> None:
 
 
 def _is_deprecated(node: onnx.NodeProto, opset: int, domain: str) -> bool:
-    """True if ONNX defines an operator as deprecated, for example GroupNormalization of opset
-    18.
-    """
+    """True if ONNX has deprecated the operator, such as GroupNormalization of opset 18."""
     import onnx.defs
 
     return bool(onnx.defs.get_schema(node.op_type, opset, domain).deprecated)
 
 
 def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
-    """Return the error that names all unsupported operators with their counts."""
+    """Return the error for unsupported operators, with their counts and reasons."""
     names = ", ".join(f"{each.operator} ({each.count})" for each in unsupported)
     reasons: dict[str, list[str]] = {}
     for each in unsupported:
@@ -345,6 +370,9 @@ def refusal(unsupported: tuple[Unsupported, ...]) -> ModelError:
 
 
 def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
+    """Return those operators that have no definition in `OPERATORS`, most frequent first. `uses`
+    has (operator, node name) of each node.
+    """
     counts = Counter(name for name, _ in uses)
     first = dict(reversed(uses))
     return tuple(
@@ -355,13 +383,14 @@ def _without_row(uses: list[tuple[str, str]]) -> tuple[Unsupported, ...]:
 
 
 UNREACHED = "no gradient reaches it"
+"""Reason that messages state for an untrained parameter to which no gradient flows."""
 
 
 def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
-    """Return the parameters on which the loss depends but to which no gradient flows, by the title
-    of the node that stops the gradient.
+    """Return the parameters on which the loss depends but to which no gradient flows, by the
+    operator and name of the node that stops the gradient.
 
-    `graph` must still mark all parameters as trainable.
+    `graph` must still mark these parameters as trainable.
     """
     connected = {loss}
     reached = {loss}
@@ -392,6 +421,9 @@ def stopped_parameters(graph: Graph, loss: str) -> dict[str, tuple[str, ...]]:
 
 
 def _stops_gradients(graph: Graph, node: Node) -> bool:
+    """True if no gradient flows from a node's results to its operands: its gradient is zero or
+    undefined, or no result is floating-point.
+    """
     row = operator_of(node)
     if row is not None and (row.has_zero_gradient or not row.differentiable):
         return True
@@ -399,7 +431,9 @@ def _stops_gradients(graph: Graph, node: Node) -> bool:
 
 
 def only_reached(graph: Graph, loss: str) -> Graph:
-    """Return the graph in which parameters that no gradient of `loss` reaches are not trainable."""
+    """Return the graph in which parameters that no gradient of the output `loss` reaches are marked
+    as not trainable.
+    """
     reached = {loss}
     for node in reversed(graph.nodes):
         row = operator_of(node)
@@ -417,7 +451,7 @@ def only_reached(graph: Graph, loss: str) -> Graph:
 
 
 def behind_stops(graph: Graph) -> frozenset[str]:
-    """Return the values from which results of StopGradient are computed."""
+    """Return the names of all values on which a StopGradient depends."""
     found: set[str] = set()
     for node in reversed(graph.nodes):
         if node.op == STOP_GRADIENT or not found.isdisjoint(node.outputs):
@@ -426,8 +460,8 @@ def behind_stops(graph: Graph) -> frozenset[str]:
 
 
 def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
-    """Return the graph in which tensors that are computed from parameters in an unknown way are not
-    trainable.
+    """Return the graph in which tensors that the exporter computed from parameters in an unknown
+    way are marked as not trainable.
     """
     kept = tuple(
         replace(each, trainable=False) if is_refused(each, roles) else each
@@ -437,8 +471,8 @@ def without_refused(graph: Graph, roles: Mapping[str, Role]) -> Graph:
 
 
 def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
-    """True if a tensor of a graph is trainable but is computed from parameters in an unknown
-    way.
+    """True if a tensor is marked as trainable although the exporter computed it from parameters in
+    an unknown way.
     """
     role = roles.get(parameter.value.name)
     return parameter.trainable and role is not None and role.refused
@@ -447,8 +481,9 @@ def is_refused(parameter: Parameter, roles: Mapping[str, Role]) -> bool:
 def tensors_of(
     graph: Graph, roles: Mapping[str, Role], refused: frozenset[str]
 ) -> tuple[Tensor, ...]:
-    """Return the floating-point tensors of the file that `graph` reads, except constants of one
-    element.
+    """Return the floating-point tensors of the file that `graph` reads, with the reason why each is
+    trained or not. Constants of one element are omitted. `refused` names tensors that must not be
+    trained because their origin is unknown and the loss depends on them.
     """
     found = []
     for each in graph.parameters:
@@ -466,9 +501,9 @@ def tensors_of(
 
 
 def require_trainable(model: Model) -> None:
-    """Raise ModelError if the loss depends on tensors that the exporter computed from parameters in
-    an unknown way, because a plan would train these tensors instead of the parameters. Also raise
-    ModelError if a model for training has a detached operand that the file does not identify.
+    """Raise ModelError if a plan would train tensors that the exporter computed from parameters in
+    an unknown way, instead of the parameters. Also raise ModelError if the model is to be trained
+    and the file declares a detached operand without identifying it.
     """
     if model.unknown_detached and model.mode is Mode.TRAIN:
         message = "training is refused: an operand is detached, but the file does not say which one"
@@ -500,9 +535,13 @@ def trained_warnings(
     left_out: list[str],
     stopped: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, ...]:
-    """Return warnings on tensors whose role the file does not determine, on parameters in
-    `left_out` that the file lacks, and on parameters whose gradients a node stops. `stopped` maps
-    the node's title to these parameters.
+    """Return warnings on four kinds of tensors:
+
+    - tensors for which the file does not determine whether they are trained;
+    - parameters that the file lacks, listed in `left_out`;
+    - tensors that are refused, because the exporter computed them from parameters in an unknown
+      way;
+    - parameters whose gradient a node stops. `stopped` has them by the node's operator and name.
     """
     known = {each.value.name for each in tensors}
     split = [name for name in apart.doubtful if name in known]

@@ -1,9 +1,9 @@
-"""Roles of a file's tensors: parameters, buffers and constants.
+"""Inference of the role of each tensor of a file: parameter, buffer or constant.
 
-ONNX does not record roles, so they are inferred. The evidence in descending priority: the user's
-choice; the file's declarations (the metadata `autopipe.parameters`, PyTorch's signature of the
-traced program); and the name, uses and values of a tensor. A tensor that gradients reach is trained
-unless it is a running statistic or a table computed from positions.
+ONNX does not record roles. The evidence is, in descending priority: the user's choice; the file's
+declarations (the metadata `autopipe.parameters`, or PyTorch's signature of the traced program); and
+the name, uses and values of a tensor. A tensor that gradients reach is trained unless it is a
+running statistic or a table computed from positions.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 STATISTICS = frozenset({("BatchNormalization", 3), ("BatchNormalization", 4)})
+"""(operator, operand index) of running statistics."""
 ANGLES = frozenset({"Sin", "Cos"})
+"""Operators whose operand is an angle."""
 ANGLE_STEPS = VIEWS | {"Expand", "Mul", "MatMul", "Concat", "Einsum", "Slice"}
+"""Operators that may compute angles from a tensor of frequencies."""
 BUFFERS = frozenset(
     {
         "final_logits_bias",
@@ -61,60 +64,74 @@ BUFFERS = frozenset(
 )
 """Last components of the names that PyTorch's public models give to floating-point buffers."""
 LARGEST_LOOK = 1 << 24
-"""Maximum bytes of a tensor whose values are examined to infer its role."""
+"""Maximum bytes of a tensor whose data are examined to infer its role."""
 SCALES = frozenset(
     {("Mul", 0), ("Mul", 1)}
     | {(operator, slot) for operator, slot in AFFINE_SLOTS if operator.endswith("Normalization")}
 )
-"""Operands that are ones or zeros in a newly initialised PyTorch model."""
+"""(operator, operand index) of operands that are all ones or all zeros in a newly initialised
+PyTorch model.
+"""
 SCALES_OF_WEIGHTS = frozenset(
     {("MatMulNBits", 2), ("MatMulNBits", 3), ("MatMulBnb4", 2), ("GatherBlockQuantized", 2)}
     | {("QMoE", slot) for slot in (3, 6, 9)}
 )
-"""Operands that are scales or zero points of packed integers."""
+"""(operator, operand index) of scales and zero points of quantised weights."""
 MATRICES = frozenset({("MatMul", 1), ("Gemm", 1), ("Conv", 1)})
-"""Operands that are the matrix of a layer."""
+"""(operator, operand index) of weight matrices of layers."""
 SIMILARITY = frozenset({("Exp", 0), ("Add", 1), ("Mul", 1)})
-"""Operands that are the scale (a logarithm) and the offset of similarities, in CLIP and SigLIP."""
+"""(operator, operand index) of the scale of similarities, stored as a logarithm, and of their
+offset, as in CLIP and SigLIP.
+"""
 RESIZED = frozenset({("Resize", 0), ("Shape", 0)} | {("Concat", slot) for slot in range(4)})
-"""Operands that are a resized table of positions, or its rows that are not resized."""
+"""(operator, operand index) of a table of positions that is resized, and of rows of the table that
+are not resized.
+"""
 BESIDE = (("Exp", 0), ("Resize", 0))
-"""Operands that identify scales of similarities and resized tables."""
+"""(operator, operand index) that identify modules with a scale of similarities or a resized
+table.
+"""
 STATED = "autopipe.parameters"
-"""Metadata key of a JSON list of the names of all trained tensors."""
+"""Metadata key of a JSON list of the names of all trained tensors of the file."""
 UNRECORDED = ("no_grad", "requires_grad=False")
-"""Properties of a module's gradients that no PyTorch exporter records."""
+"""Ways to stop gradients in PyTorch that no exporter of PyTorch records."""
 FROZEN = "autopipe.frozen"
 """Metadata key of a JSON list of the names of parameters that are not trained. `autopipe export`
-lists the parameters whose `requires_grad` is False.
+lists the parameters with `requires_grad=False`.
 """
 NAMED = 3
-"""Maximum number of names in a message. Further names are only counted."""
+"""Maximum number of names in a message. The message only counts further names."""
 Numbers = Callable[[], "np.ndarray | None"]
+"""Returns the data of a tensor; None if they are not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
+    """Whether a tensor of the file is trained, and `why` or why not, for messages."""
+
     trained: bool
     why: str
     doubtful: bool = False
-    """True if the evidence is weak and the user should check the role."""
+    """True if the evidence is weak, so that the user is asked to check the role."""
     constant: bool = False
-    """True if the tensor is a constant of the graph, not a buffer."""
+    """True if the tensor is a constant of the graph; False for parameters and buffers."""
     refused: bool = False
-    """True if the tensor is computed from parameters in an unknown way, so that a plan may not
-    train it instead of them.
+    """True if the exporter computed the tensor from parameters in an unknown way. Training it
+    instead of the parameters is then rejected.
     """
 
 
 def quoted(names: tuple[str, ...]) -> str:
-    """Return the first names, quoted, and the number of further names."""
+    """Return a list of quoted names for messages: the first `NAMED` names, and the number of
+    further names.
+    """
     return list_first([repr(name) for name in names], NAMED)
 
 
 def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
-    """Return the role of a tensor that the exporter computed from the parameters `origins`; () if
-    the parameters are unknown. `legacy` is True for PyTorch's older exporter.
+    """Return the role of a tensor that the exporter computed from the parameters `origins` in an
+    unknown way; () if the parameters are unknown, too. `legacy` is True for PyTorch's older
+    exporter.
     """
     option = "do_constant_folding=False" if legacy else "optimize=False"
     if not origins:
@@ -128,18 +145,21 @@ def computed_role(origins: tuple[str, ...], legacy: bool) -> Role:
 
 
 SIGNED = Role(True, "a parameter, as the signature says")
+"""Role of a tensor that PyTorch's signature declares as a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Decides the role of each floating-point tensor of a file."""
+    """Infers the role of each floating-point tensor of a file."""
 
     uses: Uses
     stated: frozenset[str] | None
-    """Names in the file's metadata `autopipe.parameters`; None if the file has none."""
+    """Names of the trained tensors according to the metadata `autopipe.parameters`; None if the
+    file lacks the entry.
+    """
     frozen: frozenset[str] | None
-    """Names in the file's metadata `autopipe.frozen`; None if the file has none. If present, all
-    other parameters of the signature are trained.
+    """Names of untrained parameters according to the metadata `autopipe.frozen`; None if the file
+    lacks the entry. If the file has it, all other parameters of the signature are trained.
     """
     signature: Signature
     from_torch: bool
@@ -147,33 +167,33 @@ class Roles:
     initializer.
     """
     settled: bool
-    """True if the file has named scales and none of them has equal values. The model has then been
-    trained.
+    """True if a PyTorch model without signature was probably trained before export: it has named
+    scales, and none of its named vectors has equal values.
     """
     folded_scopes: Mapping[tuple[str, int], frozenset[str]]
-    """For each operand of `BESIDE`, the modules that read a folded tensor as this operand. Empty
-    for files that PyTorch did not export.
+    """For each (operator, operand index) of `BESIDE`, the modules that read a folded tensor as this
+    operand. No modules for files that PyTorch did not export.
     """
     samples: frozenset[int]
-    """First dimensions of the inputs that the file fixes."""
+    """Fixed sizes of axis 0 of the inputs, 0 if the size is symbolic."""
 
     @property
     def unrecorded(self) -> tuple[str, ...]:
-        """Ways to stop gradients in PyTorch that the file does not record; () if the file was not
-        exported by PyTorch or declares its parameters.
+        """Ways to stop gradients in PyTorch that the file does not record; () if PyTorch did not
+        export the file or if the file declares which parameters are trained.
         """
         if not self.from_torch or self.stated is not None or self.frozen is not None:
             return ()
         return UNRECORDED if self.signature else ("detach", "padding_idx", *UNRECORDED)
 
     def role(self, value: Value, numbers: Numbers, in_node: bool = False) -> Role:
-        """Return the role of a floating-point tensor. `in_node` is True for the tensor of a
-        Constant node.
+        """Return the role of the floating-point tensor `value`. `numbers` returns its data.
+        `in_node` is True for the tensor of a Constant node.
         """
         name = value.name
         slots = self.uses.slots(name)
         if self.is_statistic(name):
-            # A running statistic has no gradient, so the file's declarations are ignored.
+            # A running statistic has no gradient, so declarations of the file are ignored.
             return Role(False, "a running statistic")
         if self.stated is not None:
             if name in self.stated:
@@ -196,15 +216,15 @@ class Roles:
         return self._by_use(value, numbers, slots)
 
     def _is_spectral_vector(self, name: str) -> bool:
-        """True if PyTorch's spectral normalization stores a vector under this name, next to the
-        weight.
+        """True if PyTorch's spectral normalization stores one of its two vectors under this name,
+        beside the weight NAME_orig.
         """
         base = re.fullmatch(r"(.+)_[uv]", name)
         return base is not None and f"{base[1]}_orig" in self.uses.readers
 
     def _are_frequencies(self, value: Value, numbers: Numbers) -> bool:
-        """True if a tensor that only sines and cosines read is probably a series of frequencies,
-        not a parameter.
+        """True if a tensor that is only read to compute sines and cosines is probably a series of
+        frequencies, not a parameter.
         """
         wide = sum(extent > 1 for extent in value.shape)
         if not self.from_torch or wide < 1:
@@ -214,21 +234,24 @@ class Roles:
         return bool(self._table(value, numbers, named=False))
 
     def fills(self, name: str) -> bool:
-        """True if the result of a ConstantOfShape node is a weight: operators read it as a weight,
-        scale or offset.
+        """True if the result `name` of a ConstantOfShape node is a weight, because operators read
+        it as weight, scale or offset.
 
-        PyTorch's exporters never write weights this way. The metadata `autopipe.parameters`, if
-        present, decides.
+        False for files of PyTorch's exporters, which never write weights this way. If the file has
+        the metadata `autopipe.parameters`, only that list decides.
         """
         if self.from_torch or self.stated is not None:
             return self.stated is not None and name in self.stated
         return self.uses.is_weight(name) or self._is_affine(name)
 
     def is_statistic(self, name: str) -> bool:
-        """True if a tensor is the running mean or variance of a normalization."""
+        """True if a BatchNormalization reads the tensor `name` as running mean or variance."""
         return bool(self.uses.slots(name) & STATISTICS)
 
     def _signed(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
+        """Return the role of a tensor of a file with PyTorch's signature. `slots` has (operator,
+        operand index) of its uses.
+        """
         name = value.name
         if name in self.signature.buffers:
             return Role(False, "a buffer, as the signature says")
@@ -239,7 +262,8 @@ class Roles:
         if not LOOKUP_SLOTS.isdisjoint(slots) or name not in self.signature.parameters:
             table = self._table(value, numbers, named=True)
             if table.startswith("a table"):
-                # An embedding that is not trained, which the signature does not record.
+                # This is an embedding table that is not trained; the signature does not record
+                # that.
                 return Role(False, table)
         if name in self.signature.parameters:
             return SIGNED
@@ -248,6 +272,9 @@ class Roles:
         return Role(True, f"elements of {origins}{sign}, in a layout that the file does not tell")
 
     def _by_use(self, value: Value, numbers: Numbers, slots: frozenset[tuple[str, int]]) -> Role:
+        """Return the role of a tensor that the file does not declare, from its name, uses and data.
+        `slots` has (operator, operand index) of its uses.
+        """
         name = value.name
         lifted = bool(LIFTED.fullmatch(name))
         if lifted and value.elements == 1:
@@ -273,7 +300,8 @@ class Roles:
             return Role(False, "an initial state", constant=True)
         table = self._table(value, numbers, named=not lifted)
         if table:
-            # A weight may be initialised as the identity, but a fixed matrix has equal values.
+            # A named weight matrix may be initialised like a table, for example as the identity. A
+            # matrix that is not trained usually has no name.
             is_weight = self.from_torch and not lifted and bool(slots) and slots <= MATRICES
             return Role(
                 is_weight,
@@ -288,8 +316,8 @@ class Roles:
         return Role(True, "by its use")
 
     def _uniform(self, value: Value, slots: frozenset[tuple[str, int]], lifted: bool) -> Role:
-        """Return the role of a tensor with equal values: a newly initialised scale or offset, or an
-        untrained default.
+        """Return the role of a tensor whose values are all equal: a newly initialised scale or
+        offset, or an untrained default. `lifted` is True if the exporter made up the tensor's name.
         """
         wide = [extent for extent in value.shape if extent > 1]
         if slots and slots <= AFFINE_SLOTS:
@@ -301,18 +329,18 @@ class Roles:
         elementwise = bool(slots) and all(operator in ELEMENTWISE for operator, _ in slots)
         if elementwise and len(wide) <= 1:
             if self.from_torch and lifted and len(value.shape) == 2 and value.shape[0] == 1:
-                # A layer's offset has one axis and a name. This tensor is a buffer, such as BART's
-                # bias of logits.
+                # An offset of a layer has one axis and a name of the module. This tensor is
+                # probably a buffer, such as BART's bias of logits.
                 return Role(False, "equal numbers", constant=True, doubtful=True)
             told = value.shape[:1] != (1,) or value.shape[-1:] == (1,) if self.from_torch else False
             return Role(True, "by its use", doubtful=not told)
         if self.uses.is_weight(value.name) and len(wide) > 1:
             return Role(True, "by its use")
         if elementwise and self.from_torch and len(value.shape) > 1 and value.shape[-3:-2] != (1,):
-            # A new table of biases, for example in Swin.
+            # This may be a newly initialised table of biases, as in Swin.
             return Role(True, "by its use", doubtful=True)
         if self.from_torch and slots <= RESIZED and self._is_beside(value.name, ("Resize", 0)):
-            # Parts of a new table, for example in BEiT.
+            # This may be a part of a newly initialised table of positions, as in BEiT.
             return Role(True, "by its use", doubtful=True)
         return Role(
             False,
@@ -322,20 +350,23 @@ class Roles:
         )
 
     def _is_beside(self, name: str, slot: tuple[str, int]) -> bool:
-        """True if a module that reads `name` also reads a folded tensor, which may be `name`, as
-        operand `slot`.
+        """True if a module that reads `name` also reads a folded tensor, possibly `name` itself, as
+        the operand `slot`: (operator, operand index).
         """
         return not self.folded_scopes[slot].isdisjoint(_scopes(self.uses, name))
 
     def _table(self, value: Value, numbers: Numbers, named: bool) -> str:
+        """Return which kind of table the data of a tensor are, for messages; "" if they may be a
+        weight or are too large to examine. `named` is True if the tensor has a name of the module.
+        """
         if value.bytes > LARGEST_LOOK or value.elements < 2:
             return ""
         array = numbers()
         return "" if array is None else table_of(array, named)
 
     def _is_affine(self, name: str) -> bool:
-        """True if a tensor is the scale or offset of a channel, written as Unsqueeze followed by
-        Mul or Add.
+        """True if a tensor is only used as scale or offset of a channel, written as an Unsqueeze
+        followed by a Mul or Add.
         """
         readers = self.uses.readers.get(name, ())
         if not readers or any(node.op_type != "Unsqueeze" for node, _ in readers):
@@ -344,8 +375,8 @@ class Roles:
 
 
 def roles_of(source: Source) -> Roles:
-    """Return the roles of a file. Raise ModelError if its metadata does not declare parameters as a
-    list of names.
+    """Return the object that infers roles of the tensors of a file. Raises ModelError if a metadata
+    entry with names of parameters is malformed.
     """
     signature = Signature.of(source.graph, source.metadata)
     stated = _stated(source.metadata, STATED)
@@ -379,19 +410,19 @@ def roles_of(source: Source) -> Roles:
 
 
 def _scopes(uses: Uses, name: str) -> set[str]:
-    """Return the modules that read a tensor, ignoring Identity nodes."""
+    """Return the modules whose nodes, other than Identity, read the tensor `name`."""
     return {scope_of(node) for node, _ in uses.readers.get(name, ()) if node.op_type != "Identity"}
 
 
 def _is_angle(uses: Uses, name: str) -> bool:
-    """True if a tensor is only used to compute sines and cosines."""
+    """True if the tensor `name` is only used to compute sines and cosines."""
     ends = uses.slots(name, ANGLE_STEPS)
     return bool(ends) and all(operator in ANGLES for operator, _ in ends)
 
 
 def _is_settled(source: Source, uses: Uses) -> bool:
-    """True if there are scales with names of the module, and no named vector has equal or missing
-    values.
+    """True if the model was probably trained before export: at least one vector with a name of the
+    module is a scale, and none of the vectors with such names has equal or missing values.
     """
     scales = 0
     for tensor in source.graph.initializer:
@@ -408,8 +439,8 @@ def _is_settled(source: Source, uses: Uses) -> bool:
 
 
 def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
-    """Return the names that the file lists under `key` of its metadata; None if the key is missing.
-    Raise ModelError if the entry is not a JSON list of names.
+    """Return the names that the file lists under `key` in its metadata; None if the key is missing.
+    Raises ModelError if the entry is not a JSON list of names.
     """
     text = metadata.get(key)
     if text is None:
@@ -425,18 +456,20 @@ def _stated(metadata: Mapping[str, str], key: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The patterns of `model.trainable` and `model.frozen`. A name that matches both is trained."""
+    """The user's choice of trained tensors: the patterns of `model.trainable` and `model.frozen`. A
+    name that matches both is trained.
+    """
 
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     matched: set[str] = field(default_factory=set)
-    """Patterns that have matched a name so far."""
+    """Patterns that have matched at least one name so far."""
     names: set[str] = field(default_factory=set)
-    """Names that were compared so far."""
+    """Names that have been compared with the patterns so far."""
 
     def trained(self, name: str) -> bool | None:
-        """Return True if a tensor is trained, False if it is frozen, and None if no pattern matches
-        its name.
+        """Return True if the user chose to train the tensor `name`, False if the user froze it, and
+        None if no pattern matches the name.
         """
         self.names.add(name)
         trainable, frozen = (
@@ -450,7 +483,7 @@ class Chosen:
         return bool(trainable) if trainable or frozen else None
 
     def require_matched(self) -> None:
-        """Raise ConfigurationError for a pattern that has matched no name."""
+        """Raise ConfigurationError if a pattern has matched none of the compared names."""
         for key, patterns in (("model.trainable", self.trainable), ("model.frozen", self.frozen)):
             for pattern in patterns:
                 if pattern not in self.matched:
@@ -462,8 +495,8 @@ class Chosen:
                     )
 
     def _better(self, pattern: str, key: str) -> str:
-        """Return a hint with a longer pattern that matches names of which `pattern` matches a part,
-        or with a similar name; "" if there is none.
+        """Return a hint for a pattern that matches no name: a longer pattern that matches, or a
+        similar name. Return "" if there is neither.
         """
         prefix, text = ("re:", pattern[3:]) if pattern.startswith("re:") else ("", pattern)
         anything = ".*" if prefix else "*"

@@ -1,9 +1,9 @@
-"""Parsing of the protobuf framing of an ONNX file, to separate the model from the data of its
-weights.
+"""Separation of an ONNX file into the model and the data of its weights, without the protobuf
+library.
 
 Only the framing is parsed (https://protobuf.dev/programming-guides/encoding): field numbers, wire
-types, lengths. All bytes except the data of large tensors are copied and then checked by the
-protobuf parser.
+types and lengths. All bytes except the data of large tensors are copied, and the protobuf parser
+checks them later.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from autopipe.ir.graph import FileSlice, VarintSlice
 from autopipe.ir.state_names import is_for_state_only
 
 LARGE_FLOATS = 1024
-"""Minimum bytes of a floating-point tensor whose data stays in the file."""
+"""Minimum bytes of a floating-point tensor whose data are not copied."""
 LARGE_TABLE = 16 << 20
-"""Minimum bytes of other tensors whose data stays in the file. Smaller tensors may be required to
-infer shapes.
+"""Minimum bytes of tensors of other types whose data are not copied. Smaller tensors may be needed
+to infer shapes.
 """
 VARINT = 0
 FIXED64 = 1
@@ -47,55 +47,72 @@ TENSOR_DOUBLES = 10
 FLOATING = frozenset({1, 10, 11, 16})
 """TensorProto's numbers for float32, float16, float64 and bfloat16."""
 HALVES = frozenset({10, 16})
-"""TensorProto's numbers for float16 and bfloat16. The file may store their elements as varints."""
+"""TensorProto's numbers for float16 and bfloat16. A file may store elements of these types as
+varints.
+"""
 BYTES = frozenset({2, 3, *range(17, 27)})
-"""TensorProto's numbers for types of at most 8 bits, which are used for weights, not for shapes."""
+"""TensorProto's numbers for types of at most 8 bits, which occur in weights but do not determine
+shapes.
+"""
 CONTROL_OPERATORS = frozenset({"If", "Loop", "Scan", "SequenceMap"})
-"""Operators whose attributes contain graphs."""
+"""Operators with graphs (bodies) in their attributes."""
 DEEPEST_BODY = 16
-"""Maximum depth of nested graphs."""
+"""Maximum depth of graphs in attributes of nodes."""
 Piece = bytes | memoryview
+"""A part of a serialized message."""
 
 
 def nested(number: int, name: str) -> str:
-    """Return the key of a tensor in control-flow body `number` of a file. Bodies are numbered in
-    file order of their beginnings.
+    """Return the key of the locations of tensor `name` in body number `number`. The bodies of
+    control-flow nodes are numbered in the order in which they begin in the file.
     """
     return f"{number}\0{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a message, as byte offsets in the file."""
+    """A field of a protobuf message: its number and wire type, and the offsets in the file where
+    its payload begins and ends.
+    """
 
     number: int
     wire: int
     start: int
-    """Offset of the field, tag included."""
+    """Offset in the file where the field begins, including its tag."""
     payload: int
     end: int
 
 
 def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | VarintSlice]]:
-    """Return (stripped, places). Raise ModelError if the framing is broken.
+    """Return (stripped, locations) for the bytes `data` of an ONNX file.
 
-    stripped: a serialized ModelProto without the data of its large tensors, and without the data of
-    tensors that are only present for the module's `state_dict`. places: the locations of this data,
-    and of the data of small floating-point tensors, by name of the value.
+    - stripped: a serialized ModelProto. It lacks the data of large tensors, and the data of tensors
+      that are only present for the PyTorch module's `state_dict`.
+    - locations: where the file has these data and those of small floating-point tensors, by the
+      name of the value. A tensor in a body of control flow has the key `nested(number, name)`.
+
+    Raises ModelError if the framing is malformed or if graphs are nested too deeply.
     """
     slices: dict[str, FileSlice | VarintSlice] = {}
     numbers = itertools.count()
 
     def in_model(field: Field) -> bytes | None:
+        """Return the stripped graph if the field of the model is the graph; None for other
+        fields.
+        """
         return in_graph(field, str, 0) if field.number == MODEL_GRAPH else None
 
     def in_graph(graph: Field, key: Callable[[str], str], depth: int) -> bytes:
+        """Return the stripped message of a graph. `key` maps the name of a tensor to its key in the
+        locations.
+        """
         if depth > DEEPEST_BODY:
             raise ModelError(
                 f"graphs are nested more than {DEEPEST_BODY} deep, which is not supported"
             )
 
         def part(field: Field) -> bytes | None:
+            """Return a stripped field of the graph; None if it is unchanged."""
             if field.number == GRAPH_INITIALIZER:
                 return _strip_tensor(data, field, "", slices, key)
             return (
@@ -107,6 +124,7 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
         return _rewritten(data, graph.payload, graph.end, part)
 
     def in_node(node: Field, key: Callable[[str], str], depth: int) -> bytes | None:
+        """Return the stripped message of a Constant or control-flow node; None for other nodes."""
         fields = list(fields_of(data, node.payload, node.end))
         operators = [
             bytes(data[each.payload : each.end]) for each in fields if each.number == NODE_OPERATOR
@@ -122,6 +140,7 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
         name = "" if holds_bodies else results[0].decode(errors="replace")
 
         def in_attribute(field: Field) -> bytes | None:
+            """Return a stripped field of an attribute; None if it is unchanged."""
             if holds_bodies:
                 inner = partial(nested, next(numbers)) if field.number == ATTRIBUTE_GRAPH else None
                 return in_graph(field, inner, depth + 1) if inner else None
@@ -132,6 +151,7 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
             )
 
         def attribute(field: Field) -> bytes | None:
+            """Return a stripped attribute of the node; None for other fields."""
             is_attribute = field.number == NODE_ATTRIBUTE
             return (
                 _rewritten(data, field.payload, field.end, in_attribute) if is_attribute else None
@@ -145,8 +165,8 @@ def strip_weights(data: memoryview) -> tuple[bytes, dict[str, FileSlice | Varint
 def _rewritten(
     data: memoryview, start: int, end: int, change: Callable[[Field], bytes | None]
 ) -> bytes:
-    """Return the message from `start` to `end` with payloads replaced by the results of `change`. A
-    result of None keeps the field.
+    """Return the message from offset `start` to `end` with some payloads replaced. `change` returns
+    the new payload of a field, or None if the field is unchanged.
     """
     pieces: list[Piece] = []
     for field in fields_of(data, start, end):
@@ -158,8 +178,8 @@ def _rewritten(
 
 
 def _is_looked_at(data: memoryview, node: Field) -> bool:
-    """True if a node may be a Constant with data or may contain a graph. A cheap test; most nodes
-    are rejected.
+    """True if a node may contain data of a tensor or a body, so that its fields must be examined.
+    Most nodes are ruled out by this cheap test.
     """
     size = node.end - node.payload
     if size >= LARGE_FLOATS:
@@ -175,6 +195,10 @@ def _strip_tensor(
     slices: dict[str, FileSlice | VarintSlice],
     key: Callable[[str], str],
 ) -> bytes:
+    """Return the message of a tensor, without its data if they are large. Adds the location of the
+    data to `slices`. `name` is the name of the value if the tensor belongs to a Constant node,
+    otherwise "".
+    """
     fields = list(fields_of(data, tensor.payload, tensor.end))
     kind = 0
     for field in fields:
@@ -211,8 +235,8 @@ def _strip_tensor(
 
 
 def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
-    """Yield the fields of the message from `position` to `end`. Raise ModelError if its framing is
-    broken.
+    """Yield the fields of the message from offset `position` to `end`. Raises ModelError if the
+    framing is malformed.
     """
     while position < end:
         start = position
@@ -241,8 +265,8 @@ def fields_of(data: memoryview, position: int, end: int) -> Iterator[Field]:
 
 
 def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
-    """Return the number at `position` and the offset after it. Raise ModelError if it is
-    malformed.
+    """Return (number, offset after it) for the varint at offset `position`. Raises ModelError if it
+    is malformed.
     """
     value = shift = 0
     while position < end and shift < 70:
@@ -258,15 +282,17 @@ def varint(data: memoryview, position: int, end: int) -> tuple[int, int]:
 
 
 def framed(number: int, payload: bytes) -> bytes:
+    """Return a length-delimited field with this field number and payload."""
     return header(number, len(payload)) + payload
 
 
 def header(number: int, length: int) -> bytes:
+    """Return the tag and length that precede the payload of a length-delimited field."""
     return encoded(number << 3 | LENGTH) + encoded(length)
 
 
 def encoded(value: int) -> bytes:
-    """Return a non-negative number as a varint."""
+    """Return a non-negative integer encoded as varint."""
     found = bytearray()
     while value >= 0x80:
         found.append(value & 0x7F | 0x80)
@@ -276,8 +302,8 @@ def encoded(value: int) -> bytes:
 
 
 def unannotated(data: memoryview) -> Iterator[Piece]:
-    """Yield the model's bytes without annotations and without the format version, which annotations
-    may raise.
+    """Yield the bytes of a serialized model without its device annotations and its format version.
+    The version is omitted because adding annotations may raise it.
     """
     fields = list(fields_of(data, 0, len(data)))
     annotated = any(field.number == MODEL_CONFIGURATION for field in fields)
@@ -291,6 +317,7 @@ def unannotated(data: memoryview) -> Iterator[Piece]:
 
 
 def _graph(data: memoryview, graph: Field) -> Iterator[Piece]:
+    """Yield the bytes of a serialized graph without the device annotations of its nodes."""
     for part in fields_of(data, graph.payload, graph.end):
         if part.number != GRAPH_NODE or part.wire != LENGTH:
             yield data[part.start : part.end]
