@@ -1,4 +1,4 @@
-"""Reading of an ONNX file into a `Model`, step by step."""
+"""The steps that turn an ONNX file into a `Model`, in their order."""
 
 from __future__ import annotations
 
@@ -76,37 +76,39 @@ def read_model(
     scores: Scores | None = None,
     opened: bool = False,
 ) -> Model:
-    """Return the model in `file`, a path or the `Model.source` of a model, with the graph of one
-    forward pass on `batch` samples.
+    """Read the model in `file`, a path or the `Model.source` of a model that was read before, and
+    return it with the graph of one forward pass on `batch` samples.
 
-    - `dims` binds symbolic dimensions by name or INPUT:AXIS. For RESULT:0 of a Range it is the
-      maximum length if the length depends on data.
-    - `batch` defaults to the batch size that the file or `dims` fixes, otherwise 1.
-    - `batch_axes` gives the batch dimension of an input if it is not axis 0; None if the input has
-      none.
-    - `fixed_inputs` gives inputs that are a constant number.
-    - `loss` is the name of an output or a loss to add. By default the model's loss is found if
-      there is only one candidate; `Model.loss_choices` lists several.
-    - `normalize` is the option `loss.normalize`.
-    - `mode` defaults to training if there is a loss.
-    - `training` defaults to the mode. If False, dropout is disabled and BatchNormalization uses its
-      running statistics.
-    - `frozen` and `trainable` are patterns of tensor names (globs, or regular expressions after
-      `re:`). Parameters that match `frozen` are not trained. Floating-point tensors that
-      match `trainable` are trained regardless of other evidence, except running statistics.
-    - `with_unsupported` lists unsupported operators in the result instead of raising an error.
-    - `scores` selects whether the loss saves its logits for backward or recomputes them. None
-      leaves the choice to the plan: the model saves them, and `Model.other` is the other form if
-      that is considered.
-    - `opened` reads the model on `batch` samples even if its file fixes the batch to one sample.
+    - `dims`: sizes of symbolic dimensions, by name or INPUT:AXIS. For RESULT:0 of a Range, the size
+      is the maximum length if the length depends on data.
+    - `batch`: defaults to the batch size that the file or `dims` fixes, otherwise 1.
+    - `batch_axes`: the batch dimension of an input if it is not axis 0; None if the input has none.
+    - `fixed_inputs`: inputs that are replaced by a constant number.
+    - `loss`: name of an output, or a loss to add. By default, the loss is the output that can be a
+      loss if there is only one; if there are several, `Model.loss_choices` lists them.
+    - `normalize`: the option `loss.normalize`.
+    - `mode`: defaults to training if there is a loss, otherwise to inference.
+    - `training`: defaults to True in training mode. If False, dropout is disabled and
+      BatchNormalization uses its running statistics.
+    - `frozen` and `trainable`: patterns of tensor names (globs, or regular expressions after
+      `re:`). Parameters that match `frozen` are not trained. Floating-point tensors that match
+      `trainable` are trained regardless of other evidence, except running statistics.
+    - `with_unsupported`: if True, unsupported operators are listed in the result instead of raising
+      an error.
+    - `scores`: whether the loss saves its logits for the backward pass (`keep`) or recomputes them
+      (`recompute`). None leaves the choice to the plan: the model saves them, and `Model.other` is
+      the graph that recomputes them if that is considered.
+    - `opened`: if True, the model is read on `batch` samples even if its file fixes the batch to
+      one sample.
 
-    Raise ModelError, naming file and node, if the file cannot be read. Raise ConfigurationError for
-    dimensions, batch sizes and losses that do not fit.
+    Raises ModelError, naming file and node, if the file cannot be read. Raises ConfigurationError
+    for dimensions, batch sizes and losses that do not fit.
     """
     source = file if isinstance(file, Source) else load(Path(file))
     losses = loss, normalize, scores
 
     def read(samples: int | None) -> Model:
+        """Read the model on `samples` samples; None stands for the default batch size."""
         asked = dims or {}, samples, batch_axes or {}, fixed_inputs or {}
         return _read(source, asked, losses, mode, training, Chosen(trainable, frozen), opened)
 
@@ -125,12 +127,12 @@ def read_model(
 
 
 _MORE_SAMPLES = (2, 16, 128)
-"""Batch sizes that are tried for a model that cannot be read on one sample."""
+"""Batch sizes that are tried in this order if a model cannot be read on one sample."""
 
 
 def _on_more_samples(source: Source, error: ModelError, read: Callable[[int], Model]) -> ModelError:
-    """Return the error of a model that cannot be read on one sample. If a larger batch can be read,
-    the error names its size.
+    """Return the error to raise for a model that cannot be read on one sample. If `read` can read a
+    larger batch with a symbolic dimension, the error tells its size; otherwise return `error`.
     """
     for samples in _MORE_SAMPLES:
         try:
@@ -166,6 +168,12 @@ def _read(
     chosen: Chosen,
     opened: bool,
 ) -> Model:
+    """Read the graph of a parsed file and infer what a `Model` contains.
+
+    - `asked`: (dims, batch, batch_axes, fixed_inputs) of `read_model`.
+    - `losses`: (loss, normalize, scores) of `read_model`.
+    - `chosen`: patterns of trained and frozen tensors.
+    """
     (dims, batch, batch_axes, fixed) = asked
     (loss, normalize, scores) = losses
     bounds, dims = split_range_bounds(source.nodes, dims)
@@ -177,6 +185,7 @@ def _read(
     roles = roles_of(source)
 
     def followed(tried: Inputs) -> Graph:
+        """Return the graph for the inputs `tried`, in which batch axes are followed."""
         return with_plain_gathers(
             interpret(source, tried, Weights(source, roles, chosen), numbers, bounds)[0]
         )
@@ -202,7 +211,8 @@ def _read(
         graph = resize_batch(graph, batch)
     stopped: dict[str, tuple[str, ...]] = {}
     behind = behind_stops(graph)
-    # A tensor before a StopGradient gets no gradient, but its values still depend on parameters.
+    # A refused tensor before a StopGradient gets no gradient, but training would still change the
+    # parameters from which it was computed.
     stale = {
         name
         for each in graph.parameters
@@ -270,8 +280,8 @@ def _read(
 
 
 def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
-    """Return a warning if an output has another type than the file declares. Symbolic dimensions
-    are not compared.
+    """Return a warning if the types of outputs of `graph` differ from the types that the file
+    declares; () if they agree. Symbolic dimensions are not compared.
     """
     found = []
     for info in source.graph.output:
@@ -311,7 +321,7 @@ def _stated_otherwise(source: Source, graph: Graph) -> tuple[str, ...]:
 
 
 def _verify_uses(graph: Graph) -> None:
-    """Raise ModelError if the tensors of a node do not fit its operator."""
+    """Raise ModelError if the operands or results of a node do not fit its operator."""
     space = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
         if operator_of(node) is not None:
@@ -319,13 +329,13 @@ def _verify_uses(graph: Graph) -> None:
 
 
 def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, str]:
-    """Return the cleaned and fused graph, with its loss, and the name of the loss; "" if there is
-    none.
+    """Return (graph after cleanup and fusion, with its loss; name of the loss, "" if there is
+    none).
     """
     graph = fused(cleaned(read))
     lost = set(read.parameters) ^ set(graph.parameters)
-    # Zeros of fused experts may be removed. Any other change of the parameters is an internal
-    # error, not an error of the file.
+    # Fusion of experts may remove untrained tensors of zeros. Any other change of the parameters is
+    # an internal error, not an error of the file.
     lost = {each for each in lost if each.trainable or not isinstance(each.storage, Fill)}
     if lost:
         raise ModelError(
@@ -341,12 +351,13 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
 
 
 def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
-    """Return the nodes whose result for a sample depends on other samples, so that micro-batches
-    change the result.
+    """Return the nodes whose result for one sample depends on other samples, so that splitting the
+    batch into micro-batches changes results. There are three kinds:
 
-    These are operators that mix samples by definition (batch statistics, means over labels that may
-    be ignored), products of two batches (for example the logits of a contrastive loss), and nodes
-    that combine samples with a value of the complete batch (for example the condition of an If).
+    - operators that mix samples by definition, such as batch statistics and means over labels that
+      are not ignored;
+    - products of two batches, such as the logits of a contrastive loss;
+    - nodes that combine samples with a value of the full batch, such as the condition of an If.
     """
     axes = batch_axes_of(graph)
     beside = {node.name for node in nodes_beside_all(graph)}
@@ -362,7 +373,7 @@ def mixing_nodes(graph: Graph) -> tuple[Node, ...]:
 
 def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
     """Return the nodes that read samples together with a value that is computed from all samples of
-    a batch and has no batch dimension.
+    the batch and has no batch dimension itself.
     """
     axes = batch_axes_of(graph)
     found = []
@@ -381,10 +392,10 @@ def nodes_beside_all(graph: Graph) -> tuple[Node, ...]:
 
 
 def _mixing_warnings(graph: Graph, mixing: tuple[Node, ...], by_label: bool) -> tuple[str, ...]:
-    """Return warnings about nodes that mix samples.
+    """Return warnings about the nodes `mixing`, which mix samples.
 
-    With `by_label`, losses do not mix samples, because their labels are counted over the step. A
-    loss with class weights does not mix samples either: micro-batches either accumulate losses and
+    If `by_label` is True, there is no warning about losses: labels are counted over the full step.
+    There is none about losses with class weights either: micro-batches either accumulate losses and
     weights separately, or are rejected.
     """
     others = [node for node in mixing if not is_label_loss(node)]

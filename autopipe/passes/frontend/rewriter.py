@@ -1,9 +1,9 @@
-"""The rewriter: it writes the nodes that replace one node, and the type of each value that they
+"""The rewriter. It replaces one node by new nodes, and records the types of the values that these
 write.
 
-These parts of the frontend use it: the decompositions of ONNX Runtime's operators, dynamic shapes,
-the fusion rules, and the clean-up passes. `Rewriter` writes nodes; a `Scope` supplies the types of
-existing values and stores new values. There are two kinds of scopes.
+The decompositions of ONNX Runtime's operators, dynamic shapes, the fusion rules, and the cleanup
+passes use it. `Rewriter` writes nodes; a `Scope` supplies the types of existing values and stores
+new values. There are two kinds of scopes.
 
 **While a file is read** (`interpret.py`) the caller receives a `FileRewriter`. The reader processes
 each new node at once, as if the file contained it: ONNX infers the types of the results, results
@@ -48,45 +48,53 @@ if TYPE_CHECKING:
     import onnx
 
 NEWEST = 25
-"""The opset of nodes that are written with the types of their results, whatever the file's is."""
-MAX_RANGE = 1 << 24
-"""Maximum number of integers in one constant: a file may declare any size."""
-SLICE_OPERANDS_SINCE = 10
-CLIP_OPERANDS_SINCE = 11
-SPLIT_OPERANDS_SINCE = 13
-REDUCE_SUM_OPERANDS_SINCE = 13
-"""From these opsets on the operator reads bounds, sizes or axes as operands, before as attributes.
+"""The opset of nodes that are written with the types of their results. It is independent of the
+file's opset.
 """
+MAX_RANGE = 1 << 24
+"""Maximum number of integers in one constant that `Rewriter.range` writes. The limit is needed
+because a file can declare any size.
+"""
+SLICE_OPERANDS_SINCE = 10
+"""The first opset in which Slice reads its bounds as operands. Before, they are attributes."""
+CLIP_OPERANDS_SINCE = 11
+"""The first opset in which Clip reads its bounds as operands. Before, they are attributes."""
+SPLIT_OPERANDS_SINCE = 13
+"""The first opset in which Split reads its sizes as operand. Before, they are an attribute."""
+REDUCE_SUM_OPERANDS_SINCE = 13
+"""The first opset in which ReduceSum reads its axes as operand. Before, they are an attribute."""
 
 
 class Scope(Protocol):
-    """The values that a rewriter may read, and the destination of the values that it writes."""
+    """The values that a rewriter can read, and the place where it puts the nodes and values that it
+    writes.
+    """
 
     @property
     def opset(self) -> int:
-        """The opset that gives new nodes their meaning."""
+        """The opset that defines the meaning of new nodes."""
 
     def type_of(self, name: str) -> Value:
-        """Return the type of a value."""
+        """Return the type of the value `name`."""
 
     def array(self, name: str) -> np.ndarray | None:
-        """Return the data of a value, None if they are not known."""
+        """Return the data of the value `name`; None if they are not known."""
 
     def free(self, name: str) -> str:
-        """Return `name`, changed if another value has that name."""
+        """Return `name`, or a similar name if `name` is in use."""
 
     def hold(self, value: Value, array: np.ndarray) -> None:
-        """Add a constant."""
+        """Add a constant with the type `value` and the data `array`."""
 
     def add(self, node: Node, results: tuple[Value, ...]) -> None:
-        """Take up a new node. `results` are the types of the values it writes; () if the caller
+        """Add a new node. `results` are the types of the values that it writes; () if the caller
         gave no shapes.
         """
 
 
 class Rewriter:
-    """Writes the nodes that replace `node`, in topological order. Operands and results are names of
-    values.
+    """Writes new nodes in place of `node`, in topological order. Its methods take and return names
+    of values.
     """
 
     def __init__(self, scope: Scope, node: Node) -> None:
@@ -95,25 +103,30 @@ class Rewriter:
         self.nodes: list[Node] = []
         """The nodes written so far."""
         self.aliases: dict[str, str] = {}
-        """By result of `node`, the value that `give` declared to be that result."""
+        """For results of `node` that no new node writes: the name of the value that replaces the
+        result (see `give`).
+        """
         self._constants = 0
         self._written = 0
 
     @property
     def opset(self) -> int:
+        """The opset that defines the meaning of new nodes."""
         return self.scope.opset
 
     @property
     def where(self) -> str:
-        """The replaced node, for error messages."""
+        """Operator and name of the replaced node, for error messages."""
         return f"{self.node.op} {self.node.name!r}"
 
     def operand(self, index: int) -> str:
-        """Return the name of an operand of the replaced node, "" if it is absent."""
+        """Return the name of operand `index` of the replaced node; "" if it is absent."""
         return self.node.inputs[index] if index < len(self.node.inputs) else ""
 
     def required(self, index: int) -> str:
-        """Return the name of an operand of the replaced node. Raises ModelError if it is absent."""
+        """Return the name of operand `index` of the replaced node. Raises ModelError if it is
+        absent.
+        """
         self.require(bool(self.operand(index)), f"{self.node.op} lacks operand {index}")
         return self.node.inputs[index]
 
@@ -122,7 +135,7 @@ class Rewriter:
         return index < len(self.node.outputs) and bool(self.node.outputs[index])
 
     def require(self, fits: bool, message: str) -> None:
-        """Raise ModelError for the replaced node unless `fits`."""
+        """Raise ModelError with `message` for the replaced node unless `fits` is true."""
         if not fits:
             raise ModelError(message, where=self.where)
 
@@ -133,17 +146,21 @@ class Rewriter:
         return self.scope.type_of(name).shape
 
     def known(self, index: int) -> int | None:
-        """Return the integer that an operand of one element holds, None if it is not known."""
+        """Return the integer that operand `index` of the replaced node holds. Returns None if the
+        operand's data are not known or have several elements.
+        """
         array = self.scope.array(self.operand(index)) if self.operand(index) else None
         return int(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
     def give(self, index: int, name: str) -> None:
-        """Declare that the value `name` is result `index` of the replaced node."""
+        """Declare that the value `name` is result `index` of the replaced node. Ignored if the node
+        has no such result.
+        """
         if self.has_result(index):
             self.aliases[self.node.outputs[index]] = name
 
     def attributes(self, *omitted: str) -> dict[str, Any]:
-        """Return the attributes of the replaced node, except `omitted`."""
+        """Return the attributes of the replaced node by name, without the names in `omitted`."""
         return {key: value for key, value in self.node.attributes if key not in omitted}
 
     def add(
@@ -160,12 +177,14 @@ class Rewriter:
     ) -> str:
         """Write a node and return the name of its first result.
 
-        `shapes` has the shape of each result; none are needed where the scope infers types. `dtype`
-        is the element type of all results; by default that of the first operand. `result` is the
-        index of the replaced node's result that the node writes; otherwise `results` has the names
-        of its results, by default new ones: the second and later ones end in /1, /2, … `name` is
-        the name of the node. Attributes that are None are omitted, and so are absent operands at
-        the end.
+        - `shapes`: the shape of each result. None are needed if the scope infers types.
+        - `dtype`: the element type of all results; by default, that of the first operand.
+        - `result`: index of the replaced node's result that the new node writes.
+        - `results`: names of the new node's results if `result` is None. By default, new names are
+          made; the second and later names end in /1, /2, …
+        - `name`: name of the node.
+        - `attributes`: attributes that are None are omitted. Absent operands at the end are
+          omitted, too.
         """
         names = tuple(results) if result is None else (self.node.outputs[result],)
         if not names:
@@ -195,8 +214,8 @@ class Rewriter:
         return names[0]
 
     def constant(self, array: np.ndarray, dtype: DType | None = None) -> str:
-        """Return the name of a new constant. `dtype` is needed for types that numpy does not
-        have.
+        """Add a constant with the data `array` and return its name. `dtype` is needed for types
+        that numpy lacks.
         """
         owner = self.node.outputs[0] or self.node.name
         name = self.scope.free(f"{owner}/constant_{self._constants}")
@@ -205,20 +224,21 @@ class Rewriter:
         return name
 
     def integers(self, *values: int) -> str:
-        """Return the name of a new constant vector of int64."""
+        """Add a constant vector of int64 and return its name."""
         return self.constant(np.asarray(values, np.int64))
 
     def integer(self, value: int) -> str:
-        """Return the name of a new int64 scalar."""
+        """Add a constant int64 scalar and return its name."""
         return self.constant(np.asarray(value, np.int64))
 
     def floats(self, *values: float) -> str:
-        """Return the name of a new constant vector of float32."""
+        """Add a constant vector of float32 and return its name."""
         return self.constant(np.asarray(values, np.float32))
 
     def range(self, first: int, stop: int, *shape: int) -> str:
-        """Return the name of a new int64 constant of the integers first … stop − 1. One size of
-        `shape` may be −1. Raises ModelError for more than `MAX_RANGE` integers.
+        """Add an int64 constant with the integers first … stop − 1 and return its name. It is a
+        vector, or has the shape `shape`, one size of which may be −1. Raises ModelError for more
+        than `MAX_RANGE` integers.
         """
         self.require(
             stop - first <= MAX_RANGE,
@@ -227,23 +247,31 @@ class Rewriter:
         return self.constant(np.arange(first, stop).reshape(shape or -1))
 
     def number(self, value: float, dtype: DType) -> str:
-        """Return the name of a new scalar, clamped to the finite numbers of its type."""
+        """Add a constant scalar of the floating-point type `dtype` and return its name. A value
+        outside of the type's range is clamped.
+        """
         return self.constant(number_array(value, dtype), dtype)
 
     def reshape(self, name: str, *shape: int, result: int | None = None) -> str:
-        """Return a value with another shape; the value itself if it has that shape already."""
+        """Write a Reshape of the value `name` to `shape` and return its result. Returns `name` if
+        it has that shape and no `result` is asked for.
+        """
         if shape == self.shape(name) and result is None:
             return name
         return self.add("Reshape", [name, self.integers(*shape)], shape, result=result)
 
     def cast(self, name: str, dtype: DType) -> str:
-        """Return a value as another element type; itself if it has that type."""
+        """Write a Cast of the value `name` to `dtype` and return its result. Returns `name` if it
+        has that type.
+        """
         if self.type_of(name).dtype is dtype:
             return name
         return self.add("Cast", [name], self.shape(name), dtype=dtype, to=NUMBERS[dtype])
 
     def transpose(self, name: str, *order: int, result: int | None = None) -> str:
-        """Return a value whose axis i is axis `order[i]` of the operand."""
+        """Write a Transpose and return its result, whose axis i is axis `order[i]` of the value
+        `name`.
+        """
         shape = self.shape(name)
         moved = [shape[axis] for axis in order]
         return self.add("Transpose", [name], moved, result=result, perm=order)
@@ -251,7 +279,9 @@ class Rewriter:
     def binary(
         self, op: str, left: str, right: str, dtype: DType | None = None, result: int | None = None
     ) -> str:
-        """Write an elementwise operator of two operands that are broadcast to each other."""
+        """Write an elementwise operator of two operands and return its result. Raises ModelError if
+        the operands' shapes cannot be broadcast to each other.
+        """
         try:
             shape = np.broadcast_shapes(self.shape(left), self.shape(right))
         except ValueError as error:
@@ -263,8 +293,8 @@ class Rewriter:
         return self.add(op, [left, right], shape, dtype=dtype, result=result)
 
     def select(self, condition: str, chosen: str, other: str) -> str:
-        """Return a Where: elements of `chosen` at positions with a true `condition`, of `other`
-        at the others.
+        """Write a Where and return its result: the elements of `chosen` at positions at which
+        `condition` is true, otherwise those of `other`.
         """
         shape = np.broadcast_shapes(*map(self.shape, (condition, chosen, other)))
         return self.add(
@@ -272,13 +302,17 @@ class Rewriter:
         )
 
     def expand(self, name: str, *shape: int) -> str:
-        """Return a value that is broadcast to a shape; itself if it has that shape."""
+        """Write an Expand of the value `name` to `shape` and return its result. Returns `name` if
+        it has that shape.
+        """
         if shape == self.shape(name):
             return name
         return self.add("Expand", [name, self.integers(*shape)], shape)
 
     def split(self, name: str, axis: int, *sizes: int) -> list[str]:
-        """Return the parts of a value along an axis. Raises ModelError unless `sizes` add up."""
+        """Write a Split of the value `name` into parts of `sizes` along `axis`, and return the
+        names of the parts. Raises ModelError unless the sizes add up to that of the axis.
+        """
         shape = self.shape(name)
         self.require(
             sum(sizes) == shape[axis],
@@ -292,6 +326,7 @@ class Rewriter:
         return list(self.nodes[-1].outputs)
 
     def concat(self, axis: int, *names: str) -> str:
+        """Write a Concat of the values `names` along `axis` and return its result."""
         shape = self.shape(names[0])
         size = sum(self.shape(name)[axis] for name in names)
         return self.add("Concat", names, (*shape[:axis], size, *shape[axis + 1 :]), axis=axis)
@@ -299,8 +334,8 @@ class Rewriter:
     def slice(
         self, name: str, bounds: Mapping[int, tuple[int, int]], result: int | None = None
     ) -> str:
-        """Return the elements from `bounds[axis][0]` up to but not including `bounds[axis][1]`.
-        Bounds lie within the axis.
+        """Write a Slice of the value `name` and return its result. `bounds` maps an axis to (start,
+        stop), where the element at stop is excluded. Bounds must lie within the axis.
         """
         shape = list(self.shape(name))
         for axis, (start, stop) in bounds.items():
@@ -315,7 +350,7 @@ class Rewriter:
         return self.add("Slice", operands, shape, result=result)
 
     def clip(self, name: str, low: float, high: float, result: int | None = None) -> str:
-        """Return a float32 value clamped to low … high."""
+        """Write a Clip of the float32 value `name` to low … high and return its result."""
         shape = self.shape(name)
         if self.opset < CLIP_OPERANDS_SINCE:
             return self.add("Clip", [name], shape, result=result, min=low, max=high)
@@ -323,15 +358,17 @@ class Rewriter:
         return self.add("Clip", [name, *bounds], shape, result=result)
 
     def sum(self, name: str, *axes: int) -> str:
-        """Return the sum along `axes` (not negative), which stay with size 1."""
+        """Write a sum of the value `name` along `axes` and return its result, in which these axes
+        have size 1. Axes must not be negative.
+        """
         shape = [1 if axis in axes else size for axis, size in enumerate(self.shape(name))]
         if self.opset < REDUCE_SUM_OPERANDS_SINCE:
             return self.add("ReduceSum", [name], shape, axes=axes, keepdims=1)
         return self.add("ReduceSum", [name, self.integers(*axes)], shape, keepdims=1)
 
     def pad_end(self, name: str, axis: int, size: int) -> str:
-        """Return a value with zeros appended along an axis up to `size`; itself if it has that
-        size.
+        """Write a Pad that appends zeros to the value `name` until `axis` has the size `size`, and
+        return its result. Returns `name` if the axis has that size.
         """
         shape = self.shape(name)
         if shape[axis] == size:
@@ -343,7 +380,9 @@ class Rewriter:
 
 
 class FileRewriter(Rewriter):
-    """A rewriter of the node `proto` of a file. `read` makes the reader process a node."""
+    """A rewriter for the node `proto` of a file. Its scope reads each new node as if the file
+    contained it. `read` makes the reader process a node.
+    """
 
     def __init__(
         self,
@@ -358,22 +397,26 @@ class FileRewriter(Rewriter):
 
     @property
     def is_unchanged(self) -> bool:
-        """True if the caller has written no node and given no result, so that the node is kept."""
+        """True if the caller has written no node and declared no result, so that the replaced node
+        is kept.
+        """
         return not (self._written or self.aliases)
 
     def copy(self, node: onnx.NodeProto) -> None:
-        """Write a node that the caller built as part of a file, such as a node of a subgraph."""
+        """Write a node that the caller has built as protobuf message, such as a node of a subgraph
+        of the file.
+        """
         self._written += 1
         self._read(node)
 
     def repeat(self, operands: Sequence[str], results: Sequence[str]) -> None:
-        """Write the replaced node itself with other operands and results."""
+        """Write the replaced node again, with other operands and results."""
         self.copy(renamed(self.proto, operands, results))
 
 
 class GraphEdit:
-    """Values and constants that are added to a graph. New names get "_" appended until they are
-    unique.
+    """The scope of a rewriter on a graph: collects the values and constants that are added to the
+    graph. Names that are in use get "_" appended until they are unique.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -404,22 +447,22 @@ class GraphEdit:
         return name
 
     def value(self, name: str, dtype: DType, shape: Sequence[int]) -> str:
-        """Return the name of a new value that a node is to write."""
+        """Add a value that a new node is to write, and return its name."""
         name = self.free(name)
         self.values[name] = Value(name, dtype, tuple(shape))
         return name
 
     def constant(self, name: str, array: np.ndarray, dtype: DType | None = None) -> str:
-        """Return the name of a new constant. `dtype` is needed for types that numpy does not
-        have.
+        """Add a constant with the data `array` and return its name. `dtype` is needed for types
+        that numpy lacks.
         """
         name = self.free(name)
         self.hold(Value(name, dtype or DType(array.dtype.name), array.shape), array)
         return name
 
     def shape_operand(self, name: str, shape: Sequence[int]) -> str:
-        """Return the name of a new constant for the operand of a Reshape or Expand that writes the
-        value `name`.
+        """Add a constant with the integers `shape`, for the Reshape or Expand that writes the value
+        `name`, and return the constant's name.
         """
         return self.constant(f"{name}_shape", np.asarray(shape, np.int64))
 
@@ -432,7 +475,7 @@ class GraphEdit:
         self.values.update((value.name, value) for value in results)
 
     def build(self, nodes: Iterable[Node]) -> Graph:
-        """Return the graph with `nodes` in place of the former nodes, and with the new
+        """Return the graph with `nodes` in place of its nodes, and with the new values and
         constants.
         """
         nodes = tuple(nodes)

@@ -1,5 +1,5 @@
-"""The layer that each node belongs to, by the module names that PyTorch's exporter writes into node
-metadata.
+"""Assignment of nodes to layers. It uses the module names that PyTorch's exporter writes into the
+metadata of nodes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from autopipe.ir.graph import Graph
 from autopipe.passes.frontend.load import Source
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
-"""Metadata key of a Python list literal: the names of the modules around an operator, outermost
-first, then the operator's name.
+"""Metadata key of a list of strings in Python's syntax: the names of the modules that contain an
+operator, outermost first, then the operator's name.
 """
 
 
 def layers_of(source: Source | None, graph: Graph) -> tuple[str, ...]:
-    """Return the layer of each node of `graph`: its outermost module with a number, such as
-    `model.layers.3`.
+    """Return for each node of `graph` the name of its layer: the outermost module that contains it
+    and has a name that ends in a number, such as `model.layers.3`.
 
-    The layer is "" for a node in no such module, and that of the preceding node for a node that the
-    file does not have. Return () if the file has no layers, or if names of nodes are not unique.
+    The layer is "" for a node in no such module. A node that is not in the file gets the layer of
+    the preceding node. Returns () if the file has no layers, or if names of nodes are not unique.
     """
     if source is None:
         return ()
@@ -40,7 +40,9 @@ def layers_of(source: Source | None, graph: Graph) -> tuple[str, ...]:
 
 
 def _scopes(node: onnx.NodeProto) -> list[str]:
-    """Return the names of the modules around a node; [] if its metadata have no valid list."""
+    """Return the names of the modules that contain a node, outermost first; [] if its metadata lack
+    a valid list.
+    """
     text = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
     try:
         found = ast.literal_eval(text) if text else []
@@ -51,5 +53,5 @@ def _scopes(node: onnx.NodeProto) -> list[str]:
 
 
 def _layer(scopes: list[str]) -> str:
-    """Return the outermost module whose name ends in a number; "" if there is none."""
+    """Return the outermost module of `scopes` whose name ends in a number; "" if there is none."""
     return next((scope for scope in scopes if scope.rpartition(".")[2].isdecimal()), "")

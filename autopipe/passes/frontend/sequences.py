@@ -1,6 +1,7 @@
-"""Sequences of tensors, which the reader replaces by their tensors: a graph has no sequences.
+"""Replacement of sequences of tensors by their tensors while a file is read, because a graph has no
+sequences.
 
-Lengths of sequences and positions in them must be known before running, as they are in exports of
+Lengths of sequences and positions in them must be known before execution, as they are in exports of
 `torch.split` and `torch.stack`. An Optional is replaced by the tensor or the sequence that it
 holds.
 """
@@ -36,18 +37,18 @@ SEQUENCE_OPERATORS = frozenset(
     }
 )
 AXES_OPERANDS_SINCE = 13
-"""The opset since which Split, Squeeze and Unsqueeze read sizes and axes as operands, before as
-attributes.
+"""The first opset in which Split reads sizes, and Squeeze and Unsqueeze read axes, as operands.
+Before, they are attributes.
 """
 MAX_TENSORS = 1 << 16
-"""Maximum number of tensors in all sequences of a file: a few bytes can state a split into 10⁹
-parts.
+"""Maximum number of tensors in all sequences of a file. The limit is needed because a file of a few
+bytes can declare a split into 10⁹ parts.
 """
 
 
 class Sequences(dict[str, tuple[str, ...]]):
-    """The names of the tensors in each sequence that has been read, by the name of the sequence. A
-    sequence in `absent` has no tensors.
+    """The names of the tensors in each sequence that has been read, by the name of the sequence. An
+    empty Optional is an empty sequence whose name is in `absent`.
     """
 
     def __init__(self, opset: int) -> None:
@@ -55,14 +56,16 @@ class Sequences(dict[str, tuple[str, ...]]):
         self.absent: set[str] = set()
         """Names of empty Optionals."""
         self._stacks: set[str] = set()
-        """Sequences of the slices of one tensor, `NAME/stack`, that are only concatenated again.
-        They are not sliced at all.
+        """Names of sequences that consist of the slices of one tensor, NAME/stack, and are only
+        concatenated again. They have no tensors here, because the tensor is not sliced.
         """
         self._opset = opset
         self._held = 0
 
     def handles(self, node: onnx.NodeProto) -> bool:
-        """True if a node is a sequence operator or reads a sequence."""
+        """True if a node is a sequence operator or reads a sequence, so that `replace` must be
+        called for it.
+        """
         standard = node.domain in ("", "ai.onnx")
         return (standard and node.op_type in SEQUENCE_OPERATORS) or any(
             name in self for name in node.input
@@ -75,13 +78,16 @@ class Sequences(dict[str, tuple[str, ...]]):
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> list[onnx.NodeProto]:
-        """Return the nodes that replace a node, none of which reads or writes a sequence. Store the
-        sequence that the node writes, if any.
+        """Return the nodes that replace a node that reads or writes sequences. The new nodes read
+        and write tensors only, with one exception: the parts of a sequence are recorded here if the
+        node writes a sequence.
 
-        `operands` are the node's operands with aliases resolved, `types` and `arrays` their types
-        and known data. Raises ModelError if a length or position depends on data, if a position is
-        out of range, if the sequences of the file hold too many tensors, and if an operator does
-        not accept a sequence.
+        `operands` are the node's operands with aliases resolved; `types` and `arrays` have the
+        types and known data of tensors. Raises ModelError in these cases:
+
+        - A length or position depends on data, or a position is out of range.
+        - The sequences of the file have more than `MAX_TENSORS` tensors.
+        - An operator does not accept a sequence, or lacks one.
         """
         where = f"{node.op_type} {node.name!r}"
         result = node.output[0]
@@ -137,10 +143,12 @@ class Sequences(dict[str, tuple[str, ...]]):
     def stacked(
         self, origin: onnx.NodeProto, name: str, readers: Sequence[str]
     ) -> list[onnx.NodeProto]:
-        """Return the nodes that make the sequence `name` of the slices of the tensor `name`/stack.
+        """Record the sequence `name`, which consists of the slices of the tensor NAME/stack along
+        its axis 0. Return the nodes that slice the tensor.
 
-        If all `readers`, the operators that read the sequence, are ConcatFromSequence, there are no
-        such nodes: the tensor is transposed and reshaped instead.
+        `readers` are the operators that read the sequence. If all are ConcatFromSequence, no nodes
+        are returned: the tensor is later transposed and reshaped instead of being sliced and
+        concatenated.
         """
         if readers and set(readers) == {"ConcatFromSequence"}:
             self._stacks.add(name)
@@ -151,8 +159,9 @@ class Sequences(dict[str, tuple[str, ...]]):
     def _restack(
         self, node: onnx.NodeProto, name: str, shape: tuple[int, ...], stated: Mapping[str, int]
     ) -> list[onnx.NodeProto]:
-        """Return the nodes of a ConcatFromSequence of the slices of `name`/stack along its first
-        axis. `shape` is the shape of the stack.
+        """Return the nodes that replace a ConcatFromSequence of the slices of the tensor NAME/stack
+        along its axis 0. They transpose and reshape that tensor, whose shape is `shape`. `stated`
+        has the node's attributes.
         """
         source = f"{name}/stack"
         result = node.output[0]
@@ -170,6 +179,9 @@ class Sequences(dict[str, tuple[str, ...]]):
         ]
 
     def _store(self, name: str, tensors: tuple[str, ...], where: str) -> None:
+        """Record the sequence `name`. Raises ModelError if the sequences of the file now have too
+        many tensors.
+        """
         self[name] = tensors
         self._held += len(tensors)
         if self._held > MAX_TENSORS:
@@ -180,6 +192,7 @@ class Sequences(dict[str, tuple[str, ...]]):
             )
 
     def _forward(self, source: str, result: str, where: str) -> None:
+        """Record `result` as another name of the sequence `source`."""
         self._store(result, self[source], where)
         if source in self.absent:
             self.absent.add(result)
@@ -187,6 +200,9 @@ class Sequences(dict[str, tuple[str, ...]]):
     def _optional(
         self, node: onnx.NodeProto, operands: tuple[str, ...], where: str
     ) -> list[onnx.NodeProto]:
+        """Return the nodes that replace an operator on an Optional. Raises ModelError if the
+        element of an empty Optional is read.
+        """
         source = next(iter(operands), "")
         result = node.output[0]
         is_held = bool(source) and source not in self.absent
@@ -212,8 +228,9 @@ class Sequences(dict[str, tuple[str, ...]]):
         stated: Mapping[str, int],
         where: str,
     ) -> list[onnx.NodeProto]:
-        """Return the nodes of a SplitToSequence. Without sizes, parts have size 1, and lose the
-        axis if `keepdims` is 0.
+        """Return the nodes that replace a SplitToSequence, and record the sequence. If the node has
+        no sizes, each part has size 1, and loses the axis if attribute `keepdims` is 0. Raises
+        ModelError if the sizes are not known or do not add up to that of the axis.
         """
         source = operands[0]
         result = node.output[0]
@@ -257,8 +274,8 @@ class Sequences(dict[str, tuple[str, ...]]):
         sizes: list[int],
         axis: int = 0,
     ) -> list[onnx.NodeProto]:
-        """Return a Split by `sizes`, or a Squeeze or Unsqueeze whose axes are `sizes`. In opsets
-        that read them as an operand, a constant precedes it.
+        """Return a Split with `sizes`, or a Squeeze or Unsqueeze whose axes are `sizes`. From opset
+        `AXES_OPERANDS_SINCE` on, a Constant with these integers precedes it.
         """
         title, attributes = ("split", {"axis": axis}) if operator == "Split" else ("axes", {})
         if self._opset < AXES_OPERANDS_SINCE:
@@ -269,7 +286,7 @@ class Sequences(dict[str, tuple[str, ...]]):
 
 
 def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
-    """Return the Constant node of a boolean scalar."""
+    """Return a Constant node that writes the boolean scalar `value` as `result`."""
     import onnx
 
     tensor = onnx.TensorProto(data_type=onnx.TensorProto.BOOL, raw_data=bytes([value]))
@@ -277,7 +294,9 @@ def truth(origin: onnx.NodeProto, result: str, value: bool) -> Any:
 
 
 def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) -> list[Any]:
-    """Return the nodes that write an empty tensor. `kind` is ONNX's number of the element type."""
+    """Return the nodes that write `result`, a tensor of `shape`, which has no elements. `kind` is
+    ONNX's number of the element type.
+    """
     import onnx.helper
 
     size = onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
@@ -291,8 +310,9 @@ def empty(origin: onnx.NodeProto, result: str, kind: int, shape: Sequence[int]) 
 def _position(
     operands: tuple[str, ...], arrays: Mapping[str, np.ndarray], length: int, last: int, where: str
 ) -> int:
-    """Return the non-negative position in a sequence that the first operand holds; `last`, the
-    largest valid position, if there is no operand.
+    """Return the position in a sequence that `operands[0]` holds, counted from 0; without such an
+    operand, `last`, the largest valid position. Raises ModelError if the position depends on data
+    or is out of range.
     """
     if not operands or not operands[0]:
         position = last

@@ -1,8 +1,9 @@
-"""Metadata of files that torch.onnx.export(dynamo=True) writes.
+"""Metadata of files that PyTorch's newer exporter, torch.onnx.export(dynamo=True), writes.
 
-The graph's metadata contain the signature of the traced program: which tensors are parameters,
-which are buffers, and from which of them constants were folded. A node's metadata contain the call
-of the traced program that the node is a part of.
+The graph's metadata contain the signature of the traced program: which tensors are parameters and
+which are buffers. The metadata of a constant list the values from which the exporter computed it
+(constant folding). The metadata of a node contain the call of the traced program that the node is a
+part of.
 """
 
 from __future__ import annotations
@@ -17,57 +18,75 @@ if TYPE_CHECKING:
     import onnx
 
 SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-"""Key of the graph's metadata with the signature: parameters, buffers, inputs, outputs."""
+"""Key of the graph's metadata whose entry is the signature: parameters, buffers, inputs and
+outputs.
+"""
 FOLDED = "pkg.onnxscript.optimizer.folded_from"
-"""Key of a value's metadata: the values from which a constant was folded."""
+"""Key of a value's metadata whose entry lists the values from which a constant was computed."""
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-"""Key of a value's metadata: PARAMETER or BUFFER."""
+"""Key of a value's metadata whose entry is PARAMETER or BUFFER."""
 CALL = "pkg.torch.onnx.fx_node"
-"""Key of a node's metadata: the call of the traced program that the node is a part of."""
+"""Key of a node's metadata whose entry is the call of the traced program that the node is a part
+of.
+"""
 DETACH = re.compile(r"\[target=torch\.ops\.aten\.detach_?\.default\]")
+"""Pattern of the traced call of a `detach`."""
 PADDED = re.compile(
     r"\[target=torch\.ops\.aten\.embedding\.default\]\(args = \(%\w+, %\w+"
     r"(?:, (?P<third>\d+)|.*kwargs = \{.*padding_idx: (?P<named>\d+))"
 )
-"""In a traced call of an embedding: its `padding_idx`, the row without gradient. The call omits the
-argument if there is no such row.
+"""Pattern of a traced call of an embedding with `padding_idx`, the index of the row that gets no
+gradient. The exporter omits the argument if there is no such row.
 """
 TORCH_BATCH_NORM = re.compile(r"\[target=torch\.ops\.aten\.\w*batch_norm")
+"""Pattern of a traced call of a batch normalization."""
 SIGNED = re.compile(
     r"^(\w+): (PARAMETER|BUFFER) target='([^'\n]+)'( persistent=False)?", re.MULTILINE
 )
+"""Pattern of a parameter or buffer in the signature: its argument, kind, name in the module, and
+whether it is missing in the state_dict.
+"""
 ARGUMENT = re.compile(r"%([A-Za-z_]\w*)")
+"""Pattern of a value in a traced call."""
 TEXT = re.compile(r"'([^']*)'")
+"""Pattern of a quoted name in a list."""
 TARGET = re.compile(r"call_function\[target=(?:torch\.ops\.)?(?:\w+\.)?(\w+)")
-"""In a traced call: the name of the operator without its overload."""
+"""Pattern of the operator in a traced call. The group is its name without overload."""
 INTERNAL = re.compile(r"_?val_\d+|onnx::\w+")
-"""Names of values inside of the decomposition of one traced call. Other values are named after the
-traced operator that computes them.
+"""Pattern of the names of values inside the decomposition of one traced call. Other values are
+named after the traced operator that computes them.
 """
 NUMBERED = re.compile(r"_\d+$")
+"""Pattern of the number that distinguishes several values named after the same operator."""
 STATISTIC_SLOTS = (3, 4)
-"""Operands of a BatchNormalization that are the running mean and variance."""
+"""Indices of the operands of a BatchNormalization that are the running mean and variance."""
 PRODUCTS = frozenset({"einsum", "linear", "matmul", "mm", "bmm", "addmm", "convolution", "conv2d"})
-"""Traced operators that are matrix products or convolutions."""
+"""Operators of the traced program that are matrix products or convolutions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The parameters and buffers of the traced program. It is false if it has no parameters."""
+    """The parameters and buffers of the traced program of a file. It is false as a condition if it
+    has no parameters.
+    """
 
     parameters: frozenset[str] = frozenset()
     buffers: frozenset[str] = frozenset()
     temporary: frozenset[str] = frozenset()
-    """Buffers that are not in the module's state_dict (persistent=False)."""
+    """Buffers that the module's state_dict lacks (persistent=False)."""
     arguments: Mapping[str, str] = field(default_factory=dict)
-    """Parameters and buffers, by the names of the traced program's arguments."""
+    """Names of parameters and buffers in the module, by the name of the argument in the traced
+    program.
+    """
     folded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By constant, the values from which it was folded."""
+    """For each constant that the exporter computed, the names of the values from which it was
+    computed.
+    """
 
     @classmethod
     def of(cls, graph: onnx.GraphProto, metadata: Mapping[str, str]) -> Signature:
-        """Return the signature of a file; an empty one if the file has none, or if none of its
-        tensors is a parameter or was folded from one.
+        """Return the signature of a file. It is empty if the file has none, or if none of the
+        tensors in the file is a parameter or was computed from one.
         """
         found = SIGNED.findall(metadata.get(SIGNATURE, ""))
         if not found:
@@ -97,14 +116,17 @@ class Signature:
         return bool(self.parameters)
 
     def origins(self, name: str) -> tuple[str, ...]:
-        """Return the parameter that a tensor is, or the parameters from which it was folded."""
+        """Return the names of the parameters from which the exporter computed the tensor `name`;
+        only `name` if it is a parameter.
+        """
         if name in self.parameters:
             return (name,)
         return tuple(each for each in self.folded.get(name, ()) if each in self.parameters)
 
     def operator_counts(self, name: str) -> dict[str, int]:
-        """Return the number of calls of each traced operator that was folded into a tensor, as far
-        as values are named after the operators.
+        """Return for each traced operator the number of its calls that the exporter evaluated to
+        compute the tensor `name`. Only calls whose results are named after the operator are
+        counted.
         """
         names = (name, *self.folded.get(name, ()))
         known = (
@@ -115,20 +137,20 @@ class Signature:
         return dict(Counter(known))
 
     def operators(self, name: str) -> frozenset[str]:
-        """Return the traced operators that were folded into a tensor, as far as values are named
-        after the operators.
+        """Return the traced operators that the exporter evaluated to compute the tensor `name`.
+        Only operators after which a value is named are included.
         """
         return frozenset(self.operator_counts(name))
 
     def is_product(self, name: str) -> bool:
-        """True if a matrix product or convolution was folded into a tensor: its parameters cannot
-        be computed from it.
+        """True if the exporter evaluated a matrix product or convolution to compute the tensor
+        `name`. Its parameters can then not be recovered from it.
         """
         return name not in self.parameters and not PRODUCTS.isdisjoint(self.operators(name))
 
     def omitted_parameters(self, graph: onnx.GraphProto) -> list[str]:
-        """Return the parameters that no tensor of the file holds, although a traced call has them
-        as arguments: the exporter omits the addition of zeros.
+        """Return the parameters that are arguments of a traced call but that no tensor of the file
+        holds. The exporter omits, for example, the addition of a parameter of zeros.
         """
         held = {tensor.name for tensor in graph.initializer}
         found = {origin for name in held for origin in self.origins(name)}
@@ -150,23 +172,24 @@ class Signature:
         return sorted(set[str]().union(*few) - found)
 
     def declares(self, name: str) -> bool:
-        """True if a tensor is a parameter or a buffer."""
+        """True if the tensor `name` is a parameter or a buffer of the signature."""
         return name in self.parameters or name in self.buffers
 
     def is_trained(self, name: str) -> bool:
-        """True if a tensor is a parameter or was folded from parameters."""
+        """True if the tensor `name` is a parameter or was computed from parameters."""
         return bool(self.origins(name))
 
     def declaration_of(self, tensor: onnx.TensorProto, merged: str) -> onnx.ValueInfoProto:
-        """Return metadata that declare `tensor`, a copy of the tensor `merged`, as a parameter on
-        which the folds of `merged` were applied.
+        """Return metadata for `tensor`, a copy of the tensor `merged`. The metadata declare that
+        the operators that were evaluated to compute `merged` were applied to a parameter of which
+        `tensor` is the result.
         """
         import onnx.helper
 
         info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
         info.metadata_props.add(key=KIND, value="PARAMETER")
-        # The folds of `merged` without its parameters: the copy is computed from a parameter with
-        # its data.
+        # The parameters of `merged` are omitted: the copy comes from another parameter, whose data
+        # are those of `merged`.
         folded = [
             each for each in (merged, *self.folded.get(merged, ())) if each not in self.parameters
         ]
@@ -175,19 +198,21 @@ class Signature:
 
 
 def is_detach(node: onnx.NodeProto) -> bool:
-    """True if the traced call that a node is a part of is a `detach`."""
+    """True if a node is part of the traced call of a `detach`."""
     return any(entry.key == CALL and DETACH.search(entry.value) for entry in node.metadata_props)
 
 
 def trains_statistics(node: onnx.NodeProto) -> bool:
-    """True if a node is a BatchNormalization in training mode."""
+    """True if a node is a BatchNormalization in training mode, which updates its running
+    statistics.
+    """
     trains = any(each.name == "training_mode" and each.i for each in node.attribute)
     return trains and node.op_type == "BatchNormalization" and node.domain in ("", "ai.onnx")
 
 
 def padding_row(node: onnx.NodeProto) -> int | None:
-    """Return the `padding_idx` of the embedding that a Gather was traced from: the row of the table
-    that gets no gradient. None if there is none.
+    """Return the index of the table row that gets no gradient, for a Gather that was traced from an
+    embedding with `padding_idx`. None for other nodes.
     """
     if node.op_type != "Gather" or len(node.input) != 2:
         return None
@@ -196,8 +221,8 @@ def padding_row(node: onnx.NodeProto) -> int | None:
 
 
 def estimates_variance(node: onnx.NodeProto) -> bool:
-    """True if a node is a batch normalization of torch in training. Its running variance is updated
-    with Σ (x - mean)² / (n - 1), that of ONNX with Σ (x - mean)² / n.
+    """True if a node is a batch normalization of PyTorch in training mode. PyTorch updates the
+    running variance with Σ (x - mean)² / (n - 1), ONNX with Σ (x - mean)² / n.
     """
     if not trains_statistics(node):
         return False
@@ -216,16 +241,16 @@ def stop_gradient_node(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def traced_call(node: onnx.NodeProto) -> tuple[str, tuple[str, ...]]:
-    """Return the traced call that a node is a part of and the names of the call's arguments; "" and
-    () if the metadata have no call.
+    """Return (call, names of its arguments) of the traced program for the call that a node is a
+    part of; ("", ()) if the node's metadata have no call.
     """
     call = next((entry.value for entry in node.metadata_props if entry.key == CALL), "")
     return call, tuple(ARGUMENT.findall(call.partition("](args")[2]))
 
 
 def traced_operator(node: onnx.NodeProto) -> str:
-    """Return the operator of the traced call that a node is a part of, such as `linear`; "" if the
-    metadata have no call.
+    """Return the operator, such as `linear`, of the traced call that a node is a part of; "" if the
+    node's metadata have no call.
     """
     found = TARGET.search(traced_call(node)[0])
     return "" if found is None else found[1]

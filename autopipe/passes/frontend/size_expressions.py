@@ -1,5 +1,5 @@
-"""Arithmetic expressions over the symbolic dimensions of a file, such as `2*frames` and
-`floor(s0/2) + 1`. Exporters write them in the syntax of sympy.
+"""Evaluation of arithmetic expressions over the symbolic dimensions of a file, such as `2*frames`
+and `floor(s0/2) + 1`. Exporters write them in sympy's syntax.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from fractions import Fraction
 from functools import lru_cache
 
 _MAX_LENGTH = 500
-"""Maximum number of characters of an expression that is parsed."""
+"""Maximum number of characters of an expression. Longer text counts as one symbol."""
 _MAX_NUMBER = 1 << 62
-"""Maximum absolute value of a result and of every intermediate result."""
+"""Maximum absolute value of a result and of each intermediate result."""
 _MAX_EXPONENT = 64
+"""Maximum exponent of a power."""
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Return base ** exponent. Raises ValueError unless the exponent is an integer from 0 to
+    `_MAX_EXPONENT` and the base is at most `_MAX_NUMBER` in absolute value.
+    """
     if exponent.denominator != 1 or not 0 <= exponent <= _MAX_EXPONENT or abs(base) > _MAX_NUMBER:
         raise ValueError(
             f"the power {base} ** {exponent} is not supported: the exponent must be an integer "
@@ -46,11 +50,11 @@ _CALLS: dict[str, Callable[..., Fraction]] = {
     "floordiv": lambda left, right: Fraction(left // right),
     "cleandiv": operator.truediv,
 }
-"""Functions by their names in lower case."""
+"""Functions that an expression may call, by their names in lower case."""
 
 
 def symbols_of(text: str) -> frozenset[str]:
-    """Return the symbols of an expression. Text that cannot be parsed is one symbol by itself."""
+    """Return the symbols in an expression. Text that cannot be parsed is a single symbol."""
     tree = _parsed(text)
     if tree is None or isinstance(tree, ast.Name | ast.Attribute):
         return frozenset({text})
@@ -58,8 +62,8 @@ def symbols_of(text: str) -> frozenset[str]:
 
 
 def size_of(text: str, symbols: Mapping[str, int]) -> int | None:
-    """Return the value of an expression; None if a symbol has no value or the result is not an
-    integer.
+    """Return the value of the expression `text`. Returns None if a symbol has no value in
+    `symbols`, or if the result is not an integer.
     """
     if text in symbols:
         return symbols[text]
@@ -68,11 +72,11 @@ def size_of(text: str, symbols: Mapping[str, int]) -> int | None:
 
 
 def solve_symbol(text: str, size: int, symbols: Mapping[str, int]) -> dict[str, int]:
-    """Return {symbol: value} such that the expression equals `size`, for its only symbol that is
-    missing in `symbols`.
+    """Return {symbol: value} such that the expression `text` equals `size`. The symbol must be the
+    only one in the expression without a value in `symbols`.
 
-    Returns {} if several symbols are missing, if the expression is not linear in the symbol at 0, 1
-    and 7, or if the solution is not an integer >= 0.
+    Returns {} if several symbols or none have no value, if the expression is not linear in the
+    symbol (tested at 0, 1 and 7), or if the solution is not an integer >= 0.
     """
     unknown = sorted(symbols_of(text) - symbols.keys())
     if len(unknown) != 1 or unknown == [text]:
@@ -90,8 +94,8 @@ def solve_symbol(text: str, size: int, symbols: Mapping[str, int]) -> dict[str, 
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> ast.expr | None:
-    """Return the syntax tree of an expression; None if the text cannot be parsed, such as a name
-    with a blank in it.
+    """Return the syntax tree of an expression; None if the text is too long or cannot be parsed,
+    such as a name that contains a blank.
     """
     if len(text) > _MAX_LENGTH:
         return None
@@ -102,6 +106,7 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _names(tree: ast.expr) -> Iterable[str]:
+    """Yield the symbols in a syntax tree."""
     match tree:
         case ast.Name(id=name):
             yield name
@@ -117,6 +122,9 @@ def _names(tree: ast.expr) -> Iterable[str]:
 
 
 def _value(text: str, symbols: Mapping[str, int | Fraction]) -> Fraction | None:
+    """Return the value of the expression `text`; None if it is not arithmetic or if a symbol has no
+    value.
+    """
     tree = _parsed(text)
     try:
         return None if tree is None else _evaluated(tree, symbols)
@@ -125,6 +133,9 @@ def _value(text: str, symbols: Mapping[str, int | Fraction]) -> Fraction | None:
 
 
 def _evaluated(tree: ast.expr, symbols: Mapping[str, int | Fraction]) -> Fraction:
+    """Return the value of a syntax tree. Raises KeyError if a symbol or operator is unknown, and
+    ValueError, TypeError or ArithmeticError if the tree is not arithmetic or cannot be evaluated.
+    """
     match tree:
         case ast.Constant(value=int() as number):
             found = Fraction(number)

@@ -1,8 +1,8 @@
-"""Recognition of tables that depend on positions only, such as masks and sinusoidal embeddings.
-They are not parameters.
+"""Recognition of tables that depend only on positions, such as masks and sinusoidal embeddings.
+Such tables are not parameters.
 
-The data of a tensor decide. Tensors of equal elements are never tables, because new parameters may
-be all ones or zeros.
+Only the data of a tensor are examined. A tensor whose elements are all equal does not count as a
+table, because new parameters may be all ones or zeros.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import math
 import numpy as np
 
 HIDDEN = -1e4
-"""An added mask below this value hides a position from a softmax, in half precision too."""
+"""Upper bound of values that an additive mask has at hidden positions. Softmax maps them to 0, in
+half precision too.
+"""
 MIN_RANDOM_ELEMENTS = 16
-"""Minimum number of elements from which mostly distinct elements show that a matrix is random."""
+"""Minimum number of elements of a matrix that can count as random. Fewer elements may all be
+distinct in other matrices, too.
+"""
 MIN_SERIES = 4
-"""Minimum length of a regular series that counts as a table."""
+"""Minimum number of positions of a regular series or of sampled sines that count as a table."""
 MAX_POSITIONS = 512
 """Maximum number of positions of a table that are examined."""
 
@@ -30,8 +34,8 @@ def is_uniform(array: np.ndarray) -> bool:
 
 
 def is_random(array: np.ndarray) -> bool:
-    """True if the elements of a matrix are random or trained: at least 90% are distinct. Two such
-    tensors with equal data are copies.
+    """True if the elements of a matrix look random or trained: at least 90% of them are distinct.
+    If two such matrices have equal data, one is a copy of the other.
     """
     axes = sum(size > 1 for size in array.shape)
     return (
@@ -40,11 +44,10 @@ def is_random(array: np.ndarray) -> bool:
 
 
 def table_of(array: np.ndarray, named: bool) -> str:
-    """Return the kind of table that the data are, as words for messages; "" if they may be a
-    weight.
+    """Return what kind of table a tensor is, for messages; "" if it may be a weight.
 
-    With `named`, the tensor has a name in its module, and a regular series counts as a weight: some
-    modules are initialised so, such as RWKV's decays.
+    `named` is True if the tensor has a name of its module. A regular series then counts as a
+    weight, because some modules are initialised like this, such as RWKV's decays.
     """
     if array.size < 2 or is_uniform(array):
         return ""
@@ -65,8 +68,10 @@ def table_of(array: np.ndarray, named: bool) -> str:
 
 
 def are_waves(table: np.ndarray) -> bool:
-    """True if each column of [positions, columns] is a sampled sine: x[i−1] + x[i+1] = c · x[i]
-    with one c per column, |c| ≤ 2. At least one column must change visibly.
+    """True if each column of `table` [positions, columns] is a sampled sine.
+
+    A column x is one if x[i−1] + x[i+1] = c · x[i] for all i, with one constant c per column and
+    |c| ≤ 2. At least one column must change visibly between positions.
     """
     if len(table) < MIN_SERIES:
         return False
@@ -80,15 +85,16 @@ def are_waves(table: np.ndarray) -> bool:
         return False
     size = np.abs(table).max(axis=0)
     steps = np.abs(np.diff(table, axis=0)).max(axis=0)
-    # Columns of a low frequency are nearly constant, as other tensors may be.
+    # Columns of a low frequency are nearly constant. Nearly constant columns alone prove nothing,
+    # because other tensors may have them.
     is_changing = steps > 0.05 * size
     close = np.abs(around - factor * middle).max(axis=0) <= 2e-3 * size + 1e-12
     return bool(close.all()) and bool(is_changing.any())
 
 
 def _by_position(numbers: np.ndarray) -> np.ndarray | None:
-    """Return the data as [positions, columns], at most `MAX_POSITIONS` positions; None unless one
-    or two dimensions have a size above 1.
+    """Return the data in the shape [positions, columns], with at most `MAX_POSITIONS` positions.
+    Returns None if the number of dimensions of size above 1 is neither 1 nor 2.
     """
     shape = [size for size in numbers.shape if size > 1]
     if not 1 <= len(shape) <= 2:
@@ -97,8 +103,8 @@ def _by_position(numbers: np.ndarray) -> np.ndarray | None:
 
 
 def _begins_as_angles(table: np.ndarray) -> bool:
-    """True if the data may be sines or cosines from position 0 on: the first row contains only ones
-    or only zeros, and all magnitudes are at most 1.
+    """True if the columns of `table` [positions, columns] may be sines or cosines that begin at
+    position 0: the first row has only ones or only zeros, and no magnitude is above 1.
     """
     first = table[0]
     begins = bool((first == 1).all()) or bool((first == 0).all())
@@ -106,7 +112,9 @@ def _begins_as_angles(table: np.ndarray) -> bool:
 
 
 def _is_series(numbers: np.ndarray) -> bool:
-    """True if the differences, or the ratios, of consecutive elements are equal."""
+    """True if a vector is an arithmetic or geometric series: the differences, or the ratios, of
+    consecutive elements are equal up to rounding errors.
+    """
     if len(numbers) < MIN_SERIES:
         return False
     steps = np.diff(numbers)

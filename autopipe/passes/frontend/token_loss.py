@@ -1,9 +1,9 @@
-"""A loss divided by the number of labels of a step that are not ignored, as in Hugging Face's
-trainers.
+"""Normalization of a loss by the number of labels of a step that are not ignored, as in Hugging
+Face's trainers.
 
-A mean over the labels of each micro-batch gives all micro-batches equal weight, independent of
-their number of counted labels. Instead, the graph gets the sum of the labels' losses and the number
-of counted labels as outputs. Ranks add up both over the step.
+A mean over the labels of each micro-batch would give all micro-batches equal weight, although their
+numbers of counted labels differ. The graph therefore gets two outputs instead: the sum of the
+losses of the labels, and the number of counted labels. The ranks add up both over the step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _KEY = "loss.normalize"
 
 
 def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
-    """Return the graph with two additional outputs (the sum of the losses of a mean cross-entropy,
-    and the number of its labels that are not ignored), and the name of the sum. If the loss ignores
-    no label, return the graph and the loss unchanged. Raise ConfigurationError for another kind of
-    loss.
+    """Return (graph, name of the loss). For a mean cross-entropy that ignores labels, the graph
+    gets two additional outputs, the sum of the losses and the number of labels that are not
+    ignored, and the sum becomes the loss.
+
+    If the loss ignores no label, the graph and the loss are returned unchanged. Raises
+    ConfigurationError for another kind of loss and for a loss with class weights.
     """
     index = graph.producer(loss)
     node = None if index is None else graph.nodes[index]
@@ -66,9 +68,11 @@ def summed_over_labels(graph: Graph, loss: str) -> tuple[Graph, str]:
     ]
 
     def constant(name: str, numbers: object, dtype: DType) -> str:
+        """Add a constant and return its name."""
         return added.constant(name, np.asarray(numbers, dtype.value), dtype)
 
     def append(op: str, inputs: tuple[str, ...], result: str, *attributes: tuple[str, int]) -> str:
+        """Add a node with one result and return the name of the result."""
         nodes.append(Node(f"autopipe/{op}/{result}", op, inputs, (result,), attributes))
         return result
 

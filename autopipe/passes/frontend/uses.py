@@ -1,4 +1,7 @@
-"""The readers of each value of a file, and the operand slots that hold weights."""
+"""The nodes that read each value of a file, and the operands of operators that are weights.
+
+A slot is a pair (operator, operand index).
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,35 @@ if TYPE_CHECKING:
 WEIGHT_SLOTS = {
     name: frozenset(row.layer_weights) for name, row in OPERATORS.items() if row.layer_weights
 }
-"""By operator, the operands that are weights if they do not depend on the inputs."""
+"""By operator, the indices of operands that are weights unless they depend on inputs."""
 AFFINE_SLOTS = frozenset(
     (name, slot) for name, row in OPERATORS.items() for slot in row.scales_and_biases
 )
-"""(operator, operand) of scales, biases and slopes. All of their elements are equal in a new
-layer.
+"""(operator, operand index) of scales, biases and slopes. All elements of such an operand are equal
+in a newly initialised layer.
 """
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div"})
 """Operators that apply a scale or bias in layers for which ONNX has no operator."""
 VIEWS = operators_with(lambda row: row.same_elements) | {"Cast", "Transpose"}
-"""Operators that may stand between a weight and the operator that uses it."""
+"""Operators that only reshape, transpose or cast: they may stand between a weight and the operator
+that uses it.
+"""
 LOOKUP_SLOTS = frozenset((name, 0) for name in operators_with(lambda row: row.lookup))
-"""(operator, operand) of embedding tables."""
+"""(operator, operand index) of embedding tables."""
 GATES = {name: row.gates for name, row in OPERATORS.items() if row.gates}
-"""Number of gates of recurrent layers: weight rows per hidden unit."""
+"""By operator of a recurrent layer, its number of gates: the number of weight rows per hidden
+unit.
+"""
 LIFTED = re.compile(r"_?val_\d+|onnx::\w+|(c_)?lifted_tensor\w*|_tensor_constant\d*")
-"""Names that torch's exporters give to constants and to folded values, which may be weights."""
+"""Pattern of the names that PyTorch's exporters make up for constants and for computed tensors.
+Such a tensor may still be a weight.
+"""
 
 
 class Uses:
-    """The readers of each value among some nodes, as pairs of node and operand index."""
+    """The nodes that read each value: `readers` has (node, operand index) of each use, by the name
+    of the value.
+    """
 
     def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
         self.readers: dict[str, list[tuple[onnx.NodeProto, int]]] = {}
@@ -45,8 +56,8 @@ class Uses:
                     self.readers.setdefault(name, []).append((node, slot))
 
     def slots(self, name: str, through: frozenset[str] = VIEWS) -> frozenset[tuple[str, int]]:
-        """Return (operator, operand index) of every use of a value. Operators `through` are
-        skipped: the uses of their results count instead.
+        """Return (operator, operand index) of each use of the value `name`. Instead of a use by an
+        operator of `through`, the uses of that operator's results are returned.
         """
         found: set[tuple[str, int]] = set()
         seen = {name}
@@ -62,14 +73,15 @@ class Uses:
         return frozenset(found)
 
     def is_weight(self, name: str) -> bool:
-        """True if a use of a value is a weight slot."""
+        """True if an operator reads the value `name` as a weight (see `WEIGHT_SLOTS`)."""
         return any(
             slot in WEIGHT_SLOTS.get(operator, frozenset()) for operator, slot in self.slots(name)
         )
 
 
 def scope_of(node: onnx.NodeProto) -> str:
-    """Return the module that a node of PyTorch's TorchScript exporter belongs to, "" if its name
-    has no module.
+    """Return the path of the module that contains a node, from the node's name in a file of
+    PyTorch's older exporter; "" if the name has no path. Numbers that distinguish repeated calls
+    are removed.
     """
     return "/".join(NUMBERED.sub("", each) for each in node.name.split("/")[:-1])

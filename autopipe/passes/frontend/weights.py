@@ -1,5 +1,5 @@
-"""Tensors of a model file as constants and parameters, each with the location of its data or its
-initializer.
+"""Translation of the tensors of a file into constants and parameters. Each parameter has the
+location of its data in the file, or an initializer if the file has no data.
 
 The shape of a weight without data and type is inferred from the operators that read it.
 """
@@ -54,11 +54,13 @@ if TYPE_CHECKING:
     from autopipe.passes.frontend.load import Source
 
 SPREAD = 0.02
-"""Standard deviation of embeddings and of weights that no matmul reads (Radford et al. 2018, GPT,
-section 4.1).
+"""Standard deviation with which embeddings, and weights that no matmul reads, are initialised
+(Radford et al. 2018, GPT, section 4.1).
 """
 MATMULS = operators_with(lambda row: row.kind == "matmul" and row.layer_weights)
+"""Matmul operators with a weight."""
 CONVOLUTIONS = operators_with(lambda row: row.kind == "convolution" and row.layer_weights)
+"""Convolution operators with a weight."""
 SCALES = frozenset(
     {
         (f"{kind}Normalization", 1)
@@ -66,11 +68,13 @@ SCALES = frozenset(
     }
     | {("BatchNormalization", 4), ("Mul", 0), ("Mul", 1)}
 )
+"""(operator, operand index) of vectors that are initialised with ones."""
 
 
 def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
-    """Return the initializers in the metadata entry `autopipe.init`, by parameter name. The entry
-    is JSON: {name: {"scheme": …, "std" or "bound": …}}. Raise ModelError if it is malformed.
+    """Return the initializers that the file's metadata entry `autopipe.init` declares, by parameter
+    name. The entry is JSON: {name: {"scheme": …, "std" or "bound": …}}. Raises ModelError if it is
+    malformed.
     """
     found = {}
     try:
@@ -91,10 +95,10 @@ def stated_initializers(metadata: Mapping[str, str]) -> dict[str, Initializer]:
 
 
 def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initializer:
-    """Return the usual initializer for the operators, operand positions and shape with which `name`
-    is used.
+    """Return the usual initializer for the parameter `name`, from its shape and from the operators
+    that read it according to `uses`.
 
-    - Scales: ones. Other vectors: zeros.
+    - Scales: ones. Other vectors, and initial states of recurrent layers: zeros.
     - Convolutions: normal, He et al. (2015).
     - Matmuls: normal, Glorot and Bengio (2010), which is symmetric in the two dimensions.
     - Recurrent layers with h hidden units: uniform in [-1/√h, 1/√h], as in PyTorch.
@@ -106,7 +110,7 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
         gates, slot = min(recurrent)
         if (
             slot > 3 or len(shape) < 2
-            # Operands 1 to 3 are weights, recurrence weights and biases; states follow.
+            # Operands 1 to 3 are weights, recurrence weights and biases. Later operands are states.
         ):
             return Initializer("zeros")
         hidden = shape[1] // (gates * (2 if slot == 3 else 1))
@@ -121,15 +125,18 @@ def default_initializer(name: str, shape: tuple[int, ...], uses: Uses) -> Initia
 
 
 SMALL = 1 << 16
-"""Maximum bytes of a floating-point constant that the graph holds. A larger constant stays in the
-file as a buffer.
+"""Maximum bytes of a floating-point constant whose data the graph holds. The data of a larger
+constant stay in the file, as those of a buffer.
 """
 Held = Constant | Parameter | Folded
+"""A tensor of the file, or the derivation of a tensor that the exporter computed from
+parameters.
+"""
 
 
 class Weights:
-    """Constants and parameters of one model file, with the user's choice of trained and frozen
-    names applied.
+    """Creates the constants and parameters of one model file. It infers which parameters are
+    trained, and applies the user's choice.
     """
 
     def __init__(self, source: Source, roles: Roles, chosen: Chosen) -> None:
@@ -138,26 +145,32 @@ class Weights:
         self.chosen = chosen
         self.stated = stated_initializers(source.metadata)
         self.absent: list[str] = []
-        """Names of parameters without data."""
+        """Names of parameters whose data the file lacks."""
         self.found: dict[str, Role] = {}
-        """Role of every floating-point tensor, by its name in the graph."""
+        """Role (trained or not, and why) of each floating-point tensor, by its name in the
+        graph.
+        """
         self.unknown_detached: tuple[str, ...] = ()
-        """Titles of nodes for which the file states that an operand is detached, but not which
-        operand.
+        """Operators and names of nodes for which the file declares that an operand is detached, but
+        not which operand.
         """
         self.layouts: dict[str, Layout] = {}
-        """Layouts of the parameters that the file stores in another layout than the module, by
-        name. Filled by `initializers`.
+        """Changes of layout of the parameters that the file stores in another layout than the
+        PyTorch module, by name. Filled by `initializers`.
         """
 
     def initializers(self) -> dict[str, Held]:
+        """Return the constant, parameter or derivation of each initializer of the file, by name. A
+        derived tensor comes after the tensors from which it is computed.
+        """
         graph = self.source.graph
         found: dict[str, Held] = {}
         for tensor in graph.initializer:
             if tensor.name in found:
                 raise ModelError(f"two initializers have the name {tensor.name!r}")
             if is_for_state_only(tensor.name) and tensor.name not in self.roles.uses.readers:
-                continue  # The tensor is present only for the module's `state_dict`.
+                # No node reads the tensor; it is only needed for the PyTorch module's `state_dict`.
+                continue
             found[tensor.name] = self._tensor(tensor.name, tensor, f"initializer {tensor.name!r}")
         parameters = {name: each for name, each in found.items() if isinstance(each, Parameter)}
         taken = found.keys() | {
@@ -174,25 +187,28 @@ class Weights:
             self.found[name] = Role(False, f"detached from {quoted(origins)}")
             found[name] = replace(parameters[name], trainable=False)
         folded = unfolding.folded
-        # A computed tensor follows the tensor from which it is computed.
+        # Tensors with a derivation come last, because the tensors from which they are computed are
+        # read first.
         plain = {name: each for name, each in found.items() if name not in folded}
         return {name: self._as_chosen(name, each) for name, each in (plain | folded).items()}
 
     def missing(self, value: Value) -> Parameter:
-        """Return a parameter of this type whose data the file does not contain, with an
-        initializer.
+        """Return a parameter of type `value` whose data the file lacks, with an initializer
+        instead.
         """
         shape_of(value.shape, f"parameter {value.name!r}")
         self.absent.append(value.name)
         return self._parameter(Parameter(value, self._initializer(value)))
 
     def filled(self, value: Value, number: float) -> Parameter:
-        """Return the parameter that a ConstantOfShape node creates, filled with `number`."""
+        """Return the parameter that a ConstantOfShape node creates, whose elements all are
+        `number`.
+        """
         return self._parameter(Parameter(value, Fill(number)))
 
     def _parameter(self, parameter: Parameter) -> Parameter:
-        """Return the parameter with its `trainable` flag set from its role. Its values are not
-        examined.
+        """Return the parameter with `trainable` set from its inferred role and the user's choice.
+        Its data are not examined.
         """
         value = parameter.value
         role = (
@@ -206,6 +222,7 @@ class Weights:
         return chosen
 
     def warnings(self) -> tuple[str, ...]:
+        """Return a warning if the file lacks the data of parameters, otherwise ()."""
         if not self.absent:
             return ()
         first = f"{self.absent[0]!r}" + (
@@ -214,14 +231,16 @@ class Weights:
         return (f"no numbers are there for parameter {first}: they are drawn at random",)
 
     def constant(self, name: str, tensor: onnx.TensorProto) -> Constant | Parameter:
-        """Return the tensor of a Constant node as a constant or as a parameter."""
+        """Return the tensor of a Constant node as a constant, or as a parameter if it is trained or
+        large.
+        """
         held = self._as_chosen(name, self._tensor(name, tensor, f"constant {name!r}", in_node=True))
         assert not isinstance(held, Folded)
         return held
 
     def is_filled(self, node: onnx.NodeProto) -> bool:
-        """True if a ConstantOfShape node creates a weight: a floating-point tensor that operators
-        read as a weight.
+        """True if a ConstantOfShape node creates a weight: its type is floating-point, and
+        operators read it as weight, scale or offset.
         """
         number = node.attribute[0].t.data_type if node.attribute else 1
         floating = dtype_of(number, f"ConstantOfShape {node.name!r}").is_floating
@@ -230,6 +249,9 @@ class Weights:
     def _tensor(
         self, name: str, tensor: onnx.TensorProto, where: str, in_node: bool = False
     ) -> Constant | Parameter:
+        """Return a tensor of the file as a constant or parameter, with `trainable` set from its
+        inferred role. `in_node` is True for the tensor of a Constant node.
+        """
         dtype = dtype_of(tensor.data_type, where)
         shape = shape_of(tensor.dims, where)
         if any(extent < 0 for extent in shape):
@@ -258,18 +280,21 @@ class Weights:
         return Parameter(value, self._storage(name, tensor, dtype), role.trained)
 
     def _numbers(self, name: str, tensor: onnx.TensorProto) -> np.ndarray | None:
+        """Return the data of a floating-point tensor; None if they are not available."""
         return stored_numbers(name, tensor, self.source.slices, self.source.path)
 
     def _as_chosen(self, name: str, held: Held, other: str = "") -> Held:
-        """Return the tensor with its `trainable` flag set from the user's choice for `name` or, if
-        there is none, for `other`. Without a choice, return the tensor unchanged.
+        """Return the tensor `held` with `trainable` set from the user's choice for `name` or,
+        without such a choice, for the name `other`. Without either choice, return `held` unchanged.
+        For a derivation, its source is returned with the choice applied.
         """
         if isinstance(held, Folded):
             if isinstance(held.source, str):
                 return held
             known = held.source.value.name
             role = self.found[name]
-            # A tensor with a name of the module has a known layout.
+            # The source has the name of a module's parameter, so it is that parameter in a known
+            # layout.
             is_used_in_place = (
                 role.trained and not role.refused and known in self.roles.signature.parameters
             )
@@ -293,11 +318,17 @@ class Weights:
         return Parameter(held.value, place)
 
     def _place(self, name: str, tensor: onnx.TensorProto) -> FileSlice | VarintSlice | None:
+        """Return the location of a tensor's data; None if the tensor message has the data or the
+        data file is missing.
+        """
         if tensor.data_location == tensor.EXTERNAL:
             return external_slice(tensor, self.source.path)
         return self.source.slices.get(name)
 
     def _array(self, name: str, tensor: onnx.TensorProto, where: str) -> np.ndarray:
+        """Return the data of a tensor that the graph holds. Raises ModelError if they are missing
+        or malformed.
+        """
         import onnx
 
         place = self._place(name, tensor)
@@ -321,6 +352,9 @@ class Weights:
         )
 
     def _storage(self, name: str, tensor: onnx.TensorProto, dtype: DType) -> Storage:
+        """Return the location of a parameter's data, or an initializer if the file lacks them.
+        Raises ModelError if their size does not fit the shape.
+        """
         shape = tuple(tensor.dims)
         where = f"initializer {name!r}"
         if not math.prod(shape):
@@ -354,6 +388,9 @@ class Weights:
         return place
 
     def _initializer(self, value: Value) -> Initializer:
+        """Return the initializer that the file declares for a parameter; otherwise the default for
+        its uses. The default of 8-bit integers is uniform.
+        """
         drawn = default_initializer(value.name, value.shape, self.roles.uses)
         if value.dtype.is_integer and value.dtype.itemsize == 1:
             drawn = Initializer("uniform", 128.0)
@@ -361,22 +398,24 @@ class Weights:
 
 
 MOST_STEPS = 32
-"""Maximum number of transpositions and casts between a weight and the operator that determines its
-type.
+"""Maximum number of transpositions and casts between a weight and the operator that determines the
+type of the weight.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MissingWeightTypes:
-    """Infers the types of weights that the file names without data and type."""
+    """Infers the types of weights that nodes read although the file has neither their data nor
+    their types.
+    """
 
     uses: Uses
     type_of: Callable[[str], Value | None]
     outputs: tuple[str, ...]
 
     def deduced(self, name: str) -> Value:
-        """Return the type of the weight `name`. Raise ModelError if its uses do not determine the
-        type.
+        """Return the type of the weight `name`, inferred from the first of its uses that determines
+        it. Raises ModelError if none does.
         """
         readers = self.uses.readers[name]
         for node, slot in readers:
@@ -393,8 +432,9 @@ class MissingWeightTypes:
     def _from_reader(
         self, node: onnx.NodeProto, slot: int, steps: int = MOST_STEPS
     ) -> Value | None:
-        """Return the type of operand `slot` of a node, with an empty or arbitrary name, or None if
-        it is not determined. At most `steps` operators are followed.
+        """Return the type of operand `slot` of a node, inferred from the node's other types; its
+        name is arbitrary. Returns None if the type is not determined. At most `steps` operators are
+        followed.
         """
         if not steps:
             return None
@@ -424,6 +464,9 @@ class MissingWeightTypes:
         return None
 
     def _transposed(self, node: onnx.NodeProto, steps: int) -> Value | None:
+        """Return the type of the operand of a Transpose, inferred from the uses of its result; None
+        if they do not determine it.
+        """
         for reader, slot in self.uses.readers.get(node.output[0], ()):
             found = self._from_reader(reader, slot, steps)
             if found is not None:
@@ -438,8 +481,8 @@ class MissingWeightTypes:
         return None
 
     def _factor(self, node: onnx.NodeProto, slot: int, result: Value) -> Value | None:
-        """Return the type of a weight of a matmul or convolution, from the other operand and the
-        result. None if they do not determine it.
+        """Return the type of the weight or bias that is operand `slot` of a matmul or convolution,
+        inferred from the other operand and the result. Returns None if they do not determine it.
         """
         stated = dict(attributes_of(node))
         if slot == 2:
@@ -464,6 +507,10 @@ class MissingWeightTypes:
         )
 
     def _table(self, node: onnx.NodeProto, result: Value) -> Value | None:
+        """Return the type of the embedding table that a Gather reads; None if it is not determined.
+        The number of rows is assumed to be the number of classes of the first output that can be
+        logits.
+        """
         indices = self.type_of(node.input[1])
         if indices is None or _integer(dict(attributes_of(node)), "axis", 0):
             return None
@@ -477,5 +524,6 @@ class MissingWeightTypes:
 
 
 def _integer(stated: dict[str, Attribute], name: str, default: int) -> int:
+    """Return the integer attribute `name`; `default` if it is absent or no integer."""
     found = stated.get(name, default)
     return found if isinstance(found, int) else default
