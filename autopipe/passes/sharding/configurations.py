@@ -1,5 +1,6 @@
-"""Configurations of a node: the executable ways to shard its iteration space over a group of
-devices (PaSE, section II).
+"""Configurations of a node: the executable ways to split its iteration space over a group of
+devices (Elango, "PaSE: Parallelization Strategies for Efficient DNN Training", IPDPS 2021, section
+II). The iteration space has one axis per loop of the operator.
 
 Also the layouts in which a node needs its operands and produces its results, for all its
 configurations at once. Few distinct layouts occur, so they are stored once, and integer arrays map
@@ -30,21 +31,21 @@ from autopipe.ir.placement import Split
 from autopipe.ir.space import Axis, AxisKind, Dimension, Space, Windowed
 
 Splits = tuple[Split, ...]
-"""One configuration of a node: its splits, outer to inner over the group's devices; () if all
-devices compute the full node.
+"""One configuration of a node: its splits, ordered from outer to inner over the devices of a group;
+() if each device computes the full node.
 """
 
 
 def configurations(space: Space, group: int, outermost: str | None = None) -> tuple[Splits, ...]:
-    """Return all configurations of `space` that `group` devices can execute; the first one, (), is
-    unsplit.
+    """Return all configurations of `space` that `group` devices can execute, by ascending number of
+    splits. The first configuration is (), no split.
 
     The degree of a split divides the size of its axis, and the product of the degrees divides
-    `group`. Axes of kind UNSPLITTABLE are not split. The axis `outermost` (the sample axis, or
-    None) is the outermost split; the other axes follow in the order of the space, so that equal
-    degrees of neighbouring nodes use the same devices. Splits that would give a device several
-    ranges of a merged dimension are excluded (`ir.layout.is_one_range`). The order is by number of
-    splits.
+    `group`. Axes of kind UNSPLITTABLE are not split. If the axis `outermost` is split, its split is
+    the outermost one; callers pass the sample axis, or None if there is none. The other axes follow
+    in the order of the space, so that equal degrees of neighbouring nodes use the same devices.
+    Some tensor dimensions merge several axes. Splits that would give a device several separate
+    ranges of such a dimension are excluded (`ir.layout.is_one_range`).
     """
     axes = sorted(space.axes, key=lambda axis: axis.name != outermost)
     candidates = _splits_of(
@@ -66,9 +67,12 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
 
 
 def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
-    """Return all ways to split `axes`, kept in order, whose product of degrees divides `group`."""
+    """Return all ways to split `axes` evenly whose product of degrees divides `group`. The splits of
+    each way are in the order of `axes`.
+    """
     divisors = [count for count in range(1, group + 1) if group % count == 0]
-    # For each number of devices: the ways to split the axes handled so far, innermost first.
+    # For each number of devices: the ways to split the axes handled so far. Axes are handled from
+    # inner to outer, so that each split is put in front of the splits inside of it.
     by_devices: dict[int, list[Splits]] = {devices: [()] for devices in divisors}
     for axis in reversed(axes):
         split_by_degree = {
@@ -93,15 +97,18 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 def index_distinct(items: Iterable[_Item]) -> tuple[list[_Item], Integers]:
-    """Return (distinct items in order of first occurrence, index of each item's distinct item)."""
+    """Return (distinct items, indices): the distinct items in order of first occurrence, and for
+    each of `items` its index among them.
+    """
     index_of_item: dict[_Item, int] = {}
     indices = [index_of_item.setdefault(item, len(index_of_item)) for item in items]
     return list(index_of_item), np.array(indices, dtype=np.int64)
 
 
 def index_distinct_codes(codes: Integers) -> tuple[Integers, Integers]:
-    """Return (distinct codes in ascending order, index of each code's distinct code). Codes are
-    small non-negative integers.
+    """Return (distinct codes, indices): the distinct codes in ascending order, and for each of
+    `codes` its index among them. Codes are non-negative integers; time and memory grow with the
+    largest code.
     """
     present = np.zeros(int(codes.max(initial=0)) + 1, dtype=bool)
     present[codes] = True
@@ -112,11 +119,11 @@ def index_distinct_codes(codes: Integers) -> tuple[Integers, Integers]:
 def index_distinct_rows(
     columns: Sequence[tuple[Sequence[Any], Integers]], rows: int
 ) -> tuple[list[tuple[Any, ...]], Integers]:
-    """Return the distinct rows of a table, in order of first occurrence, and for each of `rows`
-    rows the index of its distinct row.
+    """Return (distinct rows, indices) of a table with `rows` rows: its distinct rows in order of
+    first occurrence, and for each row its index among them.
 
-    Each column is given as (items, indices): row r contains items[indices[r]]. Without columns
-    there is one distinct row, ().
+    Each column is a pair (items, indices): row r of the table contains items[indices[r]]. Without
+    columns there is one distinct row, ().
     """
     codes = np.zeros(rows, dtype=np.int64)
     count = 1
@@ -135,10 +142,10 @@ def index_distinct_rows(
 
 
 class MeshPositions:
-    """The mesh axis of each split axis, in each configuration, on a group of `group` devices
-    (`ir.layout.mesh_axes_of`).
+    """The mesh axis that belongs to each split axis in each of several configurations, on a group
+    of `group` devices (`ir.layout.mesh_axes_of`).
 
-    Configurations are indexed by their position in the sequence passed to the constructor.
+    Arrays are indexed by the position of a configuration in the sequence passed to the constructor.
     """
 
     def __init__(self, configurations: Sequence[Splits], group: int) -> None:
@@ -152,8 +159,8 @@ class MeshPositions:
                 configurations_of_axis[split.axis].append(configuration)
                 codes[split.axis].append(split.degree * (group + 1) + stride)
         self._mesh_axes: dict[str, tuple[list[MeshAxis | None], Integers]] = {}
-        """By axis name: the distinct mesh axes (the first is None: not split), and the index of
-        each configuration's.
+        """By name of a split axis: its distinct mesh axes, the first of which is None (not split),
+        and for each configuration the index of its mesh axis among them.
         """
         for name, split_in in configurations_of_axis.items():
             index = np.zeros(len(configurations), dtype=np.int64)
@@ -165,8 +172,8 @@ class MeshPositions:
             )
 
     def degrees(self, axes: Iterable[str]) -> Integers:
-        """Return the product of the degrees of `axes` in each configuration, of shape
-        [configurations].
+        """Return, for each configuration, the product of the degrees of `axes`; an axis that is not
+        split has degree 1.
         """
         found = np.ones(self.configurations, dtype=np.int64)
         for name in axes:
@@ -177,15 +184,15 @@ class MeshPositions:
 
     @property
     def degree(self) -> Integers:
-        """Return the product of all degrees of each configuration, of shape [configurations]."""
+        """The product of all degrees of each configuration, of shape [configurations]."""
         return self.degrees(self._mesh_axes)
 
     def layouts(self, names: Iterable[str], make: Callable[[dict[str, MeshAxis]], Layout]) -> _Part:
-        """Return the distinct layouts over all configurations, and the index of each
-        configuration's layout.
+        """Return (distinct layouts, indices): the distinct layouts of a tensor over all
+        configurations, and for each configuration the index of its layout.
 
-        `make` returns the layout for the mesh axes of `names`; axes that are not split are absent.
-        It gets them from outer to inner.
+        `make` is called with the mesh axes, by name and from outer to inner, of those axes of
+        `names` that a configuration splits. It returns the layout for them.
         """
         split_names = [name for name in dict.fromkeys(names) if name in self._mesh_axes]
         rows, row_of = index_distinct_rows(
@@ -204,11 +211,11 @@ class MeshPositions:
 
 
 _Part = tuple[list[Layout], Integers]
-"""The distinct layouts of one dimension, or the distinct partial sums of a scalar, with the index
-of each configuration's.
+"""(distinct layouts, indices) of one dimension of a tensor, or of its partial sums: for each
+configuration, the index of its layout among the distinct layouts.
 
-The sharding of one dimension does not depend on the other dimensions, so a tensor's layouts are
-combinations of these.
+The sharding of one dimension does not depend on the other dimensions. So the layouts of a tensor
+are combinations of the layouts of its dimensions and of its partial sums.
 """
 
 
@@ -218,28 +225,29 @@ class TensorLayouts:
 
     layouts: tuple[Layout, ...]
     layout_of: Integers
-    """The index in `layouts` of each configuration's layout."""
+    """For each configuration, the index of its layout in `layouts`."""
     elements: Integers
-    """The number of elements of one device's shard, for each of `layouts`."""
+    """For each of `layouts`, the number of elements of one device's shard."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
     """Cache of the layouts of nodes' tensors on `group` devices.
 
-    Without windows, the mesh axes that shard a tensor do not depend on its sizes, so tensors that
-    are sharded equally share one computation. Configurations are compared by identity: equal
-    configurations must be the same object.
+    The mesh axes that shard a tensor do not depend on its sizes, unless the node reads it through
+    windows. So tensors that are sharded equally share one computation. Tuples of configurations are
+    compared by identity, so callers pass one object for equal tuples.
     """
 
     group: int
     _positions: dict[int, tuple[tuple[Splits, ...], MeshPositions]] = field(default_factory=dict)
-    """By id of the configurations: the configurations, which keeps the id valid, and their mesh
-    positions.
+    """By id of a tuple of configurations: the tuple and its mesh positions. Storing the tuple keeps
+    its id valid.
     """
     _known: dict[Hashable, TensorLayouts] = field(default_factory=dict)
 
     def mesh_positions_of(self, configurations: tuple[Splits, ...]) -> MeshPositions:
+        """Return the mesh axes of `configurations` on the group; computed once per tuple."""
         if id(configurations) not in self._positions:
             self._positions[id(configurations)] = (
                 configurations,
@@ -254,7 +262,9 @@ class LayoutTable:
         shape: tuple[int, ...],
         configurations: tuple[Splits, ...],
     ) -> TensorLayouts:
-        """Return the layouts in which a node of `space` needs its operand at `position`."""
+        """Return the layouts in which a node with iteration space `space` needs its operand at
+        `position`, of shape `shape`, under each of `configurations`.
+        """
         dimensions = space.operands[position] or ()
         windows = space.windows_of(position)
         sharding = id(configurations), dimensions, windows, shape if windows else ()
@@ -270,8 +280,9 @@ class LayoutTable:
         shape: tuple[int, ...],
         configurations: tuple[Splits, ...],
     ) -> TensorLayouts:
-        """Return the layouts that a node of `space` produces for its result at `position`, partial
-        sums and means included.
+        """Return the layouts in which a node with iteration space `space` produces its result at
+        `position`, of shape `shape`, under each of `configurations`. A layout states whether the
+        result is a partial sum or mean.
         """
         dimensions = space.results[position] or ()
         kinds = tuple((axis.name, axis.kind) for axis in space.axes)
@@ -294,8 +305,9 @@ class LayoutTable:
         positions: MeshPositions,
         parts: Callable[[], list[_Part]],
     ) -> TensorLayouts:
-        """Return the layouts of a tensor of `shape`. Tensors with an equal key `sharding` share one
-        call of `parts`.
+        """Return the layouts of a tensor of `shape`, and cache them. `sharding` is a key of all
+        that determines the sharding; `parts` is called once per key, and returns the layouts of the
+        dimensions and of the partial sums.
         """
         key = sharding, shape
         if key not in self._known:
@@ -320,7 +332,10 @@ def _parts(
     shape: Sequence[int],
     windows: Sequence[Windowed] = (),
 ) -> list[_Part]:
-    """Return the distinct layouts of each dimension."""
+    """Return, for each dimension of a tensor of `shape`, its distinct layouts and the layout of each
+    configuration. `dimensions` are the axes that index each dimension, and `windows` the windows
+    through which a node reads the tensor.
+    """
     found = []
     for position, (dimension, size) in enumerate(zip(dimensions, shape, strict=True)):
         own_windows = tuple(
@@ -338,8 +353,10 @@ def _parts(
 def _combine_parts(
     shape: tuple[int, ...], parts: Sequence[_Part], configurations: int
 ) -> TensorLayouts:
-    """Return the layouts of a tensor; `parts` contains its dimensions, then its partial sums if it
-    can be partial.
+    """Return the layouts of a tensor of `shape` under each of `configurations` configurations.
+
+    `parts` contains the layouts of each of its dimensions. An additional last entry contains its
+    partial sums, if the tensor can be partial.
     """
     rows, layout_of = index_distinct_rows(parts, configurations)
     local = {id(each): each.local_elements for part_layouts, _ in parts for each in part_layouts}

@@ -1,8 +1,9 @@
-"""Cost of each configuration of a single node: compute, statistics exchanged over joint axes, and
-its own parameters.
+"""Cost of each configuration of a single node: its computation, the collectives that reduce its
+statistics (for example the maximum and sum of a softmax over a split axis), and the parameters that
+only this node reads.
 
-This is t_l of PaSE (Elango, IPDPS 2021, section II). Nodes with equal costs form one class,
-and the costs of a class are computed once: models of equal layers have few classes.
+This is t_l of PaSE (Elango, IPDPS 2021, section II). Nodes with equal costs form one class, and the
+costs of a class are computed once: models of equal layers have few classes.
 """
 
 from __future__ import annotations
@@ -49,18 +50,20 @@ from autopipe.passes.sharding.reshard_tables import Floats, ReshardTable
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """Restrictions and settings for the costs of one stage. Nodes and values are those of the full
-    graph.
+    """Restrictions and settings for the costs of one stage. Indices of nodes and names of values
+    are those of the full graph, not of the stage.
     """
 
     allowed: dict[int, tuple[Splits, ...]] = field(default_factory=dict)
-    """The permitted configurations of each node that may not use all of its configurations."""
+    """The permitted configurations by node. A node without an entry may use all its
+    configurations.
+    """
     given: frozenset[str] = frozenset()
-    """The names of the values that the stage outputs."""
+    """Names of the values that the stage outputs."""
     whole: frozenset[str] = frozenset()
-    """The names of the parameters that must be replicated on all devices of the stage."""
+    """Names of the parameters that must be replicated on all devices of the stage."""
     in_flight: int = 1
-    """The number of micro-batches whose forward has run and whose backward has not."""
+    """Number of micro-batches whose forward has run and whose backward has not."""
     recompute: bool = False
     """True if backward runs the forward again (activation recomputation)."""
 
@@ -69,8 +72,8 @@ NO_OPTIONS = StageOptions()
 
 
 class StageContext:
-    """A stage's nodes on its devices, with the data on which their costs depend. Nodes are numbered
-    as in the full graph.
+    """The nodes of a stage on its devices, and cached data on which their costs depend. Indices of
+    nodes are those of the full graph.
     """
 
     def __init__(
@@ -94,12 +97,12 @@ class StageContext:
         self.widths = element_bytes(graph, problem.precision)
         self.layouts = LayoutTable(len(devices))
         self.reshard = ReshardTable(problem.cluster, devices)
-        # The number of micro-batches whose saved tensors of this node exist at a time. With
-        # recomputation, saved tensors exist for one micro-batch only.
+        # The number of micro-batches whose saved tensors exist at the same time. With
+        # recomputation, backward creates them again, so they exist for one micro-batch only.
         self.kept_micro_batches = 1 if options.recompute else options.in_flight
         self.readers: dict[str, list[tuple[int, int]]] = {}
-        """For each value: (node, operand position) pairs, one per node and distinct dimensions in
-        which the node reads it.
+        """For each value: pairs (node, operand position) that read it. If a node reads the value at
+        several positions with equal axes, only the first position has a pair.
         """
         known_reads: set[tuple[str, int, tuple[Dimension, ...]]] = set()
         for node in nodes:
@@ -111,12 +114,12 @@ class StageContext:
                     known_reads.add((name, node, dimensions or ()))
                     self.readers.setdefault(name, []).append((node, position))
         self.kept: dict[int, tuple[SavedTensor, ...]] = {}
-        """For each node: the tensors that are saved for backward because of it; each tensor is
-        listed at its first node.
+        """For each node: the tensors that the node saves for backward. A tensor that several nodes
+        save is listed only at the first of them.
         """
         self.kept_again: list[tuple[int, SavedTensor, int, SavedTensor]] = []
-        """(first node, its saved tensor, node, its saved tensor) for each further node that saves
-        an equal tensor.
+        """(first node, its saved tensor, other node, its saved tensor) for each tensor and each node
+        after the first one that saves it.
         """
         saved = (
             kept_values(graph, problem.precision, min_cuda_capability(problem.cluster))
@@ -131,24 +134,24 @@ class StageContext:
             ]
             seen.update((each.key, (node, each)) for each in self.kept[node])
         self._shares: dict[int, Floats] = {}
-        """By degree: the seconds of a 1/degree part of each node on the slowest device type, of
-        shape [forward or backward, nodes].
+        """By degree: the seconds of 1 / degree of each node on the slowest device type, of shape [2,
+        nodes]; row 0 is forward, row 1 is backward.
         """
         self._statistics: dict[tuple[int, int], Floats] = {}
-        """By the ids of an operator instance and of configurations. `layouts` keeps the
-        configurations alive, so ids stay valid.
+        """Cached results of `_exchanged`, by the ids of an operator instance and of a tuple of
+        configurations. `layouts` stores the tuple, so its id stays valid.
         """
         self._rates: dict[frozenset[MeshAxis], float] = {}
 
     def is_shared_parameter(self, name: str) -> bool:
-        """True if several reads share the parameter `name`, or it must be replicated; it then has a
-        variable of its own.
+        """True if the layout of parameter `name` is a variable of the optimisation model: several
+        operands read the parameter, or it must be replicated.
         """
         return len(self.readers[name]) > 1 or name in self.options.whole
 
     def own_parameters(self, node: int) -> dict[int, Parameter]:
-        """Return the parameters, by operand position, that only this node reads, so that their
-        layout depends on its configuration only.
+        """Return, by operand position, the parameters whose layout follows from the configuration
+        of `node`, because no other node reads them.
         """
         found: dict[str, tuple[int, Parameter]] = {}
         for position, name in enumerate(self.graph.nodes[node].inputs):
@@ -158,11 +161,10 @@ class StageContext:
         return dict(found.values())
 
     def is_reduced_alone(self, name: str) -> bool:
-        """True if the partial sums of value `name` are reduced although no node of the stage reads
-        it.
+        """True if no node of the stage reads value `name`, so that its partial sums are reduced for
+        other stages or for the outputs of the graph.
 
-        This holds for outputs of the stage except a scalar loss: its partial sums are added when
-        the loss is reported.
+        False for a scalar loss, whose partial sums are added when the loss is reported.
         """
         if not name or name in self.readers:
             return False
@@ -170,16 +172,17 @@ class StageContext:
         return not (is_loss and name in self.options.given)
 
     def times_run(self, value: str) -> int:
-        """Return the number of layout changes of a value per micro-batch: in forward, in
-        recomputation, and for its gradient.
+        """Return how often a change of the layout of `value` runs per micro-batch: once in forward,
+        once more with recomputation, and once for the gradient if the value has one.
         """
         return 1 + self.options.recompute + (value in self.gradient)
 
     def seconds(self, node: int, splits: tuple[Splits, ...]) -> Floats:
-        """Return the seconds of a node's forward and backward for one micro-batch, of shape
-        [configurations, 2].
+        """Return the seconds of a node's forward and backward for one micro-batch under each of the
+        configurations `splits`, of shape [configurations, 2].
 
-        The time of the slowest device type counts. The exchange of statistics is included.
+        The time of the slowest device type counts. The collectives that reduce the node's
+        statistics are included.
         """
         use = self.samples.uses[node]
         degrees, degree_index = index_distinct_codes(self.layouts.mesh_positions_of(splits).degree)
@@ -200,8 +203,9 @@ class StageContext:
         return found
 
     def _exchanged(self, node: int, use: OpInstance, splits: tuple[Splits, ...]) -> Floats:
-        """Return the seconds to exchange statistics over joint axes in forward and backward, of
-        shape [configurations, 2].
+        """Return the seconds of the collectives that reduce a node's statistics over its joint axes
+        in forward and backward, under each of the configurations `splits`, of shape
+        [configurations, 2].
         """
         key = id(use), id(splits)
         if key not in self._statistics:
@@ -217,14 +221,15 @@ class StageContext:
         return self._statistics[key]
 
     def holding(self, name: str, layouts: Sequence[Layout]) -> tuple[Floats, Floats, Integers]:
-        """Return (gradient seconds, update seconds, bytes) of a parameter for each of `layouts`.
+        """Return (gradient seconds, update seconds, bytes) of the parameter `name` for each of
+        `layouts`.
 
-        - gradient seconds: to all-reduce its gradients over the devices that hold equal shards,
-          once per step. Only bandwidth counts: many parameters share one all-reduce, so latency is
-          attributed to none of them.
-        - update seconds: to accumulate gradients over micro-batches, cast, and run the optimizer,
-          per step.
-        - bytes: of parameter, gradient and optimizer state on one device.
+        - gradient seconds: seconds per step to all-reduce its gradient over the devices that hold
+          equal shards. Only bandwidth counts. Many parameters share one all-reduce, so its latency
+          is attributed to none of them.
+        - update seconds: seconds per step to accumulate its gradient over micro-batches, to create
+          its 16-bit copies, and to update it.
+        - bytes: parameter, 16-bit copy, gradient and optimizer state on one device.
         """
         parts = [layout.shard_count for layout in layouts]
         devices = len(self.devices)
@@ -237,7 +242,8 @@ class StageContext:
         updated = np.array([state.updated_bytes for state in states], dtype=float)
         kinds = self.kinds
         added = max(map(accumulate_per_byte, kinds)) * (self.problem.micro_batches - 1)
-        # Seconds per gradient byte, over the devices that hold the shard of position 0.
+        # Seconds per gradient byte. All groups of devices that hold equal shards have equal shape;
+        # the group of the device at position 0 stands for all of them.
         rates = []
         for layout in layouts:
             mesh_axes = frozenset(axis for axes in layout.shard_axes for axis in axes)
@@ -251,7 +257,7 @@ class StageContext:
                     for algorithm in exchange_of_gradients(self.problem, group).ways
                 )
             rates.append(self._rates[mesh_axes])
-        # The launch overhead of the optimizer is not counted.
+        # One launch updates all parameters, so its time is attributed to none of them.
         update = max(
             update_line(device, self.problem.optimizer.states).per_byte_s for device in kinds
         )
@@ -268,11 +274,11 @@ class StageContext:
 
 
 def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
-    """Return the bytes on one device that one micro-batch saves for backward, of shape
-    [configurations].
+    """Return the bytes on one device of the tensors `kept`, which one node saves for the backward of
+    one micro-batch, under each configuration of the node, of shape [configurations].
 
-    `kept` are tensors saved by one node, and `positions` its configurations. This is
-    `SavedTensor.local_bytes` for all configurations at once.
+    `positions` are the mesh positions of these configurations. This is `SavedTensor.local_bytes`
+    for all configurations at once.
     """
     found = np.zeros(positions.configurations, dtype=np.int64)
     for saved in kept:
@@ -291,11 +297,12 @@ def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """Costs of each configuration of a variable, each of shape [configurations].
+    """Costs of each choice of a variable of the optimisation model, as arrays of shape [choices].
 
-    `seconds`: per step, all included. `gradients`: the part of `seconds` that all-reduces gradients
-    once per step. `backward`: seconds of the backward of one micro-batch. `memory`: bytes on one
-    device.
+    seconds: all seconds of a step.
+    gradients: the part of `seconds` in which gradients are all-reduced.
+    backward: seconds of the backward of one micro-batch.
+    memory: bytes on one device.
     """
 
     seconds: Floats
@@ -306,7 +313,9 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeClass:
-    """Nodes with equal costs; `node` is the first of them."""
+    """Nodes of a stage with equal costs; `node` is the first of them, and `configurations` are its
+    configurations.
+    """
 
     stage: StageContext
     node: int
@@ -317,15 +326,17 @@ class NodeClass:
         return self.stage.layouts.mesh_positions_of(self.configurations)
 
     def reads(self, position: int) -> TensorLayouts:
-        """Return the layouts in which the node needs its operand at `position`."""
+        """Return the layouts in which the node needs its operand at `position`, under each of its
+        configurations.
+        """
         graph = self.stage.graph
         space = self.stage.samples.uses[self.node].space
         shape = graph.type_of(graph.nodes[self.node].inputs[position]).shape
         return self.stage.layouts.operand(space, position, shape, self.configurations)
 
     def leaves(self, position: int) -> TensorLayouts:
-        """Return the layouts that the node produces for its result at `position`, partial sums and
-        means included.
+        """Return the layouts in which the node produces its result at `position`, under each of its
+        configurations. A layout states whether the result is a partial sum or mean.
         """
         graph = self.stage.graph
         space = self.stage.samples.uses[self.node].space
@@ -333,7 +344,9 @@ class NodeClass:
         return self.stage.layouts.result(space, position, shape, self.configurations)
 
     def costs(self) -> Costs:
-        """Return the costs of each configuration per step."""
+        """Return the costs of each configuration: computation, parameters that only this node reads,
+        and saved tensors. Changes of layout between nodes are not included.
+        """
         stage = self.stage
         problem = self.stage.problem
         forward, backward = stage.seconds(self.node, self.configurations).T
@@ -362,11 +375,11 @@ class NodeClass:
         return Costs(seconds + gradients, gradients, backward, memory)
 
     def passing_bytes(self) -> Integers:
-        """Return the bytes of temporary memory while the node runs its backward, of shape
-        [configurations].
+        """Return the bytes of temporary memory on one device while the backward of the node runs,
+        under each configuration, of shape [configurations]; 0 in inference.
 
-        These are the gradients of the values that it reads and writes, and its workspace
-        (`memory.gradient_workspace`).
+        These are the gradients of the results, the gradients of the operands that nodes compute,
+        and the temporary tensors of the operator.
         """
         stage = self.stage
         node = self.stage.graph.nodes[self.node]
@@ -386,6 +399,9 @@ class NodeClass:
         return found + self._scratch()
 
     def _scratch(self) -> Integers:
+        """Return the bytes of the operator's temporary tensors on one device under each
+        configuration.
+        """
         graph = self.stage.graph
         use = self.stage.samples.uses[self.node]
         precision = self.stage.problem.precision
@@ -400,7 +416,7 @@ def node_classes(stage: StageContext) -> dict[int, NodeClass]:
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
     found = {}
     for node in stage.nodes:
-        key = (  # Everything on which the costs of a node depend.
+        key = (  # All that affects the costs of a node, so that equal keys mean equal costs.
             id(stage.samples.uses[node]),
             stage.problem.work[node],
             stage.samples.axes[node],
@@ -423,13 +439,17 @@ def node_classes(stage: StageContext) -> dict[int, NodeClass]:
 def _configurations(
     stage: StageContext, node: int, known: dict[Hashable, tuple[Splits, ...]]
 ) -> tuple[Splits, ...]:
+    """Return the configurations of a node that the stage permits. `known` caches the configurations
+    of nodes without a restriction, so that equal nodes get one object.
+    """
     if node in stage.options.allowed:
         return stage.options.allowed[node]
     space = stage.samples.uses[node].space
     outermost = stage.samples.axes[node]
     group = len(stage.devices)
-    # Configurations depend on axis sizes only through the degrees that divide them, except if a
-    # dimension merges several axes: there the local sizes matter too.
+    # Only the common divisors of an axis size and the number of devices are possible degrees, so
+    # the key contains the greatest common divisor. If a dimension merges several axes, the sizes
+    # themselves decide which splits give a device one range, so they are part of the key.
     axes = tuple((axis.name, axis.kind, math.gcd(axis.size, group)) for axis in space.axes)
     tensors = (*space.operands, *space.results)
     merged_tensors = tuple(

@@ -1,9 +1,10 @@
 """Tensor-parallel regions (Megatron), splits of samples, and checks of constraints on splits.
 
 If a matmul is split by the columns of its weight, its result is sharded. The operators that follow
-can stay sharded (activations, attention heads, the classes of a loss), until a matmul sums over the
-sharded axis or a loss over its classes. This is how Shoeybi et al. ("Megatron-LM", 2019, section 3)
-split transformers by hand; here it follows from the iteration spaces alone.
+can stay sharded along activations, attention heads or the classes of a loss. The region ends at a
+matmul that sums over the sharded axis, or at a loss that sums over its classes. Shoeybi et al.
+("Megatron-LM", 2019, section 3) split transformers like this by hand; here the splits follow from
+the iteration spaces of the operators.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from autopipe.passes.sharding.configurations import Splits
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedGraph:
-    """A graph on `replicas` groups of devices, each of which computes an equal fraction of the
-    samples.
+    """A graph on `replicas` groups of devices. Each group is a replica, which computes an equal
+    fraction of the samples.
 
-    `weights` contains each value that depends on parameters and constants alone, with the names of
-    these parameters. `readers` are the nodes that read each value.
+    weights: the result of `weights_of`. It contains the values that depend only on parameters and
+    constants.
+    readers: the nodes that read each value.
     """
 
     graph: Graph
@@ -49,21 +51,24 @@ class ReplicatedGraph:
 
     @property
     def uses(self) -> tuple[OpInstance, ...]:
+        """The operator and iteration space of each node."""
         return self.samples.uses
 
     def is_weight(self, node: int) -> bool:
-        """True if the node computes from parameters and constants alone."""
+        """True if the results of the node depend only on parameters and constants."""
         return self.graph.nodes[node].outputs[0] in self.weights
 
     def parameters_of(self, node: int) -> frozenset[str]:
-        """Return the names of the parameters that the node reads, directly or through nodes that
-        compute weights.
+        """Return the names of the parameters that the node reads directly, or through nodes whose
+        results depend only on parameters and constants.
         """
         names = (name for name in self.graph.nodes[node].inputs if name)
         return frozenset().union(*(self.weights.get(name, frozenset()) for name in names))
 
     def feeders(self, node: int) -> set[int]:
-        """Return the nodes that compute the weights of `node` from parameters and constants."""
+        """Return the nodes that compute operands of `node` from parameters and constants only,
+        directly or through each other.
+        """
         found: set[int] = set()
         pending = [node]
         while pending:
@@ -75,8 +80,9 @@ class ReplicatedGraph:
         return found
 
     def splits(self, node: int, axis: str, degree: int) -> tuple[Split, ...]:
-        """Return the node's splits: its samples over the replicas if it has samples, and inside
-        each replica `axis` into `degree` parts.
+        """Return splits of a node, outermost first: its samples over the replicas, if the node has
+        a sample axis and there are several replicas, and inside each replica `axis` over `degree`
+        devices.
         """
         sample_axis = self.samples.axes[node]
         outer = (
@@ -89,8 +95,8 @@ class ReplicatedGraph:
     def splits_on(self, node: int, axis: str, degree: int) -> bool:
         """True if the `degree` devices of a replica can split the node evenly along `axis`.
 
-        With several replicas, the result is False for a node without samples, because its split
-        would extend over all replicas, and for the sample axis itself.
+        With several replicas, two cases are False: a node without a sample axis, because its split
+        would extend over all replicas, and a split along the sample axis itself.
         """
         space = self.uses[node].space
         if space.axis(axis).kind is AxisKind.UNSPLITTABLE:
@@ -103,8 +109,8 @@ class ReplicatedGraph:
 def replicated_graph(
     graph: Graph, replicas: int, samples: SampleAxes | None = None
 ) -> ReplicatedGraph:
-    """Return `graph` with `replicas` replicas. `samples` is its `sample_axes` if the
-    caller has it.
+    """Return `graph` on `replicas` groups of devices that divide the samples. `samples` is the
+    result of `sample_axes` for `graph`; if None, it is computed.
     """
     return ReplicatedGraph(
         graph, samples or sample_axes(graph), replicas, weights_of(graph), graph.consumers()
@@ -113,8 +119,8 @@ def replicated_graph(
 
 @memoize(MAX_CACHED_GRAPHS)
 def weights_of(graph: Graph) -> dict[str, frozenset[str]]:
-    """Return each value that depends on parameters and constants alone, with the names of these
-    parameters.
+    """Return the values that depend only on parameters and constants: for each of them, the names
+    of the parameters on which it depends.
     """
     weights = {each.value.name: frozenset([each.value.name]) for each in graph.parameters}
     weights |= {each.value.name: frozenset() for each in graph.constants}
@@ -132,11 +138,16 @@ _MATMULS = ("matmul", "convolution")
 
 @dataclass(slots=True)
 class Region:
-    """Nodes that are split together, with the axis of each.
+    """A tensor-parallel region: nodes that are split together, so that values between them stay
+    sharded.
 
-    `ends` are the kinds of the axes whose partial sums end the region. `open` is true if some node
-    at its border needs a sharded value unsharded. `leaves` are the sharded values that nodes
-    outside the region read or that the model outputs.
+    axes: the split axis of each node, by node index.
+    ends: kinds of the axes along which nodes are split at the end of the region; results there do
+    not have the axis, for example partial sums.
+    open: True if a node that reads a sharded value of the region cannot be split accordingly, so
+    that the value must be gathered.
+    leaves: sharded values that the model outputs or that nodes outside of the considered nodes
+    read.
     """
 
     axes: dict[int, str]
@@ -146,11 +157,11 @@ class Region:
 
 
 def seed_axis(network: ReplicatedGraph, node: int, degree: int, tables: Set[str]) -> str | None:
-    """Return the axis along which a region that starts at `node` is split, or None if the node
-    cannot start one.
+    """Return the axis along which `node` is split over `degree` devices if it starts a region, or
+    None if it cannot start one.
 
-    The axis is one of: the rows of an embedding table whose name is in `tables`; the columns of the
-    weight of a matmul or convolution.
+    The axis indexes either the rows of an embedding table whose name is in `tables`, or the columns
+    of the weight of a matmul or convolution.
     """
     use = network.uses[node]
     inputs = network.graph.nodes[node].inputs
@@ -160,7 +171,8 @@ def seed_axis(network: ReplicatedGraph, node: int, degree: int, tables: Set[str]
         if axis.kind is AxisKind.JOINT and use.row.kind == "memory" and inputs[0] in tables:
             return axis.name
         if use.row.kind in _MATMULS and axis.kind in (AxisKind.PARALLEL, AxisKind.JOINT):
-            # An axis of columns indexes the weight and none of the activations.
+            # Columns of a weight are an axis that indexes only operands that depend on parameters
+            # and constants. An axis that also indexes activations would need sharded activations.
             pairs = zip(inputs, use.space.operands, strict=True)
             indexed = [
                 name
@@ -182,22 +194,24 @@ def grow_region(
     members: Set[int],
     fixed: dict[int, str],
 ) -> Region:
-    """Return the region that starts with node `seed` split along `axis`.
+    """Return the region that starts with node `seed`, split along `axis` over `degree` devices.
 
-    The region extends to the nodes of `members` that read sharded values, in topological order. The
-    nodes in `fixed` are already split along the given axes: the region may end at one whose axis
-    fits, and is open otherwise. A normalisation that would exchange statistics (axis kind AGREED)
-    is not split, which makes the region open.
+    The region extends in topological order to the nodes of `members` that read its sharded values.
+    The nodes in `fixed` belong to other regions and are split along the given axes. The region
+    stops at such a node; it is open if the node's axis does not fit. A normalisation whose
+    statistics would have to be reduced over the devices (axis kind AGREED) is not split, which
+    also makes the region open.
     """
     graph = network.graph
     region = Region({seed: axis})
     pending = [seed]
     sharded_dimension: dict[str, int] = {}
-    """The dimension along which each value is sharded."""
+    """For each sharded value, the position of the dimension along which it is sharded."""
 
     def extend_to(reader: int) -> None:
-        """Add `reader` to the region along the axis that its sharded operands have in common, if
-        there is one.
+        """Add `reader` to the region, split along the one axis that indexes the sharded dimension
+        of all its sharded operands. A node of another region is not added. The region becomes open
+        if no such axis exists, or if the node is split otherwise or cannot be split along the axis.
         """
         space = network.uses[reader].space
         pairs = zip(graph.nodes[reader].inputs, space.operands, strict=True)
@@ -227,7 +241,9 @@ def grow_region(
                 continue
             dimension = _dimension_of(dimensions, node_axis)
             if dimension < 0:
-                # The result is not sharded: it is a partial sum, or a joint operator's.
+                # The result does not have the split axis, so it is not sharded and the region ends
+                # here. A matmul has a partial sum if the axis indexes its first operand, even if
+                # the axis has another kind.
                 sums = (
                     use.row.kind in _MATMULS
                     and _dimension_of(use.space.operands[0], node_axis) >= 0
@@ -247,15 +263,17 @@ def grow_region(
 def _outermost_axis(
     space: Space, dimensions: tuple[tuple[str, ...], ...] | None, dimension: int
 ) -> str | None:
-    """Return the outermost axis of size above 1 in dimension `dimension` of a tensor, or None if
-    there is none.
+    """Return the outermost axis of size above 1 that indexes dimension `dimension` of a tensor, or
+    None if there is none. `dimensions` are the axes of each dimension, outer to inner.
     """
     sizes = space.axis_sizes()
     return next((name for name in (dimensions or ())[dimension] if sizes[name] > 1), None)
 
 
 def _dimension_of(dimensions: tuple[tuple[str, ...], ...] | None, axis: str) -> int:
-    """Return the position of the dimension that `axis` indexes, or -1 if none does."""
+    """Return the position of the dimension of a tensor that `axis` indexes, or -1 if it indexes no
+    dimension. `dimensions` are the axes of each dimension; None is an absent tensor.
+    """
     return next(
         (position for position, dimension in enumerate(dimensions or ()) if axis in dimension), -1
     )
@@ -268,12 +286,13 @@ def tensor_splits(
     tables: Set[str],
     pays: Callable[[int], bool],
 ) -> tuple[tuple[int, Splits], ...]:
-    """Return splits of a stage's embeddings and matmuls over `degree` devices, and of the nodes
-    between them.
+    """Return (node, splits) pairs that split embeddings and matmuls of `nodes`, and the nodes
+    between them, over `degree` devices.
 
-    A region that ends without a gather is split as a whole. Of an open region, only the first node
-    is split, if `pays` returns True for it: its result is then gathered. Nodes that compute the
-    weights of a split node are split accordingly.
+    A region whose sharded values need no gather is split as a whole. Of an open region, only the
+    first node is split, and only if `pays` returns True for this node; its result is then gathered.
+    Nodes that compute the weights of a split node are split accordingly. `tables` are the names of
+    embedding tables that may be split by rows.
     """
     members = frozenset(nodes)
     axes: dict[int, str] = {}
@@ -290,8 +309,8 @@ def tensor_splits(
             axes |= region.axes
         elif pays(node):
             axes[node] = axis
-    # Split the nodes that compute the weights of split nodes, so that each device computes its
-    # shard of a weight from shards.
+    # Also split the nodes that compute the weights of split nodes. Otherwise each device would
+    # compute a full weight, of which it needs only its shard.
     pending = sorted(axes)
     while pending:
         reader = pending.pop()
@@ -317,8 +336,8 @@ NodeSplits = tuple[tuple[int, Splits], ...]
 
 
 def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "replicas") -> None:
-    """Raise InfeasibleError unless `replicas` devices or groups can split a micro-batch evenly.
-    `who` names them in the message.
+    """Raise InfeasibleError unless the samples of a micro-batch can be divided evenly among
+    `replicas` replicas. `strategy` and `who`, a word for the replicas, are part of the message.
     """
     samples = problem.micro_batch_size
     if replicas > 1 and not problem.graph.batch_axes:
@@ -345,8 +364,8 @@ def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "re
 def with_samples_split(
     samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, Splits]
 ) -> NodeSplits:
-    """Return the splits `found`, and for each other node of `nodes` a split of its samples over
-    `replicas`.
+    """Return (node, splits) pairs in ascending order of nodes: the splits `found`, and for each other
+    node of `nodes` with a sample axis a split of its samples over `replicas` devices.
 
     Raise InfeasibleError with the node's name if its samples cannot be split evenly.
     """
@@ -355,7 +374,9 @@ def with_samples_split(
 
 
 def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
-    """Return a placement with one stage that runs all nodes on all devices."""
+    """Return a placement with one stage that runs all nodes on all devices, with the given splits
+    of nodes.
+    """
     nodes = tuple(range(len(problem.graph.nodes)))
     devices = tuple(range(problem.cluster.size))
     return Placement(
@@ -364,12 +385,12 @@ def one_stage(problem: Problem, splits: NodeSplits) -> Placement:
 
 
 def group_splits(network: ReplicatedGraph, degree: int, nodes: Iterable[int]) -> dict[int, Splits]:
-    """Return the tensor-parallel splits of `nodes` over the `degree` devices of each replica; {} if
-    `degree` is 1.
+    """Return, by node, the tensor-parallel splits of `nodes` over the `degree` devices of each
+    replica; {} if `degree` is 1. Nodes outside of tensor-parallel regions are omitted.
 
     The rules are those of Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
-    Models Using Model Parallelism" (2019), section 3. Only regions that end without a gather are
-    split (`tensor_splits`).
+    Models Using Model Parallelism" (2019), section 3. Only regions whose sharded values need no
+    gather are split (`tensor_splits`).
     """
     if degree == 1:
         return {}
@@ -384,10 +405,11 @@ def group_splits(network: ReplicatedGraph, degree: int, nodes: Iterable[int]) ->
 
 
 def _looks_up_data(network: ReplicatedGraph, node: int) -> bool:
-    """True if a node gathers from its first operand at indices that depend on the model's inputs.
+    """True if `node` copies elements of its first operand and another operand, the indices, depends
+    on the inputs of the model.
 
-    A gather at constant indices does not count. Sample axes cannot distinguish the two: a
-    micro-batch of one sample has none.
+    A gather at constant indices does not count. Whether the node has a sample axis does not tell
+    the difference, because no node has one in a micro-batch of one sample.
     """
     indices = network.graph.nodes[node].inputs[1:]
     return network.uses[node].row.kind == "memory" and any(
@@ -397,8 +419,8 @@ def _looks_up_data(network: ReplicatedGraph, node: int) -> bool:
 
 @memoize(4 * MAX_CACHED_GRAPHS)
 def graph_group_splits(graph: Graph, replicas: int, degree: int) -> dict[int, Splits]:
-    """Return `group_splits` of all nodes of `graph`, on `replicas` replicas of `degree` devices
-    each.
+    """Return, by node, the tensor-parallel splits of all nodes of `graph` on `replicas` replicas of
+    `degree` devices each (`group_splits`).
     """
     return group_splits(replicated_graph(graph, replicas), degree, range(len(graph.nodes)))
 
@@ -407,17 +429,22 @@ Group = TypeVar("Group")
 
 
 StageStyle = Literal["loop", "v"]
-"""Order in which the stages of a chain visit the groups: `loop` is 0 1 2 0 1 2 (interleaving of
-Megatron-LM), `v` is 0 1 2 2 1 0 (Hanayo).
+"""Order in which consecutive stages use the groups of devices if each group has several stages.
+With two stages per group, `loop` is 0 1 2 0 1 2 (interleaving of Megatron-LM) and `v` is 0 1 2 2 1
+0 (Hanayo).
 """
 STYLE_MARK = FormerKey("wave", ((True, "v"), (False, "loop")))
-"""Mark of an option `style`, which was `wave: true` or `wave: false` in the previous release."""
+"""Annotation of an option `style`, which was `wave: true` or `wave: false` in the previous
+release. With it, the former key is still accepted.
+"""
 
 
 def devices_of_chain(
     groups: Sequence[Group], stages_per_rank: int, style: StageStyle
 ) -> tuple[Group, ...]:
-    """Return the group of each stage of a chain that has `stages_per_rank` stages per group."""
+    """Return the group of each stage, in the order of the stages, if each of `groups` has
+    `stages_per_rank` stages.
+    """
     order: list[Group] = []
     for visit in range(stages_per_rank):
         order += reversed(groups) if style == "v" and visit % 2 else groups
@@ -427,12 +454,12 @@ def devices_of_chain(
 def constrained_stages(
     resolved: Sequence[ResolvedConstraint], groups: Sequence[tuple[int, ...]], strategy: str
 ) -> dict[int, int]:
-    """Return the stage of each node that a constraint assigns to a stage, or to the devices of a
-    stage.
+    """Return, by node, the stage to which a constraint assigns the node, either by the index of the
+    stage or by its devices. Other nodes are omitted.
 
     `groups` are the devices of each stage. `strategy` is the subject of error messages. Raise
-    ConfigurationError with the constraint for a stage that does not exist, for devices that are not
-    those of one stage, and for two different stages.
+    ConfigurationError, with the constraint, if its stage does not exist, if its devices are not
+    exactly those of a stage, or if its stage and its devices are two different stages.
     """
     found: dict[int, int] = {}
     for each in resolved:
@@ -465,8 +492,8 @@ def constrained_stages(
 
 
 def check_degrees(problem: Problem, fixed: Mapping[int, Splits], placement: Placement) -> None:
-    """Raise ConfigurationError if the degrees of a node in `fixed` do not divide the number of
-    devices of its stage.
+    """Raise ConfigurationError if the product of the degrees of a node's splits in `fixed` does not
+    divide the number of devices of the node's stage.
     """
     stage_of = placement.stage_of()
     for node, splits in fixed.items():
@@ -482,11 +509,11 @@ def check_degrees(problem: Problem, fixed: Mapping[int, Splits], placement: Plac
 
 
 def check_constraints_met(problem: Problem, placement: Placement, strategy: str) -> None:
-    """Raise ConfigurationError, with constraint and node, if a placement of one pipeline violates a
-    constraint.
+    """Raise ConfigurationError, with the constraint and the node, if `placement` violates a
+    constraint of the problem. The placement must have a single pipeline.
 
-    A required split along an axis that a node does not have is ignored for that node, as strategy
-    `manual` does.
+    A constraint that splits an axis that a node does not have is ignored for this node, as by
+    strategy `manual`. `strategy` is part of the message.
     """
     resolved = resolved_constraints(problem)
     if not resolved:
@@ -509,8 +536,10 @@ def check_constraints_met(problem: Problem, placement: Placement, strategy: str)
 def _difference(
     each: ResolvedConstraint, node: int, number: int, stage: Stage, samples: SampleAxes
 ) -> str:
-    """Return the difference between what a constraint requires and the node's placement, or '' if
-    the constraint is met.
+    """Return, as the end of an error message, what the constraint `each` requires of `node` and how
+    the node is placed instead; '' if the constraint is met.
+
+    The node is in stage `stage`, whose index is `number`.
     """
     wanted = each.constraint
     if wanted.stage not in (None, number):

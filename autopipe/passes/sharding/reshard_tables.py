@@ -1,12 +1,14 @@
 """Costs of all layout changes between two sets of layouts, as tables: t_x of PaSE (Elango, IPDPS
 2021, section II).
 
-The costs agree with the steps of `analysis/resharding`, but all pairs are computed at once.
+The costs agree with the steps of `analysis/resharding`, but the costs of all pairs (source layout,
+target layout) are computed at once.
 
-Without windows, the fraction of a tensor that a device lacks depends on the mesh axes of both
-layouts and not on the tensor's sizes. So a change costs fixed seconds plus seconds per byte, and
-tensors that are sharded equally share one table. Few distinct shardings of each dimension occur:
-they are numbered, and properties of a pair are computed once per pair of numbers.
+The fraction of a tensor that a device lacks depends on the mesh axes of both layouts and not on the
+tensor's sizes, unless an operator reads the tensor through windows (convolution, pooling). So a
+change costs fixed seconds plus seconds per byte, and tensors that are sharded equally share one
+table. Few distinct shardings of each dimension occur. They are numbered, and properties of a pair
+of shardings are computed once per pair of numbers.
 """
 
 from __future__ import annotations
@@ -51,15 +53,18 @@ Floats = NDArray[np.float64]
 _Truths = NDArray[np.bool_]
 
 DimensionSharding = tuple[MeshAxes, WindowedShards | None]
-"""The mesh axes that shard a dimension, and its windowed shards, or None if the shards are even."""
+"""(mesh axes that shard a dimension, its shards if they are read through windows; None for even
+shards).
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DimensionPair:
-    """One dimension of `extent` elements: its distinct shardings in the sources and in the targets.
+    """One dimension, of `extent` elements, in several source layouts and several target layouts.
 
-    `held_of` contains, for each source layout, the index in `held` of its sharding. `wanted_of`
-    does so for each target.
+    held, wanted: its distinct shardings in the source layouts, and in the target layouts.
+    held_of: for each source layout, the index in `held` of its sharding.
+    wanted_of: for each target layout, the index in `wanted` of its sharding.
     """
 
     dimension: int
@@ -70,8 +75,8 @@ class DimensionPair:
     wanted_of: Integers
 
     def by_neighbours(self, size: int) -> DimensionPair:
-        """Return the pair over groups of `size` neighbouring devices, each counted as one device
-        (`ir.layout.layout_over_neighbours`).
+        """Return the pair with the shardings of this dimension over groups of `size` neighbouring
+        devices, each group counted as one device (`ir.layout.layout_over_neighbours`).
         """
         held, wanted = (
             tuple(sharded_over_neighbours(*sharding, size) for sharding in shardings)
@@ -80,7 +85,9 @@ class DimensionPair:
         return replace(self, held=held, wanted=wanted)
 
     def spread(self, table: NDArray[Any]) -> NDArray[Any]:
-        """Return the table [sources, targets] for a table of shardings [held, wanted]."""
+        """Return a table with one entry per source and target layout, looked up in `table`, which
+        has one entry per sharding of `held` and of `wanted`.
+        """
         found: NDArray[Any] = table[self.held_of][:, self.wanted_of]
         return found
 
@@ -88,7 +95,9 @@ class DimensionPair:
 def _pairs_by_dimension(
     sources: Sequence[Layout], targets: Sequence[Layout]
 ) -> list[DimensionPair]:
-    """Return a `DimensionPair` for each dimension that at least one layout shards."""
+    """Return a `DimensionPair` for each dimension that at least one of `sources` or `targets`
+    shards.
+    """
     found = []
     for dimension, size in enumerate(targets[0].shape):
         (held, held_of), (wanted, wanted_of) = (
@@ -107,24 +116,28 @@ def _pairs_by_dimension(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Overlap:
-    """Elements of one dimension that each position needs and has, for each pair of shardings.
+    """How much of one dimension each device has of what it needs, for each pair of a present (held)
+    and a needed (wanted) sharding. A position is the position of a device in its group.
 
-    The dimension is divided into `extent` cells. `minimum` is the minimum number of cells in
-    `common` over the positions. `lacks` is true if some position lacks a cell. `regular` is true if
-    all positions need equally many cells, and each has either none of them or one common number of
-    them. These three have shape [held shardings, wanted shardings].
+    The dimension is divided into `extent` cells of equal size. The last three fields have shape
+    [held shardings, wanted shardings].
     """
 
     extent: int
     need: Floats
-    """Cells that each position needs, of shape [wanted shardings, positions]."""
+    """Number of cells that each position needs, of shape [wanted shardings, positions]."""
     common: Floats
-    """Cells that each position needs and has, of shape [held shardings, wanted shardings,
+    """Number of cells that each position needs and has, of shape [held shardings, wanted shardings,
     positions].
     """
     minimum: Floats
+    """Minimum of `common` over the positions."""
     lacks: _Truths
+    """True if some position lacks a cell that it needs."""
     regular: _Truths
+    """True if all positions need equally many cells, and all positions that have at least one of
+    their cells have equally many of them.
+    """
 
 
 @lru_cache(maxsize=1024)
@@ -134,19 +147,19 @@ def _overlap_between(
     extent: int,
     group: int,
 ) -> _Overlap:
-    """Return the overlap of each pair of shardings of one dimension, for `group` positions. The
-    arrays are read-only.
+    """Return the overlap of each pair of shardings of one dimension, for `group` devices. Callers
+    must not change its arrays, because the result is cached.
 
-    If there are windows, `extent` is the size of the dimension and cells are elements. Otherwise
-    `extent` is 0, and the dimension is divided into the smallest number of cells that all even
-    shardings divide.
+    If a sharding of `wanted` has windows, `extent` is the size of the dimension and a cell is one
+    element. Otherwise `extent` is 0, and the number of cells is the least common multiple of the
+    degrees of all shardings.
     """
     cells = extent or math.lcm(*(total_degree(axes) for axes, _ in (*held, *wanted)))
     positions = np.arange(group)
 
     def ranges(shardings: tuple[DimensionSharding, ...]) -> tuple[Floats, Floats]:
-        """Return (first cells, end cells) of each position's shard, clipped to the dimension; both
-        of shape [shardings, positions].
+        """Return (starts, ends): the first cell of each position's shard and the cell after its
+        last, clipped to the dimension; both of shape [shardings, positions].
         """
         starts = np.zeros((len(shardings), group))
         stops = np.zeros((len(shardings), group))
@@ -170,28 +183,29 @@ def _overlap_between(
 
 
 _CHUNK = 2048
-"""Maximum number of layout pairs whose positions are compared in one step, so that the arrays stay
-in the CPU cache.
+"""Maximum number of pairs of layouts that are compared in one step, so that the arrays with one
+entry per pair and device stay in the CPU cache.
 """
 
 
 def _missing_volume(
     pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int
 ) -> tuple[Floats, Integers]:
-    """Return (fraction, dimensions) of the data that devices lack, both of shape [sources,
-    targets].
+    """Return (fraction, dimensions), both of shape [sources, targets], for a change between layouts
+    on `group` devices.
 
-    For source layout u and target layout v on devices d, the fraction is t_x(u, v) of PaSE divided
-    by the tensor's elements:
+    fraction: for source layout u and target layout v, t_x(u, v) of PaSE divided by the number of
+    elements of the tensor:
 
-        fraction = max over d of (|A(v, d)| - |A(v, d) ∩ A(u, d)|) / elements
+        fraction = max over devices d of (|A(v, d)| - |A(v, d) ∩ A(u, d)|) / elements
 
-    A(u, d) is the slice that device d holds under layout u. `dimensions` is the number of
-    dimensions along which some device lacks data.
+    A(u, d) is the slice that device d holds under layout u.
+    dimensions: the number of dimensions along which some device lacks data.
 
-    In most cases the shards of each dimension are either nested or disjoint (`_Overlap.regular`).
-    Then the minimum intersection is the product of the dimensions' minima. For all other pairs, the
-    intersection is computed for each position.
+    `pairs` are the sharded dimensions, and `shape` is (number of sources, number of targets). In
+    most cases the shards of each dimension are either nested or disjoint (`_Overlap.regular`). Then
+    the minimum intersection is the product of the dimensions' minima. For all other pairs of
+    layouts, the intersection is computed for each device.
     """
     minimum = np.ones(shape)
     regular = np.ones(shape, dtype=bool)
@@ -226,11 +240,12 @@ def _missing_volume(
 def _is_slice_then_gather(
     pairs: Sequence[DimensionPair], shape: tuple[int, int], group: int
 ) -> _Truths:
-    """Return which changes, of shape [sources, targets], consist of slices and then all-gathers of
-    single dimensions.
+    """Return a table of shape [sources, targets]: True if the layout change consists of slices and
+    then all-gathers of single dimensions.
 
-    These are the changes of rule 3 of `redistribution_steps`: each dimension is sharded further or
+    These are the changes of rule 4 of `redistribution_steps`: each dimension is sharded further or
     gathered, all strides nest, and no gathered mesh axis shards another dimension of the target.
+    `pairs` are the sharded dimensions, and `group` is the number of devices.
     """
     divisors = tuple(count for count in range(1, group + 1) if group % count == 0)
     is_separable = np.ones(shape, dtype=bool)
@@ -268,8 +283,12 @@ def _is_slice_then_gather(
 def _sharded_further(
     held: tuple[MeshAxes, ...], wanted: tuple[MeshAxes, ...]
 ) -> tuple[_Truths, _Truths]:
-    """Return two tables [held, wanted]: true if `wanted` shards `held` further, and true for the
-    reverse. The arrays are read-only.
+    """Return (sharded, gathered), tables of shape [held, wanted] for the mesh axes of one dimension.
+
+    sharded: True if the entry of `wanted` shards that of `held` further.
+    gathered: True if the entry of `held` shards that of `wanted` further.
+
+    Callers must not change the arrays, because the result is cached.
     """
     sharded = np.array(
         [[is_sharded_further(present, target) for target in wanted] for present in held]
@@ -282,10 +301,11 @@ def _sharded_further(
 
 @lru_cache(maxsize=1 << 16)
 def _axis_bits(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
-    """Return the bits of the divisors d of the group with stride <= d < stride · degree for one of
-    `axes`.
+    """Return an integer as a set of bits, one per entry of `divisors`. A bit is set if for one of
+    `axes` stride <= divisor < stride · degree.
 
-    If strides nest, two axes overlap if and only if they share a bit.
+    `divisors` are the divisors of the number of devices. If the strides of two axes nest, the axes
+    overlap if and only if they have a common bit.
     """
     return sum(
         1 << bit
@@ -296,51 +316,54 @@ def _axis_bits(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _bound_bits(axes: MeshAxes, divisors: tuple[int, ...]) -> int:
-    """Return the bits of the divisors of the group at which one of `axes` begins (stride) or ends
-    (stride · degree).
+    """Return an integer as a set of bits, one per entry of `divisors`. A bit is set if the divisor
+    is the stride, or stride · degree, of one of `axes`.
     """
     bounds = {bound for axis in axes for bound in (axis.stride, axis.stride * axis.degree)}
     return sum(1 << divisors.index(bound) for bound in bounds)
 
 
 Addition = tuple[tuple[str, MeshAxes, int], ...]
-"""The collectives that reduce partial sums: (kind, mesh axes, number of shards of the tensor before
-it).
+"""The collectives that reduce the partial sums of a tensor, in order. Each is a triple (kind, mesh
+axes, number of shards of the tensor before the collective).
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SumReduction:
-    """Costs of several reductions, each a sequence of collectives.
+    """Costs of several reductions of partial sums, each of which is a sequence of collectives.
 
-    `steps` are the distinct collectives with the number of shards of the tensor before each one;
-    the first entry is free. `of` has shape [steps, reductions] and contains indices into `steps`.
+    steps: pairs (cost of a collective, number of shards of the tensor before it) of all distinct
+    collectives. The first entry costs nothing.
+    of: indices into `steps`; column r contains the collectives of reduction r, filled up with 0.
     """
 
     steps: list[tuple[Cost, int]]
     of: Integers
 
     def seconds(self, size_bytes: float) -> Floats:
-        """Return the seconds of each reduction for a tensor of `size_bytes` in all."""
+        """Return the seconds of each reduction for a tensor of `size_bytes` bytes (unsharded)."""
         each = np.array([cost.seconds(size_bytes / parts) for cost, parts in self.steps])
         found: Floats = each[self.of].sum(axis=0)
         return found
 
 
 _Paths = tuple[list[Layout], Integers, SumReduction, Integers]
-"""(distinct layouts after the reduction, index of each pair's layout, reductions, index of each
-pair's reduction); a pair is (source, target).
+"""(layouts, layout indices, reductions, reduction indices): the distinct layouts after the reduction
+of partial sums, the costs of the distinct reductions, and for each pair of source and target the
+index of its layout and of its reduction, both of shape [sources, targets].
 """
 
 
 def _scatter_axes(
     pair: DimensionPair, partial_axes: Sequence[MeshAxes], partial_of: Integers
 ) -> tuple[list[MeshAxes], Integers]:
-    """Return (axes, index): the distinct mesh axes to reduce-scatter one dimension over, and the
-    index for each layout pair.
+    """Return (axes, index): the distinct mesh axes over which one dimension is reduce-scattered,
+    and for each pair of source and target layout the index of its mesh axes.
 
     The first entry of `axes` is (), no reduce-scatter. `index` has one entry per pair, in row-major
-    order over [sources, targets].
+    order of [sources, targets]. `partial_axes` are the distinct mesh axes over which sources are
+    partial sums, and `partial_of` is the index of each source's.
     """
     index_of_axes: dict[MeshAxes, int] = {(): 0}
     cases, case_of = index_distinct_codes(pair.held_of * len(partial_axes) + partial_of)
@@ -360,10 +383,12 @@ def _scatter_axes(
 def _addition(
     partial_axes: MeshAxes, shards: int, axes_by_dimension: Iterable[MeshAxes]
 ) -> Addition:
-    """Return the collectives that reduce the partial sums over `partial_axes` of a tensor.
+    """Return the collectives that reduce the partial sums of a tensor over the mesh axes
+    `partial_axes`.
 
-    `shards` is the number of shards of the tensor. `axes_by_dimension` are the mesh axes to
-    reduce-scatter each dimension over. The remaining partial axes are all-reduced.
+    `shards` is the number of shards of the tensor before. `axes_by_dimension` contains, for each
+    dimension, the mesh axes over which it is reduce-scattered. The sums over the remaining mesh
+    axes are all-reduced.
     """
     steps = []
     for scatter_axes in filter(None, axes_by_dimension):
@@ -377,7 +402,7 @@ def _addition(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardTable:
-    """Seconds of layout changes on a group of `devices`. Tensors that are sharded equally share
+    """Seconds of layout changes on the group `devices`. Tensors that are sharded equally share
     cached tables.
     """
 
@@ -390,11 +415,11 @@ class ReshardTable:
     def seconds(
         self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float
     ) -> Floats:
-        """Return the seconds from each of `sources` to each of `targets`, of shape [sources,
-        targets].
+        """Return the seconds to change a tensor from each of the layouts `sources`, without partial
+        sums, to each of the layouts `targets`, of shape [sources, targets].
 
-        `sources` have no partial sums. The tensor has `size_bytes` in all. Each entry is the sum of
-        `relayout_seconds` over `redistribution_steps`.
+        The unsharded tensor has `size_bytes` bytes. An entry agrees with the sum of
+        `relayout_seconds` over the steps of `redistribution_steps`.
         """
         windows = tuple(layout.windows for layout in targets)
         shape = targets[0].shape if any(windows) else ()
@@ -412,8 +437,8 @@ class ReshardTable:
     def _affine(
         self, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> tuple[Floats, Floats]:
-        """Return (fixed seconds, seconds per byte of the full tensor) of each pair, both of shape
-        [sources, targets].
+        """Return (fixed seconds, seconds per byte of the unsharded tensor) to change a tensor from
+        each of `sources` to each of `targets`, both of shape [sources, targets].
         """
         shape = len(sources), len(targets)
         pairs = _pairs_by_dimension(sources, targets)
@@ -431,11 +456,12 @@ class ReshardTable:
     def to_reader(
         self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float
     ) -> Floats:
-        """Return the seconds from each of `sources` to each of `targets`, if the target is the only
-        reader; [sources, targets].
+        """Return the seconds to change a tensor with a single reader from each of the layouts
+        `sources` to each of the reader's layouts `targets`, of shape [sources, targets].
 
-        `sources` may have partial sums. Lowering reduce-scatters them if the target shards a
-        dimension further, and so does this cost. The tensor has `size_bytes` in all.
+        `sources` may have partial sums. As in lowering, the sums are reduce-scattered along a
+        dimension that the target shards further, and otherwise all-reduced. The unsharded tensor
+        has `size_bytes` bytes.
         """
         if not any(source.is_partial for source in sources):
             return self.seconds(sources, targets, size_bytes)
@@ -451,12 +477,12 @@ class ReshardTable:
         return adding.seconds(size_bytes)[addition_of] + np.take_along_axis(moving, held_of, axis=0)
 
     def _reduction_paths(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
-        """Return how the partial sums of each of `sources` are reduced on the way to each of
-        `targets`.
+        """Return how the partial sums of each of `sources` are reduced if the tensor then changes to
+        each of `targets`.
 
         `targets` have even shards and no partial sums. A mesh axis shards at most one dimension of
-        a target, so the reduce-scatter of one dimension does not depend on the others. Each layout
-        after the reduction and each reduction is created once.
+        a target, so the reduce-scatter of one dimension does not depend on the other dimensions.
+        Equal layouts after the reduction, and equal reductions, are created once.
         """
         rows = np.repeat(np.arange(len(sources)), len(targets))
         partial_axes, partial_of = index_distinct(source.partial_over for source in sources)
@@ -494,17 +520,18 @@ class ReshardTable:
     def to_all(
         self, sources: Sequence[Layout], targets: Sequence[Layout], size_bytes: float
     ) -> Floats:
-        """Return the seconds from each of `sources` to each of `targets`, of shape [sources,
-        targets], if the value has other readers.
+        """Return the seconds to change a value with several readers from each of the layouts
+        `sources` to each of the layouts `targets` of one reader, of shape [sources, targets].
 
-        Partial sums are all-reduced first.
+        `sources` may have partial sums, which are all-reduced first. The unsharded value has
+        `size_bytes` bytes.
         """
         moving = self.seconds([each.reduced() for each in sources], targets, size_bytes)
         return self.to_copies(sources, size_bytes)[:, None] + moving
 
     def to_copies(self, sources: Sequence[Layout], size_bytes: float) -> Floats:
-        """Return the seconds to all-reduce the partial sums of each of `sources`; the
-        shards stay.
+        """Return, for each of the layouts `sources`, the seconds to all-reduce its partial sums
+        without a change of its shards. The unsharded tensor has `size_bytes` bytes.
         """
         additions: list[Addition] = [
             _addition(each.partial_over, each.shard_count, ()) for each in sources
@@ -512,7 +539,7 @@ class ReshardTable:
         return self._adding(additions).seconds(size_bytes)
 
     def _adding(self, additions: Sequence[Addition]) -> SumReduction:
-        """Return the costs of the reductions `additions`, for tensors of any size."""
+        """Return the costs of the reductions `additions`, as functions of the bytes of a tensor."""
         numbers = {
             step: number
             for number, step in enumerate(dict.fromkeys(itertools.chain(*additions)), 1)
@@ -532,21 +559,22 @@ class ReshardTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedValue:
-    """A variable of the optimisation model for a value that several nodes read: a choice of one of
+    """A variable of the optimisation model for a value that several nodes read. Its choices are
     `layouts`.
 
-    The value changes from the layout that its node produces to the variable's layout, and from
-    there to each reader's. So a change of layout that several readers share is counted once.
+    The value changes from the layout in which its node produces it to the chosen layout, and from
+    there to the layout of each reader. So a change of layout that several readers have in common
+    counts once.
     """
 
     layouts: tuple[Layout, ...]
     from_source: Floats
-    """Seconds of shape [configurations of the source, layouts]; [0, layouts] for a parameter, which
-    has no source.
+    """Seconds per step, of shape [configurations of the node that computes the value, layouts]. For
+    a parameter, which no node computes, the shape is [0, layouts].
     """
     to_readers: tuple[Floats, ...]
-    """For each reader: seconds of shape [layouts, configurations of the reader]; inf for
-    incompatible pairs. Equal readers share one array.
+    """For each reader: seconds per step, of shape [layouts, configurations of the reader]; infinity
+    for pairs that are not allowed. Equal readers share one array.
     """
 
 
@@ -558,12 +586,18 @@ def shared_value(
     given: bool,
     times: int,
 ) -> SharedValue:
-    """Return the variable of a computed value of `size_bytes` that changes layout `times` per step.
+    """Return the variable of a value that a node computes and several nodes read.
 
-    `given` is true if the stage outputs the value. Lowering reduce-scatters partial sums only if
-    all readers need one layout. So layouts that all readers can need occur a second time in the
-    variable (`bound`): they are reached by reduce-scatter, which is cheaper, and from them only
-    readers of the equal layout are allowed.
+    source, readers: the layouts in which the node produces the value and its readers need it.
+    size_bytes: bytes of the unsharded value.
+    given: True if the stage outputs the value.
+    times: number of times per step that a change of its layout runs.
+
+    Lowering reduce-scatters partial sums only if all readers need one layout and the stage does not
+    output the value, and otherwise all-reduces them. So if the value can be a partial sum, each
+    layout that all readers can need occurs twice among the choices. The second choice (`bound`) is
+    reached by a cheaper reduce-scatter, and allows only readers in configurations that need this
+    layout.
     """
     held = [layout.reduced() for layout in source.layouts]
     free = list(
@@ -596,10 +630,10 @@ def shared_value(
 def shared_parameter(
     readers: Sequence[TensorLayouts], shape: tuple[int, ...], only_whole: bool
 ) -> SharedValue:
-    """Return the variable of a parameter that several nodes read.
+    """Return the variable of a parameter of shape `shape` that several nodes read.
 
-    Its layouts are: replicated, from which each reader slices at no cost, and each layout that all
-    readers can need. With `only_whole`, only the replicated layout is allowed.
+    Its choices are the replicated layout, from which each reader slices at no cost, and each layout
+    that all readers can need. With `only_whole`, the replicated layout is the only choice.
     """
     full = replicated_layout(shape)
     wanted = dict.fromkeys(layout for reader in readers for layout in reader.layouts)
@@ -620,7 +654,9 @@ def shared_parameter(
 
 
 def _only_equal(layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Floats:
-    """Return a table [layouts, wanted] with 0 for equal layouts and inf for all other pairs."""
+    """Return a table of shape [layouts, wanted] with 0 for pairs of equal layouts and infinity for
+    all other pairs.
+    """
     rows = {layout: row for row, layout in enumerate(layouts)}
     found = np.full((len(layouts), len(wanted)), np.inf)
     for column, layout in enumerate(wanted):

@@ -1,7 +1,8 @@
 """Search for the splits inside stages whose nodes, devices and micro-batch sizes are fixed.
 
-The search is the min-sum problem of PaSE (Elango, IPDPS 2021, equation 1): minimise the sum of
-node costs t_l and of costs t_x of layout changes over all choices of one configuration per node.
+The search is the min-sum problem of PaSE (Elango, IPDPS 2021, equation 1): minimise the sum of node
+costs t_l and of costs t_x of layout changes over all choices of one configuration per node. A
+configuration is one way to split a node over the devices of its stage.
 
     tables = make_tables(problem, nodes, devices)
     assignment = solve(tables.model)
@@ -10,9 +11,9 @@ node costs t_l and of costs t_x of layout changes over all choices of one config
 The variables of the model are the nodes, in order, and then one variable for each value that
 several nodes read (`SharedValue`). Equal nodes and equal edges share their arrays.
 
-Each stage is searched separately. The memory of a solution is measured on the lowered placement. If
-it exceeds the limit, the search is repeated with bounds on the temporary memory of nodes until the
-solution fits.
+Each stage is searched separately. The cost model then computes the memory of the placement with
+these splits. If it exceeds the limit, the search is repeated with bounds on the temporary memory of
+nodes (see `SplitProblem`).
 """
 
 from __future__ import annotations
@@ -55,40 +56,42 @@ from autopipe.passes.solvers.min_sum.model import ResultCache
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The min-sum model of a stage's nodes on a group of devices. Variable i is `nodes[i]`; the
-    remaining variables are shared values.
+    """The min-sum model of the splits of a stage's nodes on a group of devices. Variable i is the
+    configuration of `nodes[i]`; the variables after the nodes are layouts of values that several
+    nodes read.
     """
 
     nodes: tuple[int, ...]
     configurations: tuple[tuple[Splits, ...], ...]
-    """The configurations of each node, in the order of the model's choices."""
+    """For each node: its configurations, in the order of the choices of its variable."""
     model: MinSum
-    """Costs in seconds per step, and memory in bytes on a device."""
+    """The model. Its costs are seconds per step, and its memory is bytes on a device."""
     gradients: tuple[Floats, ...]
-    """For each variable: the seconds in the model's costs that all-reduce gradients
-    once per step.
+    """For each variable and choice: the part of the model's cost in which gradients are
+    all-reduced, in seconds per step.
     """
     backwards: tuple[Floats, ...]
-    """For each variable: the seconds of the backward of one micro-batch."""
+    """For each variable and choice: the seconds of the backward of one micro-batch."""
     passing: tuple[Integers, ...]
-    """For each node: the bytes of temporary memory while its backward runs. The model's memory does
-    not contain them.
+    """For each node and configuration: the bytes of temporary memory while the node's backward
+    runs. They are not part of the model's memory.
     """
     kept_again: tuple[Edge, ...]
-    """Memory of pairs of nodes that save one value in different shards. The model's memory does not
-    contain it.
+    """For each pair of nodes that save shards of one tensor: the bytes that the second node saves
+    beyond those of the first, per pair of configurations. They are not part of the model's memory.
     """
 
     def passing_at_most(self, most: int) -> Tables:
-        """Return the tables without the configurations that need more than `most` bytes of
-        temporary memory.
+        """Return the tables for a search with limited memory. Configurations that need more than
+        `most` bytes of temporary memory are forbidden: their cost is infinite.
 
-        The edges of `kept_again` become part of the model. Without a memory limit these edges would
-        only slow the search down.
+        The edges of `kept_again` become part of the model. They are not part of it before, because
+        they would slow down a search without a memory limit and not change its result.
         """
         once = ResultCache()
 
         def bounded(costs: Floats, needs: Integers) -> Floats:
+            """Return the costs with infinity for choices that need more than `most` bytes."""
             return np.where(needs > most, np.inf, costs)
 
         costs = [once(bounded, *each) for each in zip(self.model.costs, self.passing, strict=False)]
@@ -99,8 +102,8 @@ class Tables:
         )
 
     def splits(self, choice: Sequence[int]) -> tuple[tuple[int, Splits], ...]:
-        """Return the (node, splits) pairs of the nodes that `choice` splits, as in
-        `Stage.splits`.
+        """Return pairs (node, splits), as in `Stage.splits`, for a choice of all variables of the
+        model. Nodes that are not split are omitted.
         """
         chosen = (each[number] for each, number in zip(self.configurations, choice, strict=False))
         return tuple(
@@ -109,7 +112,9 @@ class Tables:
 
 
 End = tuple[NodeClass, int]
-"""One end of an edge: a node's class, and the position of one of the node's operands or results."""
+"""One end of an edge of the model: (class of equal nodes, position of the operand or result of the
+node to which the edge belongs).
+"""
 
 
 def make_tables(
@@ -118,11 +123,10 @@ def make_tables(
     devices: tuple[int, ...],
     options: StageOptions = NO_OPTIONS,
 ) -> Tables:
-    """Return the model of `nodes` on `devices`.
+    """Return the model of the splits of a stage that computes `nodes` on `devices`.
 
-    `nodes` are in ascending order, and the stage computes all of them. Equal nodes share one array,
-    and so do equal edges. Raise ConfigurationError if a device has no cost entry for a class of
-    operators.
+    `nodes` are in ascending order. Equal nodes share one array of costs, and so do equal edges.
+    Raise ConfigurationError if a device type lacks a rate for a class of operators.
     """
     stage = StageContext(problem, nodes, devices, options)
     graph = stage.graph
@@ -135,6 +139,9 @@ def make_tables(
 
     @cache
     def changes(source: End, reader: End, size: int, given: bool, times: int) -> Floats:
+        """Return the seconds per step of the layout changes of a value with one reader, of shape
+        [configurations of the source, configurations of the reader].
+        """
         produced = source[0].leaves(source[1])
         wanted = reader[0].reads(reader[1])
         change = stage.reshard.to_all if given else stage.reshard.to_reader
@@ -147,15 +154,18 @@ def make_tables(
     def shared(
         source: End, readers: tuple[End, ...], size: int, given: bool, times: int
     ) -> SharedValue:
+        """Return the variable of a value with several readers; equal values get one object."""
         wanted = [node_class.reads(position) for node_class, position in readers]
         return shared_value(source[0].leaves(source[1]), wanted, size, stage.reshard, given, times)
 
     @cache
     def free(layouts: int) -> Costs:
+        """Return costs of 0 for each of `layouts` choices."""
         zeros = np.zeros(layouts)
         return Costs(zeros, zeros, zeros, np.zeros(layouts, dtype=np.int64))
 
     def connect(source: int, target: int, matrix: Floats) -> None:
+        """Add an edge between two variables, unless all its costs are 0."""
         if matrix.any():
             edges.append(Edge(source, target, matrix))
 
@@ -206,11 +216,11 @@ def make_tables(
 def _kept_again(
     stage: StageContext, classes: dict[int, NodeClass], variable_of: dict[int, int]
 ) -> tuple[Edge, ...]:
-    """Return edges with the bytes that a node saves beyond those that the first node saving the
-    same value saves.
+    """Return edges with the additional bytes of tensors that two nodes save, per pair of
+    configurations of the nodes.
 
-    Both nodes save a shard of the value; if the shards have different sizes, the difference is
-    additional memory.
+    The memory of the first node contains its own shard. If the shard of the other node is larger,
+    the difference is additional memory. Edges without additional bytes are omitted.
     """
     found: list[Edge] = []
     known: dict[Hashable, Integers] = {}
@@ -234,37 +244,39 @@ def _kept_again(
 
 
 Solver = Callable[[Tables, float | None], Assignment]
-"""A function that solves tables, within a memory limit in bytes unless it is None."""
+"""A function from (tables, memory limit in bytes or None for no limit) to the choice of all variables
+that it finds, with a bound.
+"""
 
 _BOUNDS = 8
 """Maximum number of bounds on temporary memory that are tried if memory is insufficient."""
 _MINIMUM_STEP = 0.01
-"""Minimum difference between two bounds, as a fraction of a device's memory."""
+"""Minimum difference between two bounds on temporary memory, as a fraction of a device's memory."""
 _ROUNDS = 3
-"""Maximum number of times per bound that the limit is reduced by the excess of the
-measured memory.
+"""Maximum number of searches per bound on temporary memory. After a search whose placement exceeds
+the memory, the next one has a limit that is smaller by the excess.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class FittedPlacement:
-    """A placement with the splits of one stage, the bound that is proven for them, and their
-    measured cost and memory.
+    """A placement with new splits of one stage, the bound that is proven for these splits, and the
+    cost and memory of the stage according to the cost model.
     """
 
     placement: Placement
     proof: SplitProof
     cost: StageCost
     excess: int
-    """Bytes by which device `worst`, the most overfull one of the stage, exceeds its memory limit;
-    negative if it fits.
+    """Bytes by which device `worst` exceeds its memory. This device of the stage has the largest
+    excess. Negative or 0 if all devices of the stage fit.
     """
     worst: int
 
 
 class SplitProblem:
-    """The nodes and options of each stage of a placement, for the search for splits. Nodes in
-    `fixed` have given splits.
+    """The search for the splits of the stages of a placement: the nodes and options of each stage.
+    Nodes in `fixed` keep the splits given there.
     """
 
     def __init__(self, problem: Problem, placement: Placement, fixed: Mapping[int, Splits]) -> None:
@@ -273,8 +285,8 @@ class SplitProblem:
         self.plans = assign_nodes(graph, placement, problem.wanted)
         computed = [{node for node, _ in plan.nodes} for plan in self.plans]
         unsplit: Splits = ()
-        # Nodes that several stages recompute are cheap. They stay unsplit, because the splits for
-        # one stage's group do not apply to another's.
+        # Cheap nodes, such as masks, are computed by each stage that reads them. Such nodes stay
+        # unsplit, because stages have different devices and a node has splits for one stage only.
         recomputed = {
             node: (unsplit,)
             for node in recomputed_nodes(graph)
@@ -311,14 +323,14 @@ class SplitProblem:
         overlap: bool = False,
         resized_problem: Problem | None = None,
     ) -> FittedPlacement:
-        """Return `placement` with the best splits of stage `index` that `solver` finds, or split by
-        samples if that is faster.
+        """Return `placement` with the fastest splits of stage `index` that `solver` finds and that
+        fit into memory, or with the stage split by samples only if that is faster.
 
         The split by samples is not tried if some nodes of the stage may not use all configurations.
-        `overlap` is true if `solver` assumes that the gradient all-reduce overlaps with the
-        backward of the last micro-batch. `resized_problem` is the problem at the stage's
-        micro-batch size, if the caller has it. Raise InfeasibleError with the minimum excess if no
-        solution fits into memory. Errors of `solver` pass through.
+        `overlap` is True if the gradient all-reduce overlaps with the backward of the last
+        micro-batch. `resized_problem` is the problem at the stage's micro-batch size; if None, it
+        is computed. Raise OutOfMemoryError, with the smallest excess, if no splits that were tried
+        fit into memory. Errors of `solver` pass through.
         """
         stage = placement.stages[index]
         options = self.options[index]
@@ -329,6 +341,7 @@ class SplitProblem:
         micro_batches = self.problem.batch_size // stage.micro_batch_size
 
         def seconds(fitted: FittedPlacement) -> float:
+            """Return the seconds that the stage is busy in a step."""
             return step_seconds(fitted.cost, micro_batches, overlap)
 
         trials = self._trials(placement, index, tables, solver)
@@ -340,7 +353,8 @@ class SplitProblem:
                 self.problem, [index], len(placement.stages), closest.worst, need, least=True
             )
         best = min(fitting, key=seconds)
-        # A solution under a bound on temporary memory is proven optimal for that bound only.
+        # The solver proves a solution optimal only among those that satisfy its bound on temporary
+        # memory. Only the first search has no such bound, so its lower bound holds for all splits.
         bound = trials[0].proof.lower_bound
         best = replace(
             best, proof=SplitProof(best.proof.cost, bound, best is trials[0] and best.proof.optimal)
@@ -348,8 +362,8 @@ class SplitProblem:
         if any(node in options.allowed for node in stage.nodes):
             return best
         # The model ignores the latency of the gradient all-reduce and counts some layout changes
-        # more than once. So data parallelism, one of its choices, can be faster than the model
-        # predicts.
+        # more than once. So a choice of the model can be faster than predicted, and the split by
+        # samples alone (data parallelism) is compared by its actual cost.
         by_samples = self._by_samples(resized_problem.graph, best, index)
         if by_samples is None or by_samples.excess > 0 or seconds(by_samples) >= seconds(best):
             return best
@@ -361,16 +375,19 @@ class SplitProblem:
     def _trials(
         self, placement: Placement, index: int, tables: Tables, solver: Solver
     ) -> list[FittedPlacement]:
-        """Return `placement` with the fastest splits of stage `index`; if they do not fit into
-        memory, also with other splits.
+        """Return one or more placements: `placement` with the splits of stage `index` that `solver`
+        finds without a memory limit and, if these do not fit into memory, with the splits that it
+        finds under several bounds on temporary memory.
 
-        Temporary memory is the maximum over nodes, which a sum cannot express. So several bounds on
-        it are tried in descending order. Under each bound, configurations that need more are
-        forbidden, and the rest of the memory limits the sum of all other bytes. The search stops at
-        a smaller bound if the last trial fits and the bound is too close to the previous one.
+        Temporary memory is the maximum over the nodes, which a sum of costs cannot express. So
+        several bounds on it are tried in descending order. Under each bound, configurations that
+        need more are forbidden, and the rest of the memory limits the sum of all other bytes. The
+        search ends before a bound that is close to the previous one (`_MINIMUM_STEP`) if the last
+        splits fit.
         """
 
         def with_measured_memory(assignment: Assignment) -> FittedPlacement:
+            """Return the placement with the splits of `assignment`, and its cost and memory."""
             proof = SplitProof(float(assignment.cost), float(assignment.bound), assignment.proven)
             return self._with_splits(placement, index, tables.splits(assignment.choice), proof)
 
@@ -382,7 +399,8 @@ class SplitProblem:
             if trials[-1].excess <= 0 and previous - bound < _MINIMUM_STEP * limit:
                 break
             previous = bound
-            # Bytes that the model does not contain, for instance communication buffers.
+            # Bytes that the memory of the model does not contain, for example communication
+            # buffers. They are known only after a first search.
             unmodelled = 0
             bounded = tables.passing_at_most(bound)
             for _ in range(_ROUNDS):
@@ -399,10 +417,10 @@ class SplitProblem:
     def _by_samples(
         self, graph: Graph, fitted: FittedPlacement, index: int
     ) -> FittedPlacement | None:
-        """Return `fitted` with stage `index` split by samples only, or None if they cannot be split
-        evenly.
+        """Return the placement of `fitted` with stage `index` split by samples only, or None if the
+        samples of a node cannot be divided evenly among the stage's devices.
 
-        `graph` is the model at the stage's micro-batch size.
+        `graph` is the graph at the stage's micro-batch size.
         """
         stage = fitted.placement.stages[index]
         samples = sample_axes(graph)
@@ -418,8 +436,8 @@ class SplitProblem:
         splits: tuple[tuple[int, Splits], ...],
         proof: SplitProof,
     ) -> FittedPlacement:
-        """Return the placement with these splits of stage `index`, and its measured cost and
-        memory.
+        """Return `placement` with `splits` as the splits of stage `index`, with `proof`, and with
+        its cost and memory according to the cost model.
         """
         stages = list(placement.stages)
         stages[index] = replace(stages[index], splits=splits)
@@ -434,11 +452,12 @@ class SplitProblem:
 
 
 def _bounds_on_passing(tables: Tables, assignment: Assignment, limit: int) -> list[int]:
-    """Return bounds on temporary memory, descending from that of `assignment` to the minimum that
-    all choices need.
+    """Return at most `_BOUNDS` bounds on temporary memory, in descending order of bytes: from the
+    temporary memory of `assignment` to the minimum that each choice needs.
 
-    Only values that occur in `tables.passing` are used, spaced evenly, at most `_BOUNDS` of them.
-    `limit` is the memory limit in bytes.
+    The bounds are evenly spaced entries of the sorted values that occur in `tables.passing`. Fewer
+    bounds are returned if they would differ by less than `_MINIMUM_STEP` of the memory limit
+    `limit`, in bytes, on average.
     """
     lowest = max(int(each.min()) for each in tables.passing)
     highest = max(
@@ -461,11 +480,13 @@ def split_stages(
     solver: Solver,
     overlap: bool = False,
 ) -> Placement:
-    """Return `placement` with the best splits of each stage. Its proof contains the sums of costs
-    and lower bounds of the stages.
+    """Return `placement` with the best splits of each stage that `solver` finds, searched stage by
+    stage. The proof of the result contains the sums of the costs and of the lower bounds of the
+    stages.
 
-    Raise InfeasibleError with the minimum excess if a stage does not fit into memory. Errors of
-    `solver` pass through.
+    Nodes in `fixed` keep the splits given there. `overlap` is True if the gradient all-reduce
+    overlaps with the last backward. Raise OutOfMemoryError, with the smallest excess, if a stage
+    does not fit into memory. Errors of `solver` pass through.
     """
     split_problem = SplitProblem(problem, placement, fixed)
     proof = SplitProof(0.0, 0.0, optimal=True)
@@ -482,19 +503,19 @@ def split_stages(
 
 
 _PATIENCE_S = 2.0
-"""Seconds of work per search within a memory limit if there is no time limit.
+"""Work of one search within a memory limit if the user sets no time limit, in seconds.
 
-Several limits are tried. Five times this value shortens the step of an 80-layer Llama on 64 devices
-by 0.1% only.
+Several limits are tried, so the value is short. Five times this value shortens the step of an
+80-layer Llama on 64 devices by only 0.1%.
 """
 
 
 class Exact:
-    """Solver of tables: a dual bound, pruning, and elimination of the remaining variables
-    (`solvers/min_sum`).
+    """Exact solver of tables: branch and bound with a dual bound, pruning, and elimination of the
+    remaining variables (`solvers/min_sum`).
 
-    `time_limit` is in seconds, counted from construction; None means no limit. A search within a
-    memory limit uses half of the remaining time, because further searches follow.
+    `time_limit` is in seconds, counted from the construction of this object; None is no limit. A
+    search within a memory limit uses half of the remaining time, because further searches follow.
     """
 
     def __init__(self, time_limit: float | None) -> None:
@@ -504,6 +525,9 @@ class Exact:
         return self.solved(tables.model, limit)
 
     def solved(self, model: MinSum, limit: float | None) -> Assignment:
+        """Return the cheapest choice of `model` whose memory is at most `limit` bytes; None is no
+        limit. If the time ends first, return the best choice found, with its bound.
+        """
         remaining = None if self._end is None else max(0.01, self._end - time.monotonic())
         if limit is None:
             return solve(model, None, remaining)
