@@ -46,8 +46,8 @@ class RankOptions:
     """Also keep checkpoints after multiples of this number of steps; 0 for none."""
     resume: bool = False
     run: str | None = None
-    """Name of a launch that starts from the beginning, equal in its restarts. None for a run that
-    resumes, or for a rank that no launcher started.
+    """Name of a launch that starts from the beginning and saves checkpoints, equal in its restarts.
+    None for other runs.
     """
     trace: Path | None = None
     """Folder to which the times of all tasks of all steps are written; None to write none."""

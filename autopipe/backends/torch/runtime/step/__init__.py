@@ -1,3 +1,3 @@
-"""One step of training or inference: stages and their tasks, gradients, the update, and capture as
-CUDA graphs.
+"""One step of training or inference: the stages of a rank and their tasks, gradients, the update of
+parameters, and the capture of both as CUDA graphs.
 """

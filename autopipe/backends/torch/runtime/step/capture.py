@@ -1,5 +1,5 @@
-"""`--cuda-graphs`: which stages of a rank are captured as CUDA graphs, and whether the update
-is.
+"""`--cuda-graphs`: decides which stages of a rank, and whether the update of parameters, are
+captured as CUDA graphs. "Eager" means not captured.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ _UPDATE_KEY = "update"
 
 
 def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources], str]) -> str:
-    """Capture CUDA graphs of this rank's stages between two steps: of all stages if `--cuda-graphs`
-    is given, otherwise of stages whose speed the plan predicts to be bound by the host. If a stage
-    is captured, `capture_update` captures the update; it returns the reason if it cannot.
-    Collective over all ranks.
+    """Capture stages of this rank as CUDA graphs, between two steps: all stages if `--cuda-graphs`
+    is given, otherwise the stages for which the plan predicts that launching operators takes longer
+    than running them. If at least one stage of this rank is captured, also call `capture_update`,
+    which captures the update; it returns the reason if it cannot, otherwise "". Collective over all
+    ranks.
 
-    Return a line that says which stages of all ranks are captured, and why the others are not.
+    Return a line for the user that says which stages are captured on all ranks, and why the others
+    are not.
     """
 
     def capture() -> dict[str, str]:
+        """Capture on this rank. Return, by stage number or "update", the reason why it stays eager,
+        "" if it is captured.
+        """
         if not has_cuda_graphs(rank.device):
             return {str(number): f"{rank.device.type} devices have none" for number in rank.stages}
         resources = CaptureResources(partial(_free_bytes, rank))
@@ -46,13 +51,15 @@ def capture_stages(rank: RankContext, capture_update: Callable[[CaptureResources
 
 
 def captures_by_default(rank: RankContext) -> bool:
-    """Return True if the device has CUDA graphs and the run has further steps to replay them."""
+    """Return True if the device supports CUDA graphs and further steps follow that can replay
+    them.
+    """
     return has_cuda_graphs(rank.device) and rank.steps_done < rank.options.steps
 
 
 def _capture_stage(rank: RankContext, stage: Stage, resources: CaptureResources) -> str:
-    """Capture a stage if it should be captured. Return the reason why it stays eager, "" if it is
-    captured.
+    """Capture a stage if `--cuda-graphs` is given or the plan predicts a gain. Return the reason
+    why it stays eager, "" if it is captured.
     """
     if not (rank.options.cuda_graphs or rank.manifest.stages[stage.number].host_bound):
         return _NOT_HOST_BOUND
@@ -60,8 +67,10 @@ def _capture_stage(rank: RankContext, stage: Stage, resources: CaptureResources)
 
 
 def capture_summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
-    """Return one line about the stages of a program and its update. Each rank gives, by stage
-    number or `update`, the reason why it stays eager, "" if it is captured.
+    """Return a line for the user about the capture of a program with `stages` stages and of its
+    update. `by_rank` has, for each rank, the reason why a stage or the update stays eager, by stage
+    number or "update"; "" if it is captured. A stage counts as captured if it is captured on all
+    its ranks.
     """
     reasons: dict[str, str] = {}
     for own in by_rank:
@@ -84,13 +93,15 @@ def capture_summary(stages: int, by_rank: Iterable[Mapping[str, str]]) -> str:
 
 
 def _stages_text(numbers: Iterable[int]) -> str:
-    """Return `stage 3`, or `stages 1, 2, 3`."""
+    """Return the stage numbers as text: `stage 3`, or `stages 1, 2, 3`."""
     texts = [str(number) for number in numbers]
     return f"{plural(len(texts), 'stage')} {', '.join(texts)}"
 
 
 def _free_bytes(rank: RankContext) -> int:
-    """Return the free memory of the device that this rank may use, in bytes."""
+    """Return the number of bytes on this rank's GPU that the rank can still allocate: free memory,
+    up to the rank's memory limit if it has one.
+    """
     free: int = torch.cuda.mem_get_info(rank.device)[0]
     if rank.manifest.memory_limits:
         limit = rank.manifest.memory_limits[rank.number]

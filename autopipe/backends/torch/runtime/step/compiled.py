@@ -1,8 +1,8 @@
-"""`--compile`: forward and backward of stages through `torch.compile`.
+"""`--compile`: runs forward and backward of stages through `torch.compile`.
 
-Before the first step, a micro-batch of zeros compiles each stage, so that no step waits for the
-compiler. Collectives and operators with deferred weight gradients run eagerly between compiled
-parts.
+Before the first step, each stage runs a micro-batch of zeros, so that it is compiled and no step
+waits for the compiler. Collectives and operators with deferred weight gradients are not compiled;
+they run eagerly between compiled parts of a stage.
 """
 
 from __future__ import annotations
@@ -24,25 +24,31 @@ from autopipe.backends.torch.torch_interfaces import configure_compiler
 from autopipe.ir.errors import ConfigurationError
 
 _LOCAL_GROUP_METHODS = {"slice", "along"}
-"""Methods of `Group` that do not communicate, so that they may be compiled."""
+"""Public methods of `Group` that do not communicate, so that torch may compile them."""
 _UNCOMPILED_CALLS = {
     "group": "exchanges between its ranks",
     "weight_grads": "operators whose gradients of weights wait",
 }
-"""By attribute of a forward's `p`, a description of the calls that cannot be compiled."""
+"""For each attribute of `p`, the first argument of a stage's forward, whose calls cannot be
+compiled: a description of these calls for the user.
+"""
 _COMPILER_HINTS = {
     "No working C++ compiler": "install g++, or name a compiler in CXX",
     "Cannot find a working triton": (
         "install triton as torch's wheels for CUDA do, or leave out --compile"
     ),
 }
-"""By part of an error message that compilation of any stage would raise, the hint for the user."""
+"""For parts of error messages that the compilation of any stage would raise on this machine: a hint
+for the user.
+"""
 
 
 def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[str]:
-    """Compile this rank's stages in ascending order. Collective over all ranks, because a stage's
-    forward communicates within its group. Return a line for each stage of any rank that is not
-    compiled as one graph. Raise ConfigurationError if there is no compiler for the device.
+    """Compile the stages of this rank, by their number, in ascending order. Collective over all
+    ranks, because the forward of a stage may communicate within its group.
+
+    Return a line for the user for each stage of any rank that is not compiled as one graph. Raise
+    ConfigurationError if torch finds no working compiler for the device.
     """
     _set_up_compiler()
     said = _collect_stage_texts(stages, transport, _compile_stage)
@@ -53,11 +59,12 @@ def compile_stages(stages: Mapping[int, Stage], transport: Transport) -> list[st
 def _collect_stage_texts(
     stages: Mapping[int, Stage], transport: Transport, act: Callable[[Stage], str]
 ) -> list[tuple[int, str]]:
-    """Apply `act` to each stage on all ranks. Return (stage, text) for each stage for which some
-    rank's `act` returned a text that is not empty.
+    """Call `act` with each stage on its ranks. Return (number of the stage, text) for each stage of
+    any rank for which `act` returned a text that is not empty. Collective over all ranks.
     """
 
     def run() -> dict[str, str]:
+        """Call `act` with the stages of this rank. Return the texts by stage number."""
         return {str(number): act(stage) for number, stage in sorted(stages.items())}
 
     control_group = transport.make_control_group()
@@ -68,9 +75,9 @@ def _collect_stage_texts(
 
 
 def _set_up_compiler() -> None:
-    """Exclude collectives and deferred weight gradients from compilation, and select the folder of
-    compiled kernels. All ranks of a node share the folder; only its owner can write it, and it
-    contains no pickles.
+    """Prepare torch.compile in this process: exclude collectives and deferred weight gradients from
+    compilation, and select the folder of compiled kernels. The ranks of one user on a machine share
+    the folder, which only this user can write.
     """
     configure_compiler()
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (folder := _cache_folder()) is not None:
@@ -86,10 +93,10 @@ def _set_up_compiler() -> None:
 
 
 def _compile_stage(stage: Stage) -> str:
-    """Compile a stage's forward, or its recomputed segments. Return which parts run eagerly and
-    why, "" if none does.
+    """Compile a stage's forward, or only its recomputed segments if it has any. Return which parts
+    run eagerly and why, "" if none does.
     """
-    # The import takes about a second.
+    # Imported here because the import takes about a second.
     from autopipe.backends.torch.torch_interfaces import (
         TorchDynamoException,
         Unsupported,
@@ -131,8 +138,8 @@ def _compile_stage(stage: Stage) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Return the folder of compiled kernels, next to the plan cache; None if it cannot be
-    created.
+    """Return the folder of compiled kernels, next to autopipe's cache of plans. Create it if
+    necessary. None if it cannot be created.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("AUTOPIPE_CACHE") or Path(caches) / "autopipe") / "kernels"
@@ -144,4 +151,7 @@ def _cache_folder() -> Path | None:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of the error's message, or the name of its type if the message is
+    empty.
+    """
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,11 +1,11 @@
-"""CUDA graphs of a stage: its forward and backward, captured once and replayed for every
+"""CUDA graphs of a stage: its forward and its backward are captured once and replayed for every
 micro-batch.
 
-A CUDA graph reads and writes the same memory at each replay. So a stage has a `GraphSlot` of static
-tensors and graphs for each micro-batch in flight (its forward has run, its backward has not). Each
-slot has its own memory pool: its graphs are replayed in the order of their capture, and graphs of
-other slots, which run in between, cannot overwrite tensors that the forward graph saved for the
-backward graph.
+A CUDA graph reads and writes the same memory at each replay. So a stage has a `GraphSlot`, static
+tensors and the graphs on them, for each micro-batch in flight (its forward has run, its backward
+has not). Each slot has its own memory pool: its graphs are replayed in the order of their capture,
+and graphs of other slots, which run in between, cannot overwrite tensors that the forward graph
+saved for the backward graph.
 
 Autograd runs in Python only during the capture. A captured backward adds to static gradient tensors
 (`StaticGradients`), which become `parameter.grad`. During the capture, the stage reads its
@@ -38,20 +38,22 @@ from autopipe.backends.torch.torch_interfaces import abandon_capture, foreach_co
 Tensors = dict[str, torch.Tensor]
 
 _NEVER_CAPTURED = {"p.group": "its ranks communicate within it"}
-"""By name in a stage's generated code, the reason why the stage is never captured."""
+"""For names in the generated code of a stage with which the stage cannot be captured: the reason,
+for the user.
+"""
 _DEVICE_NAME = "cuda"
 _MAX_FREE_MEMORY_FRACTION = 0.9
-"""Maximum fraction of the device's free memory that the slots of a stage may use."""
+"""Maximum fraction of the device's free memory that the capture of one stage may use."""
 
 
 def has_cuda_graphs(device: torch.device) -> bool:
-    """Return True if stages on `device` can be captured."""
+    """Return True if `device` supports CUDA graphs."""
     return device.type == _DEVICE_NAME
 
 
 def reason_not_captured(names: Collection[str]) -> str:
-    """Return the reason why a stage cannot be captured, "" if its code contains none. `names` are
-    the dotted names in the code (`names_in_source`).
+    """Return the reason why a stage cannot be captured, "" if none is known. `names` are the dotted
+    names in its generated code, from `names_in_source`.
     """
     for name, reason in _NEVER_CAPTURED.items():
         if any(each == name or each.startswith(f"{name}.") for each in names):
@@ -60,7 +62,9 @@ def reason_not_captured(names: Collection[str]) -> str:
 
 
 def names_in_source(source: str) -> frozenset[str]:
-    """Return the dotted names in Python code, for example `p.group.all_reduce`."""
+    """Return all names in a piece of Python code, with their attributes, for example `p`, `p.group`
+    and `p.group.all_reduce`.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute | ast.Name):
@@ -69,31 +73,37 @@ def names_in_source(source: str) -> frozenset[str]:
 
 
 class NotCapturedError(Exception):
-    """Raised if a stage or the update stays eager. The message is the reason."""
+    """Raised if a stage or the update cannot be captured. The message is the reason."""
 
 
 class StaticGradients:
-    """The static gradient tensors of a rank's parameters, to which captured backwards add. Stages
-    that use the same parameter use the same static tensor.
+    """Gradient tensors of a rank's parameters that stay at the same address, so that captured
+    backwards can add to them. A parameter has one such tensor, even if several stages use it.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.Tensor] = {}
-        """By `id` of the parameter, which the rank keeps alive."""
+        """Static gradients by `id` of the parameter. The rank keeps the parameters alive, so ids
+        are unique.
+        """
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the static gradient of `parameter`; allocate it at the first call."""
+        """Return the static gradient of `parameter`. It is allocated, as zeros, at the first
+        call.
+        """
         if id(parameter) not in self._buffers:
             self._buffers[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
         return self._buffers[id(parameter)]
 
     def missing_bytes(self, parameters: Sequence[torch.Tensor]) -> int:
-        """Return the bytes of static gradients of `parameters` that are not allocated yet."""
+        """Return the number of bytes of the static gradients of `parameters` that are not allocated
+        yet.
+        """
         return sum(each.nbytes for each in parameters if id(each) not in self._buffers)
 
     def place(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make the static tensor of each parameter its gradient, with the value of its present
-        gradient, or zeros if it has none.
+        """Set `grad` of each parameter to its static gradient, which gets the value of the former
+        `grad`, or zeros if that was None.
         """
         fresh: list[torch.Tensor] = []
         moved: list[torch.Tensor] = []
@@ -115,18 +125,22 @@ class StaticGradients:
 
 
 class CaptureResources:
-    """The stream, the static gradients and the memory of a rank's captures."""
+    """What all captures of a rank share: a stream, the static gradients, and the limit of their
+    memory.
+    """
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
-        """`free_bytes` returns the free memory of the device that the rank may use."""
-        # One stream for all: libraries allocate a workspace for each stream.
+        """`free_bytes` returns the number of bytes that the rank can still allocate on its
+        device.
+        """
+        # All captures use one stream, because libraries allocate a workspace for each stream.
         self.stream = torch.cuda.Stream()
         self.gradients = StaticGradients()
         self._free_bytes = free_bytes
 
     def reserve(self, needed: int) -> None:
-        """Raise NotCapturedError if `needed` bytes exceed the usable fraction of the free
-        memory.
+        """Raise NotCapturedError if `needed` bytes exceed `_MAX_FREE_MEMORY_FRACTION` of the free
+        memory. Allocates nothing.
         """
         free = self._free_bytes()
         if needed > _MAX_FREE_MEMORY_FRACTION * free:
@@ -135,12 +149,13 @@ class CaptureResources:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Make the capturing stream the current one in the block. Errors of the block are raised as
-        NotCapturedError. The device is idle before and after the block.
+        """Make the capturing stream the current stream in the block, in which `capture` may be
+        called. Errors in the block are raised as NotCapturedError. Waits for the device before and
+        after the block.
         """
         torch.cuda.synchronize()
-        # A capture that ends with an error leaves its stream the current one: this context restores
-        # it.
+        # A capture that ends with an error leaves the capturing stream current. This context
+        # restores the former stream.
         with torch.cuda.stream(self.stream):
             try:
                 yield
@@ -155,12 +170,12 @@ class CaptureResources:
                 torch.cuda.empty_cache()
 
     def capture(self, run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-        """Return the graph of the kernels that `run` launches, with memory in `pool`. Only valid
-        within `capturing`.
+        """Call `run` and return the graph of the kernels that it launches. The graph's tensors are
+        allocated in the memory pool `pool`. Must be called in a `capturing` block.
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # The prefetching thread may copy batches to the device meanwhile.
+            # With this mode, other threads may use CUDA meanwhile, for example to copy data.
             with torch.cuda.graph(
                 graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
             ):
@@ -172,8 +187,8 @@ class CaptureResources:
 
 
 class _NarrowAlias(torch.autograd.Function):
-    """The 16-bit copy of a parameter as a cast of the parameter's alias, so that autograd returns
-    gradients in the parameter's type.
+    """The 16-bit copy of a parameter, as the result of a cast of the parameter's alias. So autograd
+    returns the gradient in the parameter's type and adds it to the alias.
     """
 
     @staticmethod
@@ -190,27 +205,33 @@ class _NarrowAlias(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class CapturedStage:
-    """The parts of a stage that its capture uses."""
+    """The parts of a stage that its capture uses. `p` is the first argument of its forward."""
 
     p: Arguments
     results: Callable[[Tensors], tuple[torch.Tensor, ...]]
-    """Runs the stage's forward on its arguments."""
+    """Function that runs the stage's forward on its arguments and returns the results."""
     make_arguments: Callable[[], Tensors]
-    """Returns arguments of zeros that require gradients like those of a micro-batch."""
+    """Function that returns arguments of zeros. Those whose gradients the stage computes require
+    gradients.
+    """
     parameters: Mapping[str, torch.Tensor]
-    """The parameters of the stage, by their name in `p`. If `p` has a 16-bit copy, this is the fp32
-    parameter.
+    """The parameters of the stage by their name in `p`. If `p` has a 16-bit copy of a parameter,
+    the entry is the fp32 parameter.
     """
     seeded: frozenset[int]
-    """Indices of the results that have incoming gradients; empty in inference."""
+    """Indices of the results from which the backward starts: the loss, and results whose gradients
+    other stages send. Empty in inference.
+    """
 
 
 class StageGraphs:
-    """The captured graphs of a stage, with one slot for each micro-batch that may be in flight."""
+    """The captured graphs of a stage. There is one slot for each micro-batch that may be in
+    flight.
+    """
 
     def __init__(self, stage: CapturedStage, resources: CaptureResources, slots: int) -> None:
-        """Capture the stage with `slots` slots. If this raises NotCapturedError, the stage is
-        unchanged.
+        """Capture `stage` with `slots` slots. If this raises NotCapturedError, the stage is
+        unchanged and can run eagerly.
         """
         self._stage = stage
         self._resources = resources
@@ -221,6 +242,9 @@ class StageGraphs:
             self._capture(slots)
 
     def _capture(self, slots: int) -> None:
+        """Measure how much memory a slot needs, check that there is enough, and capture all
+        slots.
+        """
         with self._aliases() as aliases:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
@@ -228,25 +252,30 @@ class StageGraphs:
             grown = torch.cuda.memory_reserved() - before
             found = [name for name, alias in aliases.items() if alias.grad is not None]
             self._trained = [self._stage.parameters[name] for name in found]
-            # All slots use the same gradients, which are not part of a slot's memory.
+            # Gradients of parameters do not count as memory of a slot, because all slots add to the
+            # same gradients.
             slot_bytes = max(0, grown - sum(each.nbytes for each in self._trained))
             for name in aliases:
                 aliases[name].grad = None
             torch.cuda.empty_cache()
-            # One more slot's memory for eager passes: in validation, and if all slots are in use.
+            # Eager passes also need memory, about as much as one slot: in a validation, or when all
+            # slots are in use.
             gradients = self._resources.gradients
             self._resources.reserve(
                 (slots + 1) * slot_bytes + gradients.missing_bytes(self._trained)
             )
             for name in found:
                 aliases[name].grad = gradients.of(self._stage.parameters[name])
-            self._warm_up()  # Loads the kernels that add to existing gradients.
+            # The second run adds to existing gradients, which uses other kernels. They must be
+            # loaded before the capture.
+            self._warm_up()
             self.free += [GraphSlot(self._stage, self._resources, self) for _ in range(slots)]
 
     @contextmanager
     def _aliases(self) -> Iterator[Tensors]:
-        """Make the stage read aliases of its trained parameters in the block. Yield the aliases by
-        name.
+        """In the block, make the stage read aliases instead of its trained parameters: tensors that
+        share their memory but have their own `grad`. Yield the aliases by the name in `p`. The
+        block also has its own queue of weight gradients.
         """
         p = self._stage.p
         read = {name: getattr(p, name) for name in self._stage.parameters}
@@ -271,8 +300,9 @@ class StageGraphs:
             p.random.state = state
 
     def _warm_up(self) -> None:
-        """Run the stage eagerly on the capturing stream, so that libraries allocate their
-        workspaces. Raise NotCapturedError if an operator waits for the device.
+        """Run the stage's forward and backward eagerly on the capturing stream, so that kernels are
+        loaded and libraries allocate their workspaces. Raise NotCapturedError if an operator waits
+        for the device, which a graph cannot contain.
         """
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -293,34 +323,42 @@ class StageGraphs:
         torch.cuda.synchronize()
 
     def take(self) -> GraphSlot | None:
-        """Return a free slot for a micro-batch, None if all are in use."""
+        """Remove a free slot and return it; None if all slots are in use."""
         return self.free.pop() if self.free else None
 
     def place_gradients(self) -> None:
-        """Move the parameters' gradients into the static tensors, once per step."""
+        """Make the static gradients the gradients of the stage's parameters, at the first call in a
+        step.
+        """
         if not self._placed:
             self._resources.gradients.place(self._trained)
             self._placed = True
 
     def end_step(self) -> None:
-        """Note that gradients of parameters may have left the static tensors."""
+        """Note that the step has ended, after which the gradients of parameters may be other
+        tensors than the static gradients.
+        """
         self._placed = False
 
 
 @dataclass(slots=True)
 class _CapturedPass:
-    """A forward of a stage and its backward, on tensors that graphs may use."""
+    """A forward of a stage and its backward, on tensors whose addresses a graph may contain. The
+    methods are called in this order: `run_forward`, `make_seeds`, `run_backward`,
+    `run_weight_gradients`.
+    """
 
     stage: CapturedStage
     arguments: Tensors
     results: tuple[torch.Tensor, ...] = ()
     edges: tuple[OutputEdge, ...] = ()
     seeds: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Gradients of results, by index of the result."""
+    """Gradients of results, from which the backward starts, by index of the result."""
     statistics: list[NotedStatistic] = field(default_factory=list)
     waiting: PendingWeightGradients = field(default_factory=list)
 
     def run_forward(self, state: ForwardState | StaticState) -> None:
+        """Run the forward with the random numbers of `state`."""
         p = self.stage.p
         p.random.state = state
         p.running.begin(training=True)
@@ -331,28 +369,34 @@ class _CapturedPass:
         self.results = tuple(each.detach() for each in results)
 
     def make_seeds(self) -> None:
-        """Allocate zeros as the gradients of results."""
+        """Allocate the gradients of the results from which the backward starts, as zeros."""
         for index in sorted(self.stage.seeded):
             if self.edges[index].edge is not None:
                 self.seeds[index] = torch.zeros_like(self.results[index])
 
     def run_backward(self) -> None:
+        """Run the backward, without the deferred gradients of parameters."""
         if self.seeds:
             run_backward(self.edges, self.seeds)
-        # Recomputed segments defer gradients in the backward.
+        # The backward of recomputed segments also defers gradients; they are collected here.
         self.waiting += self.stage.p.weight_grads.take()
 
     def run_weight_gradients(self) -> None:
+        """Compute the deferred gradients of parameters."""
         compute_weight_gradients(self.waiting)
 
 
 class GraphSlot:
-    """The static tensors of one micro-batch in flight, and the graphs that read and write them."""
+    """The static tensors of one micro-batch in flight, and the captured graphs that read and write
+    them.
+    """
 
     def __init__(
         self, stage: CapturedStage, resources: CaptureResources, graphs: StageGraphs
     ) -> None:
-        """Capture the forward and, in training, the backward and the deferred weight gradients."""
+        """Capture the forward and, in training, the backward and the deferred gradients of
+        parameters. Must be called in a `capturing` block.
+        """
         self._graphs = graphs
         self._state = (
             StaticState(stage.p.random.state, stage.p.device) if stage.p.random.draws else None
@@ -372,11 +416,13 @@ class GraphSlot:
 
     @property
     def edges(self) -> tuple[OutputEdge, ...]:
-        """The places of the results in autograd's graph of the capture."""
+        """The positions of the results in the autograd graph of the captured forward."""
         return self._pass.edges
 
     def forward(self, arguments: Tensors, state: ForwardState) -> tuple[torch.Tensor, ...]:
-        """Replay the forward for a micro-batch. Return copies of its results."""
+        """Replay the forward for a micro-batch with these arguments and with the random numbers of
+        `state`. Return copies of the results, because the next replay overwrites them.
+        """
         with torch.no_grad():
             if self._pass.arguments:
                 foreach_copy_(list(self._pass.arguments.values()), list(arguments.values()))
@@ -387,8 +433,9 @@ class GraphSlot:
             return tuple(each.clone() for each in self._pass.results)
 
     def backward(self, seeds: dict[int, torch.Tensor]) -> Tensors:
-        """Replay the backward with `seeds`, the gradients of results by index. Return the gradients
-        of the arguments. `weight_gradients` adds the deferred gradients of parameters.
+        """Replay the backward. `seeds` are the gradients of results, by index of the result;
+        missing ones count as zero. Return the gradients of the arguments by name. The gradients of
+        parameters that are deferred are not computed before `weight_gradients`.
         """
         inputs = {name: each for name, each in self._pass.arguments.items() if each.requires_grad}
         self._has_backward = bool(seeds) and self._backward is not None
@@ -410,17 +457,20 @@ class GraphSlot:
             }
 
     def weight_gradients(self) -> None:
-        """Replay the deferred weight gradients, and release the slot."""
+        """Replay the computation of the deferred gradients of parameters, and release the slot."""
         if self._weight_gradients is not None and self._has_backward:
             self._weight_gradients.replay()
         self.release()
 
     def release(self) -> None:
-        """Make the slot available to another micro-batch."""
+        """Make the slot available for another micro-batch."""
         self._graphs.free.append(self)
 
 
 def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """Return the 16-bit copy `copy` of a parameter as a differentiable function of the parameter's
+    alias.
+    """
     found: torch.Tensor = _NarrowAlias.apply(  # type: ignore[no-untyped-call]
         alias, lambda: copy.data
     )
@@ -428,11 +478,12 @@ def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def _gib_text(count: float) -> str:
+    """Return a number of bytes as text in GiB, with one decimal."""
     return f"{count / 2**30:.1f} GiB"
 
 
 def _first_line_of_error(error: Exception) -> str:
-    """Return the first line of the error's message, or the name of its type if it has no
-    message.
+    """Return the first line of the error's message, or the name of its type if the message is
+    empty.
     """
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

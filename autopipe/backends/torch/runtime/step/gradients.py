@@ -1,10 +1,10 @@
-"""Reduction of gradients over the ranks that hold the same shard of a parameter, in buckets that
-overlap with the backward.
+"""Reduction of gradients: their sum over all ranks that hold the same shard of a parameter. The
+gradients are reduced in buckets, each with one collective, which overlap with the backward.
 
-With ZeRO-1 (`zero_stage: 1`), each rank updates a part of each bucket and stores the optimizer
-state of this part only (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward
-training trillion parameter models", SC 2020, section 5.1). Updates are elementwise, so the parts
-need not end at parameters: see `autopipe.ir.program`.
+With ZeRO-1 (`zero_stage: 1`), each rank updates a part of each bucket only and stores the optimizer
+state of this part (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory optimizations toward training
+trillion parameter models", SC 2020, section 5.1). Updates are elementwise, so a part may begin and
+end within a parameter: see `autopipe.ir.program`.
 """
 
 from __future__ import annotations
@@ -25,74 +25,82 @@ _NO_GROUPS: Mapping[int, int] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerShard:
-    """A flat tensor that the optimizer updates instead of parameters; `runs` are the elements of
-    parameters that it consists of.
+    """A one-dimensional tensor that the optimizer updates instead of parameters (ZeRO-1). It
+    consists of the element ranges `runs` of parameters.
     """
 
     tensor: torch.Tensor
     runs: tuple[ElementRange, ...]
     start: int = 0
-    """Index of the tensor's first element in the rank's part of the bucket."""
+    """Index of the tensor's first element in this rank's part of the bucket."""
 
     @property
     def part(self) -> slice:
-        """Return the slice of the rank's part of the bucket that the tensor covers."""
+        """The slice of this rank's part of the bucket that the tensor covers."""
         return slice(self.start, self.start + self.tensor.numel())
 
 
 class ReducedBucket:
-    """A bucket whose gradients are all-reduced."""
+    """A bucket of parameters whose gradients are all-reduced with one collective."""
 
     def __init__(
         self, transport: Transport, bucket: Bucket, parameters: list[torch.Tensor]
     ) -> None:
+        """`parameters` are this rank's shards of the bucket's parameters. If the parameters belong
+        to one stage (`bucket.home`), hooks count their gradients.
+        """
         self.bucket = bucket
         self.parameters = parameters
         self.missing = 0
-        """Number of gradients that the stage's last backward has not computed yet. It is negative
-        or 0 before that backward.
+        """Number of gradients that the last backward of the stage in this step has not computed
+        yet; the collective starts when it becomes 0. Before that backward it is 0 or negative.
         """
         self.pending: PendingRecv | None = None
-        """The collective while it runs."""
+        """The running collective; None if none runs."""
         self._transport = transport
         if bucket.home is not None:
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(self._count_gradient)
 
     def _count_gradient(self, _: torch.Tensor) -> None:
+        """Hook that autograd calls after it has added to the gradient of a parameter. Starts the
+        collective when the last gradient is complete.
+        """
         self.missing -= 1
         if self.missing == 0:
             self.start()
 
     def start(self) -> None:
-        """Start the collective with the gradients so far; parameters without a gradient contribute
-        zeros.
+        """Start the collective with the present gradients. A parameter without a gradient
+        contributes zeros.
         """
         gradients = [
             torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters
         ]
         row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
-            parameter.grad = None  # The collective's buffer has it; `finish` sets the sum.
+            # The gradient was copied into `row`. `finish` sets the sum as the gradient.
+            parameter.grad = None
         self.pending = self._transport.start_all_reduce(row, self.bucket.ranks)
 
     def finish(self) -> None:
-        """Wait for the collective, and set the sums as gradients."""
+        """Wait for the collective, and set the sums as the gradients of the parameters."""
         assert self.pending is not None
         self._place(self.pending.wait())
         self.pending = None
         self.missing = 0
 
     def _place(self, sums: torch.Tensor) -> None:
+        """Set parts of the one-dimensional tensor `sums` as gradients."""
         parts = torch.split(sums, [parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
 
 class ShardedBucket(ReducedBucket):
-    """A bucket whose gradients are reduce-scattered (ZeRO-1). Its parameters are views of one row
-    of memory, of which the rank updates its part. An all-gather then updates the parameters in
-    place.
+    """A bucket of parameters whose gradients are reduce-scattered (ZeRO-1). The parameters are
+    views of one tensor, the row. The rank's optimizer updates its part of the row; an all-gather
+    then updates the other parts, and thereby the parameters.
     """
 
     def __init__(
@@ -102,6 +110,9 @@ class ShardedBucket(ReducedBucket):
         parameters: list[torch.Tensor],
         groups: Mapping[int, int],
     ) -> None:
+        """Move the parameters into the row. `groups` has the number of the optimizer's parameter
+        group by parameter index; parameters that are missing are in group 0.
+        """
         super().__init__(transport, bucket, parameters)
         self._row = parameters[0].detach().new_zeros(bucket.elements)
         for parameter, place in zip(parameters, self._places(self._row), strict=True):
@@ -110,7 +121,7 @@ class ShardedBucket(ReducedBucket):
 
     def _shards_of(self, groups: Mapping[int, int]) -> Iterator[OptimizerShard]:
         """Yield the tensors that the rank's optimizer updates: its part of the row, divided where
-        the parameter group changes.
+        the parameter group changes, because groups have different settings.
         """
         own = self._own_part(self._row)
         runs = tuple(self.bucket.runs(self._transport.rank))
@@ -127,34 +138,46 @@ class ShardedBucket(ReducedBucket):
             )
 
     def _own_part(self, row: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor with the shape of the row, as a view."""
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
 
     def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of `row`, a tensor with the shape of the row, at which the parameters
+        are.
+        """
         return [
             row[start : start + parameter.numel()].view_as(parameter)
             for start, parameter in zip(self.bucket.starts, self.parameters, strict=True)
         ]
 
     def start(self) -> None:
+        """Start the reduce-scatter with the present gradients. A parameter without a gradient
+        contributes zeros.
+        """
         gradients = torch.zeros_like(self._row)
         for parameter, place in zip(self.parameters, self._places(gradients), strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
-                parameter.grad = None  # The collective's buffer has it.
+                parameter.grad = None  # The gradient was copied into `gradients`.
         self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
     def _place(self, sums: torch.Tensor) -> None:
+        """Set `sums`, the sums of this rank's part of the row, as the gradients of the tensors that
+        the optimizer updates.
+        """
         for shard in self.shards:
             shard.tensor.grad = sums[shard.part]
 
     def gather(self) -> None:
-        """All-gather the updated parameters. Collective over the bucket's ranks."""
+        """All-gather the row after the update, so that all parameters are up to date. Collective
+        over the ranks of the bucket.
+        """
         self._transport.traffic["parameter"] += self._row.nbytes
         self._transport.gather(self._row, self.bucket.ranks)
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Return the full gradients by parameter index. Collective over the bucket's ranks; not
-        counted as communication of a step.
+        """Return the full gradients of this rank's parameters, by parameter index. Collective over
+        the ranks of the bucket. Does not count as communication of a step.
         """
         row = torch.zeros_like(self._row)
         for shard in self.shards:
@@ -166,9 +189,10 @@ class ShardedBucket(ReducedBucket):
 
 
 class GradientReduction:
-    """All buckets of a rank. The ranks of a group start its buckets in the same order. Buckets of
-    parameters with a home stage start when the last backward of the stage has computed their
-    gradients, the others at the end of the step.
+    """All buckets of a rank. A bucket whose parameters belong to one stage is reduced as soon as
+    the last backward of that stage in the step has computed their gradients. The other buckets are
+    reduced at the end of the step. All ranks of a process group start the collectives of its
+    buckets in the same order.
     """
 
     def __init__(
@@ -179,9 +203,9 @@ class GradientReduction:
         shared: bool,
         groups: Mapping[int, int] = _NO_GROUPS,
     ) -> None:
-        """`shared` is True for ZeRO-1: each rank updates a part of each bucket, whose parameters
-        move into one row. `groups` has the number of the optimizer's group by parameter index;
-        parameters that are missing are in group 0.
+        """`shared` is True for ZeRO-1. The parameters of each bucket then become views of one
+        tensor, of which each rank updates a part. `groups` has the number of the optimizer's
+        parameter group by parameter index; parameters that are missing are in group 0.
         """
         self._parameters = parameters
         make = partial(ShardedBucket, groups=groups) if shared else ReducedBucket
@@ -193,24 +217,29 @@ class GradientReduction:
 
     @property
     def shards(self) -> list[OptimizerShard]:
-        """The tensors that the optimizer updates instead of parameters (ZeRO-1)."""
+        """The tensors that the optimizer updates instead of parameters; empty without ZeRO-1."""
         return [shard for each in self.shared for shard in each.shards]
 
     @property
     def updated_parameters(self) -> dict[int, torch.Tensor]:
-        """The parameters that the optimizer updates as they are, not in shards."""
+        """The trained parameters that the optimizer updates directly, by index: with ZeRO-1, those
+        that are in no bucket; otherwise all.
+        """
         in_rows = {id(parameter) for each in self.shared for parameter in each.parameters}
         trained = {index: each for index, each in self._parameters.items() if each.requires_grad}
         return {index: each for index, each in trained.items() if id(each) not in in_rows}
 
     @property
     def updated(self) -> list[torch.Tensor]:
-        """Tensors that the optimizer updates: parameters, and shards of buckets."""
+        """All tensors that the optimizer updates: `updated_parameters`, then the tensors of
+        `shards`.
+        """
         return [*self.updated_parameters.values(), *(shard.tensor for shard in self.shards)]
 
     def counted(self, rank: int, shards: Iterable[ParameterShard]) -> list[torch.Tensor]:
-        """Return the tensors in `updated` that this rank adds to the gradient norm, so that no
-        element is counted on two ranks. `shards` are the rank's shards of parameters.
+        """Return the tensors in `updated` that rank `rank`, this rank, adds to the gradient norm.
+        Of several ranks that hold a parameter, the lowest counts it. `shards` are this rank's
+        shards of parameters.
         """
         first = {
             shard.parameter for shard in shards if min(shard.gradient_ranks, default=rank) == rank
@@ -219,22 +248,25 @@ class GradientReduction:
         return own + [shard.tensor for shard in self.shards]
 
     def arm(self, stage: int, times: Mapping[int, int]) -> None:
-        """Make the stage's buckets start as soon as their gradients are complete in its next
-        backward, the last of the step. `times` has the number of additions to a gradient in one
-        backward, by parameter index; 1 for parameters that are missing.
+        """Prepare the buckets of a stage to start as soon as their gradients are complete. Called
+        before the last backward of the stage in the step. `times` has the number of times that one
+        backward adds to the gradient of a parameter, by parameter index; 1 for parameters that are
+        missing.
         """
         for each in self._buckets:
             if each.bucket.home == stage:
                 each.missing = sum(times.get(block.parameter, 1) for block in each.bucket.blocks)
 
     def start(self, stage: int) -> None:
-        """Start the stage's buckets that have not started."""
+        """Start the collectives of the stage's buckets that have not started."""
         for each in self._buckets:
             if each.bucket.home == stage and each.pending is None:
                 each.start()
 
     def finish(self) -> None:
-        """Start the remaining buckets, wait for all, and set the sums as gradients."""
+        """Start the collectives that have not started, wait for all, and set the sums as
+        gradients.
+        """
         for each in self._buckets:
             if each.pending is None:
                 each.start()
@@ -242,8 +274,8 @@ class GradientReduction:
             each.finish()
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """Return the full gradients of the rank's trained shards by parameter index, for
-        verification. Collective over all ranks with ZeRO-1.
+        """Return the full gradients of this rank's trained shards, by parameter index, for
+        verification. With ZeRO-1, collective over all ranks.
         """
         found = {
             index: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -256,14 +288,16 @@ class GradientReduction:
 
 
 def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool:
-    """Return True if the gradients of a shard that `ranks` hold are summed over these ranks."""
+    """Return True if the gradients of a parameter's shard are summed over `ranks`, the ranks that
+    hold it: if there are several ranks and the parameter is trained.
+    """
     found = manifest.parameters[parameter]
     return len(ranks) > 1 and found.trainable and found.value.dtype.is_floating
 
 
 def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
-    """Return the ranks of all process groups of a program: of its stages and of gradient
-    reduction.
+    """Return the process groups that a program needs for its stages and its gradient reduction,
+    each as a tuple of ranks.
     """
     found = {ranks for stage in manifest.stages for ranks in stage.groups()}
     if manifest.train:
@@ -277,8 +311,8 @@ def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
 
 
 def buckets_of_rank(manifest: Manifest, rank: int) -> tuple[Bucket, ...]:
-    """Return the buckets of trained shards that the rank holds together with others, in the order
-    of their collectives.
+    """Return the buckets of the trained shards that rank `rank` holds together with other ranks, in
+    the order in which the ranks start their collectives.
     """
     found = []
     for shard in manifest.shards[rank]:

@@ -1,6 +1,6 @@
-"""Optimizers and what belongs to their step: parameter groups, learning rates, gradient clipping,
-and the moving average of weights. Optimizers are torch's and Lion; Muon updates matrices while
-AdamW updates the other parameters.
+"""Optimizers, and what belongs to their step: parameter groups, learning rates, gradient clipping,
+and the moving average of weights. Optimizers are those of torch, and Lion. With `muon`, Muon
+updates matrices and AdamW updates the other parameters.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from autopipe.ir.problem import PARAMETER_GROUPS_KEY, matches_pattern
 
 
 def parameter_group_by_index(manifest: Manifest) -> dict[int, int]:
-    """Return the number of each parameter's group in `optimizer.groups`, counted from 1, by
-    parameter index. Parameters in no group are omitted.
+    """Return, by parameter index, the number of the parameter's group: entry i of the setting
+    `optimizer.groups` has number i + 1. Parameters that match no entry are omitted.
     """
     patterns = [each["match"] for each in manifest.optimizer.get("groups", ())]
     found = {}
@@ -49,8 +49,9 @@ def parameter_group_by_index(manifest: Manifest) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors with the same settings: the learning rate is `lr_factor` times that of the step; Muon
-    updates them if `matrices`.
+    """Tensors that the optimizer updates with equal settings. Their learning rate is `lr_factor`
+    times the learning rate of the step. With optimizer `muon`, Muon updates the tensors if
+    `matrices` is True, otherwise AdamW does.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -59,7 +60,9 @@ class TensorGroup:
     matrices: bool = False
 
     def form(self, lr: float) -> dict[str, Any]:
-        """Return a `torch.optim` parameter group with learning rate `lr * lr_factor`."""
+        """Return the group in the form of `torch.optim`, with the learning rate `lr *
+        lr_factor`.
+        """
         return {
             "params": list(self.tensors),
             "lr": lr * self.lr_factor,
@@ -69,7 +72,7 @@ class TensorGroup:
 
 
 def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[TensorGroup]:
-    """Return all tensors that the rank's optimizer updates, grouped by settings."""
+    """Return all tensors that the rank's optimizer updates, grouped by their settings."""
     settings = manifest.optimizer
     numbers = parameter_group_by_index(manifest)
     matrices = frozenset(settings.get("matrices", ()))
@@ -90,14 +93,16 @@ def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[Tens
 
 
 def _is_fused(tensor: torch.Tensor) -> bool:
-    """Return True if torch updates many tensors like `tensor` with one fused kernel."""
+    """Return True if torch updates many tensors like `tensor` with one fused kernel, which it does
+    on GPUs.
+    """
     return tensor.is_cuda
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """An optimizer that does not import torch._dynamo. Torch's own methods import it so that a
-    compiled update can call them; the import takes longer than the rest of the start-up, and
-    autopipe does not compile updates.
+    """Base class of optimizers that do not import `torch._dynamo`. Methods of torch's base class
+    import it, so that a compiled update can call them. Autopipe compiles no updates, and the import
+    takes longer than the rest of the start-up.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -110,8 +115,8 @@ class EagerOptimizer(torch.optim.Optimizer):
 def without_compile_hooks(
     kind: type[torch.optim.Optimizer],
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Return a subclass of `kind` with its name that is an `EagerOptimizer` and has an update
-    without torch._dynamo.
+    """Return a subclass of `kind`, a class of torch optimizers, with equal name. It is an
+    `EagerOptimizer`, and its `step` does not import `torch._dynamo`.
     """
     step = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (EagerOptimizer, kind), {"step": step, "__module__": __name__})
@@ -120,13 +125,13 @@ def without_compile_hooks(
 def make_optimizer(
     settings: dict[str, Any], groups: Sequence[TensorGroup]
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of a manifest, given its `optimizer` settings and the groups of this
-    rank; None if the rank updates no tensor. Raise ConfigurationError for an unknown name.
+    """Return a new optimizer with the manifest's `optimizer` settings for the tensors of `groups`;
+    None if there are no groups. Raise ConfigurationError if the name of the optimizer is unknown.
     """
     if not groups:
         return None
     forms = [each.form(settings["lr"]) for each in groups]
-    # On GPUs one fused kernel updates many tensors; on CPUs torch chooses.
+    # On GPUs, one fused kernel updates many tensors. On CPUs, None lets torch choose.
     fused = True if all(_is_fused(tensor) for each in groups for tensor in each.tensors) else None
     betas = tuple(settings.get("betas", ()))
     momentum = settings.get("momentum", 0.0)
@@ -151,8 +156,8 @@ def make_optimizer(
             others = [form for form, each in zip(forms, groups, strict=True) if not each.matrices]
             parts: list[torch.optim.Optimizer] = []
             if matrices:
-                # Scales updates of a matrix and of its transpose to the size of AdamW's, so that
-                # one learning rate suits both optimizers.
+                # This setting scales updates of matrices of any shape to the size of AdamW's
+                # updates, so that one learning rate suits both optimizers.
                 how = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
                 parts.append(
                     without_compile_hooks(torch.optim.Muon)(matrices, momentum=momentum, **how)
@@ -168,8 +173,9 @@ def make_optimizer(
 
 
 class Lion(EagerOptimizer):
-    """Lion: updates by the sign of an interpolated momentum, with decoupled weight decay (Chen et
-    al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2).
+    """The optimizer Lion, which updates by the sign of an interpolated momentum, with decoupled
+    weight decay (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023,
+    algorithm 2).
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float]) -> None:
@@ -194,8 +200,8 @@ class Lion(EagerOptimizer):
 
 
 class JointOptimizer(EagerOptimizer):
-    """Several optimizers of disjoint tensors as one optimizer, with all their parameter groups and
-    one state.
+    """Combines several optimizers of disjoint tensors into one optimizer, which has all their
+    parameter groups and one common state.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -225,8 +231,8 @@ class JointOptimizer(EagerOptimizer):
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer allocate its state by a step with gradients of zero. The step also applies
-    weight decay.
+    """Make an optimizer allocate its state, by a step with gradients of zero. This step also
+    applies weight decay, so the parameters may change.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -238,8 +244,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set the learning rate of the next step: `rate` times the factor of each parameter group.
 
-    Fused kernels get the rate rounded to float32, as a captured update reads it from a float32
-    tensor. So captured and eager steps are equal.
+    For a fused optimizer the rate is rounded to float32, because a captured update reads it from a
+    float32 tensor. So captured and eager updates have equal results.
     """
     for group in optimizer.param_groups:
         own = rate * group["lr_factor"]
@@ -252,8 +258,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Update the exponential moving average of the weights, as torch's `AveragedModel` with
-    `get_ema_multi_avg_fn`. The first weights initialise it.
+    """Update the exponential moving average of the weights, avg = decay · avg + (1 - decay) ·
+    weight, as torch's `AveragedModel` does with `get_ema_multi_avg_fn`. At the first call for a
+    weight, the average becomes the weight. The averages are part of the optimizer's state.
     """
     averages = []
     weights = []
@@ -263,19 +270,20 @@ def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
             averages.append(state[AVERAGE_STATE])
             weights.append(tensor.detach())
         elif state or isinstance(optimizer, torch.optim.SGD):
-            # Other optimizers initialise their state if it is empty.
+            # Other optimizers initialise their own state only if the state is empty. So the average
+            # is not added before their first update of the tensor.
             state[AVERAGE_STATE] = tensor.detach().clone()
     if averages:
         foreach_lerp_(averages, weights, 1.0 - decay)
 
 
 _CLIPPING_EPSILON = 1e-6
-"""Added to the norm before the division, as torch's `clip_grad_norm_` does."""
+"""Added to the norm before the division by it, as in torch's `clip_grad_norm_`."""
 
 
 class GradientClipping:
-    """Scales a step's gradients so that their norm over all ranks is at most `max_norm`, as torch's
-    `clip_grad_norm_` does on one device. The host does not wait for the device.
+    """Scales the gradients of a step so that their 2-norm over all ranks is at most `max_norm`, as
+    torch's `clip_grad_norm_` does on one device. The host does not wait for the device.
     """
 
     def __init__(
@@ -285,8 +293,9 @@ class GradientClipping:
         counted: Iterable[torch.Tensor],
         updated: Sequence[torch.Tensor],
     ) -> None:
-        """`updated` are the tensors that this rank's optimizer updates. `counted` are those of them
-        that this rank adds to the norm; every element is counted on one rank only.
+        """`updated` are the tensors that this rank's optimizer updates. `counted` are the tensors
+        among them whose gradients this rank adds to the norm, so that each element counts on one
+        rank only.
         """
         self._max_norm = max_norm
         self._transport = transport
@@ -294,13 +303,13 @@ class GradientClipping:
         self._updated = tuple(updated)
 
     def clip(self) -> torch.Tensor:
-        """Scale the gradients. Return their norm before that, on the device, []. Collective over
-        all ranks.
+        """Scale the gradients. Return their norm before the scaling, float64 [] on the device.
+        Collective over all ranks.
         """
         squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         if counted := [each.grad for each in self._counted if each.grad is not None]:
-            # One conversion for each element type: a conversion for each tensor would launch more
-            # kernels.
+            # Norms are converted to float64 per element type, because a conversion per tensor would
+            # launch more kernels.
             by_dtype = defaultdict[torch.dtype, list[torch.Tensor]](list)
             for norm in foreach_norm(counted):
                 by_dtype[norm.dtype].append(norm)
@@ -316,7 +325,9 @@ class GradientClipping:
 
 
 def scale_gradients(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply the gradients of tensors by `factor`, a scalar on their device, []."""
+    """Multiply the gradients of `tensors` by `factor`, a scalar tensor [] on their device. Tensors
+    without a gradient are skipped.
+    """
     gradients = [each.grad for each in tensors if each.grad is not None]
     for dtype in {each.dtype for each in gradients}:
         foreach_mul_([each for each in gradients if each.dtype is dtype], factor.to(dtype))

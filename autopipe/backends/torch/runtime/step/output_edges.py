@@ -1,4 +1,6 @@
-"""References to the results of a forward pass in autograd's graph, without the results' values."""
+"""References to the results of a forward in autograd's graph. They do not keep the values of the
+results in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from autopipe.backends.torch.torch_interfaces import accumulate_gradients
 
 @dataclass(frozen=True, slots=True)
 class OutputEdge:
-    """A result's position in autograd's graph; `edge` is None if the result needs no gradient. Does
-    not keep the values of the result in memory.
+    """Reference to a result of a forward: its edge in autograd's graph, its element type and shape,
+    and its device. `edge` is None if the result needs no gradient. The values of the result are not
+    kept in memory.
     """
 
     edge: GradientEdge | None
@@ -23,13 +26,15 @@ class OutputEdge:
 
     @staticmethod
     def of(result: torch.Tensor) -> OutputEdge:
-        """Return the edge of `result`."""
+        """Return the reference to `result`."""
         edge = get_gradient_edge(result) if result.requires_grad else None
         return OutputEdge(edge, (result.dtype, result.shape), result.device)
 
 
 def run_backward(edges: tuple[OutputEdge, ...], gradients: dict[int, torch.Tensor]) -> None:
-    """Run autograd from the results whose gradients are given, by the index of the result."""
+    """Run autograd's backward. It starts from the results `edges[i]` for which `gradients` has the
+    gradient, and adds to the gradients of parameters and arguments.
+    """
     seeds = []
     values = []
     for index, gradient in gradients.items():

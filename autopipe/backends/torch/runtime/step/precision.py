@@ -1,9 +1,10 @@
-"""Precision of a rank: autocast to 16-bit types, TF32 or IEEE matmuls of fp32 tensors on CUDA, and
-dynamic loss scaling.
+"""Precision of a rank: autocast to 16-bit types, TF32 or IEEE precision of matmuls of fp32 tensors
+on CUDA, and dynamic loss scaling.
 
-In fp16, small gradients would underflow to zero, so the loss is scaled (Micikevicius et al., "Mixed
-Precision Training", ICLR 2018, section 3.2), with the factors of `torch.amp.GradScaler`. All ranks
-agree on whether gradients of a step overflowed.
+In fp16, small gradients would underflow to zero. So the loss is multiplied by a scale, and the
+gradients are divided by it (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section
+3.2). The scale grows and shrinks by the factors of `torch.amp.GradScaler`. All ranks agree on
+whether gradients of a step overflowed.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ _AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def low_precision_type(precision: str) -> torch.dtype | None:
-    """Return the 16-bit type of a program's precision, None for other precisions."""
+    """Return the 16-bit type of the precision `bf16` or `fp16`; None for other precisions."""
     return _AUTOCAST_TYPES.get(precision)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of a forward at a program's precision."""
+    """Return the context manager in which a forward runs at a program's precision: autocast for
+    `bf16` and `fp16`, otherwise one without effect.
+    """
     dtype = low_precision_type(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 class LowPrecisionCopies:
-    """16-bit copies of parameters, which autocast would otherwise make in every forward. To
-    autograd a copy is a cast of its parameter, so gradients are accumulated in fp32. In inference,
-    the parameter itself is in 16 bits.
+    """16-bit copies of parameters, which autocast would otherwise make in every forward. For
+    autograd, a copy is a cast of its fp32 parameter, so gradients are added up in fp32. In
+    inference, these parameters are loaded in 16 bits, and a copy is the parameter itself.
     """
 
     def __init__(self, parameters: Mapping[int, torch.Tensor], manifest: Manifest) -> None:
@@ -48,12 +51,14 @@ class LowPrecisionCopies:
         held = [index for index in manifest.low_precision if index in parameters]
         self._parameters = [parameters[index] for index in held]
         self.tensors = {index: parameters[index].to(dtype) for index in held}
-        """The copies by parameter index. They stay the same tensors for the whole run."""
+        """The copies by parameter index. The tensors stay the same for the whole run; `refresh`
+        changes their values.
+        """
         self._written = [each.detach() for each in self.tensors.values()]
 
     def refresh(self) -> None:
-        """Write the current parameters into the copies. Every backward that reads the earlier
-        values must have run.
+        """Write the present values of the parameters into the copies. Must be called after an
+        update, when no backward that uses the former values is still to run.
         """
         if self._parameters:
             with torch.no_grad():
@@ -61,16 +66,18 @@ class LowPrecisionCopies:
 
 
 def set_matmul_precision(precision: str, exact: bool = False) -> None:
-    """Set the precision of CUDA matmuls, convolutions and recurrent layers on fp32 tensors in this
+    """Set the precision of CUDA matmuls, convolutions and recurrent layers of fp32 tensors in this
     process: TF32 if `precision` is `tf32`, otherwise IEEE. Torch's default is IEEE for matmuls and
-    TF32 for the others.
+    TF32 for convolutions and recurrent layers.
 
-    With `exact` it is IEEE in any case, and matmuls of 16-bit tensors accumulate in fp32.
+    With `exact`, the precision is IEEE in all cases, and matmuls of 16-bit tensors accumulate in
+    fp32.
     """
     tf32 = precision == "tf32" and not exact
     cublas: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
-    # Torch 2.9 adds `fp32_precision`, but after its use torch.export fails to read these settings.
+    # The newer setting `fp32_precision` of torch 2.9 is not used: after its use, torch.export fails
+    # to read the settings used here.
     cublas.allow_tf32 = cudnn.allow_tf32 = tf32
     if exact:
         cublas.allow_bf16_reduced_precision_reduction = (
@@ -81,13 +88,14 @@ def set_matmul_precision(precision: str, exact: bool = False) -> None:
 _GROWTH_FACTOR = 2.0
 _BACKOFF_FACTOR = 0.5
 _GROWTH_INTERVAL_STEPS = 2000
-"""Number of steps without an overflow after which the scale grows."""
+"""Number of consecutive steps without an overflow after which the loss scale grows."""
 
 
 class LossScaler:
-    """The scale of the loss, equal on all ranks. Seeds of backward are multiplied by `scale`;
-    afterwards `unscale`, `update` and `end_step` are called in this order. Of these, only `update`
-    with an optimizer that is not fused makes the host wait for the device.
+    """The dynamic scale of the loss, equal on all ranks. The gradients from which a backward starts
+    are multiplied by `scale`. After the backward passes of a step, `unscale`, `update` and
+    `end_step` are called in this order. The host waits for the device only in `update`, and only if
+    the optimizer is not fused.
     """
 
     def __init__(self, scale: float, transport: Transport) -> None:
@@ -97,13 +105,13 @@ class LossScaler:
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._overflow = torch.zeros((), dtype=torch.float32, device=device)
         self.outcome = torch.stack((self.scale, self._overflow))
-        """(scale, overflow) of the last step, on the device, [2]: overflow is 1 if the update was
-        skipped, otherwise 0.
+        """(scale, overflow) of the last step, float32 [2] on the device: `overflow` is 1 if
+        gradients overflowed, so that the update was skipped, otherwise 0.
         """
 
     def unscale(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Divide the gradients of `tensors`, which this rank updates, by the scale, and find
-        whether any rank's gradients are not finite. Collective over all ranks.
+        """Divide the gradients of `tensors`, which this rank updates, by the scale, and determine
+        whether the gradients of any rank are infinite or NaN. Collective over all ranks.
         """
         self._overflow = torch.zeros_like(self.scale)
         by_dtype = defaultdict[torch.dtype, list[torch.Tensor]](list)
@@ -117,19 +125,23 @@ class LossScaler:
 
     @property
     def overflow(self) -> torch.Tensor:
-        """1 if a gradient of the step is not finite on any rank, otherwise 0; on the device, []."""
+        """1 if a gradient of the step is infinite or NaN on any rank, otherwise 0; float32 [] on
+        the device.
+        """
         return self._overflow
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer's step unless gradients overflowed. A fused optimizer decides this on
-        the device; for others the host reads the overflow once per step.
+        """Run the optimizer's step, unless gradients overflowed. A fused optimizer reads the
+        overflow on the device. For other optimizers, the host waits for the device and reads the
+        overflow.
         """
         groups = optimizer.param_groups
         if not all(group.get("fused") for group in groups):
             if not self._overflow.item():
                 optimizer.step()
             return
-        # If torch's fused SGD skips its first step, its momentum buffer stays uninitialised.
+        # The momentum buffers are created here, because torch's fused SGD leaves them uninitialised
+        # if it skips its first step.
         for group in groups:
             if group.get("momentum"):
                 for parameter in group["params"]:
@@ -139,8 +151,8 @@ class LossScaler:
         optimizer.step()
 
     def end_step(self) -> None:
-        """Halve the scale after an overflow; double it after `_GROWTH_INTERVAL_STEPS` steps without
-        one.
+        """Halve the scale if gradients overflowed in the step. Double it after
+        `_GROWTH_INTERVAL_STEPS` consecutive steps without an overflow.
         """
         self.outcome = torch.stack((self.scale, self._overflow))
         update_loss_scale_(
@@ -153,19 +165,19 @@ class LossScaler:
         )
 
     def was_skipped(self) -> bool:
-        """Return True if the last step was skipped and the scale can still shrink. The host waits
-        for the device.
+        """Return True if gradients overflowed in the last step and its scale was above 1, so that a
+        repetition has a smaller scale. The host waits for the device.
         """
         scale, overflow = self.outcome.tolist()
         return bool(overflow) and scale > 1.0
 
     def state(self) -> tuple[float, int]:
-        """Return (scale, number of steps without an overflow since the scale changed). The host
-        waits for the device.
+        """Return (scale, number of steps without an overflow since the scale last changed). The
+        host waits for the device.
         """
         return float(self.scale), int(self._good_steps)
 
     def restore(self, scale: float, good_steps: int) -> None:
-        """Set the state that `state` returned in an earlier run."""
+        """Set the scale and the number of steps, which `state` returned in an earlier run."""
         self.scale.fill_(scale)
         self._good_steps.fill_(good_steps)

@@ -1,5 +1,5 @@
-"""Stages of a rank: the methods that a generated `step` calls with micro-batch numbers; the part of
-a rank that stages use; and hooks of a rank's run.
+"""Stages of a rank, whose methods the generated function `step` calls with micro-batch numbers;
+`RankContext`, the part of a rank that stages use; and `Mode`, hooks of a rank's run.
 """
 
 from __future__ import annotations
@@ -53,37 +53,43 @@ Tensors = dict[str, torch.Tensor]
 _RemotePort = TypeVar("_RemotePort", Recv, Send)
 
 _SourceAndPart = tuple[int | None, int | None]
-"""Number of another stage and index of its `MicroBatchSlice`; None for all."""
+"""(number of another stage, index of its `MicroBatchSlice`), which selects ports; None
+selects all.
+"""
 
 _TensorPiece = tuple[torch.Tensor, BlockRanges | None]
-"""A slice of a tensor and its offsets in the tensor; None if it is the full tensor."""
+"""(piece, offsets): a slice of a tensor and its (start, stop) in each dimension of the tensor.
+`offsets` is None if the piece is the full tensor.
+"""
 
 
 @dataclass(slots=True)
 class EagerPass:
-    """State of an eager forward for its backward."""
+    """What a forward that is not a CUDA graph saves for its backward."""
 
     inputs: Tensors
-    """The arguments whose gradients are needed."""
+    """The arguments whose gradients are needed, by name."""
     edges: tuple[OutputEdge, ...]
-    """The results' places in autograd's graph."""
+    """References to the results in autograd's graph."""
     waiting: PendingWeightGradients
-    """Gradients of parameters that the first half of a split backward defers."""
+    """Gradients of parameters that the first half of a split backward defers to the second half."""
 
     def weight_gradients(self) -> None:
-        """Compute the deferred gradients of parameters."""
+        """Compute the deferred gradients of parameters and add them to `grad`."""
         compute_weight_gradients(self.waiting)
 
 
 def _slice_of(tensor: torch.Tensor, offsets: BlockRanges | None) -> torch.Tensor:
+    """Return the slice `offsets` of a tensor, as a view; the tensor itself if `offsets` is None."""
     return tensor if offsets is None else tensor[tuple(slice(*each) for each in offsets)]
 
 
 def _assemble_pieces(
     pieces: list[_TensorPiece], form: TensorForm, device: torch.device, add: bool = False
 ) -> torch.Tensor:
-    """Return the tensor that consists of `pieces`, in the type and shape of `form`. With `add`,
-    pieces may overlap and are summed; elements in no piece are 0.
+    """Return a tensor with the element type and shape `form`, assembled from `pieces`. With `add`,
+    pieces may overlap and are summed, and elements in no piece are 0. Without `add`, the pieces
+    must cover the tensor.
     """
     dtype, shape = form
     if len(pieces) == 1 and pieces[0][1] is None:
@@ -100,37 +106,39 @@ def _assemble_pieces(
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStep:
-    """One batch of a validation."""
+    """The batch of a validation that runs now."""
 
     reader: BatchReader
-    """Reads the validation data."""
+    """Reader of the validation data."""
     number: int
-    """Number of the batch in the validation."""
+    """Index of the batch in the validation."""
 
 
 class RankContext:
-    """One rank as its stages, reports and modes see it: settings, connections and the state of the
-    current step.
+    """The part of a rank that its stages, reports and modes use: settings, connections, and the
+    state of the current step.
     """
 
     reader: BatchReader
-    """Reads the samples of the run."""
+    """Reader of the run's samples."""
     reduction: GradientReduction
     loss_scaler: LossScaler | None = None
-    """None unless the program trains in fp16."""
+    """The loss scaler; None unless the program trains in fp16."""
     evaluated: EvaluationStep | None = None
-    """The batch of a validation that runs now; None outside of a validation. In a validation the
-    backward passes do nothing.
+    """The batch of a validation that runs now; None outside of a validation. In a validation,
+    backward passes have no effect.
     """
     learning_rate: float | None = None
-    """Learning rate of the last update, without the factors of parameter groups; None before it."""
+    """Learning rate of the last update, without the factors of parameter groups; None before the
+    first update.
+    """
     grad_norm: torch.Tensor | None = None
-    """Norm of the step's gradients over all ranks before clipping, [] on the device; None unless
-    gradients are clipped.
+    """Norm of the step's gradients over all ranks before clipping, [] on the device; None if
+    gradients are not clipped.
     """
     collect: Callable[[int, int, tuple[torch.Tensor, ...]], None]
-    """In inference, called with (stage, micro-batch, results) of each forward. Micro-batches are
-    numbered over all steps.
+    """In inference, function that stages call after each forward with (stage, micro-batch,
+    results). Micro-batches are numbered over all steps.
     """
 
     def __init__(
@@ -155,15 +163,17 @@ class RankContext:
         self.data = manifest.data.path if options.data is None else options.data
         self.steps_done = 0
         self.step_samples = manifest.batch_size
-        """Samples of this step that come from the data. If there are fewer than `batch_size`, the
-        rest of the batch is filler samples, which do not count.
+        """Number of samples of the current step that come from the data. If it is less than
+        `batch_size`, filler samples, which do not count, complete the batch.
         """
         self.batch = 0
-        """Number of the current batch among the `gradient_accumulation_steps` of the step."""
+        """Index of the current batch among the `gradient_accumulation_steps` batches of the
+        step.
+        """
         self.counted: torch.Tensor | None = None
-        """Fraction of the step's labels that are not ignored, [] on the device. Only this rank's
-        part of the sum until the gradients are divided by it. None if the loss is not divided by
-        the number of such labels.
+        """Fraction of the step's labels that are not ignored, [] on the device; this rank's
+        contribution to it until `ParameterUpdate` divides the gradients. None if the loss is not
+        divided by the number of these labels.
         """
         self.stages: dict[int, Stage] = {}
         self.parameters: dict[int, torch.Tensor] = {}
@@ -171,26 +181,29 @@ class RankContext:
 
     @property
     def training(self) -> bool:
-        """True if the current batch is one of a training step, not of a validation."""
+        """True if the current batch belongs to a training step; False in inference and in a
+        validation.
+        """
         return self.train and self.evaluated is None
 
     @property
     def samples_done(self) -> int:
-        """Number of the next step's first sample, counted from the start of the first run if this
-        one resumes a run, also one with another batch size.
+        """Number of the first sample of the current step. If this run resumes another run, samples
+        are counted from the start of the first run, whose batch size may have been different.
         """
         return self.reader.source.sample(self.steps_done)
 
     def weight(self, stage: int, micro_batch: int) -> float:
-        """Return the factor by which filler samples change the weight of a micro-batch's loss.
-        `micro_batch` is its number in the step.
+        """Return the factor by which the weight of a micro-batch's loss changes because the step
+        contains filler samples. `micro_batch` is the number of the micro-batch in the step.
 
-        Let a step have n micro-batches of the stage and s samples that are not filler, r of them in
-        this micro-batch. The factor is n r / s, which is 1 without filler samples. If the loss is
-        divided by a number of labels, the factor is 1 for r > 0 and 0 for r = 0.
+        Let the stage have n micro-batches in the step, and let the data have s samples for the
+        step, r of them in this micro-batch. The factor is n r / s, which is 1 without filler
+        samples. If the loss is divided by a number of labels, the factor is 1 for r > 0 and 0 for r
+        = 0.
         """
         batch = self.manifest.batch_size
-        # A validation weights its micro-batches itself.
+        # A validation applies weights of its own (`AllSamplesOnce`).
         if self.step_samples == batch or self.evaluated is not None:
             return 1.0
         size = self.manifest.micro_batch_size_at(stage)
@@ -200,8 +213,8 @@ class RankContext:
         return real * (batch // size) / self.step_samples
 
     def read(self, stage: int, micro_batch: int, data: Data) -> torch.Tensor:
-        """Return the slice of a graph input that a stage uses for one of its micro-batches, on the
-        device. `micro_batch` is its number in the step.
+        """Return the slice of a graph input that a stage reads for one of its micro-batches, on the
+        device. `micro_batch` is the number of the micro-batch in the step.
         """
         request = BlockRequest(stage, micro_batch, data.name, data.offsets)
         if self.evaluated is not None:
@@ -212,64 +225,74 @@ class RankContext:
         return tensor
 
     def clear_step(self) -> None:
-        """Forget the state of the current step: losses, undelivered tensors, counted bytes."""
+        """Discard the state of the current step: losses, tensors that were not delivered, and
+        counts of moved bytes.
+        """
         self.transport.traffic.clear()
         for stage in self.stages.values():
             stage.end_step()
 
 
 class Mode:
-    """Hooks of a rank's run. The hooks of the base class change nothing; a mode overrides some of
-    them. A rank has a tuple of modes, and calls a hook on each of them in order.
+    """Hooks of a rank's run. The hooks of this base class have no effect; subclasses override some
+    of them. A rank has a tuple of modes and calls each hook on all of them in order.
     """
 
     probes = False
-    """True if the run inspects a few steps. The run then has no validation and no prefetching of
-    data, and captures CUDA graphs only if `--cuda-graphs` is given.
+    """True if the run inspects a few steps instead of training. Such a run has no validation and
+    does not read data ahead. It captures CUDA graphs only if `--cuda-graphs` is given.
     """
     exact_matmuls = False
-    """True if matmuls of fp32 tensors have IEEE precision in this mode, also in a plan with TF32.
-    """
+    """True if matmuls of fp32 tensors must have IEEE precision, even if the plan says TF32."""
 
     def on_parameters(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Called once with the rank's shards of parameters, by parameter index."""
+        """Called once, with the rank's shards of parameters by parameter index. May change them in
+        place.
+        """
 
     def on_constants(self, constants: dict[str, torch.Tensor]) -> None:
-        """Called once per program with the constants of its stages, by name."""
+        """Called once per program, with the constants of its stages by name. May replace
+        entries.
+        """
 
     def on_stages(self, rank: RankContext) -> None:
-        """Called once when the rank's stages have their parameters."""
+        """Called once, after the stages have got their parameters."""
 
     def on_input(
         self, rank: RankContext, request: BlockRequest, tensor: torch.Tensor
     ) -> torch.Tensor:
-        """Return the replacement of `tensor`, the requested slice of a graph input."""
+        """Return the tensor that replaces `tensor`, a slice of a graph input that was read for
+        `request`.
+        """
         return tensor
 
     def computes_step(self, step: int) -> bool:
-        """Return False to skip the forward and backward passes of this step."""
+        """Return False to skip the forward and backward passes of the step with index `step`."""
         return True
 
     def on_gradients(self, rank: RankContext) -> None:
-        """Called in training after the gradient reduction of a step, before its update."""
+        """Called in each training step after the reduction of gradients, before the update."""
 
     def on_update(self, rank: RankContext) -> None:
-        """Called in training after the update of a step."""
+        """Called in each training step after the update."""
 
     def repeats_step(self, rank: RankContext) -> bool:
-        """Return True to run the step that has just ended again with the same data."""
+        """Return True to run the step that has just ended once more with the same data. Called
+        after each step.
+        """
         return False
 
     def run(self, rank: RankContext, step: Callable[[], None]) -> bool:
-        """Run the whole generation or other work of this mode with `step`. Return False, without
-        effect, if the rank itself runs the steps.
+        """Do the work of a mode that replaces steps on data, for example generation, and return
+        True. The default returns False: the rank runs steps on data. `step` is the generated
+        function.
         """
         return False
 
 
 class Stage:
-    """Runs the forward and backward passes of one stage and its P2P communication, micro-batch by
-    micro-batch.
+    """Runs the forward and backward passes of one stage, and its P2P communication, for one
+    micro-batch per call.
 
     `recv` posts receives and `send` starts sends; both return at once. `forward` and `backward`
     wait for the tensors that they need.
@@ -278,13 +301,15 @@ class Stage:
     def __init__(
         self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
     ) -> None:
-        """`module` is the generated code of the stage."""
+        """`module` is the generated module of the stage; `ports` are its arguments and results."""
         self._rank = rank
         self.number = number
         self._inputs: dict[str, TensorForm] = module.INPUTS
         self._outputs: tuple[TensorForm, ...] = tuple(module.OUTPUTS.values())
         self.p = Arguments(device=rank.device, training=True)
-        """The first argument of the stage's forward."""
+        """The first argument of the stage's forward, with its parameters, constants and process
+        group.
+        """
         self.module = module
         self.data = [port for port in ports if isinstance(port, Data)]
         self.receives = tuple(port for port in ports if isinstance(port, Recv))
@@ -292,53 +317,57 @@ class Stage:
         self._slices = {
             port.channel: MicroBatchSlice(*port.slice) for port in (*self.receives, *self.sends)
         }
-        """By channel the micro-batches of this stage that use it."""
+        """For each channel, the micro-batches of this stage whose tensors use it."""
         self._loss = next((port for port in ports if isinstance(port, Loss)), None)
         self.loss_share = 0.0 if self._loss is None else self._loss.weight
-        """Weight of one micro-batch's loss on this rank in its batch's loss; 0 if the stage does
-        not compute the loss.
+        """Weight of one micro-batch's loss on this rank in the loss of its batch; 0 if the stage
+        does not compute the loss.
         """
         self._labels = next((port for port in ports if isinstance(port, Labels)), None)
         self.function = module.forward
         self.compiled: str | None = None
-        """Parts of the stage that run eagerly although the stage was compiled, "" for none; None if
-        it was not compiled.
+        """Description of the parts that run eagerly although the stage was compiled, "" if there
+        are none; None if the stage was not compiled.
         """
         self.graphs: StageGraphs | None = None
-        """The CUDA graphs of the stage; None while it runs eagerly."""
+        """The CUDA graphs of the stage; None if the stage runs eagerly."""
         self._max_in_flight = 1
-        """Maximum number of micro-batches whose forward has run and whose backward has not ended.
+        """Maximum number of micro-batches, so far, whose forward has run and whose backward has not
+        ended.
         """
         self._recomputing_readers = Counter(
             int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment
         )
-        """By parameter index the number of recomputed segments that read the parameter."""
-        # The keys below are (micro-batch, is gradient); the inner keys are channels.
+        """For each parameter index, the number of recomputed segments that read the parameter."""
+        # Keys of these maps are (micro-batch, is gradient), inner keys are channel numbers.
         self._arriving = defaultdict[tuple[int, bool], dict[int, PendingRecv]](dict)
-        """Posted receives."""
+        """Receives from other ranks that have been posted."""
         self._leaving = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
-        """Tensors that are to be sent."""
+        """Computed tensors that have not been sent to other ranks."""
         self._local = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
-        """Tensors from stages on this rank."""
+        """Tensors that stages on this rank have computed for this stage."""
         self._saved: dict[int, EagerPass | GraphSlot] = {}
-        """By micro-batch the state that a forward saves for its backward."""
+        """For each micro-batch, what its forward has saved for its backward."""
         self._waiting: dict[int, EagerPass | GraphSlot] = {}
-        """By micro-batch the state between the two halves of a split backward."""
+        """For each micro-batch, the state between the two halves of its split backward."""
         self._backwards = 0
-        """Micro-batches of this step whose gradients of parameters are being or have been computed.
+        """Number of micro-batches of this step for which the computation of the gradients of
+        parameters has begun.
         """
         self._unowned: list[torch.Tensor] | None = None
-        """Parameters that have no gradient yet in this step, whose first gradient may share memory;
-        None before the first backward of the step.
+        """Parameters that have no gradient yet in this step. The tensor of their first gradient may
+        also be in use elsewhere (see `_own_gradients`). None before the first backward of the step.
         """
         self.losses: dict[int, torch.Tensor] = {}
-        """Loss of each micro-batch of the step, by its number in the step."""
+        """Loss of each micro-batch of the step, by its number in the step. Filler samples are
+        accounted for (`RankContext.weight`).
+        """
 
     def _ports_due(
         self, ports: tuple[_RemotePort, ...], micro_batch: int, gradient: bool = False
     ) -> list[_RemotePort]:
-        """Return the ports that the micro-batch uses; with `gradient`, those whose gradient goes
-        back.
+        """Return the ports in `ports` that a micro-batch uses; with `gradient`, only ports whose
+        gradient is sent back.
         """
         return [
             port
@@ -353,8 +382,9 @@ class Stage:
         gradient: bool = False,
         source: _SourceAndPart = (None, None),
     ) -> list[_RemotePort]:
-        """Return the ports that the micro-batch uses to exchange tensors with other ranks; only
-        those of the other stage and slice in `source`, if given.
+        """Return the ports in `ports` through which a micro-batch exchanges tensors with other
+        ranks; with `gradient`, gradients. `source` restricts them to another stage and a slice of
+        its micro-batches.
         """
         (stage, part) = source
         due = self._ports_due(ports, micro_batch, gradient)
@@ -367,8 +397,8 @@ class Stage:
         ports: list[_RemotePort],
         micro_batch: int,
     ) -> None:
-        """Call `act` for each port. Ports to the same rank, stage and slice form one batch of P2P
-        operations.
+        """Call `act(port, micro_batch)` for each port. The transfers with one rank, stage and slice
+        form one batch of P2P operations, as they do on the other rank.
         """
         batches = defaultdict[tuple[int, int, int], list[_RemotePort]](list)
         for port in ports:
@@ -379,8 +409,8 @@ class Stage:
                     act(port, micro_batch)
 
     def _form_of_port(self, port: Recv | Send) -> TensorForm:
-        """Return the element type and shape of the tensor that a port transfers; the gradient has
-        the same.
+        """Return the element type and shape of the tensor that a port transfers. The gradient has
+        the same type and shape.
         """
         dtype, shape = (
             self._outputs[port.result] if isinstance(port, Send) else self._inputs[port.argument]
@@ -392,8 +422,8 @@ class Stage:
         return dtype, tuple(stop - start for start, stop in port.offsets)
 
     def recv(self, micro_batch: int, source: int | None = None, part: int | None = None) -> None:
-        """Post the receives of the arguments that other ranks compute: from all stages, or from
-        stage `source`, or from slice `part` of its micro-batches.
+        """Post the receives for the arguments of a micro-batch that stages on other ranks compute;
+        only from stage `source` and from slice `part` of its micro-batches, if given.
         """
         self._exchange_through_ports(
             self.post_recv,
@@ -404,8 +434,9 @@ class Stage:
     def recv_gradient(
         self, micro_batch: int, source: int | None = None, part: int | None = None
     ) -> None:
-        """Post the receives of the results' gradients: from all stages, or from stage `source`, or
-        from slice `part` of its micro-batches. Does nothing in a validation.
+        """Post the receives for the gradients of a micro-batch's results from stages on other
+        ranks; only from stage `source` and from slice `part` of its micro-batches, if given. Does
+        nothing in a validation.
         """
         if self._rank.training:
             self._exchange_through_ports(
@@ -415,14 +446,14 @@ class Stage:
             )
 
     def send(self, micro_batch: int) -> None:
-        """Start to send the results that other ranks use."""
+        """Start to send the results of a micro-batch that stages on other ranks read."""
         self._exchange_through_ports(
             self.start_send, self._ports_to_other_ranks(self.sends, micro_batch), micro_batch
         )
 
     def send_gradient(self, micro_batch: int) -> None:
-        """Start to send the gradients of arguments to the ranks that computed the arguments. Does
-        nothing in a validation.
+        """Start to send the gradients of a micro-batch's arguments to the ranks that computed the
+        arguments. Does nothing in a validation.
         """
         if self._rank.training:
             self._exchange_through_ports(
@@ -432,7 +463,9 @@ class Stage:
             )
 
     def post_recv(self, port: Recv | Send, micro_batch: int) -> PendingRecv:
-        """Post the receive of an argument (`Recv`), or of the gradient of a result (`Send`)."""
+        """Post the receive of one tensor: of an argument if `port` is a `Recv`, of the gradient of
+        a result if it is a `Send`.
+        """
         gradient = isinstance(port, Send)
         pending = self._rank.transport.recv(
             self._form_of_port(port), port.rank, port.channel, gradient
@@ -441,13 +474,17 @@ class Stage:
         return pending
 
     def start_send(self, port: Recv | Send, micro_batch: int) -> PendingSend:
-        """Start to send a result (`Send`), or the gradient of an argument (`Recv`)."""
+        """Start to send one tensor: a result if `port` is a `Send`, the gradient of an argument if
+        it is a `Recv`.
+        """
         gradient = isinstance(port, Recv)
         tensor = self._leaving[micro_batch, gradient].pop(port.channel)
         return self._rank.transport.send(tensor, port.rank, port.channel, gradient)
 
     def forward(self, micro_batch: int) -> None:
-        """Wait for the arguments of a micro-batch and run its forward."""
+        """Wait for the arguments of a micro-batch, run its forward, and hand the results to stages
+        on this rank or keep them for `send`.
+        """
         rank = self._rank
         manifest = self._rank.manifest
         rank.heartbeat.task = task = f"{self.number}F{micro_batch}"
@@ -492,12 +529,14 @@ class Stage:
             rank.collect(self.number, number_in_run, results)
 
     def _number_in_step(self, micro_batch: int) -> int:
-        """Return the number of a micro-batch of the current batch among those of the step."""
+        """Return the number of a micro-batch in the step. `micro_batch` is its number in the
+        current batch, one of those that the step accumulates.
+        """
         return self._rank.batch * self._rank.manifest.micro_batches_at(self.number) + micro_batch
 
     def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
-        """Run the forward and return its results in the types that their receivers expect; autocast
-        may compute narrower ones.
+        """Run the forward and return its results in the element types that their receivers expect.
+        Under autocast, the forward may compute narrower types.
         """
         rank = self._rank
         with torch.set_grad_enabled(rank.training), autocast(rank.manifest.precision, rank.device):
@@ -507,7 +546,9 @@ class Stage:
             )
 
     def _arguments(self, micro_batch: int) -> Tensors:
-        """Read and receive the arguments of a micro-batch, by name in the order of the forward."""
+        """Return the arguments of a micro-batch by name, in the order of the forward's parameters.
+        Reads data, and waits for tensors of other stages.
+        """
         number = self._number_in_step(micro_batch)
         found = {data.argument: self._rank.read(self.number, number, data) for data in self.data}
         received = defaultdict[str, list[_TensorPiece]](list)
@@ -520,10 +561,15 @@ class Stage:
         return {name: found[name] for name in self._inputs}
 
     def _arguments_with_gradients(self) -> set[str]:
+        """Return the names of the arguments whose gradients the stage computes in the current
+        batch.
+        """
         return {port.argument for port in self.receives if port.gradient and self._rank.training}
 
     def _zero_arguments(self) -> Tensors:
-        """Return arguments of zeros in the types and shapes of a micro-batch."""
+        """Return arguments by name, with the types and shapes of a micro-batch, filled with
+        zeros.
+        """
         with_gradients = self._arguments_with_gradients()
         return {
             name: torch.zeros(
@@ -534,10 +580,10 @@ class Stage:
 
     def capture(self, resources: CaptureResources) -> str:
         """Capture the stage as CUDA graphs, which later steps replay. Called between steps. Return
-        the reason why the stage stays eager, or "" if it is captured.
+        the reason why the stage stays eager, "" if it is captured.
 
-        There are as many slots as micro-batches were in flight in earlier steps: their forward had
-        run and their backward had not.
+        There is a slot for each micro-batch that may be in flight (its forward has run, its
+        backward has not): as many as were in flight at one time in earlier steps.
         """
         rank = self._rank
         if reason := reason_not_captured(names_in_source(inspect.getsource(self.module))):
@@ -556,8 +602,8 @@ class Stage:
         return ""
 
     def rehearse(self) -> None:
-        """Run the forward and, in training, the backward of a micro-batch of zeros, so that they
-        are compiled. No gradients remain.
+        """Run the forward and, in training, the backward of a micro-batch of zeros, so that
+        torch.compile compiles them. The gradients are discarded.
         """
         results = self._results(self._zero_arguments())
         waiting = self.p.weight_grads.take()
@@ -570,8 +616,9 @@ class Stage:
     def _wait_for_tensors(
         self, ports: tuple[_RemotePort, ...], micro_batch: int, gradient: bool = False
     ) -> Iterator[tuple[_RemotePort, torch.Tensor]]:
-        """Yield (port, tensor) of a micro-batch: first the tensors of stages on this rank in the
-        order in which these ran, then those of other ranks, waiting for each.
+        """Yield (port, tensor) for each port in `ports` that a micro-batch uses; with `gradient`,
+        the gradients. Tensors of stages on this rank come first, in the order in which these stages
+        ran; then tensors from other ranks, each after a wait.
         """
         local = self._local.pop((micro_batch, gradient), {})
         pending = self._arriving.pop((micro_batch, gradient), {})
@@ -588,8 +635,8 @@ class Stage:
             yield port, tensor
 
     def _send_or_deliver(self, port: Recv | Send, micro_batch: int, tensor: torch.Tensor) -> None:
-        """Hand a result, or the gradient of an argument, to a stage on this rank, or keep it until
-        it is sent.
+        """Hand over a result, or the gradient of an argument: to the other stage if it is on this
+        rank; otherwise keep the tensor until it is sent.
         """
         gradient = isinstance(port, Recv)
         dtype = self._form_of_port(port)[0]
@@ -600,41 +647,43 @@ class Stage:
         target = self._rank.stages[port.stage]
         message = self._slices[port.channel].message(micro_batch)
         arrives = target._local[target._slices[port.channel].micro_batch(message), gradient]
-        # An argument is a copy: requires_grad is set on it, and two stages may use the tensor. The
-        # copy is contiguous like a received tensor, as a compiled stage accepts one layout only.
+        # An argument is copied, because requires_grad is set on it and because two stages may read
+        # the tensor. The copy is contiguous like a received tensor, because a compiled stage
+        # accepts one memory layout only.
         arrives[port.channel] = (
             piece if gradient else piece.clone(memory_format=torch.contiguous_format)
         )
 
     def backward(self, micro_batch: int) -> None:
-        """Wait for the gradients of the results and compute those of parameters and arguments. Does
-        nothing in a validation.
+        """Wait for the gradients of a micro-batch's results, and compute the gradients of
+        parameters and arguments. Does nothing in a validation.
         """
         if not self._rank.training:
             return
         last = self._is_last_to_begin()
-        # The replay of a CUDA graph runs no autograd hooks, and deferred gradients come later.
+        # Hooks of autograd start the reduction of gradients. The replay of a CUDA graph runs no
+        # hooks, and deferred gradients are not complete when the hooks run.
         if (
             last
             and not self.p.weight_grads.used
             and not isinstance(self._saved[micro_batch], GraphSlot)
         ):
-            # Each bucket's reduction starts as soon as its gradients are complete.
+            # From now on, the reduction of a bucket starts as soon as its gradients are complete.
             self._rank.reduction.arm(self.number, self._recomputing_readers)
         self._propagate(micro_batch, "B")
         if last:
             self._rank.reduction.start(self.number)
 
     def backward_input(self, micro_batch: int) -> None:
-        """Run the first half of a split backward: wait for the gradients of the results and compute
-        those of the arguments. Does nothing in a validation.
+        """Run the first half of a split backward: wait for the gradients of a micro-batch's
+        results, and compute the gradients of its arguments. Does nothing in a validation.
         """
         if self._rank.training:
             self._propagate(micro_batch, "I")
 
     def backward_weight(self, micro_batch: int) -> None:
-        """Run the second half of a split backward: compute the deferred gradients of parameters.
-        Does nothing in a validation.
+        """Run the second half of a split backward: compute the gradients of parameters that the
+        first half deferred. Does nothing in a validation.
         """
         if not self._rank.training:
             return
@@ -647,8 +696,8 @@ class Stage:
             self._rank.reduction.start(self.number)
 
     def _is_last_to_begin(self) -> bool:
-        """Count a micro-batch whose gradients of parameters are computed next. Return True if it is
-        the last of the step.
+        """Count a micro-batch for which the computation of the gradients of parameters begins now.
+        Return True if it is the last one of the step.
         """
         self._backwards += 1
         manifest = self._rank.manifest
@@ -656,8 +705,9 @@ class Stage:
         return self._backwards == batches * len(manifest.micro_batches_of(self.number))
 
     def _propagate(self, micro_batch: int, phase: str) -> None:
-        """Compute the gradients of arguments and, in phase `B`, of parameters. In phase `I` the
-        gradients of parameters that the stage can defer are left to `backward_weight`.
+        """Compute the gradients of a micro-batch's arguments. In phase `B`, an unsplit backward,
+        also compute all gradients of parameters. In phase `I`, leave the gradients that can be
+        deferred to `backward_weight`.
         """
         self._rank.heartbeat.task = task = f"{self.number}{phase}{micro_batch}"
         saved = self._saved.pop(micro_batch)
@@ -680,18 +730,18 @@ class Stage:
             self._send_or_deliver(source, micro_batch, gradients[source.argument])
 
     def _eager_pass(self, arguments: Tensors, results: tuple[torch.Tensor, ...]) -> EagerPass:
-        """Return the state that the forward that has just run saves for its backward."""
+        """Return what the forward that has just run saves for its backward."""
         inputs = {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
         return EagerPass(inputs, tuple(map(OutputEdge.of, results)), self.p.weight_grads.take())
 
     def _run_backward(self, saved: EagerPass, seeds: dict[int, torch.Tensor]) -> Tensors:
-        """Run autograd from `seeds`, the gradients of results. Return the gradients of the
-        arguments.
+        """Run autograd's backward from `seeds`, the gradients of results by index. Return the
+        gradients of the arguments by name.
         """
         if seeds:
             run_backward(saved.edges, seeds)
             self._own_gradients(seeds.values(), saved.inputs)
-        # Recomputed segments defer gradients in the backward.
+        # The backward of recomputed segments also defers gradients; they are collected here.
         saved.waiting += self.p.weight_grads.take()
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -699,9 +749,9 @@ class Stage:
         }
 
     def _own_gradients(self, seeds: Iterable[torch.Tensor], arguments: Tensors) -> None:
-        """Copy each parameter's first gradient if it shares memory with the gradient of another
-        parameter, of an argument or of a result. Autograd may store the tensor that it was given,
-        and the next micro-batch is added to it in place.
+        """Copy the first gradient of a parameter in the step if its memory is also the gradient of
+        another parameter, of an argument or of a result. Autograd may store a tensor that it was
+        given as `grad`, and adds the gradients of later micro-batches to it in place.
         """
         if self._unowned is None:
             self._unowned = [each for each in self._rank.parameters.values() if each.requires_grad]
@@ -725,8 +775,8 @@ class Stage:
         results: tuple[OutputEdge, ...],
         incoming: defaultdict[int, list[_TensorPiece]],
     ) -> dict[int, torch.Tensor]:
-        """Return the gradients from which the backward starts, by index of the result: the weight
-        of the loss, and the gradients `incoming` from other stages.
+        """Return the gradients of results from which the backward starts, by index of the result:
+        the weight of the loss, and the sums of the gradients `incoming` from other stages.
         """
         if self._loss is not None:
             loss = results[self._loss.result]
@@ -737,8 +787,8 @@ class Stage:
             if self._rank.loss_scaler is not None:
                 seed.mul_(self._rank.loss_scaler.scale)
             incoming[self._loss.result].append((seed, None))
-        # Collectives in the backward need all ranks of the group, so a rank to which no gradient
-        # comes starts from zeros.
+        # All ranks of the stage must take part in the collectives of the backward. So a rank that
+        # receives no gradient of a result starts from zeros.
         wanted = range(len(results)) if self.p.group.size > 1 else sorted(incoming)
         return {
             index: _assemble_pieces(
@@ -749,7 +799,7 @@ class Stage:
         }
 
     def end_step(self) -> None:
-        """Forget the state of the step that has ended."""
+        """Discard the state of the step that has ended."""
         self._saved.clear()
         self._leaving.clear()
         self.losses.clear()
@@ -758,26 +808,26 @@ class Stage:
         if self.graphs is not None:
             self.graphs.end_step()
 
-    # Names of the previous release, which its generated programs use.
+    # Names of the previous release. Programs that it generated call them.
 
     def receive(self, micro_batch: int, source: int | None = None, part: int | None = None) -> None:
-        """Call `recv`, its name since this release."""
+        """Old name of `recv`."""
         warn_of_old_name("receive", "recv")
         self.recv(micro_batch, source, part)
 
     def receive_gradient(
         self, micro_batch: int, source: int | None = None, part: int | None = None
     ) -> None:
-        """Call `recv_gradient`, its name since this release."""
+        """Old name of `recv_gradient`."""
         warn_of_old_name("receive_gradient", "recv_gradient")
         self.recv_gradient(micro_batch, source, part)
 
     def input_gradient(self, micro_batch: int) -> None:
-        """Call `backward_input`, its name since this release."""
+        """Old name of `backward_input`."""
         warn_of_old_name("input_gradient", "backward_input")
         self.backward_input(micro_batch)
 
     def weight_gradient(self, micro_batch: int) -> None:
-        """Call `backward_weight`, its name since this release."""
+        """Old name of `backward_weight`."""
         warn_of_old_name("weight_gradient", "backward_weight")
         self.backward_weight(micro_batch)

@@ -1,5 +1,5 @@
-"""The update of a rank's parameters at the end of a step: reduce, divide, unscale and clip
-gradients, then the optimizer's step and the moving average of weights.
+"""The update of a rank's parameters at the end of a step. Gradients are reduced, divided, unscaled
+and clipped; then the optimizer runs its step, and the moving average of weights is updated.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ from autopipe.ir.problem import FIRST_LOSS_SCALE
 
 
 class ParameterUpdate:
-    """The update of one rank. In inference it has no optimizer and reduces nothing."""
+    """Updates the parameters of one rank at the end of each step. In inference it has no optimizer
+    and reduces no gradients.
+    """
 
     def __init__(self, rank: RankContext, can_skip: bool) -> None:
-        """`can_skip` is False if the optimizer steps although fp16 gradients overflowed."""
+        """`can_skip` is False if the optimizer must run its step even if fp16 gradients
+        overflowed.
+        """
         manifest = rank.manifest
         self._rank = rank
         self._can_skip = can_skip
@@ -59,18 +63,20 @@ class ParameterUpdate:
                 max_norm, rank.transport, counted, self.reduction.updated
             )
         self._updated_first: list[torch.Tensor] | None = None
-        """The tensors that had gradients in the first update; None before it."""
+        """The tensors that had gradients in the first update; None before the first update."""
         self._graph: UpdateGraph | None = None
 
     def make_optimizer_state(self) -> None:
-        """Allocate the optimizer's state and the averaged weights before the first step."""
+        """Allocate the optimizer's state and the averages of weights now, not in the first
+        update.
+        """
         if self.optimizer is not None:
             make_state(self.optimizer)
             self._average()
 
     def finish_gradients(self) -> None:
-        """Wait for the gradient reduction; divide the sums by the step's number of labels if the
-        loss is divided by it, and by the loss scale. Collective over all ranks.
+        """Wait for the gradient reduction. Then divide the gradients by the divisor of the step's
+        loss, if it has one, and by the loss scale. Collective over all ranks.
         """
         self.reduction.finish()
         self._divide_gradients()
@@ -78,11 +84,13 @@ class ParameterUpdate:
             self.loss_scaler.unscale(self.reduction.updated)
 
     def _divide_gradients(self) -> None:
-        """Divide the gradients by the divisor of the step's loss, if it has one.
+        """Divide the gradients by the divisor of the step's loss, if it has one. Collective over
+        all ranks if so.
 
-        The reduced gradients are those of the dividend D. With divisor N the loss is D / N. With
-        `division.root` the loss is r = sqrt(D / N), whose gradient is that of D divided by 2 r N.
-        Here D is summed over all ranks, and N is constant with respect to the parameters.
+        The reduced gradients are those of a dividend D, summed over all ranks. If the loss has a
+        divisor N, it is D / N. N is a number of labels, which does not depend on the parameters.
+        With `division.root` the loss is r = sqrt(D / N), whose gradient is the gradient of D
+        divided by 2 r N; N is 1 if there is no divisor.
         """
         rank = self._rank
         division = rank.manifest.loss_division
@@ -105,7 +113,7 @@ class ParameterUpdate:
             scale_gradients(self.reduction.updated, divisor.reciprocal())
 
     def move_running_statistics(self) -> None:
-        """Update the running statistics of BatchNormalization with those of the step's
+        """Update the running statistics of BatchNormalization with the statistics of the step's
         micro-batches. Collective over the ranks that share a statistic.
         """
         rank = self._rank
@@ -115,8 +123,9 @@ class ParameterUpdate:
         )
 
     def apply(self) -> None:
-        """Clip the gradients and update the parameters with the learning rate of this step. Sets
-        `grad_norm` and `learning_rate` of the rank. Collective over all ranks.
+        """Clip the gradients, and update the parameters with the learning rate of this step. Set
+        `grad_norm` (if gradients are clipped) and `learning_rate` of the rank. Collective over all
+        ranks.
         """
         rank = self._rank
         manifest = rank.manifest
@@ -134,8 +143,8 @@ class ParameterUpdate:
                 bucket.gather()
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the optimizer's step and update the moving average of weights, in a CUDA graph if one
-        was captured.
+        """Run the optimizer's step and update the moving average of weights. Replay the captured
+        update if there is one and it applies.
         """
         scaler = self.loss_scaler
         updated = self.reduction.updated
@@ -151,13 +160,14 @@ class ParameterUpdate:
         self._average()
 
     def _average(self) -> None:
+        """Update the moving average of weights, if the program averages weights."""
         decay = self._rank.manifest.training.ema_decay
         if decay is not None and self.optimizer is not None:
             average_weights(self.optimizer, decay)
 
     def capture(self, resources: CaptureResources) -> str:
-        """Capture the update as a CUDA graph, after the first step. Return the reason why it stays
-        eager, or "" if it is captured or there is nothing to update.
+        """Capture the update as a CUDA graph. Called after the first step. Return the reason why
+        the update stays eager; "" if it is captured or if there is nothing to update.
         """
         if self.optimizer is None or not self._updated_first:
             return ""

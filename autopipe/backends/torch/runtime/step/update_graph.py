@@ -1,8 +1,8 @@
-"""The update of parameters as a CUDA graph: the optimizer's step, and the moving average of
-weights.
+"""The update of parameters as a CUDA graph: the optimizer's step and the update of the moving
+average of weights.
 
-The graph reads static gradients, learning rates that are tensors on the device, and, with loss
-scaling, a static tensor that is 1 if the step is skipped.
+The graph reads the static gradients of parameters, learning rates in tensors on the device and,
+with loss scaling, a static tensor that is 1 if the step is skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, N
 
 
 class UpdateGraph:
-    """The captured update of a rank."""
+    """The captured update of one rank."""
 
     def __init__(
         self,
@@ -25,11 +25,12 @@ class UpdateGraph:
         skips: bool,
         resources: CaptureResources,
     ) -> None:
-        """Capture the update after the optimizer's first step. Raise NotCapturedError if that is
-        impossible; the optimizer is then unchanged.
+        """Capture the update, after the optimizer's first step. If this raises NotCapturedError,
+        the optimizer can still run eagerly.
 
-        `tensors` had a gradient in that step. `average` updates the moving average. `skips` is True
-        if a step may be skipped.
+        `tensors` are the tensors that had a gradient in the first step. `average` updates the
+        moving average of weights. `skips` is True if steps may be skipped, because the loss is
+        scaled.
         """
         if not all(group.get("fused") for group in optimizer.param_groups):
             raise NotCapturedError("its optimizer takes the learning rate from the host")
@@ -53,7 +54,9 @@ class UpdateGraph:
                 tensor.grad = None
 
     def _prepare(self, device: torch.device) -> None:
-        """Make the optimizer read tensors on the device only."""
+        """Make the optimizer read gradients, learning rates and the skip flag from tensors on the
+        device, whose addresses do not change.
+        """
         for tensor in self._tensors:
             tensor.grad = self._gradients.of(tensor)
         for group in self._optimizer.param_groups:
@@ -65,6 +68,7 @@ class UpdateGraph:
         torch.cuda.synchronize()
 
     def _run(self, average: Callable[[], None]) -> None:
+        """Run the work that is captured: the optimizer's step, then `average`."""
         self._optimizer.step()
         average()
 
@@ -76,10 +80,12 @@ class UpdateGraph:
                 group["capturable"] = False
 
     def replay(self, tensors: Sequence[torch.Tensor], skipped: torch.Tensor | None) -> bool:
-        """Replay the update, after the learning rates were set. `tensors` are all that the
-        optimizer updates; `skipped` is on the device, 1 if the step is skipped.
+        """Replay the update, after the learning rates of the step have been set. `tensors` are all
+        tensors that the optimizer updates. `skipped`, a scalar on the device, is 1 if the step is
+        skipped, otherwise 0; None without loss scaling.
 
-        Return False, without any effect, if other tensors have gradients than at the capture.
+        Return False, without any effect, if the tensors that have gradients are not those of the
+        capture.
         """
         found = [each for each in tensors if each.grad is not None]
         if len(found) != len(self._tensors) or any(map(_are_different, found, self._tensors)):
@@ -93,4 +99,5 @@ class UpdateGraph:
 
 
 def _are_different(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if the arguments are different objects."""
     return one is not other

@@ -1,11 +1,12 @@
-"""Deferred weight gradients: the second half (W) of a split backward.
+"""Deferred gradients of weights: the second half (W) of a split backward.
 
-Objective: let a schedule run the backward of a stage in two tasks. The first (I) computes the
-gradients of activations, which earlier stages wait for. The second (W) computes the gradients of
-weights and can fill idle time (Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2).
+Objective: let a schedule run the backward of a stage in two tasks. The first task (I) computes the
+gradients of activations, for which earlier stages wait. The second task (W) computes the gradients
+of weights and can fill idle time (Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2).
 
 The forward calls matmuls, convolutions and embeddings through `WeightGradQueue`. For y = x w^T with
-upstream gradient g, I computes g w, and W computes g^T x. The operator runs in one of two ways:
+the gradient g of y, task I computes g w, and task W computes g^T x. An operator runs in one of two
+ways:
 
 By formula (`_FORMULA_BY_FUNCTION`): the operator runs with its weight detached. A hook on the
 result stores g, and W computes the gradient of w from g and x.
@@ -14,8 +15,8 @@ By a graph of its own (`_DeferredWeightGradient`), for operators without a formu
 this graph twice, first for the activations, then for the parameters.
 
 Invariants: W adds to `parameter.grad`, and runs after the I of the same micro-batch. I and W
-together give the gradients of an undivided backward. A `WeightGradient` to which no gradient came
-adds nothing. x and g stay in memory until W has run.
+together give the gradients of an unsplit backward. If no gradient of y arrives, W adds nothing for
+the operator. x and g stay in memory until W has run.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ Function = Callable[..., torch.Tensor]
 Operands = tuple[Any, ...]
 Settings = Mapping[str, Any]
 AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
-"""A function (x, g) that adds the gradient of a weight to `parameter.grad`, from the operand x and
-the gradient g of the result.
+"""A function (x, g) that adds the gradient of a weight to `parameter.grad`. x is the first operand
+of the operator, g the gradient of its result.
 """
 GradientFormula = tuple[tuple[torch.Tensor, ...], AddGradient]
-"""(operands, add) of one call of an operator. operands: the detached weight, and bias if there is
-one, which replace the operands after the first. add: adds the deferred gradients.
+"""(operands, add) for one call of an operator. operands: the detached weight, and the bias if there
+is one, with which the operator runs in place of its operands after the first. add: adds the
+gradients of the weight and the bias.
 """
 
 
 def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add `gradient` to a parameter's gradient. The first gradient is stored without a copy."""
+    """Add `gradient` to the gradient of a parameter. If the parameter has none, store the tensor
+    `gradient` itself.
+    """
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -59,9 +63,9 @@ def _matmul_formula(
     operands: Operands,
     settings: Settings,
 ) -> GradientFormula | None:
-    """Return the formula of `x @ weight`, or of `x @ weight.t()` if `rows_first`: then the first
-    dimension of the weight is the last of the result. `transposed` is True if the operand is the
-    transpose of `parameter`. None if the call is not a matmul with a two-dimensional weight.
+    """Return the formula for `x @ weight` or, with `rows_first`, for `F.linear`, `x @ weight.t()`.
+    `transposed` is True if the weight in `operands` is the transpose of `parameter`. Return None if
+    the weight is not two-dimensional, x is a vector, or there are keyword arguments.
     """
     if settings or operands[0].dim() < 2 or operands[1].dim() != 2:
         return None
@@ -82,9 +86,10 @@ def _matmul_formula(
 def _convolution_formula(
     upwards: bool, parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
 ) -> GradientFormula | None:
-    """Return the formula of a convolution, of a transposed one if `upwards`. The gradient of the
-    bias is deferred with that of the weight, as libraries compute both in one call. None if the
-    call has settings that the formula does not cover.
+    """Return the formula for a convolution or, with `upwards`, a transposed convolution. The
+    gradient of a trained bias is deferred too, because libraries compute both gradients in one
+    call. Return None for calls that the formula does not cover, for example with padding given as
+    text.
     """
     bias: torch.Tensor | None = operands[2] if len(operands) > 2 else None
     trained = bias if bias is not None and bias.requires_grad else None
@@ -95,6 +100,7 @@ def _convolution_formula(
         return None
 
     def each(name: str, neutral: int) -> list[int]:
+        """Return the setting `name` as one integer per spatial axis. `neutral` is its default."""
         value = settings.get(name, neutral)
         return [value] * axes if isinstance(value, int) else list(value)
 
@@ -122,7 +128,9 @@ def _convolution_formula(
 def _embedding_formula(
     parameter: torch.Tensor, transposed: bool, operands: Operands, settings: Settings
 ) -> GradientFormula | None:
-    """Return the formula of `F.embedding`. None if the call has settings or a transposed weight."""
+    """Return the formula for `F.embedding`. Return None if the call has keyword arguments or the
+    weight is transposed.
+    """
     if settings or transposed or len(operands) != 2:
         return None
 
@@ -150,17 +158,19 @@ _FORMULA_BY_FUNCTION: dict[
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """The deferred gradients of one operator's parameters. `add` adds them to the parameters, given
-    the gradient of the operator's result.
+    """The deferred gradients of the parameters of one operator call. `add` adds them to the
+    parameters; its argument is the gradient of the operator's result.
     """
 
     add: Callable[[torch.Tensor], None]
     arrived: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    """The gradient of the result, once a backward pass has reached the operator."""
+    """The gradient of the result, as a tuple of one tensor, once a backward has reached the
+    operator; before that, empty.
+    """
 
     def take(self, result: torch.Tensor) -> None:
-        """Store the gradient of a result that autograd treats as a leaf, and remove it from the
-        result.
+        """Move the gradient of `result` to `arrived`. Used as a hook if no operand of the operator
+        requires a gradient, so that `result` is a leaf of autograd's graph.
         """
         gradient = result.grad
         result.grad = None
@@ -169,12 +179,12 @@ class WeightGradient:
 
 
 PendingWeightGradients = list[WeightGradient]
-"""Deferred gradients of one forward, in the order in which its operators were called."""
+"""The deferred gradients of one forward, in the order in which its operators were called."""
 
 
 def compute_weight_gradients(waiting: PendingWeightGradients) -> None:
-    """Compute all deferred gradients, the last operator first. Each operator's tensors are freed
-    before the next is computed.
+    """Compute and add all deferred gradients, and empty the list. The last operator comes first.
+    The tensors that an operator needs are freed before the next operator.
     """
     with torch.no_grad():
         while waiting:
@@ -184,17 +194,18 @@ def compute_weight_gradients(waiting: PendingWeightGradients) -> None:
 
 
 class WeightGradQueue:
-    """Calls operators so that their backward defers the gradients of `parameters`. It is
-    `p.weight_grads` in generated code.
+    """Calls operators so that their backward defers the gradients of `parameters`. Generated code
+    uses it as `p.weight_grads(function, *operands, **settings)`.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        # Vectors are not deferred: the gradient of a bias is a sum, which is cheap to compute at
-        # once.
+        # Gradients of vectors, for example biases, are not deferred: each is a sum, which is cheap
+        # to compute at once.
         self._weights = {id(each) for each in parameters if each.requires_grad and each.dim() > 1}
         self._known: dict[str, list[tuple[Function, GradientFormula | None]]] = {}
-        """By name of a recomputed segment ("" for the forward), the function and formula of each
-        call in the order of the calls, which is equal in every forward.
+        """(function, formula) of each operator call, in the order of the calls, by name of the
+        recomputed segment in which the calls are; "" for calls outside of segments. The order is
+        equal in every forward.
         """
         self.begin()
         self._waiting: PendingWeightGradients = []
@@ -202,16 +213,19 @@ class WeightGradQueue:
         """True if a forward has called an operator through this object."""
 
     def begin(self, part: str = "") -> None:
-        """Start a forward, or the recomputed segment named `part`."""
+        """Note that a forward starts or, if `part` is given, the recomputed segment of this
+        name.
+        """
         self._formulas = self._known.setdefault(part, [])
         self._calls = 0
 
     def __call__(self, function: Function, *operands: Any, **settings: Any) -> torch.Tensor:
         """Return `function(*operands, **settings)`, one tensor, and defer the gradients of
-        parameters among the operands. Views of a parameter count as the parameter.
+        parameters among the operands, or of parameters of which operands are views.
 
-        All forwards call the same operators with the same parameters in the same order. So the
-        formula of a call is stored by its number, which keeps the overhead of a call small.
+        Every forward calls the same operators with the same parameters in the same order. So the
+        formula of a call is stored by the index of the call, which keeps the overhead of a call
+        small.
         """
         self.used = True
         if not torch.is_grad_enabled():
@@ -234,16 +248,19 @@ class WeightGradQueue:
         self._waiting.append(waits)
         if result.grad_fn is not None:
             result.grad_fn.register_prehook(waits.arrived.append)
-        else:  # No operand needs a gradient; the weight needs that of the result.
+        # No operand requires a gradient, but the gradient of the weight needs the gradient of the
+        # result.
+        else:
             result.requires_grad_(True).register_post_accumulate_grad_hook(waits.take)
         return result
 
     def _formula_of(
         self, function: Function, operands: Operands, settings: Settings
     ) -> GradientFormula | None:
-        """Return the formula of a call. None if there is none: for operators without one, under
-        autocast (which casts weights and activations), and for views that are neither the parameter
-        nor its transpose.
+        """Return the formula of a call. Return None if there is none: for an operator without
+        formula, if the only parameter is not the second operand, under autocast (which casts
+        weights and activations), and for a view that is neither the whole parameter nor its
+        transpose.
         """
         make = _FORMULA_BY_FUNCTION.get(function)
         if (
@@ -263,7 +280,9 @@ class WeightGradQueue:
         return None
 
     def _parameter_positions(self, operands: Operands) -> tuple[int, ...]:
-        """Return the positions of the parameters among the operands."""
+        """Return the positions of the operands that are parameters, or views of parameters, whose
+        gradients are deferred.
+        """
         return tuple(
             place
             for place, each in enumerate(operands)
@@ -272,7 +291,7 @@ class WeightGradQueue:
         )
 
     def take(self) -> PendingWeightGradients:
-        """Return the deferred gradients of the forward that has just run, and start a new list."""
+        """Return the deferred gradients since the last call of `take`, and start a new list."""
         taken = self._waiting
         self._waiting = []
         self.begin()
@@ -280,8 +299,9 @@ class WeightGradQueue:
 
 
 class _DeferredWeightGradient(torch.autograd.Function):
-    """One operator with its own autograd graph, through which backward runs twice: first for the
-    activations, later for the parameters. The graph keeps its saved tensors until the second time.
+    """Runs one operator in an autograd graph of its own, through which backward runs twice: first
+    for the activations, later for the parameters. The graph keeps its saved tensors until the
+    second time.
     """
 
     @staticmethod
