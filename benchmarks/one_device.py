@@ -9,8 +9,8 @@ bf16.
     python benchmarks/one_device.py --layers 12 --hidden 768 --sequence 256 --rounds 15
     python benchmarks/one_device.py --compile
     python benchmarks/one_device.py --optimizer sgd --scores recompute
-    python benchmarks/one_device.py --device cuda --precision bf16 --layers 24 --hidden 1024
-    --sequence 1024 --batch 16
+    python benchmarks/one_device.py --device cuda --precision bf16 --layers 24 \\
+        --hidden 1024 --sequence 1024 --batch 16
 """
 
 from __future__ import annotations

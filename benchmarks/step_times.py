@@ -1,17 +1,15 @@
 """Predicted against measured step time, with costs measured on this machine: the zoo's models on
 one and two ranks.
 
-Each model is profiled, planned with what that gave, and run right afterwards, and that in several
-rounds over all models: the round in the middle counts, since a machine may be faster or slower
-while the program runs than while it was profiled. A round takes about 20 minutes on two quiet
-cores, and rounds may be run at different hours: their rows are lines of a log, and the page is of
-all that it has.
+In each round, every model is profiled, planned with the measured costs, and run immediately
+afterwards. The page reports the round whose prediction error is the median, because the speed of a
+machine may change between the profile and the run. A round takes about 20 minutes on two idle cores. Each row
+is appended to the log; the page is written from all rows of the log, so rounds may run at
+different hours.
 
-    OMP_NUM_THREADS=1 python benchmarks/step_times.py --log /tmp/step-times.jsonl --write
-    /tmp/step-times.md
+    OMP_NUM_THREADS=1 python benchmarks/step_times.py --log /tmp/rows.jsonl --write /tmp/rows.md
     OMP_NUM_THREADS=1 python benchmarks/step_times.py --log /tmp/rows.jsonl --only gpt --only dlrm
-    python benchmarks/step_times.py --log /tmp/step-times.jsonl --rounds 0 --write
-    /tmp/step-times.md
+    python benchmarks/step_times.py --log /tmp/rows.jsonl --rounds 0 --write /tmp/rows.md
 """
 
 from __future__ import annotations

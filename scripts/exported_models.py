@@ -1,10 +1,14 @@
 """Plan, launch and verify every exported model on four CPU ranks, and write the results to
 docs/reference/exported-models.md.
 
-    python scripts/exported_models.py                 all models: about an hour on two cores
-    python scripts/exported_models.py --only gpt2     models whose name contains `gpt2`; other rows
-    stay python scripts/exported_models.py --resume        models without a row that passes python
-    scripts/exported_models.py --jobs 3        three models at a time
+    python scripts/exported_models.py
+        all models (about an hour on two cores)
+    python scripts/exported_models.py --only gpt2
+        models whose name contains `gpt2`; the other rows stay
+    python scripts/exported_models.py --resume
+        models without a row that passes
+    python scripts/exported_models.py --jobs 3
+        three models at a time
 
 Each row is four commands of autopipe: plan, codegen, launch, verify. A model that fails has a row
 with the reason.

@@ -1,11 +1,14 @@
 """Compare the trained parameters of exported files with the parameters of the torch modules, and
 write tests/exports/trained-parameters.md.
 
-    python scripts/trained_parameters.py               every model and exporter, trained and fresh:
-    half an hour python scripts/trained_parameters.py --only mamba  models whose name contains
-    `mamba`; other rows stay python scripts/trained_parameters.py --jobs 2      two models at a time
-    python scripts/trained_parameters.py --before      fill the column `before`, with an older
-    autopipe
+    python scripts/trained_parameters.py
+        every model and exporter, trained and fresh (half an hour)
+    python scripts/trained_parameters.py --only mamba
+        models whose name contains `mamba`; the other rows stay
+    python scripts/trained_parameters.py --jobs 2
+        two models at a time
+    python scripts/trained_parameters.py --before
+        fill the column `before`; run this with an older autopipe
 
 A model is exported and read; it is not planned, and no ranks start.
 """

@@ -1,11 +1,16 @@
 """Runs tests with other versions of the dependencies, and writes the results to
 docs/reference/versions.md.
 
-    python scripts/versions.py                          every environment and every set of tests:
-    hours python scripts/versions.py --only torch-2.11        the environment `torch-2.11.0` python
-    scripts/versions.py --sets launcher,planning these sets of tests python scripts/versions.py
-    --folder /tmp/venvs      keep the environments there, and use those that are there python
-    scripts/versions.py --list                   only print the requirements and the commands
+    python scripts/versions.py
+        every environment and every set of tests (hours)
+    python scripts/versions.py --only torch-2.11
+        the environment `torch-2.11.0` only
+    python scripts/versions.py --sets launcher,planning
+        these sets of tests only
+    python scripts/versions.py --folder /tmp/venvs
+        keep the environments in this folder, and use the ones that it already has
+    python scripts/versions.py --list
+        only print the requirements and the commands
 
 Each environment is a virtual environment, about 5 GB with a torch for CUDA, which runs on a CPU. It
 is deleted after its tests unless `--folder` is given. The last column of the table is written by

@@ -2,11 +2,14 @@
 
 Grammar::
 
-Graph     = name, opset, inputs, parameters, constants, nodes (topologically ordered), outputs Node
-= operator, attributes, names of the values it reads ("" where an optional one is absent) and writes
-Value     = name, element type, static shape Parameter = value + location of its data in the ONNX
-file (the graph does not contain the data) Constant  = value + its data (small, known at planning
-time)
+    Graph     = name, opset, inputs, parameters, constants,
+                nodes (in topological order), outputs
+    Node      = operator, attributes, names of the values that it reads and writes
+                ("" stands for an absent optional input)
+    Value     = name, element type, static shape
+    Parameter = value + location of its data in the ONNX file
+                (the graph does not contain the data)
+    Constant  = value + its data (small, known at planning time)
 
 Each value is written once. Names come from the model. They are untrusted text and are only used as
 keys and in messages.

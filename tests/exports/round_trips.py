@@ -1,7 +1,9 @@
-"""The way of a module through autopipe and back: export, weights in, training, weights out,
+"""Round trips of modules: export, import of the weights, training, export of the trained weights,
 `load_state_dict`.
 
-python -m tests.exports.round_trips [NAME ...]        every module, or those named: some ten seconds each
+    python -m tests.exports.round_trips [NAME ...]
+
+runs the modules NAME, or every module, about ten seconds each.
 """
 
 from __future__ import annotations
