@@ -61,10 +61,10 @@ def _setting_field(
 
 
 DATA_SOURCES_HELP: Final = (
-    "FILE.npz, FILE.bin of tokens, a table or folder (docs/guides/data.md) or module:function; "
-    "random data without it"
+    "Source of the data: FILE.npz, FILE.bin with tokens, a table or a folder (docs/guides/data.md), "
+    "or a Python function as module:function [data.path of the plan, otherwise random data]."
 )
-"""The sources of data that `--data` accepts."""
+"""Help text of `--data`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,111 +75,148 @@ class LaunchSettings:
 
     device: str = _setting_field(
         "auto",
-        "Where to run; with --dry-run meta is on no device, shapes and types alone, and cuda need "
-        "not be there.",
+        "Device of the ranks. With --dry-run, meta checks shapes and types only, and cuda needs no "
+        "GPU.",
         choices=("auto", "cuda", "cpu", "meta"),
         for_ranks=True,
     )
     steps: int | None = _setting_field(
-        None, "Steps in all [1; in inference over a file all of it].", minimum=1
+        None, "Number of steps [1; in inference, all samples of the data file].", minimum=1
     )
     epochs: int | None = _setting_field(
-        None, "Passes through the data, in place of --steps.", minimum=1
+        None, "Number of passes through the data. Excludes --steps.", minimum=1
     )
-    model: Path | None = _setting_field(None, "The ONNX file [where it was planned].", "FILE")
-    shuffle: bool | None = _setting_field(None, "Shuffle each epoch by the seed.", for_ranks=True)
-    data: str | None = _setting_field(
-        None, f"{DATA_SOURCES_HELP} [data.path].", "SOURCE", for_ranks=True
+    model: Path | None = _setting_field(None, "Path of the ONNX file [as planned].", "FILE")
+    shuffle: bool | None = _setting_field(
+        None,
+        "Read the samples of each epoch in a random order that depends on the seed [data.shuffle of the plan].",
+        for_ranks=True,
     )
+    data: str | None = _setting_field(None, DATA_SOURCES_HELP, "SOURCE", for_ranks=True)
     eval_data: str | None = _setting_field(
-        None, "Data to validate on, as --data takes it [eval.data of the plan].", for_ranks=True
+        None,
+        "Source of the validation data, as for --data [eval.data of the plan].",
+        for_ranks=True,
     )
     eval_interval: int | None = _setting_field(
-        None, "Steps between validations [only one, the last].", minimum=1, for_ranks=True
+        None,
+        "Number of steps between two validations [only after the last step].",
+        minimum=1,
+        for_ranks=True,
     )
     seed: int | None = _setting_field(
         None,
-        "Seed of random data, of Dropout, and of weights that the model does not store.",
+        "Seed of random data, of Dropout, and of weights that the model does not store [seed of the plan].",
         minimum=0,
         for_ranks=True,
     )
     nnodes: str | None = _setting_field(
-        None, "Number of machines [1; under srun and in a PyTorchJob theirs].", "N|MIN:MAX"
+        None,
+        "Number of machines [1; under srun or in a PyTorchJob, its number of machines].",
+        "N|MIN:MAX",
     )
     node_rank: int | None = _setting_field(
-        None, "Number of this machine, which orders ranks [by address].", minimum=0
+        None, "Index of this machine, which determines its ranks [by address].", minimum=0
     )
     nproc_per_node: int | None = _setting_field(
-        None, "Ranks on each machine [an equal share].", minimum=1
+        None, "Number of ranks on each machine [equal for all machines].", minimum=1
     )
     rdzv_endpoint: str = _setting_field(
-        "", "Where several machines meet, alike on all.", "HOST:PORT"
+        "", "Address of the rendezvous of several machines; equal on all machines.", "HOST:PORT"
     )
     local_addr: str = _setting_field(
-        "", "Where ranks listen [the way to --rdzv-endpoint].", "ADDRESS"
+        "",
+        "Address on which the ranks of this machine listen [that of the interface to --rdzv-endpoint].",
+        "ADDRESS",
     )
-    rdzv_id: str = _setting_field("", "Name of the run, alike on all machines [from the plan].")
+    rdzv_id: str = _setting_field("", "Name of the run; equal on all machines [from the plan].")
     rdzv_key: str | None = _setting_field(
-        None, "Key of the run, 32 bytes or more, on all machines and for none else.", "FILE"
+        None,
+        "File with the secret key of the run, at least 32 bytes; equal on all machines, and readable by its owner only.",
+        "FILE",
     )
     max_restarts: int | None = _setting_field(
-        None, "Times to start again [3 with --checkpoint, else 0].", minimum=0
+        None,
+        "Maximum number of restarts after a failure [3 with --checkpoint, otherwise 0].",
+        minimum=0,
     )
-    checkpoint: Path | None = _setting_field(None, "Where to save the training state.", "DIR")
+    checkpoint: Path | None = _setting_field(
+        None, "Folder for checkpoints of the training state.", "DIR"
+    )
     checkpoint_every: tuple[int, float] | None = _setting_field(
-        None, "Steps between two, or minutes, as 30m [only the last].", "K|Km"
+        None,
+        "Steps between two checkpoints, or minutes, such as 30m [only after the last step].",
+        "K|Km",
     )
     """(steps, minutes) between two checkpoints, one of which is 0."""
     keep_latest_k: int | None = _setting_field(
-        None, "Checkpoints that stay [2; 0: all].", "K", minimum=0, for_ranks=True
+        None,
+        "Number of newest checkpoints to keep; 0 keeps all [2].",
+        "K",
+        minimum=0,
+        for_ranks=True,
     )
     keep_every: int | None = _setting_field(
-        None, "Keep those after each N steps, too.", "N", minimum=1, for_ranks=True
+        None, "Also keep checkpoints at multiples of N steps.", "N", minimum=1, for_ranks=True
     )
-    resume: bool = _setting_field(False, "Go on from the newest checkpoint in --checkpoint DIR.")
+    resume: bool = _setting_field(
+        False, "Resume from the newest intact checkpoint in the folder of --checkpoint."
+    )
     start_timeout: float = _setting_field(
-        1800, "Seconds to join and load.", minimum=0, shows_default=True
+        1800,
+        "Maximum seconds for the rendezvous and for loading the weights.",
+        minimum=0,
+        shows_default=True,
     )
     step_timeout: float = _setting_field(
-        600, "Seconds for a task of a step.", minimum=0, shows_default=True
+        600, "Maximum seconds for one task of a step.", minimum=0, shows_default=True
     )
     checkpoint_timeout: float = _setting_field(
-        7200, "Seconds to write or read.", minimum=0, shows_default=True
+        7200, "Maximum seconds to write or read a checkpoint.", minimum=0, shows_default=True
     )
     log: Path | None = _setting_field(
-        None, "Write each step's figures to DIR/metrics.jsonl.", "DIR"
+        None, "Write the metrics of each step to DIR/metrics.jsonl.", "DIR"
     )
-    log_every: int = _setting_field(1, "Steps from line to line.", minimum=1, shows_default=True)
+    log_every: int = _setting_field(
+        1, "Number of steps per line of output.", minimum=1, shows_default=True
+    )
     wandb: str | None = _setting_field(
-        None, "With --log: W&B, too [WANDB_PROJECT].", "PROJECT", environment="WANDB_PROJECT"
+        None,
+        "With --log, also send the metrics to this project of Weights & Biases [WANDB_PROJECT].",
+        "PROJECT",
+        environment="WANDB_PROJECT",
     )
-    profile: str | None = _setting_field(None, "With --log: profile steps K to L.", "K|K-L")
-    trace: Path | None = _setting_field(None, "Chrome trace of this node's ranks.", "FILE")
+    profile: str | None = _setting_field(
+        None, "With --log, profile step K, or steps K to L, with torch.profiler.", "K|K-L"
+    )
+    trace: Path | None = _setting_field(
+        None, "Write a Chrome trace of the ranks of this machine.", "FILE"
+    )
     outputs: Path | None = _setting_field(
-        None, "Outputs of inference, under their own names.", "FILE.npz|.npy"
+        None, "Write the outputs of inference by name; .npy for one output.", "FILE.npz|.npy"
     )
     force: bool = _setting_field(
         False, "Replace files that were edited, are inputs, or are of another kind."
     )
     mode: str | None = _setting_field(
-        None, "Refuse a program of another mode.", choices=("train", "infer")
+        None, "Fail if the program has another mode.", choices=("train", "infer")
     )
     compile: bool = _setting_field(
-        False, "Compile stages with torch.compile, before the first step.", for_ranks=True
+        False, "Compile the stages with torch.compile before the first step.", for_ranks=True
     )
     cuda_graphs: bool | None = _setting_field(
         None,
-        "Replay stages as CUDA graphs from the second step on [stages that the host bounds, on "
-        "CUDA].",
+        "Replay stages as CUDA graphs from the second step on [on CUDA, stages whose time the host "
+        "determines].",
         for_ranks=True,
     )
     blocking: bool = _setting_field(
-        False, "Overlap no message with a task, to see what that is worth.", for_ranks=True
+        False, "Disable communication overlap, to measure its gain.", for_ranks=True
     )
     dry_run: bool = _setting_field(
-        False, "Run one step of one rank without the others, and say what it does."
+        False, "Run one step of one rank without the other ranks, and report its tasks."
     )
-    rank: int | None = _setting_field(None, "Which rank --dry-run runs [0].", minimum=0)
+    rank: int | None = _setting_field(None, "Rank that --dry-run runs [0].", minimum=0)
 
     def for_ranks(self) -> Mapping[str, object]:
         """Return the settings that each rank gets with the same name and value."""

@@ -13,8 +13,8 @@ from autopipe.ir.errors import ConfigurationError
 @click.argument("name", default="NAME")
 @standard_options
 def bench(output: Output, name: str) -> None:
-    """Say where the papers' tables and figures are computed again: beside the package, in a
-    checkout.
+    """Tell where to find the benchmark NAME, which computes tables and figures of a paper again.
+    The benchmarks are not part of the installed package, but of a checkout.
 
     \b
     Example:

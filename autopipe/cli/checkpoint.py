@@ -70,9 +70,9 @@ class SizeType(_IntegerType):
 
 @click.group()
 def checkpoint() -> None:
-    """Look at checkpoints, check every byte of them, write trained weights into an ONNX file.
+    """Show and check checkpoints, and export and import trained weights.
 
-    DIR is the folder that `autopipe launch --checkpoint DIR` saved to.
+    DIR is the folder that `autopipe launch --checkpoint DIR` wrote.
 
     \b
     Example:
@@ -86,8 +86,7 @@ def checkpoint() -> None:
 @_STEP_OPTION
 @standard_options
 def inspect(output: Output, folder: Path, step: int | None) -> None:
-    """Say which checkpoints are in DIR, and what one of them holds: parameters, their shapes and
-    shards.
+    """List the checkpoints in DIR, and the parameters of one of them with their shapes and shards.
 
     \b
     Example:
@@ -106,14 +105,14 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
     "--step",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Check only the checkpoint after N steps [all].",
+    help="Check only the checkpoint after N completed steps [all checkpoints].",
 )
 @standard_options
 def verify(output: Output, folder: Path, step: int | None) -> None:
-    """Read every byte of the checkpoints in DIR: sizes and SHA-256, and each element of each tensor
-    stored once.
+    """Check all files of the checkpoints in DIR: their sizes and SHA-256 digests, and that each
+    element of each tensor is stored once.
 
-    Says which file is damaged, and ends with 5.
+    If a file is damaged, the command names it and returns the exit code 5.
 
     \b
     Example:
@@ -143,7 +142,12 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
     "-o", "--output", "target", type=PATH, required=True, help="ONNX or safetensors file to write."
 )
 @_STEP_OPTION
-@click.option("--model", type=PATH, metavar="FILE", help="Path of the model [as during training].")
+@click.option(
+    "--model",
+    type=PATH,
+    metavar="FILE",
+    help="Path of the original ONNX file [as during training].",
+)
 @click.option(
     "--ema", is_flag=True, help="Write the moving averages of the weights (training.ema_decay)."
 )
@@ -156,14 +160,13 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
 @FORCE
 @standard_options
 def export(output: Output, /, folder: Path, target: Path, **values: Any) -> None:
-    """Write the model that was trained, as it was given, with the weights of a checkpoint in DIR;
-    or, to a file whose name ends in .safetensors, the weights alone, by the names and in the
-    layouts of the module.
+    """Write the original model with the weights of a checkpoint in DIR. If the name of the output
+    ends in .safetensors, write only the weights, with the names and layouts of the PyTorch module.
 
-    Shards of all ranks are put together a piece at a time. Weights of more than 1.5 GiB lie in a
-    second file beside the model's, FILE.data. With --max-shard-size, weights that do not fit in
-    FILE.safetensors are written to files of at most that size and an index,
-    FILE.safetensors.index.json, as Hugging Face's libraries do.
+    The shards of all ranks are joined in pieces, so memory for the whole model is not needed.
+    Weights of more than 1.5 GiB are written to a second file, FILE.data. With --max-shard-size,
+    weights that do not fit in FILE.safetensors are written to several files of at most this size
+    and an index, FILE.safetensors.index.json, as in Hugging Face's libraries.
 
     \b
     Example:
@@ -221,12 +224,12 @@ def _report_tensors(found: ExportedTensors, output: Output) -> None:
 def import_command(
     output: Output, weights: Path, model: Path, target: Path, partial: bool, force: bool
 ) -> None:
-    """Write MODEL with the weights of FILE, matched by the names of the module's parameters, in the
-    module's layouts.
+    """Write a copy of MODEL with the weights of FILE. Tensors are matched by the names of the
+    parameters of the PyTorch module, and have its layouts.
 
-    FILE is a safetensors file, the index of several (model.safetensors.index.json), or an ONNX
-    file. A tensor that only one of FILE and MODEL has is an error without --partial; with it,
-    MODEL's parameter keeps its own weights.
+    FILE is a safetensors file, the index of several safetensors files
+    (model.safetensors.index.json), or an ONNX file. A tensor that exists only in FILE or only in
+    MODEL is an error. With --partial, such tensors are ignored, and MODEL keeps its own weights.
 
     \b
     Example:

@@ -27,7 +27,7 @@ def _parse_ranks(
 
 @click.command()
 @click.argument("plan", type=PATH)
-@click.option("-o", "--output", "folder", type=PATH, help="Folder to write [PLAN/program].")
+@click.option("-o", "--output", "folder", type=PATH, help="Folder of the program [PLAN/program].")
 @MODEL
 @click.option(
     "--ranks",

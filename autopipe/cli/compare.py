@@ -32,15 +32,15 @@ from autopipe.ir.words import bytes_text, plural, seconds_text
     "--html",
     metavar="FILE",
     type=PATH,
-    help="Write the comparison as one page, with timelines and memory on one axis.",
+    help="Write the comparison as one HTML page, with timelines and memory on common axes.",
 )
 @FORCE
 @standard_options
 def compare(output: Output, plans: tuple[Path, ...], html: Path | None, force: bool) -> None:
-    """Show the plans in DIRs side by side: figures, what a step's time goes to, timelines and
-    memory on one scale.
+    """Compare the plans in the folders DIR: their metrics, the parts of their step times, and their
+    timelines and memory on common axes.
 
-    Speed-ups, and what is decided differently, are against the first plan.
+    Speed-ups and different decisions are relative to the first plan.
 
     \b
     Example:

@@ -46,8 +46,8 @@ from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 @click.group()
 def config() -> None:
-    """Show the effective configuration, check a file, list cluster presets, strategies, schedules
-    and solvers.
+    """Show the effective configuration, check a file, and list cluster presets, strategies,
+    schedules and solvers.
 
     \b
     Example:
@@ -61,14 +61,14 @@ def config() -> None:
 @configuration_options
 @standard_options
 def show(output: Output, configuration: Configuration) -> None:
-    """Print the effective configuration: defaults, under the file, under the flags. It is itself a
-    valid --config.
+    """Print the effective configuration: the defaults, overridden by the file of --config,
+    overridden by flags. The output is a valid file for --config.
 
     \b
     Example:
       autopipe config show --config train.yaml --gpus 8 > effective.yaml
     """
-    _checked(configuration)
+    _checked_cluster(configuration)
     output.result(encode(configuration), dump_configuration(configuration).rstrip())
 
 
@@ -76,7 +76,7 @@ def show(output: Output, configuration: Configuration) -> None:
 @click.argument("file", type=PATH)
 @standard_options
 def check(output: Output, file: Path) -> None:
-    """Check FILE, a configuration or the description of a cluster; what is wrong is said with its
+    """Check FILE, a configuration or a description of a cluster. Errors are reported with their
     line.
 
     \b
@@ -87,7 +87,7 @@ def check(output: Output, file: Path) -> None:
         cluster = build_cluster(read_cluster(file), None)
         kind = "cluster"
     else:
-        cluster = _checked(load_configuration(file))
+        cluster = _checked_cluster(load_configuration(file))
         kind = "configuration"
     data = {
         "file": str(file),
@@ -109,8 +109,8 @@ def check(output: Output, file: Path) -> None:
 @click.argument("name", required=False)
 @standard_options
 def clusters(output: Output, name: str | None) -> None:
-    """List the cluster presets, mixed ones with a line for each group of devices. Print preset NAME
-    as a file, which `--cluster FILE` reads after you have edited it.
+    """List the cluster presets; a preset with several device types has a line per type. With NAME,
+    print this preset as a YAML file. Save it, edit it, and pass it to `--cluster FILE`.
 
     \b
     Example:
@@ -151,7 +151,7 @@ def clusters(output: Output, name: str | None) -> None:
 @click.argument("name", required=False)
 @standard_options
 def strategies(output: Output, name: str | None) -> None:
-    """List the strategies that `--strategy` takes. Print strategy NAME with its options.
+    """List the strategies for `--strategy`. With NAME, print this strategy with its options.
 
     \b
     Example:
@@ -171,7 +171,7 @@ def strategies(output: Output, name: str | None) -> None:
 @click.argument("name", required=False)
 @standard_options
 def schedules(output: Output, name: str | None) -> None:
-    """List the schedules that `--schedule` takes. Print schedule NAME with its options.
+    """List the schedules for `--schedule`. With NAME, print this schedule with its options.
 
     \b
     Example:
@@ -232,8 +232,8 @@ def _show_choices(
 @config.command()
 @standard_options
 def solvers(output: Output) -> None:
-    """List the solvers of integer programs, and which of them are installed. Configuration key
-    `solver` names one.
+    """List the solvers of integer programs and whether they are installed. The key `solver` of the
+    configuration selects one.
 
     \b
     Example:
@@ -260,9 +260,11 @@ def solvers(output: Output) -> None:
     output.result({"solvers": entries}, table)
 
 
-def _checked(configuration: Configuration) -> Cluster:
-    """The cluster of a configuration whose strategy and scheduler are known too, with their
-    options.
+def _checked_cluster(configuration: Configuration) -> Cluster:
+    """Return the cluster of `configuration`.
+
+    Raises ConfigurationError if its strategy, its scheduler or one of their options is unknown, or
+    if its cluster is invalid.
     """
     chosen_strategy(configuration)
     chosen_scheduler(configuration)

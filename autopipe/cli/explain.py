@@ -72,11 +72,11 @@ def explain(
     why_not: str | None,
     model: Path | None,
 ) -> None:
-    """Explain the plan in DIR: how far it is from the ideal, the other candidates, and what would
-    help most.
+    """Explain the plan in DIR: the parts of its step time beyond the ideal, the other candidates,
+    and the changes of the cluster that would help most.
 
-    Of a node or a stage the next best choices are told, each with the step that planning it gives:
-    everything else stays as it is, and the plan's scheduler orders it anew.
+    --node and --stage list the next best choices for a node or stage. Each has the step time of the
+    plan with only this choice changed, scheduled again by the scheduler of the plan.
 
     \b
     Example:

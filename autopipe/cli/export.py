@@ -25,16 +25,18 @@ from autopipe.ir.words import plural
     help="File to write [model.onnx].",
 )
 @click.option(
-    "--check/--no-check", default=True, help="Compare loss and gradients of file and module [yes]."
+    "--check/--no-check",
+    default=True,
+    help="Compare the loss and gradients of the file with those of the module [yes].",
 )
 @FORCE
 @standard_options
 def export(output: Output, factory: str, path: Path, check: bool, force: bool) -> None:
     """Write the PyTorch module that FACTORY returns as an ONNX file.
 
-    FACTORY is a function of no arguments in a Python file, or in a module on the path, whose code
-    runs. It returns (module, example) or (module, example, loss, labels), or a mapping of these
-    names: arguments of `autopipe.export`.
+    MODULE is a Python file, or a module on the Python path; its code is executed. FACTORY is a
+    function without arguments. It returns (module, example), (module, example, loss, labels), or a
+    dictionary with these keys. The entries are the arguments of `autopipe.export`.
 
     \b
     Example:

@@ -27,7 +27,7 @@ _TOKEN_COUNT_TYPE = click.IntRange(min=0)
 )  # fmt: skip
 @click.option(
     "--prefill-chunk", type=click.IntRange(min=1), default=64, show_default=True,
-    help="Maximum tokens of a prompt per step; a PROGRAM uses the planned number.",
+    help="Maximum number of prompt tokens per step. A PROGRAM uses its planned number.",
 )  # fmt: skip
 @click.option(
     "--max-new-tokens",
@@ -47,16 +47,16 @@ _TOKEN_COUNT_TYPE = click.IntRange(min=0)
 @click.option(
     "--greedy",
     is_flag=True,
-    help="Choose the likeliest token, which is the default without sampling options.",
+    help="Always choose the token with the highest logit. Default without sampling options.",
 )
 @click.option(
     "--temperature", type=click.FloatRange(min=0), help="Sample from logits divided by this number."
 )
-@click.option("--top-k", type=click.IntRange(min=1), help="Sample from the K likeliest tokens.")
+@click.option("--top-k", type=click.IntRange(min=1), help="Sample from the K most probable tokens.")
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
-    help="Sample from the likeliest tokens whose probabilities add up to P.",
+    help="Sample from the most probable tokens, whose probabilities add up to P.",
 )
 @click.option(
     "--seed", type=_TOKEN_COUNT_TYPE, default=0, show_default=True, help="Seed of the sampling."
@@ -80,9 +80,9 @@ _TOKEN_COUNT_TYPE = click.IntRange(min=0)
 def generate(output: Output, /, program: Path, greedy: bool, **values: Any) -> None:
     """Generate tokens with a decoder that was planned for inference.
 
-    The model is one exported with inputs past_key_values.N.key and .value and outputs present.N.key
-    and .value. Each stage keeps its layers' keys and values; micro-batches are groups of sequences
-    in flight over the pipeline.
+    The model must have inputs past_key_values.N.key and past_key_values.N.value and outputs
+    present.N.key and present.N.value for each layer N. Each stage stores the keys and values of its
+    layers. A micro-batch is a group of sequences that pass through the pipeline together.
 
     \b
     Example:

@@ -30,8 +30,8 @@ counted.
 @model_options
 @standard_options
 def inspect(output: Output, model: Path, configuration: Configuration) -> None:
-    """Say what MODEL is: inputs, outputs, parameters, operators, work, memory, branches, what is
-    not supported.
+    """Show the inputs, outputs, parameters, operators, FLOPs, memory, branches and unsupported
+    operators of the ONNX file MODEL.
 
     \b
     Example:

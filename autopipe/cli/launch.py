@@ -93,8 +93,8 @@ def _launch_options(command: Command) -> Command:
 def launch(output: Output, /, program: Path, settings: LaunchSettings) -> None:
     """Run the ranks of PROGRAM, a folder that codegen wrote.
 
-    A rank that does not get on for longer than a time-out, in seconds, while it waits for no other,
-    is named with its task, and all are stopped.
+    If a rank makes no progress for longer than a time-out and waits for no other rank, the launch
+    reports this rank and its task, and stops all ranks.
 
     \b
     Example:

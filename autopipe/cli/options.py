@@ -13,16 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from autopipe.cli.output import Output, Verbosity
 from autopipe.ir.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    pass
 
 PATH: Final = click.Path(path_type=Path)
 FORCE: Final = click.option(
@@ -46,10 +43,13 @@ def standard_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P
 
 
 def stepwise_options(command: Callable[Concatenate[Output, P], R]) -> Callable[P, R]:
-    """Do the same as `standard_options`, for a command that prints one record per step."""
+    """Give `command` the same options as `standard_options` does. Use it for a command that prints
+    one record per step.
+    """
     return _with_output(
         command,
-        "Print a JSON object a step on stdout, then one with all of them, and nothing else.",
+        "Print one JSON object per step on stdout, then one object with all steps, and nothing "
+        "else.",
     )
 
 
@@ -90,9 +90,9 @@ _MODEL_FLAG_ARGUMENTS = ("dim", "assignment", "batch_axis")
 
 def _model_flags() -> tuple[Callable[[Command], Command], ...]:
     dim = (
-        "Bind a symbolic dimension, axis AXIS of an input as INPUT:AXIS=SIZE, or the most "
-        "numbers that data may give "
-        "a Range as RESULT:0=SIZE (repeatable)."
+        "Set the size of a symbolic dimension (repeatable). INPUT:AXIS=SIZE sets one axis of an "
+        "input, and RESULT:0=SIZE the maximum size of the result of a Range with a data-dependent "
+        "size."
     )
     return (
         click.option("--dim", multiple=True, metavar="NAME=SIZE", help=dim),
@@ -100,7 +100,7 @@ def _model_flags() -> tuple[Callable[[Command], Command], ...]:
             "--batch-axis",
             multiple=True,
             metavar="INPUT=AXIS",
-            help="Batch axis of an input, or null.",
+            help="Batch axis of an input; null if it has no batch dimension (repeatable).",
         ),
         click.option(
             "--set",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--output",
     "folder",
     type=PATH,
-    help="Folder to write [MODEL.plan, or DIR of --from].",
+    help="Folder of the plan [MODEL.plan; with --from, DIR].",
 )
 @click.option(
     "--from",
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     metavar="DIR",
     type=PATH,
     help=(
-        "Plan again the placement.yaml and config.yaml of DIR, edited or not, with the other flags."
+        "Schedule and simulate placement.yaml of the plan folder DIR, with its config.yaml and flags."
     ),
 )
 @click.option(
     "--annotate",
     metavar="FILE",
     type=PATH,
-    help="Also write MODEL with the plan as ONNX multi-device annotations.",
+    help="Also write a copy of MODEL with the plan as ONNX multi-device annotations.",
 )
 @FORCE
 @click.option("--no-cache", is_flag=True, help="Ignore cached results of earlier searches.")
@@ -62,9 +62,9 @@ def plan(
 ) -> None:
     """Plan the ONNX file MODEL for a cluster and write the plan's folder.
 
-    With --from the placement is not searched: that of DIR/placement.yaml is scheduled and
-    simulated, and the price of the change is said. MODEL is then that of the plan in DIR where it
-    is not given.
+    With --from, no placement is searched. The command schedules and simulates the placement in
+    DIR/placement.yaml, which you may have edited, and reports the change of the step time. MODEL is
+    then optional; the default is the model of the plan in DIR.
 
     \b
     Example:

@@ -25,14 +25,16 @@ from autopipe.ir.words import bytes_text, plural, seconds_text
 
 @click.command()
 @click.argument("files", metavar="MODEL", nargs=-1, required=True, type=PATH)
-@click.option("-o", "--output", "target", type=PATH, help="File to write; default MODEL.costs.")
+@click.option("-o", "--output", "target", type=PATH, help="Cost file to write [MODEL.costs].")
 @click.option(
     "--merge",
     is_flag=True,
-    help="Merge the cost files that are listed instead of MODEL; later files override earlier "
+    help="Merge cost files, given instead of MODEL, into one file. Later files override earlier "
     "files.",
 )
-@click.option("--name", help="Name of the device in the file [product name and threads].")
+@click.option(
+    "--name", help="Name of the device in the cost file [product name and number of threads]."
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "cpu"]),
@@ -49,14 +51,14 @@ from autopipe.ir.words import bytes_text, plural, seconds_text
 @click.option(
     "--micro-batch-sizes",
     metavar="B,…",
-    help="Samples per micro-batch [1, 2 and 4 if the model supports them].",
+    help="Micro-batch sizes to measure, in samples [1, 2 and 4 if the model supports them].",
 )
 @click.option(
     "--degrees",
     metavar="D,…",
     default="2",
     show_default=True,
-    help="Degrees by which operators are split; '' for none.",
+    help="Split degrees to measure; '' for none.",
 )
 @click.option(
     "--ranks",
@@ -68,7 +70,7 @@ from autopipe.ir.words import bytes_text, plural, seconds_text
     type=click.Choice(["torch", "onnxruntime"]),
     default="torch",
     show_default=True,
-    help="Measure the generated code, or the forward kernels of ONNX Runtime.",
+    help="Kernels to measure: those of generated code (torch), or the forward kernels of ONNX Runtime.",
 )
 @click.option(
     "--seconds",
@@ -95,8 +97,8 @@ def profile(
     """Measure the operators of the ONNX file MODEL, forward and backward, and write a cost file for
     `plan --costs`.
 
-    Each distinct operator is run with its local shapes as generated code runs it: whole, for each
-    micro-batch size, and in the shares that splits leave.
+    Each distinct operator runs as in generated code: unsharded, with the shapes of each micro-batch
+    size, and with the local shapes of each split degree.
 
     \b
     Example:

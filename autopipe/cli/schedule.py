@@ -25,26 +25,24 @@ _MAX_BLOCKS = 2_000_000
 
 @click.command()
 @click.argument("placement", required=False, type=PATH)
-@click.option(
-    "--shape", metavar="v|x|m|nn|k", help="Use a published placement shape instead of a file."
-)
+@click.option("--shape", metavar="v|x|m|nn|k", help="Published placement shape, instead of a file.")
 @click.option("--devices", type=click.IntRange(2, 4096), help="Number of devices of the shape [4].")
 @click.option(
     "--mode",
     type=click.Choice(["train", "infer"]),
-    help="Blocks of the shape: forward and backward, or forward only [train].",
+    help="Blocks of the shape: forward and backward (train), or forward only (infer) [train].",
 )
 @click.option(
     "--memory",
     type=click.IntRange(0),
-    help="Memory limit of each device of the shape [no limit].",
+    help="Memory limit of each device, in units of the memory of a block [no limit].",
 )
 @click.option(
     "--micro-batches",
     type=click.IntRange(1),
     default=32,
     show_default=True,
-    help="Number of micro-batches, which all run the same blocks.",
+    help="Number of micro-batches. All of them run the same blocks.",
 )
 @click.option(
     "--units", type=click.IntRange(1), hidden=True, help="Former name of --micro-batches."
@@ -54,17 +52,19 @@ _MAX_BLOCKS = 2_000_000
     "name",
     metavar="NAME",
     default="tessel",
-    help="Schedule: tessel searches; other names are published schedules.",
+    help="Scheduler: tessel searches a schedule; other names are published schedules [tessel].",
 )
 @click.option(
     "--time-limit",
     metavar="SECONDS",
     type=float,
     default=10.0,
-    help="Maximum duration of the search.",
+    help="Maximum duration of the search in seconds [10].",
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of the search.")
-@click.option("-o", "--output", "target", metavar="FILE", type=PATH, help="schedule.json to write.")
+@click.option(
+    "-o", "--output", "target", metavar="FILE", type=PATH, help="JSON file for the schedule."
+)
 @FORCE
 @standard_options
 def schedule(
@@ -81,7 +81,8 @@ def schedule(
     force: bool,
     **of_shape: Any,
 ) -> None:
-    """Search the best schedule for the blocks of the file PLACEMENT, or of a published shape.
+    """Search the shortest schedule for the blocks in the YAML file PLACEMENT, or for a published
+    placement shape.
 
     \b
     Example:

@@ -49,20 +49,20 @@ from autopipe.passes.lower.task_graph import LoopedTasks, TaskGraph, TaskNode
     "--html",
     metavar="FILE",
     type=PATH,
-    help="Write a report as one page, with a comparison to other schedules.",
+    help="Write a report as one HTML page, with a comparison of schedules.",
 )
 @click.option("--trace", metavar="FILE", type=PATH, help="Write a Chrome trace (Perfetto).")
 @click.option(
     "--measured",
     metavar="FILE",
     type=PATH,
-    help="Add the tasks measured by launch --trace to --trace.",
+    help="Add the measured tasks in FILE, written by launch --trace, to --trace.",
 )
 @click.option(
     "--csv",
     metavar="FILE",
     type=PATH,
-    help="Write the order in PyTorch's schedule CSV, one row per rank.",
+    help="Write the order of tasks as a schedule CSV of PyTorch, one row per rank.",
 )
 @click.option("--svg", metavar="FILE", type=PATH, help="Write the timeline as an SVG figure.")
 @click.option(
@@ -89,11 +89,12 @@ def show(
     model: Path | None,
     **targets: Path | None,
 ) -> None:
-    """Show the timeline and the memory of the plan in DIR, or of FILE, a schedule of blocks.
+    """Show the timeline and the memory of the plan in DIR, or of the schedule of blocks in FILE.
 
-    In the timeline F3 is the forward of micro-batch 3, B3 its backward, I3 and W3 the halves of a
-    split one; 2F3 names the stage where a device has several, f3 a block on several devices. A
-    plan's model is needed for --html, to compare schedules, and for --tasks.
+    In the timeline, F3 is the forward of micro-batch 3 and B3 its backward. If backward is split,
+    I3 computes the gradients of the inputs and W3 those of the weights. On a device with several
+    stages, the stage comes first: 2F3. Lower case, f3, is a block that runs on several devices.
+    --html, which compares schedules, and --tasks read the model of the plan.
 
     \b
     Example:

@@ -30,13 +30,13 @@ from autopipe.ir.words import plural
     "--tolerance",
     type=click.FloatRange(min=0),
     help=(
-        "Maximum relative difference [computed from rounding errors and conditioning of the model]."
+        "Maximum relative difference [from the rounding errors and the conditioning of the model]."
     ),
 )
 @click.option(
     "--static",
     is_flag=True,
-    help="Prove schedule and communication without a run and without torch.",
+    help="Only prove that schedule and communication are correct. Runs nothing and needs no torch.",
 )
 @launch_option("compile")
 @standard_options
@@ -54,12 +54,12 @@ def verify(
 ) -> None:
     """Check that the ranks of PROGRAM compute what one device computes.
 
-    PROGRAM is the folder of a program, or that of a plan with its program.
+    PROGRAM is the folder of a program, or a plan folder that contains its program.
 
-    Training: the loss, every gradient and every buffer of one step, and the parameters after two
-    updates. Inference: every output. Then the forward of one device against ONNX Runtime on the
-    model as it was given. A difference that ONNX Runtime's distance from itself explains, with
-    optimizations or in float64, is reported and accepted.
+    For training, compare the loss, all gradients and all buffers of one step, and the parameters
+    after two updates. For inference, compare all outputs. Then compare the forward pass on one
+    device with ONNX Runtime on the original model. A difference is accepted and reported if ONNX
+    Runtime differs from itself by a similar amount, with optimizations or in float64.
 
     \b
     Example:

@@ -19,7 +19,7 @@ from autopipe.ir.words import plural
 
 @click.group()
 def zoo() -> None:
-    """Build models of the papers as ONNX files, of any size, with or without weights.
+    """Build the models of the papers as ONNX files, in any size, with or without weights.
 
     \b
     Example:
@@ -66,20 +66,20 @@ def list_models(output: Output) -> None:
 
 @zoo.command()
 @click.argument("name")
-@click.option("-o", "--output", "path", type=PATH, help="File to write; default NAME.onnx.")
+@click.option("-o", "--output", "path", type=PATH, help="File to write [NAME.onnx].")
 @click.option(
     "--set",
     "words",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Size or setting of the model (repeatable).",
+    help="Set a setting of the model, such as its size (repeatable).",
 )
 @FORCE
 @standard_options
 def build(
     output: Output, name: str, path: Path | None, words: tuple[str, ...], force: bool
 ) -> None:
-    """Write model NAME as an ONNX file; `autopipe zoo list` shows the names and their settings.
+    """Write the model NAME as an ONNX file. `autopipe zoo list` lists the names and settings.
 
     \b
     Example:

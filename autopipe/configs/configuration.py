@@ -87,7 +87,7 @@ class Model:
     """The model, and properties that its file does not define."""
 
     path: Annotated[str, FilePath()] | None = None
-    """The ONNX file, unless it is given on the command line."""
+    """Path of the ONNX file. The command line overrides it."""
     dims: tuple[tuple[str, Extent], ...] = ()
     """Sizes of symbolic dimensions by name, such as `{seq: 128}`."""
     batch_axes: tuple[tuple[str, Index | None], ...] = ()
@@ -288,50 +288,54 @@ class Configuration:
     mode: Literal["train", "infer"] | None = field(
         default=None, metadata={"flag": "--mode train|infer"}
     )
-    """Train or infer; `train` where the graph or `loss` gives a loss, else `infer`."""
+    """Purpose of the plan. Default: `train` if the graph or the key `loss` has a loss, otherwise
+    `infer`.
+    """
     batch_size: Size | None = field(default=None, metadata={"flag": "--batch-size B"})
-    """Samples of one step; the batch of one evaluation of the graph times `micro_batches` where it
-    is not given.
+    """Global batch size: the number of samples per step. Default: the batch size of the ONNX file
+    times `micro_batches`.
     """
     micro_batches: Size | Literal["auto"] = field(
         default="auto", metadata={"flag": "--micro-batches M"}
     )
-    """Evaluations of the graph in one step; `auto` lets autopipe choose."""
+    """Number of micro-batches per step. With `auto`, the strategy chooses it."""
     micro_batch_size: Size | None = field(default=None, metadata={"flag": "--micro-batch-size B"})
-    """Samples of one evaluation of the graph, in place of `micro_batches`."""
+    """Number of samples per micro-batch. Excludes `micro_batches`."""
     loss: str | Loss | None = None
     """Name of the scalar output to minimise, or a loss to add to the graph. By default the output
     called `loss`, or the only scalar output that parameters change.
     """
     optimizer: Optimizer = field(default=Optimizer())
-    """How parameters are updated."""
+    """The optimizer and its settings."""
     eval: Annotated[Evaluation, OmitDefault()] = field(default=Evaluation())
-    """Validation on the way."""
+    """Validation during training."""
     lr_scheduler: Annotated[LRScheduler, OmitDefault()] = field(default=LRScheduler())
-    """The learning rate by step, as a factor of `optimizer.lr`."""
+    """Schedule of the learning rate: a factor of `optimizer.lr` for each step."""
     training: Annotated[Training, OmitDefault()] = field(default=Training())
-    """Clipping, accumulation of gradients, averaging of weights."""
+    """Gradient clipping, gradient accumulation, and moving averages of weights."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Precision of products; parameters and their updates stay in fp32. `tf32` rounds operands to
-    19 bits on GPUs that have units for it, and is fp32 elsewhere; `bf16` and `fp16` run the whole
-    forward through torch's autocast.
+    """Precision of matmuls and convolutions. Parameters and their updates are always fp32. `tf32`
+    rounds the operands to 19 bits on GPUs with TF32 units; other devices compute in fp32. `bf16`
+    and `fp16` run the forward pass under torch's autocast.
     """
     compile: bool = False
-    """Price stages as `autopipe launch --compile` runs them, by the roofline: neighbouring
-    elementwise operators and reductions are one pass over memory and one launch.
+    """Predict costs of stages for `autopipe launch --compile`: adjacent elementwise operators and
+    reductions count as one kernel, which reads its inputs and writes its outputs once. Requires
+    roofline costs.
     """
     recompute: Literal["none", "full", "auto"] | None = field(
         default=None, metadata={"flag": "--recompute none|full|auto"}
     )
-    """Run each stage's forward again for its backward: never, always, or where memory asks for it;
-    `null` leaves it to strategy `auto`, and is `none` under any other.
+    """Activation recomputation in backward: `none`; `full`, in all stages; `auto`, in the stages
+    that would exceed their memory. With `null`, strategy `auto` chooses; any other strategy uses
+    `none`.
     """
     data: Annotated[DataSettings, OmitDefault()] = field(default=DataSettings())
-    """Where `launch` has samples from, and in which order."""
+    """Source and order of the samples of `autopipe launch`."""
     cluster: ClusterChoice = field(
         default=ClusterChoice(), metadata={"flag": "--cluster PRESET|FILE"}
     )
-    """The cluster to plan for; the devices of this machine where none is named."""
+    """The cluster to plan for. Default: the devices of this machine."""
     gpus: DeviceCount | None = field(default=None, metadata={"flag": "--gpus N"})
     """Number of devices. Default: all devices of the cluster, or one node if its number of nodes is
     not fixed; without a cluster, all local GPUs or one device per CPU core, at most 8.
@@ -349,7 +353,7 @@ class Configuration:
     `auto`, and `tessel` under any other strategy.
     """
     constraints: tuple[Constraint, ...] = ()
-    """Planning decisions for nodes."""
+    """Decisions that the strategy must follow for some nodes."""
     memory_limit: Annotated[int, BYTES, AtLeast(1)] | None = field(
         default=None, metadata={"flag": "--memory-limit 14GiB"}
     )
