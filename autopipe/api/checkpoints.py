@@ -50,8 +50,9 @@ class FoundCheckpoint:
         """Size of the files of the checkpoint in bytes, without the manifest."""
         return sum(file.size for file in self.checkpoint.files)
 
-    def form(self) -> dict[str, object]:
-        """Return the properties of the checkpoint, without its parameters, for JSON output."""
+    @property
+    def data(self) -> dict[str, object]:
+        """The properties of the checkpoint, without its parameters, for JSON output."""
         facts = {name: getattr(self.checkpoint, name) for name in ("step", "samples", "world_size")}
         return {
             "path": self.path,
@@ -361,14 +362,14 @@ def _model_of(held: Checkpoint, model: Path | None) -> Path:
     return path
 
 
-def checkpoint_form(found: Sequence[FoundCheckpoint], one: FoundCheckpoint) -> dict[str, object]:
+def checkpoints_data(found: Sequence[FoundCheckpoint], one: FoundCheckpoint) -> dict[str, object]:
     """Return the found checkpoints, and one of them with its parameters, as data of `checkpoint
     inspect --json`.
     """
     held = one.checkpoint
     return {
-        "checkpoints": [each.form() for each in found],
-        **one.form(),
+        "checkpoints": [each.data for each in found],
+        **one.data,
         "model": {"path": held.model, "sha256": held.model_digest},
         "plan": held.plan,
         "seed": held.seed,

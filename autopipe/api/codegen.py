@@ -88,23 +88,13 @@ def write_programs(
     """
     problem = planned.problem
     plan = planned.plan
-    loss = problem.loss if problem.train else None
     devices = plan.schedule.devices
     for rank in ranks:
         if not 0 <= rank < devices:
             raise ConfigurationError(
                 f"rank {rank} does not exist", hint=f"use ranks 0 to {devices - 1} of the plan"
             )
-    program = lower(
-        problem.graph,
-        plan.placement,
-        plan.schedule,
-        loss,
-        problem.optimizer.shard,
-        not ranks,
-        problem.precision,
-        problem.loss_division,
-    )
+    program = lower_plan(planned, prove=not ranks)
     if ranks:
         kept = (rank if rank.rank in ranks else replace(rank, shards=()) for rank in program.ranks)
         program = replace(program, ranks=tuple(kept))
@@ -154,6 +144,24 @@ def write_programs(
     )
     write_program(files, provenance, folder, force, home)
     return program
+
+
+def lower_plan(planned: PlanResult, prove: bool = True) -> Program:
+    """Return the program of all ranks of a plan. With `prove`, prove that no rank deadlocks.
+
+    Raises CodegenError if the plan has no correct program.
+    """
+    problem = planned.problem
+    return lower(
+        problem.graph,
+        planned.plan.placement,
+        planned.plan.schedule,
+        problem.loss if problem.train else None,
+        problem.optimizer.shard,
+        prove,
+        problem.precision,
+        problem.loss_division,
+    )
 
 
 def _max_rounding(planned: PlanResult, program: Program) -> Rounding:

@@ -75,8 +75,9 @@ class PlanDiff:
     of the most nodes come first.
     """
 
-    def form(self) -> dict[str, object]:
-        """Return the differences as data of `compare --json`."""
+    @property
+    def data(self) -> dict[str, object]:
+        """The differences as data of `compare --json`."""
         found: dict[str, object] = {"same": self.same, "known": self.known}
         for what, changes in self.changes:
             found[what] = [
@@ -112,7 +113,7 @@ class Comparison:
                 "degrees": degrees_text(each.plan.summary),
                 "breakdown": each.plan.breakdown,
                 "speedup": speedup(first, each.plan.summary),
-                "differences": diff.form(),
+                "differences": diff.data,
             }
             for each, diff in zip(self.plans, self.diffs, strict=True)
         ]

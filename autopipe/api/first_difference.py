@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopipe.api.codegen import lower_plan
 from autopipe.api.plan_folder import open_plan
 from autopipe.backends.torch.codegen.stage import emit_forward
 from autopipe.backends.torch.runtime.manifest import Manifest
@@ -23,7 +24,7 @@ from autopipe.ir.program import Compute, StageCode
 from autopipe.passes.analysis.micro_batches import stage_graphs
 from autopipe.passes.analysis.resharding import node_layouts
 from autopipe.passes.frontend.cleanup import without_dropout
-from autopipe.passes.lower.lower import lower, one_device_program
+from autopipe.passes.lower.lower import one_device_program
 
 _DIFFERENCE_FACTOR = 16
 """Factor of the bound for well-conditioned steps beyond which a value counts as different. A single
@@ -57,15 +58,7 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
     problem = planned.problem
     placement = planned.plan.placement
     loss = problem.loss if problem.train else None
-    program = lower(
-        problem.graph,
-        placement,
-        planned.plan.schedule,
-        loss,
-        problem.optimizer.shard,
-        False,
-        problem.precision,
-    )
+    program = lower_plan(planned, prove=False)
     expected = _one_device_values(problem, loss, one)
     limit = _DIFFERENCE_FACTOR * manifest.rounding.bound
     found = []

@@ -67,7 +67,7 @@ def inspect(model: Path, configuration: Configuration, events: Events | None = N
     return Inspection(read, work, branches, form)
 
 
-def inspection_form(found: Inspection) -> dict[str, object]:
+def inspection_data(found: Inspection) -> dict[str, object]:
     """Return an inspection as the data of `inspect --json`."""
     model = found.model
     work = found.work

@@ -231,7 +231,7 @@ def open_tasks(folder: Path, rank: int | None, model: Path | None = None) -> Pla
     """Return the program of the plan in `folder`. `model` is an ONNX file that replaces the planned
     one. Raises ConfigurationError if there is no plan, or if it has no rank `rank`.
     """
-    from autopipe.passes.lower.lower import lower
+    from autopipe.api.codegen import lower_plan
 
     planned = open_plan(folder, model)
     plan = planned.plan
@@ -241,20 +241,12 @@ def open_tasks(folder: Path, rank: int | None, model: Path | None = None) -> Pla
         raise ConfigurationError(
             f"rank {rank} does not exist", hint=f"use ranks 0 to {devices - 1} of the plan"
         )
-    loss = problem.loss if problem.train else None
-    program = lower(
-        problem.graph,
-        plan.placement,
-        plan.schedule,
-        loss,
-        problem.optimizer.shard,
-        precision=problem.precision,
-    )
+    program = lower_plan(planned)
     source = TaskSource(program, problem.graph, plan.placement, plan.prediction.stages)
     return PlanTasks(program, source)
 
 
-def task_graph_form(graph: TaskGraph) -> dict[str, object]:
+def task_graph_data(graph: TaskGraph) -> dict[str, object]:
     """Return the tasks of a rank as data of `show --tasks --json`. The `id` of a task is its
     position in the order of the rank.
     """

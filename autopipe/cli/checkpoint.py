@@ -16,7 +16,7 @@ from autopipe.api.checkpoints import (
     ExportedTensors,
     ExportSettings,
     FoundCheckpoint,
-    checkpoint_form,
+    checkpoints_data,
     export_weights,
     found_paths,
     import_weights,
@@ -96,7 +96,7 @@ def inspect(output: Output, folder: Path, step: int | None) -> None:
     chosen = found_paths(folder, step)[-1]
     found = [FoundCheckpoint(path, read_checkpoint(path)) for path in paths]
     one = next(each for each in found if each.path == chosen)
-    output.result(checkpoint_form(found, one), *checkpoints_screen(found, one.checkpoint))
+    output.result(checkpoints_data(found, one), *checkpoints_screen(found, one.checkpoint))
 
 
 @checkpoint.command()
@@ -131,9 +131,7 @@ def verify(output: Output, folder: Path, step: int | None) -> None:
         output.line(f"{_checkpoint_text(found)}: whole")
     if damage:
         raise damage[0]
-    output.result(
-        {"folder": folder, "whole": True, "checkpoints": [each.form() for each in intact]}
-    )
+    output.result({"folder": folder, "whole": True, "checkpoints": [each.data for each in intact]})
 
 
 @checkpoint.command()

@@ -38,13 +38,13 @@ def inspect(output: Output, model: Path, configuration: Configuration) -> None:
       autopipe inspect gpt.onnx --dim batch=8
     """
     from autopipe.api.inspection import inspect as inspect_model
-    from autopipe.api.inspection import inspection_form
+    from autopipe.api.inspection import inspection_data
 
     found = inspect_model(model, configuration, output)
     table = facts_table()
     for name, text in _inspection_rows(found, output.verbosity is Verbosity.DETAILED):
         table.add_row(name, Text(text))  # Names from the model are not interpreted as rich markup.
-    output.result(inspection_form(found), table)
+    output.result(inspection_data(found), table)
 
 
 def _inspection_rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from autopipe.api.showing import (
     PlanView,
     open_tasks,
     open_view,
-    task_graph_form,
+    task_graph_data,
 )
 from autopipe.api.timeline_figure import Picture
 from autopipe.api.timeline_files import chrome_trace, orders_csv, read_measured
@@ -220,7 +220,7 @@ def show_tasks(output: Output, folder: Path, rank: int | None, model: Path | Non
     if output.as_json:
         ranks = range(program.world_size) if rank is None else (rank,)
         output.result(
-            {"plan": folder, "ranks": [task_graph_form(source.graph(each)) for each in ranks]}
+            {"plan": folder, "ranks": [task_graph_data(source.graph(each)) for each in ranks]}
         )
         return
     screen = list(task_screen(source.graph(rank or 0), _buffers_text(program, rank or 0)))
