@@ -25,11 +25,11 @@ from autopipe.api.profile_settings import ProfileSettings
 from autopipe.api.request import make_request
 from autopipe.backends.torch.codegen.program import ProgramFiles, Provenance, write_program
 from autopipe.backends.torch.runtime.data.sources import save_samples
-from autopipe.backends.torch.runtime.host import usable_core_count
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.cli.output import Output, Verbosity
 from autopipe.configs import zoo
 from autopipe.configs.configuration import load_configuration
+from autopipe.ir.cluster import usable_cpu_cores
 from autopipe.ir.errors import AutopipeError, ConfigurationError
 from autopipe.ir.measured_costs import Costs, DeviceCosts, costs_text, merge_costs, read_costs
 from autopipe.ir.output_kinds import write_texts
@@ -615,7 +615,7 @@ def write_page(target: Path, command: str, comparisons: Sequence[Comparison]) ->
     text = _TEXT.format(
         command=command,
         day=datetime.datetime.now(datetime.UTC).date(),
-        cores=usable_core_count(),
+        cores=usable_cpu_cores(),
         processor=processor(),
         batch=BATCH,
         summary="\n".join(_summary(comparisons)),

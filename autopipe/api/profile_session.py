@@ -34,7 +34,7 @@ from autopipe.backends.torch.profiler.operators import (
     measure_tasks,
 )
 from autopipe.backends.torch.profiler.timed_program import Stopwatch
-from autopipe.backends.torch.runtime.host import usable_core_count
+from autopipe.ir.cluster import usable_cpu_cores
 from autopipe.ir.errors import ConfigurationError, LaunchError
 from autopipe.ir.measured_costs import DeviceCosts, ExchangeCost, OperationCost
 from autopipe.ir.output_files import scratch_folder
@@ -58,7 +58,7 @@ class Profiling:
     def check_ranks(self) -> None:
         """Raise ConfigurationError if the ranks on the CPU would share cores."""
         ranks = self.settings.ranks
-        cores = usable_core_count()
+        cores = usable_cpu_cores()
         most = max(2, cores // self.settings.threads)
         if ranks is not None and self.settings.device != "cuda" and ranks > most:
             message = (

@@ -98,7 +98,8 @@ def installed_gpus() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()
     finally:
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
     return tuple(gpus)
 
 

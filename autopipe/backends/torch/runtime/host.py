@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from autopipe.backends.torch.runtime.job import parse_number_ranges
+from autopipe.ir.cluster import usable_cpu_cores
 
 
 @contextmanager
@@ -118,15 +119,8 @@ def core_count_of_this_rank() -> int:
     may run if a job manager has bound it, otherwise an equal fraction per rank of the machine.
     """
     if _is_bound_by_job_manager():
-        return usable_core_count()
-    return max(1, usable_core_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def usable_core_count() -> int:
-    """Return the number of cores on which this process may run; the number of cores of the machine
-    if the system does not say.
-    """
-    return len(_allowed_cores()) or os.cpu_count() or 1
+        return usable_cpu_cores()
+    return max(1, usable_cpu_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 _M_TRIM_THRESHOLD = -1

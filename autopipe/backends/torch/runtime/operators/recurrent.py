@@ -199,12 +199,17 @@ class RecurrentLayer:
 
 
 def _without_unsupported_bfloat16(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast if `x` is on a CPU that has no bfloat16 instructions.
+    """Return a context without autocast if autocast is enabled and `x` is on a CPU that has no
+    bfloat16 instructions, otherwise a context that does nothing.
 
     Autocast converts the operands of a recurrent layer to bfloat16 for a kernel of oneDNN that does
     not exist on such a CPU.
     """
-    if x.device.type == "cpu" and not torch_interfaces.cpu_supports_bfloat16_kernels():
+    if (
+        x.device.type == "cpu"
+        and torch.is_autocast_enabled("cpu")
+        and not torch_interfaces.cpu_supports_bfloat16_kernels()
+    ):
         return torch.autocast("cpu", enabled=False)
     return nullcontext()
 
