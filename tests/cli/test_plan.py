@@ -158,7 +158,8 @@ def test_idle_devices_are_warned_of(gpt, capsys):
         constraints,
     )
     assert code == 0
-    assert "devices of 4 are idle, because no stage uses them: 1,3 (plan for fewer devices" in err
+    message = "warning: 2 devices of 4 are idle, because no stage uses them: 1,3"
+    assert f"{message} (plan for fewer devices with --gpus)" in err
 
 
 def test_the_devices_of_this_machine_are_the_default(gpt, capsys):

@@ -123,7 +123,10 @@ def test_mistakes_in_groups(tmp_path: Path, old: str, new: str, expected: str) -
 
 
 def test_groups_leave_nothing_else_open(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="are ambiguous"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"for which cluster\.nodes and cluster\.devices_per_node are ambiguous",
+    ):
         resolve_cluster(parse_configuration("cluster: {preset: a100-v100, nodes: 2}\n", "c.yaml"))
     path = tmp_path / "mine.yaml"
     path.write_text("name: bare\nlevels: [{name: node, latency: 0, bandwidth: 1GB/s}]\n")

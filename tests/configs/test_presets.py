@@ -132,7 +132,7 @@ def test_a_cluster_that_is_too_small() -> None:
         )
     with pytest.raises(
         ConfigurationError,
-        match="describes no link between nodes, so it cannot have",
+        match=r"describes no link between nodes, so it cannot have cluster\.nodes 2",
     ):
         resolve_cluster(parse_configuration("cluster: {preset: cpu-local, nodes: 2}\n", "c.yaml"))
 

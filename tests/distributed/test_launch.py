@@ -118,6 +118,7 @@ def test_a_loss_that_is_no_number_names_rank_stage_and_micro_batch(tmp_path: Pat
     ended = launch(program, "--data", tmp_path / "rows.npz", "--max-restarts", 2)
     assert ended.code == 5
     assert "error: rank 1, stage 1, micro-batch 1: the loss at step" in ended.stderr
+    assert "is infinite or NaN" in ended.stderr
     assert "starting all ranks again" not in ended.stderr
 
 

@@ -24,7 +24,8 @@ from autopipe.ir.block_schedule import (
 from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.files import document_text
 
-# Two devices; a unit runs F0 (0), T (both) after 2 under way, B0 (0): 1, 1, 3 long.
+# Two devices. A micro-batch runs F0 on device 0 (length 1), T on both devices 2 after the end of F0
+# (length 1), and B0 on device 0 (length 3).
 GRAPH = BlockGraph(
     2,
     (Block("F0", (0,), 1, 2), Block("T", (0, 1), 1, 0, (0,), (2,)), Block("B0", (0,), 3, -2, (1,))),
@@ -66,7 +67,7 @@ def test_figures_follow_from_the_starts():
         ),
         (
             ((0, 4, 5), (1, 8, 9)),
-            "device 0: memory in use is 4 when block 'F0' of micro-batch 1 starts, above",
+            "device 0: memory in use is 4 when block 'F0' of micro-batch 1 starts, above the limit of 2",
         ),
     ],
 )
