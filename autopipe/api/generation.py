@@ -256,7 +256,7 @@ def _run(
     manifest: Manifest, request: GenerationRequest, device: str, debug: bool, events: Events
 ) -> dict[str, Any]:
     """Run the request on all ranks on this machine. Return the report of rank 0."""
-    from autopipe.api.launching import placement_note, visible_gpus
+    from autopipe.api.launch_config import placement_note, visible_gpus
     from autopipe.backends.torch.launcher import LaunchConfig, launch_program, local_ranks
     from autopipe.backends.torch.runtime.modes.decoder import GENERATED_FILE
 

@@ -185,12 +185,13 @@ class Plan:
         `checkpoint="saved"`. With `dry_run=True`, run one step of one rank and return its report
         only. Raises ConfigurationError or LaunchError.
         """
+        from autopipe.api.dry_run import rehearse
         from autopipe.api.launch_settings import launch_settings
         from autopipe.api.launching import open_launch
 
         settings = launch_settings(flags)
         launch = open_launch(self._generated(), settings)
-        return [launch.rehearse()] if settings.dry_run else launch.start().steps
+        return [rehearse(launch.manifest, settings)] if settings.dry_run else launch.start().steps
 
     def _generated(self) -> Path:
         return self.program if (self.program / "manifest.json").is_file() else self.codegen()

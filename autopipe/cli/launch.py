@@ -14,6 +14,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from autopipe.api.dry_run import rehearse
 from autopipe.api.launch_settings import LaunchSettings, SettingError, interval, launch_flags
 from autopipe.api.launching import open_launch
 from autopipe.cli.launch_display import show_measured, show_profile, shown_steps
@@ -104,7 +105,7 @@ def launch(output: Output, /, program: Path, settings: LaunchSettings) -> None:
     with _usage_errors():
         opened = open_launch(program, settings, live=not output.as_json, debug=debug, events=output)
         if settings.dry_run:
-            report = opened.rehearse()
+            report = rehearse(opened.manifest, settings)
             output.result(report, rehearsal_table(report))
             return
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopipe.api.launching import placement_note
+from autopipe.api.launch_config import placement_note
 from autopipe.ir.errors import ConfigurationError
 
 

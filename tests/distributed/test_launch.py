@@ -50,7 +50,7 @@ def test_json_and_the_log_hold_every_step_and_the_trace_every_task(tmp_path: Pat
         math.isfinite(step["loss"]) and len(step["peak_memory_bytes"]) == 2 for step in steps
     )
     assert "2 ranks on the CPU, over gloo" in ended.stderr
-    assert ended.stderr.count("the data is random") == 1
+    assert ended.stderr.count("the data are random") == 1
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     tasks = {(event["tid"], event["args"]["step"], event["name"]) for event in events}
     expected = {
