@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopipe.api.events import Progress
-from autopipe.api.profile_programs import exchanges_of, parsed_sizes
+from autopipe.api.exchange_costs import exchanges_of
+from autopipe.api.profile_samples import parsed_sizes
 from autopipe.api.profile_session import Profiling, processor
 from autopipe.api.profile_settings import ProfileSettings
 from autopipe.api.request import make_request

@@ -167,14 +167,15 @@ class Plan:
         `flags` are the flags of `autopipe verify` with underscores, such as `device="cpu"`. Raises
         VerificationError if a result differs.
         """
-        from autopipe.api import verification
+        from autopipe.api.static_verification import verify_statically
+        from autopipe.api.verification import verify
 
         program = self._generated()
         if flags.get("model") is not None:
             flags["model"] = Path(flags["model"])
         if flags.pop("static", False):
-            return verification.verify_statically(program, **flags).data
-        result = verification.verify(program, **flags)
+            return verify_statically(program, **flags).data
+        result = verify(program, **flags)
         if result.error is not None:
             raise result.error
         return result.data

@@ -12,19 +12,12 @@ from pathlib import Path
 import torch
 
 from autopipe.api.events import Progress
-from autopipe.api.profile_programs import (
-    LONGER,
-    ModelCorrection,
-    exchanges_of,
-    groups_of,
-    in_pipeline,
-    measure_whole,
-    models_of,
-    write_overhead_stage,
-    write_pipeline,
-    write_rows,
-)
+from autopipe.api.exchange_costs import exchanges_of, in_pipeline
+from autopipe.api.model_correction import ModelCorrection, measure_whole
+from autopipe.api.model_programs import write_pipeline
+from autopipe.api.profile_samples import groups_of, models_of
 from autopipe.api.profile_settings import ProfileSettings
+from autopipe.api.synthetic_programs import LONGER, write_overhead_stage, write_rows
 from autopipe.backends import onnxruntime as onnxruntime_profiler
 from autopipe.backends.torch.profiler.host import measure_host_launch
 from autopipe.backends.torch.profiler.operators import (

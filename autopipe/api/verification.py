@@ -1,10 +1,9 @@
 """Command `verify`: compare the ranks of a program with one device, and one device with ONNX
-Runtime; or prove properties of the program without a run.
+Runtime.
 """
 
 from __future__ import annotations
 
-import filecmp
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from autopipe.api.codegen import write_programs
 from autopipe.api.events import Events, SilentEvents
 from autopipe.api.first_difference import first_difference, first_difference_from_reference
-from autopipe.api.plan_folder import open_plan
 from autopipe.api.program_folder import (
     find_program_folder,
     open_program,
-    other_plan_error,
     rank_arguments,
 )
 from autopipe.backends.onnxruntime import NoKernelError, ReferenceModel, find_node_of_tensors
@@ -649,71 +645,3 @@ def _samples_per_pass(manifest: Manifest, model: ReferenceModel, whole: bool = F
             if isinstance(extent, int):
                 return min(extent // per_sample, manifest.batch_size)
     return manifest.batch_size if whole else manifest.micro_batch_size
-
-
-@dataclass(frozen=True, slots=True)
-class StaticVerificationResult:
-    """Facts that were proven about a program without a run."""
-
-    program: Path
-    tasks: int
-    """Tasks of all ranks. Each runs after the tasks that it depends on."""
-    ranks: int
-    channels: int
-    """Channels of messages, on which no rank waits for ever, over gloo and over NCCL."""
-    files: int
-    edited: tuple[str, ...]
-    """Files of the program that differ from the files that `codegen` writes for the plan."""
-
-    @property
-    def data(self) -> dict[str, object]:
-        """The facts as data of `verify --static --json`."""
-        return {
-            "tasks": self.tasks,
-            "channels": self.channels,
-            "files": self.files,
-            "edited": list(self.edited),
-        }
-
-
-def verify_statically(
-    program: Path, *, model: Path | None = None, events: Events | None = None
-) -> StaticVerificationResult:
-    """Prove that the schedule of a program keeps every dependency and that no rank deadlocks, and
-    compare the files with those that `codegen` writes for the plan.
-
-    `program` is the folder of a program in its plan folder, or the plan folder. `model` is the ONNX
-    file if it is not where it was planned. Raises ConfigurationError if the folder does not hold
-    the program of the plan, and CodegenError if the proof fails.
-    """
-    events = events or SilentEvents()
-    program = find_program_folder(program)
-    manifest = read_manifest(program.absolute())
-    folder = program.parent
-    with events.progress("verifying", total=2) as bar, scratch_folder("verify") as scratch:
-        if model is None and manifest.model.is_file():
-            # The program may have been generated with another file than the plan's.
-            model = manifest.model
-        planned = open_plan(folder, model)  # Checks the dependencies of the schedule.
-        bar.advance(note="schedule")
-        if planned.digest != manifest.plan:
-            raise other_plan_error(program, folder)
-        made = Path(scratch) / "program"
-        # The path of the model is written into the program.
-        planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))
-        lowered = write_programs(planned, made, home=program)
-        bar.advance(note="messages")
-        names = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
-        edited = tuple(name for name in names if not _are_equal(made / name, program / name))
-    return StaticVerificationResult(
-        program=program,
-        tasks=sum(map(len, planned.plan.schedule.tasks)),
-        ranks=lowered.world_size,
-        channels=len(lowered.channels),
-        files=len(names),
-        edited=edited,
-    )
-
-
-def _are_equal(one: Path, other: Path) -> bool:
-    return other.is_file() and filecmp.cmp(one, other, shallow=False)

@@ -111,7 +111,7 @@ def profile(
             raise click.UsageError("--merge requires -o FILE")
         found = merge_cost_files(files, target, force=force)
     else:
-        from autopipe.api.profile_programs import parsed_sizes
+        from autopipe.api.profile_samples import parsed_sizes
 
         if len(files) > 1:
             raise click.UsageError("name one MODEL, or use --merge with several cost files")

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from autopipe.api import verification
+from autopipe.api.static_verification import verify_statically
 from autopipe.api.verification import Check, ExceededTensor
 from autopipe.cli.launch import launch_option
 from autopipe.cli.options import MODEL, PATH, standard_options
@@ -91,7 +92,7 @@ def verify(
 
 def _verify_statically(output: Output, program: Path, model: Path | None) -> None:
     """Print the facts that are proven about a program, and warn of edited files."""
-    found = verification.verify_statically(program, model=model, events=output)
+    found = verify_statically(program, model=model, events=output)
     for name in found.edited:
         output.warn(
             f"the file {found.program / name} was edited: the proof is about the file that "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.api.profile_programs import write_pair
+from autopipe.api.synthetic_programs import write_pair
 from autopipe.backends.torch.runtime.data.sources import save_samples
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from benchmarks.worker_pool import WorkerPool

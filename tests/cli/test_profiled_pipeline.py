@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.api import profile_programs as exchanges
-from autopipe.api import profile_programs as pipeline
-from autopipe.api import profile_programs as timed
-from autopipe.api.profile_programs import (
-    Pipeline,
-    exchanges_of,
-    in_pipeline,
-    samples_of,
-    write_pipeline,
-)
+from autopipe.api import exchange_costs, model_programs, profile_samples
+from autopipe.api.exchange_costs import exchanges_of, in_pipeline
+from autopipe.api.model_programs import Pipeline, write_pipeline
+from autopipe.api.profile_samples import samples_of
+from autopipe.api.synthetic_programs import MESSAGE_BYTES
 from autopipe.backends.torch.profiler.communication import measure_period
 from autopipe.backends.torch.runtime.manifest import read_manifest
 from autopipe.configs.zoo import build, configure
@@ -45,7 +40,7 @@ SETTINGS = {
 }
 NOTHING = TensorCosts(0.0, 0.0)
 POST = ExchangeCost("post", 2, AffineTime(1.0, 1e-3), ())
-FOLLOW = ExchangeCost("follow", 2, AffineTime(3.0 - exchanges.MESSAGE_BYTES * 1e-6, 1e-6), ())
+FOLLOW = ExchangeCost("follow", 2, AffineTime(3.0 - MESSAGE_BYTES * 1e-6, 1e-6), ())
 SEND = ExchangeCost("send", 2, AffineTime(2.0, 1e-6), ())
 
 
@@ -95,9 +90,9 @@ def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
     costs = known(model)
     folder = tmp_path / "program"
     assert write_pipeline(replace(model, mode=Mode.INFER), "fp32", costs, folder) is None
-    monkeypatch.setattr(pipeline, "_RANKS", 1000)
+    monkeypatch.setattr(model_programs, "_PIPELINE_RANKS", 1000)
     assert write_pipeline(model, "fp32", costs, folder) is None
-    monkeypatch.setattr(timed, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(profile_samples, "_MAX_MODEL_BYTES", 1000)
     assert write_pipeline(model, "fp32", costs, folder) is None
     assert not folder.exists()
 
@@ -108,7 +103,7 @@ def test_what_is_not_trained_or_too_large_or_in_one_piece_makes_no_pipeline(
 def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, period: float, posting: float
 ) -> None:
-    monkeypatch.setattr(exchanges, "measure_period", lambda *_: period)
+    monkeypatch.setattr(exchange_costs, "measure_period", lambda *_: period)
     made = Pipeline(tmp_path, period_s=80.0, messages=3, size_bytes=1000)
     send, post, follow = in_pipeline((SEND, POST, FOLLOW), made, "cpu")
     assert (send, follow) == (SEND, FOLLOW)
@@ -121,12 +116,12 @@ def test_half_of_what_a_micro_batch_takes_longer_is_an_ends(
 def test_small_pipelines_tell_what_the_ends_of_any_messages_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchanges, "measure_exchanges", lambda *_: (SEND, POST))
-    monkeypatch.setattr(exchanges, "measure_post_overhead", lambda *_: (700.0, 3.0))
+    monkeypatch.setattr(exchange_costs, "measure_exchanges", lambda *_: (SEND, POST))
+    monkeypatch.setattr(exchange_costs, "measure_post_overhead", lambda *_: (700.0, 3.0))
     send, post, follow = exchanges_of(2, "cpu", 1.0)
     assert (send, post.kind, follow.kind) == (SEND, "post", "follow")
-    assert post.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(700.0)
-    assert follow.fit.seconds(exchanges.MESSAGE_BYTES) == pytest.approx(3.0)
+    assert post.fit.seconds(MESSAGE_BYTES) == pytest.approx(700.0)
+    assert follow.fit.seconds(MESSAGE_BYTES) == pytest.approx(3.0)
 
 
 @pytest.mark.distributed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.api import profile_programs as profiled
-from autopipe.api.profile_programs import groups_of, parsed_sizes
+from autopipe.api import profile_samples
+from autopipe.api.profile_samples import groups_of, parsed_sizes
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
@@ -49,8 +49,8 @@ def test_long_and_large_laps_are_parted_and_nothing_is_lost(
 ) -> None:
     graph = perceptron([16, 12, 16, 12, 16, 12, 16])
     (whole,) = groups_of([(8, model(graph))], "fp32", ())
-    monkeypatch.setattr(profiled, "_LAP", places)
-    monkeypatch.setattr(profiled, "_LAP_BYTES", held)
+    monkeypatch.setattr(profile_samples, "_MAX_LAP_SAMPLES", places)
+    monkeypatch.setattr(profile_samples, "_MAX_LAP_BYTES", held)
     parts = list(groups_of([(8, model(graph))], "fp32", ()))
     assert len(parts) > 1
     assert all(len(part.lap) <= places for part in parts)

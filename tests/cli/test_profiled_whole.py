@@ -1,4 +1,4 @@
-"""Operators one by one are set right by the model as a whole."""
+"""The run of the full model corrects the measured times of single operators."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from autopipe.api import profile_programs as timed
-from autopipe.api import profile_programs as whole
-from autopipe.api.profile_programs import ModelCorrection, measure_whole, samples_of
+from autopipe.api import model_correction, profile_samples
+from autopipe.api.model_correction import ModelCorrection, measure_whole
+from autopipe.api.profile_samples import samples_of
 from autopipe.backends.torch.profiler.operators import TaskStartOverhead
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.measured_costs import OperationCost, TaskCosts, TensorCosts, Timing
@@ -66,7 +66,7 @@ def test_the_factor_is_that_of_the_whole_model_to_its_operators(
 def test_starts_are_no_part_of_operators_and_not_most_of_a_small_model(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "measure_in_process", lambda *_: (10.0, 10.0, 0.25, 0.5))
+    monkeypatch.setattr(model_correction, "measure_in_process", lambda *_: (10.0, 10.0, 0.25, 0.5))
     known = costs(model, 1.0)
     count = len(list(samples_of(model, "fp32")))
     words = "cpu", tmp_path / "program", 0.1
@@ -84,20 +84,20 @@ def test_starts_are_no_part_of_operators_and_not_most_of_a_small_model(
 def test_what_was_not_measured_or_is_too_large_is_not_compared(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "measure_in_process", lambda *_: (1.0, 1.0, 0.0, 0.0))
+    monkeypatch.setattr(model_correction, "measure_in_process", lambda *_: (1.0, 1.0, 0.0, 0.0))
     known = costs(model, 1.0)
     words = TASKS, TaskStartOverhead(), "cpu", tmp_path / "program", 0.1
     assert measure_whole(model, "fp32", known, *words) is not None
     some = [each for each in known if each.operation != known[0].operation]
     assert measure_whole(model, "fp32", some, *words) is None
-    monkeypatch.setattr(timed, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(profile_samples, "_MAX_MODEL_BYTES", 1000)
     assert measure_whole(model, "fp32", known, *words) is None
 
 
 def test_adding_up_gradients_is_no_part_of_operators(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "measure_in_process", lambda *_: (10.0, 10.0, 0.25, 0.5))
+    monkeypatch.setattr(model_correction, "measure_in_process", lambda *_: (10.0, 10.0, 0.25, 0.5))
     known = costs(model, 1.0)
     count = len(list(samples_of(model, "fp32")))
     tensors = sum(each.trainable for each in model.graph.parameters)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopipe.api.profile_programs import LONGER, write_overhead_stage, write_pair, write_rows
+from autopipe.api.synthetic_programs import LONGER, write_overhead_stage, write_pair, write_rows
 from autopipe.backends import onnxruntime as onnxruntime_profiler
 from autopipe.backends.torch.profiler.communication import (
     fit_time_to_bytes,
