@@ -1,5 +1,5 @@
-"""Measurement of the costs of messages and collectives, and their correction by a run of the model's
-pipeline.
+"""Measurement of the costs of messages and collectives, and their correction by a run of the
+model's pipeline.
 """
 
 from __future__ import annotations

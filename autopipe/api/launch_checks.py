@@ -1,5 +1,5 @@
-"""Checks of a launch before its ranks start: settings that contradict each other or the program, and
-the files that the launch writes.
+"""Checks of a launch before its ranks start: settings that contradict each other or the program,
+and the files that the launch writes.
 """
 
 from __future__ import annotations

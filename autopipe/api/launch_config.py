@@ -1,5 +1,5 @@
-"""The configuration of the launcher: nodes, ranks per node, rendezvous and restarts of a launch, and
-the devices of its ranks.
+"""The configuration of the launcher: nodes, ranks per node, rendezvous and restarts of a launch,
+and the devices of its ranks.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def _setting_field(
 
 
 DATA_SOURCES_HELP: Final = (
-    "Source of the data: FILE.npz, FILE.bin with tokens, a table or a folder (docs/guides/data.md), "
+    "Source of the data: FILE.npz, FILE.bin with tokens, a table or a folder "
+    "(docs/guides/data.md), "
     "or a Python function as module:function [data.path of the plan, otherwise random data]."
 )
 """Help text of `--data`."""
@@ -89,7 +90,8 @@ class LaunchSettings:
     model: Path | None = _setting_field(None, "Path of the ONNX file [as planned].", "FILE")
     shuffle: bool | None = _setting_field(
         None,
-        "Read the samples of each epoch in a random order that depends on the seed [data.shuffle of the plan].",
+        "Read the samples of each epoch in a random order that depends on the seed "
+        "[data.shuffle of the plan].",
         for_ranks=True,
     )
     data: str | None = _setting_field(None, DATA_SOURCES_HELP, "SOURCE", for_ranks=True)
@@ -106,7 +108,8 @@ class LaunchSettings:
     )
     seed: int | None = _setting_field(
         None,
-        "Seed of random data, of Dropout, and of weights that the model does not store [seed of the plan].",
+        "Seed of random data, of Dropout, and of weights that the model does not store [seed of "
+        "the plan].",
         minimum=0,
         for_ranks=True,
     )
@@ -126,13 +129,15 @@ class LaunchSettings:
     )
     local_addr: str = _setting_field(
         "",
-        "Address on which the ranks of this machine listen [that of the interface to --rdzv-endpoint].",
+        "Address on which the ranks of this machine listen [that of the interface to "
+        "--rdzv-endpoint].",
         "ADDRESS",
     )
     rdzv_id: str = _setting_field("", "Name of the run; equal on all machines [from the plan].")
     rdzv_key: str | None = _setting_field(
         None,
-        "File with the secret key of the run, at least 32 bytes; equal on all machines, and readable by its owner only.",
+        "File with the secret key of the run, at least 32 bytes; equal on all machines, and "
+        "readable by its owner only.",
         "FILE",
     )
     max_restarts: int | None = _setting_field(

@@ -63,9 +63,12 @@ def write_overhead_stage(folder: Path) -> int:
     of the second is split. Return the number of its operators whose weight gradients are deferred.
     """
     phases = (
-        (_STAGE_WITH_BACKWARD, Phase.FORWARD), (_STAGE_WITH_SPLIT_BACKWARD, Phase.FORWARD), (_STAGE_WITH_SPLIT_BACKWARD, Phase.INPUT_GRADIENT),
-        (_STAGE_WITH_SPLIT_BACKWARD, Phase.WEIGHT_GRADIENT), (_STAGE_WITH_BACKWARD, Phase.BACKWARD),
-    )  # fmt: skip
+        (_STAGE_WITH_BACKWARD, Phase.FORWARD),
+        (_STAGE_WITH_SPLIT_BACKWARD, Phase.FORWARD),
+        (_STAGE_WITH_SPLIT_BACKWARD, Phase.INPUT_GRADIENT),
+        (_STAGE_WITH_SPLIT_BACKWARD, Phase.WEIGHT_GRADIENT),
+        (_STAGE_WITH_BACKWARD, Phase.BACKWARD),
+    )
     _write_synthetic(
         folder, (_LAYERS, _LAYERS), (0, 0), _sequential_schedule(SHORT_STEP_MICRO_BATCHES, phases)
     )

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     metavar="DIR",
     type=PATH,
     help=(
-        "Schedule and simulate placement.yaml of the plan folder DIR, with its config.yaml and flags."
+        "Schedule and simulate placement.yaml of the plan folder DIR, with its config.yaml and "
+        "flags."
     ),
 )
 @click.option(

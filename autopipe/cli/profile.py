@@ -70,7 +70,10 @@ from autopipe.ir.words import bytes_text, plural, seconds_text
     type=click.Choice(["torch", "onnxruntime"]),
     default="torch",
     show_default=True,
-    help="Kernels to measure: those of generated code (torch), or the forward kernels of ONNX Runtime.",
+    help=(
+        "Kernels to measure: those of generated code (torch), or the forward kernels of ONNX "
+        "Runtime."
+    ),
 )
 @click.option(
     "--seconds",
