@@ -1,5 +1,7 @@
-"""Schedules: the order of tasks on each device, and the simulation of a step.
+"""Schedules: the order of tasks on each device, and the simulation of a step that follows this
+order.
 
-The orders come from published schedules, from Tessel's search, or from a file. The modules may
-import ir, analysis, cost and solvers. The simulator imports only ir and works for any scheduler.
+Orders come from published schedules, from Tessel's search, or from a file. The modules of this
+package may import ir, analysis, cost and solvers. The simulator imports only ir and simulates the
+schedules of any scheduler.
 """

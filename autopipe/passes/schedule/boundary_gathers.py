@@ -1,9 +1,10 @@
 """Scatter-gather of activations between stages, after Narayanan et al., "Efficient Large-Scale
 Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 4.1.
 
-If two stages hold copies of a value on several devices, each sender could send all of the value to
-one receiver. Instead, each receiver gets one slice of it, and the receivers gather the slices. This
-is faster if the links inside the receiving group are faster than the links between the stages.
+If both the sending and the receiving stage hold copies of a value on several devices, each sender
+could send the full value to one receiver. With scatter-gather, each receiver gets only one slice of
+the value, and the receivers gather the slices from each other. This is faster if the links inside
+the receiving stage are faster than the links between the stages.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from autopipe.passes.schedule.limits import quick_step
 
 
 def choose_gathers(problem: Problem, placement: Placement) -> Placement:
-    """Return the placement with the values that each stage gathers, chosen to shorten the step
-    under 1F1B.
+    """Return the placement with `Stage.gathers` set: the values of other stages that each stage
+    receives in slices and gathers.
 
-    A value is gathered if its transfer becomes faster. If the step under 1F1B is not shorter with
-    all chosen gathers, the returned placement has none.
+    A value is gathered if it arrives sooner in this way. If the step under 1F1B with all of these
+    gathers is not shorter than without any, the returned placement has none.
     """
     plain = replace(
         placement, stages=tuple(replace(stage, gathers=()) for stage in placement.stages)
@@ -54,8 +55,8 @@ def choose_gathers(problem: Problem, placement: Placement) -> Placement:
 def _worth_gathering(
     problem: Problem, works: tuple[StageWork, ...], work: StageWork
 ) -> Iterator[str]:
-    """Yield the names of the values that arrive at the stage of `work` sooner if they are sent in
-    slices and gathered.
+    """Yield the names of the values that the stage of `work` has in full sooner if it receives them
+    in slices and gathers the slices. `works` is the work of all stages.
     """
     cluster = problem.cluster
     devices = work.stage.devices
@@ -96,8 +97,9 @@ def _worth_gathering(
 def _message_seconds(
     problem: Problem, source: StageWork, name: str, devices: tuple[int, ...], need: Layout
 ) -> float:
-    """Return the seconds until each of `devices` has received its shard of `name` under the layout
-    `need`. A device receives its messages one after the other.
+    """Return the seconds until each of `devices` has received its shard of the value `name` from
+    the stage of `source`. `need` is the layout of the value on `devices`. A device receives its
+    messages one after another.
     """
     width = message_types(problem.graph, problem.precision)[name].itemsize
     full_value = full_slice(problem.graph.type_of(name).shape)

@@ -1,8 +1,8 @@
-"""Breakdown of a step's time: the ideal time of the cluster, and where each second above it is
-spent.
+"""Breakdown of the time of a step: the ideal time of the cluster, and the kinds of overhead on
+which the seconds above the ideal time are spent.
 
-Each second of a device is either work that a single device would also do, or one of several kinds
-of overhead.
+Each second in which a device runs a task is either work that a single device would also do, or
+overhead of one of several kinds.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ from autopipe.passes.schedule.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class TaskParts:
-    """Overhead in a task's seconds. The remaining seconds are work and launch overhead."""
+    """Overhead in the seconds of one task. The remaining seconds of the task are work and launch
+    overhead.
+    """
 
     exchange_s: float = 0.0
-    """Seconds of collectives inside the stage."""
+    """Seconds of collectives among the devices of the stage."""
     recomputation_s: float = 0.0
-    """Seconds of the forward that a backward recomputes, with its collectives."""
+    """Seconds in which a backward recomputes the forward, including collectives of the forward."""
     repetition_s: float = 0.0
-    """Seconds of redundant computation, which other devices also do for the same samples."""
+    """Seconds of redundant computation: other devices compute the same results for the same
+    samples.
+    """
     host_s: float = 0.0
     """Seconds in which the device waits for the host to launch operators."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """Overhead in the tasks of a stage, on each of its devices."""
+    """Overhead in each task of a stage, on each of the stage's devices."""
 
     forward: TaskParts
     backward: TaskParts
@@ -55,9 +59,10 @@ class StageParts:
 def stage_parts(
     problem: Problem, placement: Placement, prediction: Prediction
 ) -> tuple[StageParts, ...]:
-    """Return the overhead in the tasks of each stage."""
+    """Return, for each stage, the overhead in its tasks."""
     works = stage_work(problem, placement)
-    # Number of times that each (pipeline, node) is computed for the same samples.
+    # Number of times that a node is computed for the same samples, by (pipeline, node): the number
+    # of devices times the fraction of the node that each of them computes.
     copies: dict[tuple[int, int], float] = defaultdict(float)
     for work in works:
         devices = len(work.stage.devices)
@@ -99,15 +104,16 @@ def stage_parts(
 
 
 def _single_device_seconds(problem: Problem) -> list[tuple[float, float]]:
-    """Return (step, update) per device: the seconds in which it would run the problem's step by
-    itself, and the update's part of them.
+    """Return (step, update) for each device: the seconds in which this device alone would run the
+    problem's step, and the seconds of the optimizer update in it.
 
-    Memory limits, launch overhead and waits for the host are ignored, so the number of
-    micro-batches does not affect the times of operators that are not measured.
+    Memory limits, launch overhead and waits for the host are ignored. The number of micro-batches
+    therefore has no influence on the times of operators that are not measured.
     """
 
     @cache
     def at_roofline(device: Device) -> Device:
+        """Return the device without launch overhead and waits for the host."""
         tasks = (
             None
             if device.tasks is None
@@ -137,7 +143,7 @@ def breakdown(
     prediction: Prediction,
     step_s: float,
 ) -> Breakdown:
-    """Return the breakdown of a step of `step_s` seconds that runs `schedule`."""
+    """Return the breakdown of a step that runs `schedule` and takes `step_s` seconds."""
     silent_s = step_s
     if prediction.messages:
         groups = tuple(stage.devices for stage in placement.stages)
@@ -148,8 +154,8 @@ def breakdown(
 def breakdown_under_1f1b(
     problem: Problem, placement: Placement, prediction: Prediction, step_s: float
 ) -> Breakdown:
-    """Return the breakdown of a step of `step_s` seconds under 1F1B. For a chain of stages, no list
-    of tasks is made.
+    """Return the breakdown of a step that runs 1F1B and takes `step_s` seconds. If the stages form
+    a chain, the step is computed without a list of tasks.
     """
     stages = StageGraph.of(problem, placement)
     counts: list[TaskCounts] = [Counter() for _ in range(problem.cluster.size)]
@@ -168,11 +174,12 @@ def breakdown_under_1f1b(
 
 
 TaskCounts = Counter[tuple[int, Phase]]
-"""Number of tasks that a device runs, by (stage, phase)."""
+"""Number of tasks that a device runs in a step, by (stage, phase)."""
 
 
 def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
-    # Devices of one group usually have the same list object; count its tasks only for the first.
+    """Return the number of tasks of each device by (stage, phase)."""
+    # The devices of one stage usually share one list object, whose tasks are counted only once.
     orders = {id(order): order for order in schedule.tasks}
     counts = {
         key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()
@@ -181,7 +188,7 @@ def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
 
 
 def _without_messages(prediction: Prediction) -> Prediction:
-    """Return the prediction with messages of 0 bytes that take no time."""
+    """Return the prediction with messages that have 0 bytes and take no time."""
     messages = tuple(
         replace(each, forward_bytes=0, backward_bytes=0, forward_s=0.0, backward_s=0.0)
         for each in prediction.messages
@@ -197,8 +204,8 @@ def _breakdown(
     step_s: float,
     silent_s: float,
 ) -> Breakdown:
-    """Return the breakdown of a step of `step_s` seconds, or `silent_s` if messages took no time.
-    `counts` contains the tasks of each device.
+    """Return the breakdown of a step that takes `step_s` seconds and would take `silent_s` seconds
+    if messages took no time. `counts` has the number of tasks of each device.
     """
     device_seconds = _seconds_by_kind(
         placement, counts, prediction, stage_parts(problem, placement, prediction)
@@ -209,9 +216,13 @@ def _breakdown(
     weights = [ideal / step if step else 1 / len(single_device) for step, _ in single_device]
 
     def average(values: Iterable[float]) -> float:
+        """Return the mean of one value per device. The weight of a device is its fraction of the
+        cluster's speed.
+        """
         return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
     def average_of(kind: str) -> float:
+        """Return the mean over devices of the seconds of one kind of work."""
         return average(each[kind] for each in device_seconds)
 
     totals = [sum(each.values()) for each in device_seconds]
@@ -239,7 +250,10 @@ def _seconds_by_kind(
     prediction: Prediction,
     parts: Sequence[StageParts],
 ) -> list[dict[str, float]]:
-    """Return the seconds of a step per device and kind of work. Idle time is not included."""
+    """Return, for each device, the seconds that it spends in a step on each kind of work. Idle time
+    is omitted. `counts` has the number of tasks of each device, `parts` the overhead in the tasks
+    of each stage.
+    """
     kinds = "work", "exchange", "recomputation", "repetition", "host", "gradients", "update"
     found = [dict.fromkeys(kinds, 0.0) for _ in counts]
     for seconds_of, tasks in zip(found, counts, strict=True):

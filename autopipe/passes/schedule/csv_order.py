@@ -1,5 +1,5 @@
-"""Schedule `csv`: a file with the CSV format of `torch.distributed.pipelining`, one row per rank,
-computations only.
+"""Schedule `csv`, which reads the order of tasks from a file in the CSV format of
+`torch.distributed.pipelining`: one row per rank, with computations and without communication.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A task in a cell of the file."""
+    """A task that a file lists, and its position in the file."""
 
     task: Task
     position: str
@@ -32,13 +32,13 @@ class Cell:
 
 
 def read_orders(path: Path) -> list[list[Cell]]:
-    """Return the tasks of each row in order, one row per rank. Empty cells, in which a rank waits,
-    are skipped.
+    """Return the tasks of each row of the file `path` in order, one row per rank. Empty cells, in
+    which a rank waits, are skipped.
 
-    A cell is a task such as `2F0`: stage, F (forward), B (backward), I (input gradient) or W
-    (weight gradient), micro-batch. A cell with two overlapped tasks, such as
-    `(0F4;3B1)OVERLAP_F_B`, yields both in this order. Raise ConfigurationError, with file, line and
-    column, for any other cell.
+    A cell is a task such as `2F0`: the stage, then F (forward), B (backward), I (input gradient) or
+    W (weight gradient), then the micro-batch. A cell with two overlapped tasks, such as
+    `(0F4;3B1)OVERLAP_F_B`, yields both tasks in this order. Raises ConfigurationError, with file,
+    line and column, for any other cell, and if the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -52,6 +52,9 @@ def read_orders(path: Path) -> list[list[Cell]]:
 
 
 def _row(line: str, where: str) -> Iterator[Cell]:
+    """Yield the tasks of one line of the file in order. `where` is the file and the number of the
+    line.
+    """
     column = 1
     for cell in line.split(","):
         position = f"{where}:{column + len(cell) - len(cell.lstrip())}"
@@ -92,6 +95,9 @@ class CsvOrder:
     """Path of the file, relative to the working directory."""
 
     def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise ConfigurationError if no file is set, and InfeasibleError if stages have different
+        micro-batch sizes.
+        """
         if not self.file:
             raise ConfigurationError(
                 "schedule csv requires a file, but schedule.file is empty",
@@ -100,6 +106,7 @@ class CsvOrder:
         require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """Return the schedule that the file lists."""
         graph = StageGraph.of(problem, placement)
         return fitted_order(
             read_orders(Path(self.file)), self.file, graph, problem.micro_batches, problem.train
@@ -109,10 +116,10 @@ class CsvOrder:
 def fitted_order(
     rows: list[list[Cell]], file: str, graph: StageGraph, micro_batches: int, train: bool
 ) -> Schedule:
-    """Return the schedule with the orders in `rows`, read from `file`.
+    """Return the schedule with the orders in `rows`, which were read from `file`.
 
-    Raise ConfigurationError, with the position of the cell, if the rows do not fit the placement,
-    the number of micro-batches or the dependencies between tasks.
+    Raises ConfigurationError, with the position of the cell, if the rows contradict the placement,
+    the number of micro-batches, or the dependencies between tasks.
     """
     for rank, row in enumerate(rows[graph.devices :], graph.devices):
         if row:

@@ -1,5 +1,5 @@
-"""Search over the order of a heterogeneous cluster's device groups along the pipeline, and over the
-micro-batch size.
+"""Searches that run a placement strategy several times: over the order in which the pipeline visits
+the device groups of a heterogeneous cluster, and over the micro-batch size.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.limits import quick_step_seconds
 
 _MAX_PERMUTED_TYPES = 3
-"""Maximum number of device types for which all orders of the types are tried. For more types, the
-given order and its reverse are tried.
+"""Maximum number of device types for which each order of the types is tried. For more types, only
+the given order of the groups and its reverse are tried.
 """
 
 
 def best_order(
     problem: Problem, place: Callable[[Problem], Placement], parts: bool = True
 ) -> Placement:
-    """Return the placement for the order of device groups whose simulated step under 1F1B is
-    shortest.
+    """Return the placement with the shortest simulated step under 1F1B over several orders of the
+    cluster's device groups. Ties go to the order that was tried first.
 
-    `place` places a problem whose cluster lists the groups in a given order. The returned placement
-    uses the device indices of `problem`. If `parts` is True and no constraint names devices,
-    clusters with only some of the device types are tried first: they have fewer devices, and their
-    step bounds the search for the complete cluster. Set `parts` to False for a strategy that can
-    itself leave devices unused. Ties go to the first order.
+    `place` returns a placement for a problem whose cluster lists the groups in one of these orders.
+    The result of `best_order` uses the device indices of `problem`. If `parts` is True and no
+    constraint names devices, clusters with only some of the device types are tried first: they have
+    fewer devices, and the best of their steps permits skipping orders of the complete cluster. Set
+    `parts` to False for a strategy that can itself leave devices unused. `problem.time_limit` is
+    divided among the orders.
 
-    An order without a placement, or whose placement has a stage on devices of different types that
-    the cluster does not allow, is skipped. If all orders are skipped, raise the error of the given
-    order.
+    An order is skipped if it has no placement, if its placement exceeds a memory limit, or if a
+    stage of its placement is on devices of different types and the cluster does not allow this. If
+    all orders are skipped, the error of the given order is raised.
     """
     if len(problem.cluster.groups) < 2:
         found = place(problem)
@@ -91,9 +92,9 @@ def best_order(
 
 
 def group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yield orders of all groups of a cluster, the given order first, then orders that place the
-    groups of each device type next to each other. Orders with equal sequences of groups are yielded
-    once.
+    """Yield orders of all device groups of a cluster, as indices of groups: first the given order,
+    then orders in which the groups of each device type are adjacent. Of orders that visit equal
+    groups in an equal sequence, only the first is yielded.
     """
     given = tuple(range(len(cluster.groups)))
     type_of_group = _type_of_each_group(cluster)
@@ -110,8 +111,9 @@ def group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def partial_group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Yield orders of the groups of some device types, from few types to many, never of all types.
-    For more than `_MAX_PERMUTED_TYPES` types, yield the groups of each single type.
+    """Yield orders of the groups of some, but not all, device types, as indices of groups, from few
+    types to many. For more than `_MAX_PERMUTED_TYPES` types, yield only the groups of each single
+    type.
     """
     type_of_group = _type_of_each_group(cluster)
     types = tuple(dict.fromkeys(type_of_group))
@@ -121,7 +123,9 @@ def partial_group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def _permuted(type_of_group: Sequence[Device], types: Sequence[Device]) -> list[tuple[int, ...]]:
-    """Return the groups of `types`, sorted by device type, for each permutation of `types`."""
+    """Return, for each permutation of `types`, the indices of the groups of these types, sorted by
+    the permutation. `type_of_group` has the device type of each group.
+    """
     groups = [group for group, device in enumerate(type_of_group) if device in types]
     return [
         tuple(sorted(groups, key=lambda group: permutation.index(type_of_group[group])))
@@ -130,23 +134,23 @@ def _permuted(type_of_group: Sequence[Device], types: Sequence[Device]) -> list[
 
 
 def _type_of_each_group(cluster: Cluster) -> list[Device]:
-    """Return the first device of each group, which represents the group's device type."""
+    """Return the first device of each group, which stands for the device type of the group."""
     firsts = itertools.accumulate((group.size for group in cluster.groups[:-1]), initial=0)
     return [cluster.devices[first] for first in firsts]
 
 
 def ideal_step_s(problem: Problem) -> float:
     """Return a lower bound, in seconds, of the step under any placement and schedule on this
-    cluster; 0 if operators are measured or no time is known.
+    cluster. Return 0 if an operator has measured times or no times are known.
 
     Let t_k(v) be the seconds of node v per micro-batch on device type k without launch overhead,
     T_k the sum of t_k(v) over all nodes, and r the sum of 1 / T_k over all devices. The bound is
 
         micro_batches * sum over v of min over k of t_k(v) / (T_k * r)
 
-    The busy time of the busiest device is at least the mean of all devices with weights 1 / (T_k *
-    r). In this mean, node v counts at least its minimum over k, even if devices compute fractions
-    of it.
+    Proof: the busy time of the busiest device is at least the mean over all devices with weights 1
+    / (T_k * r). In this mean, node v counts at least its minimum over k, even if several devices
+    compute fractions of it.
     """
     counts = Counter(problem.cluster.devices)
     work = [problem.work[node] for node in live_nodes(problem.graph, problem.wanted)]
@@ -167,8 +171,8 @@ def ideal_step_s(problem: Problem) -> float:
 
 
 def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:
-    """Return (problem, original): the problem with its device groups in another order, and for each
-    device of that problem its index in the original cluster.
+    """Return (reordered problem, original devices): the problem with its device groups in the order
+    `order`, and for each device of that problem its index in the original cluster.
     """
     cluster, original = problem.cluster.reordered(order)
     new_index = {device: index for index, device in enumerate(original)}
@@ -187,11 +191,12 @@ def best_micro_batch_size(
     problem: Problem, place: Callable[[Problem, float], tuple[Placement, float]]
 ) -> Placement:
     """Return the placement with the shortest step over all micro-batch sizes that the problem
-    allows.
+    allows. Ties go to the first size.
 
-    `place(problem, best_s)` returns (placement, seconds of its step) for one size. `best_s` is the
-    shortest step found before, infinity at first; `place` may raise InfeasibleError if it has no
-    shorter step. If no size has a placement, raise the InfeasibleError of the first size.
+    `place(problem, best_s)` returns (placement, seconds of its step) for a problem with one of the
+    sizes. `best_s` is the shortest step found before, infinity at first; `place` may raise
+    InfeasibleError if it finds no shorter step. If no size has a placement, the InfeasibleError of
+    the first size is raised.
     """
     best: tuple[Placement, float] | None = None
     failure: InfeasibleError | None = None

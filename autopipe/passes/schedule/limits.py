@@ -1,7 +1,8 @@
-"""Limits of a step (its memory, a lower bound of its time), and the time of a step under 1F1B.
+"""Memory check of a simulated step, lower bounds of its time, and a fast computation of the step
+under 1F1B.
 
 Searches need the step under 1F1B for thousands of placements. For a chain of stages, `chain_step`
-computes the step without a list of tasks.
+computes it without a list of tasks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from autopipe.passes.schedule.tessel.model import makespan_bound
 from autopipe.passes.schedule.tessel.stage_blocks import stage_blocks
 
 SAME = 1e-9
-"""Relative difference up to which two times count as equal, because floats are rounded."""
+"""Relative difference below which two times count as equal, because floating-point results are
+rounded.
+"""
 
 _TICK_S = 1e-15
-"""Seconds of a tick, the unit of integer times: rounding to it is negligible next to the rounding
-of floats.
+"""Seconds of a tick, the unit of integer times. It is so short that rounding a time to ticks is
+negligible compared with the rounding of floating-point numbers.
 """
 
 _Floats = NDArray[np.float64]
@@ -41,8 +44,8 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """End and memory of a simulated step, without its tasks. The fields are those of a
-    `Timeline`.
+    """The length and memory of a simulated step, without its tasks: `end` in seconds, the others in
+    bytes per device. The fields have the names of those of a `Timeline`.
     """
 
     end: float
@@ -53,7 +56,8 @@ class Step:
 def check_memory(problem: Problem, placement: Placement, timeline: Timeline | Step) -> None:
     """Raise OutOfMemoryError if a device needs more memory than its limit.
 
-    The message names the device with the largest excess, its stages, and the bytes.
+    The message names the device with the largest excess, its stages and the bytes, and the number
+    of other devices that exceed their limits.
     """
     excess = {
         device: peak - problem.memory_of(device)
@@ -88,13 +92,13 @@ def check_memory(problem: Problem, placement: Placement, timeline: Timeline | St
 
 
 def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) -> float:
-    """Return a lower bound, in seconds, of a step under any schedule of this placement.
+    """Return a lower bound, in seconds, of the step under any schedule of this placement.
 
-    The bound is the maximum of the critical path of one micro-batch and, for each device, the
-    earliest start of its computation plus its computation plus the minimum time that follows. The
-    minimum time of gradient sums and update is added. Backwards may be split at no cost, and only
-    their first halves count in the time that follows. If there are fewer micro-batches than
-    pipelines, only the pipelines with a micro-batch count.
+    The bound is the maximum of the critical path of one micro-batch and, for each device, the sum
+    of: the earliest start of its computation, its computation, and the minimum time that follows.
+    The minimum time of gradient all-reduce and update at the end of the step is added. Backwards
+    may be split at no cost, and only their first halves count in the time that follows. If there
+    are fewer micro-batches than pipelines, only the pipelines with a micro-batch count.
     """
     stages = StageGraph.of(problem, placement)
     end_s = least_end(stages, prediction)
@@ -110,11 +114,10 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
 
 
 def _freely_split(stage: StagePrediction) -> StagePrediction:
-    """Return the stage with both halves of its split backward shortened to the time of the unsplit
-    backward.
+    """Return the stage with the two halves of a split backward shortened, so that together they
+    take no longer than an unsplit backward.
 
-    The predicted halves together take longer than an unsplit backward if the device waits for the
-    host in both halves.
+    The predicted halves together can take longer, because the device may wait for the host in both.
     """
     input_gradient_s = min(stage.input_gradient_s, stage.backward_s)
     weight_gradient_s = min(stage.weight_gradient_s, stage.backward_s - input_gradient_s)
@@ -126,7 +129,7 @@ def _freely_split(stage: StagePrediction) -> StagePrediction:
 def _first_pipelines(
     stages: StageGraph, prediction: Prediction, count: int
 ) -> tuple[StageGraph, Prediction]:
-    """Return (graph, prediction) restricted to the stages of the first `count` pipelines."""
+    """Return (graph, prediction) with only the stages and messages of the first `count` pipelines."""
     kept = [stage for stage, pipeline in enumerate(stages.pipelines) if pipeline < count]
     renumbered = {stage: position for position, stage in enumerate(kept)}
     graph = replace(
@@ -151,9 +154,10 @@ def _first_pipelines(
 
 
 def least_end(stages: StageGraph, prediction: Prediction) -> float:
-    """Return the minimum time, in seconds, between the last task of a step and its end.
+    """Return the minimum time, in seconds, between the last task of a step and the end of the step.
 
-    It is the minimum, over all devices with a stage, of the device's gradient sums plus its update.
+    It is the minimum, over all devices with a stage, of the time of the device's gradient
+    all-reduces plus its update.
     """
     ends: dict[int, float] = defaultdict(float)
     for devices, costs in zip(stages.stage_devices, prediction.stages, strict=True):
@@ -163,13 +167,14 @@ def least_end(stages: StageGraph, prediction: Prediction) -> float:
 
 
 def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
-    """Return (optimal, gap) of a schedule, measured against a proven lower bound.
+    """Return (optimal, gap): how far a schedule is from a proven lower bound.
 
-    If a search proved a lower bound of the schedule's period, the period is compared with that
-    bound. Otherwise the step of `step_s` seconds is compared with the lower bound `bound_s`.
+    If a search proved a lower bound of the schedule's period, its period is compared with that
+    bound. Otherwise the step, which takes `step_s` seconds, is compared with its lower bound
+    `bound_s`.
 
-    - optimal: True if the compared value is proven to be the minimum for the placement.
-    - gap: fraction of the compared value by which it exceeds the bound; 0 if optimal.
+    - optimal: True if the period or step is proven to be the minimum for the placement.
+    - gap: fraction of the period or step by which it exceeds the bound, at least 0; 0 if optimal.
     """
     proof = schedule.proof
     if proof is not None and schedule.period is not None:
@@ -186,15 +191,17 @@ def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, fl
 
 
 def busy_s(costs: Sequence[StageCost], micro_batches: int) -> float:
-    """Return the seconds per step of the busiest stage, a lower bound of the step."""
+    """Return the seconds that the busiest stage computes in a step, which is a lower bound of the
+    step.
+    """
     return max(step_seconds(cost, micro_batches) for cost in costs)
 
 
 def quick_step(
     problem: Problem, placement: Placement, costs: Sequence[StageCost]
 ) -> Timeline | Step:
-    """Return the step of a placement under 1F1B, given the costs of its stages. Memory limits are
-    ignored.
+    """Return the step of a placement under 1F1B, computed from the costs of its stages. Memory
+    limits are ignored.
     """
     graph = StageGraph.of(problem, placement)
     prediction = predicted(problem, placement, costs)
@@ -202,8 +209,8 @@ def quick_step(
 
 
 def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
-    """Return the seconds of the step under 1F1B. Raise OutOfMemoryError if a device needs more
-    memory than its limit.
+    """Return the seconds of the step of a placement under 1F1B. Raises OutOfMemoryError if a device
+    needs more memory than its limit.
     """
     step = quick_step(problem, placement, costs)
     check_memory(problem, placement, step)
@@ -213,8 +220,9 @@ def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[S
 def predicted_step(
     graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool
 ) -> Timeline | Step:
-    """Return the step under kFkB with k = 1, which equals 1F1B if all stages have equal
-    micro-batches.
+    """Return the step under schedule kFkB with k = 1, which is 1F1B if all stages have equal
+    micro-batch sizes. The result has a list of tasks (`Timeline`) only if `is_chain(graph)` is
+    False.
     """
     if is_chain(graph):
         return chain_step(graph, prediction, micro_batches, train)
@@ -223,8 +231,8 @@ def predicted_step(
 
 
 def is_chain(graph: StageGraph) -> bool:
-    """True if `chain_step` applies: stages share no device, each stage sends to the next, all
-    micro-batches are equal, and there is one pipeline.
+    """True if `chain_step` applies to the stages: there is one pipeline, no two stages share a
+    device, each stage except the last sends to the next, and all micro-batches have one size.
     """
     groups = [device for group in graph.stage_devices for device in group]
     return (
@@ -236,18 +244,19 @@ def is_chain(graph: StageGraph) -> bool:
 
 
 def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool) -> Step:
-    """Return the step that `simulate` computes for the order of kFkB with k = 1, to the last bit.
-    The graph must be a chain (`is_chain`).
+    """Return the step that `simulate` computes for the order of kFkB with k = 1. The results are
+    equal to the last bit. The graph must be a chain (`is_chain`).
 
-    Suppose that all tasks take one time slot. Then stage s of p runs forward m in slot s + m during
-    its warm-up and in slot s + 2m after it, and backward m in slot 2p - 1 - s + 2m. Each task
-    depends only on tasks of earlier slots. This remains true for tasks of any length, so the slots
-    are processed in order, with all stages of a slot at once. Time O((p + micro-batches) * (p +
-    pairs of stages that exchange messages)).
+    Suppose that each task takes one time slot, and let p be the number of stages. Stage s runs
+    forward m in slot s + m during its warm-up and in slot s + 2m after it, and backward m in slot
+    2p - 1 - s + 2m. Each task depends only on tasks of earlier slots. These dependencies do not
+    change if tasks have other lengths. The real times are therefore computed slot by slot, for all
+    stages of a slot at once. Time O((p + micro-batches) * (p + pairs of stages that exchange
+    messages)).
     """
     stages = prediction.stages
     last_ends = _end_of_each_stage(stages, prediction.messages, micro_batches, train)
-    # The additions have the order of `simulate`, so that results are equal to the last bit.
+    # Floating-point results depend on the order of additions. This is the order of `simulate`.
     step_end = max(
         float(last_end + stage.gradient_s) + stage.update_s
         for last_end, stage in zip(last_ends, stages, strict=True)
@@ -266,11 +275,13 @@ def chain_step(graph: StageGraph, prediction: Prediction, micro_batches: int, tr
 def _end_of_each_stage(
     stages: Sequence[StagePrediction], messages: Sequence[Message], count: int, train: bool
 ) -> _Floats:
-    """Return the end of the last task of each stage, in seconds, for `count` micro-batches."""
+    """Return the time in seconds at which the last task of each stage ends. Each stage runs `count`
+    micro-batches.
+    """
     size = len(stages)
     # Seconds of the slowest activation and of the slowest gradient between two stages. Each link
-    # carries one message per micro-batch and direction, so the slowest link decides. A message
-    # without bytes arrives immediately.
+    # carries one message per micro-batch and direction, so the slowest link decides. A message of 0
+    # bytes arrives immediately.
     slowest: dict[tuple[int, int], tuple[float, float]] = {}
     for message in messages:
         pair = (message.source_stage, message.target_stage)
@@ -283,13 +294,16 @@ def _end_of_each_stage(
     senders = np.array(list(slowest), dtype=np.intp).reshape(-1, 2).T.copy()
     message_s = np.array(list(slowest.values())).reshape(-1, 2).T.copy()
     link_free = np.zeros_like(message_s)
-    # arrived[direction, s, m]: time at which all messages for micro-batch m are on stage s.
+    # arrived[direction, s, m]: time in seconds at which all messages for micro-batch m have arrived
+    # at stage s.
     arrived = np.zeros((2, size, count))
     task_s = np.array([[stage.forward_s, stage.backward_s] for stage in stages]).T.copy()
-    done = np.zeros(size)  # End of the latest task of each stage.
+    done = np.zeros(size)  # End, in seconds, of the latest task of each stage so far.
 
     def run(direction: int, runs: NDArray[np.bool_], number: NDArray[np.intp]) -> None:
-        """Run micro-batch number[s] on each stage s with runs[s], and send its messages."""
+        """Run one task on each stage s for which runs[s] is True: micro-batch number[s] in the
+        given direction (0 for forward, 1 for backward). Then send the messages of these tasks.
+        """
         start = np.maximum(done[runs], arrived[direction][runs, number[runs]])
         done[runs] = start + task_s[direction][runs]
         sent = runs[senders[direction]]
@@ -302,12 +316,14 @@ def _end_of_each_stage(
     stage = np.arange(size)
     warm_up = np.minimum(size - stage, count) if train else np.full(size, count)
     for slot in range(2 * (size + count) - 1 if train else size + count - 1):
-        early = slot - stage  # Micro-batch, if the slot is in the stage's warm-up.
-        late = (slot - stage) // 2  # Micro-batch after the warm-up.
+        # Micro-batch of the slot's forward, if the slot is in the stage's warm-up.
+        early = slot - stage
+        # Micro-batch of the slot's forward, if the slot is after the warm-up.
+        late = (slot - stage) // 2
         is_early = (early >= 0) & (early < warm_up)
         is_late = ((slot - stage) % 2 == 0) & (late >= warm_up) & (late < count)
         run(0, is_early | is_late, np.where(is_early, early, late))
         if train:
-            twice = slot - 2 * size + 1 + stage  # Twice the micro-batch.
+            twice = slot - 2 * size + 1 + stage  # Twice the micro-batch of the slot's backward.
             run(1, (twice % 2 == 0) & (twice >= 0) & (twice < 2 * count), twice // 2)
     return done

@@ -1,5 +1,5 @@
 """List scheduling, which merges the orders of stages into one order per device, and detection of
-the repeated part of an order.
+the part of an order that repeats.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from autopipe.ir.schedule import (
 from autopipe.ir.words import plural
 
 Ticks = Callable[[Task], int]
-"""Function that returns the length of a task as an integer, so that equal instants compare
-equal.
+"""A function that returns the length of a task as an integer. With integers, equal instants are
+exactly equal.
 """
 
 
@@ -38,19 +38,19 @@ def merge_orders(
 ) -> tuple[tuple[Task, ...], ...]:
     """Return one order of tasks per device: a list schedule of the tasks of its stages.
 
-    Each stage keeps its order in `stage_orders`. A forward waits for the forwards of the stages
-    before it, a backward for the backwards of the stages after it, on all micro-batches that share
-    samples with its micro-batch.
+    Each stage keeps its order in `stage_orders`. The forward of a stage waits for the forwards of
+    the stages that send to it, on all micro-batches that share samples with its micro-batch. A
+    backward waits for the backwards of the stages that it sends to, in the same way.
 
     An idle device starts the ready task with the highest priority: backward before forward, then
-    older samples, then later stages. A task of a stage on several devices starts on all of them at
-    once. If one of these devices is busy, the idle ones are reserved: no task of lower priority
+    older samples, then later stages. A task of a stage on several devices starts on all of these at
+    once. If one of these devices is busy, the idle devices are reserved: no task of lower priority
     starts on them.
 
-    If each device has at most one stage, the result is the orders of the stages.
+    If each device has at most one stage, the result consists of the orders of the stages.
 
-    The result can always run: tasks start in one total order that respects all dependencies, and
-    each device's order is a subsequence of it.
+    The result always runs without a deadlock: tasks start in one total order that respects all
+    dependencies, and each device's order is a subsequence of it.
     """
     if len({device for group in graph.stage_devices for device in group}) == sum(
         map(len, graph.stage_devices)
@@ -58,13 +58,14 @@ def merge_orders(
         orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
         order_of_device = {device: order for order, group in orders for device in group}
         return tuple(order_of_device.get(device, ()) for device in range(graph.devices))
-    # Devices with equal stages are idle at equal times. A pipeline rank represents all of them.
+    # Devices with equal stages are idle at equal times, so one pipeline rank stands for all of
+    # them.
     pipeline_ranks = group_equal_devices(graph.stage_devices, ((),) * graph.devices)
     groups = groups_by_stage(graph.stage_devices, pipeline_ranks)
     free = [True] * len(pipeline_ranks)
     lists = [list[Task]() for _ in pipeline_ranks]
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
-    # Samples per micro-batch of each stage, in the smallest unit that makes all of them integers.
+    # Samples per micro-batch of each stage, in the largest unit in which all of them are integers.
     samples = [math.lcm(*ratios) // ratio for ratio in ratios]
     all_tasks = {task for order in stage_orders for task in order}
     remaining = [deque(order) for order in stage_orders]
@@ -76,7 +77,7 @@ def merge_orders(
         after[source].append(target)
 
     def is_ready(stage: int) -> bool:
-        """True if the stage is idle and all tasks that its next task depends on are done."""
+        """True if the stage runs no task and all tasks on which its next task depends are done."""
         if stage in busy or not remaining[stage]:
             return False
         task = remaining[stage][0]
@@ -88,6 +89,9 @@ def merge_orders(
         return all(dependency in done for dependency in dependencies if dependency in all_tasks)
 
     def priority(task: Task) -> tuple[bool, int, int]:
+        """Return the key by which ready tasks are sorted; the smallest key has the highest
+        priority.
+        """
         return task.phase is Phase.FORWARD, task.micro_batch * samples[task.stage], -task.stage
 
     waiting = set(filter(is_ready, range(len(remaining))))
@@ -121,27 +125,30 @@ def merge_orders(
 
 _PHASES = list(Phase)
 _LARGEST_STRIDE = 8
-"""Maximum number of micro-batches by which one repetition advances. The repeated part contains each
-kind of task of the device as many times as its stride.
+"""Maximum number of micro-batches by which one repetition advances. The repeated part contains at
+most this number of tasks of each (stage, phase) of the device.
 """
 
 
 def find_repetends(orders: Sequence[Sequence[Task]]) -> tuple[Repetend, ...]:
-    """Return the repeated part of each order. Equal list objects are analysed once."""
+    """Return, for each order, the part that repeats. Orders that are one list object are analysed
+    once.
+    """
     by_identity = {id(order): order for order in orders}
     repetends = {key: _find_repetend(order) for key, order in by_identity.items()}
     return tuple(repetends[id(order)] for order in orders)
 
 
 def _find_repetend(order: Sequence[Task]) -> Repetend:
-    """Return the repeated part (repetend) of a device's order that makes its text shortest.
+    """Return the repeated part (repetend) of a device's order with which a program lists the fewest
+    tasks.
 
     The order is split into warm-up tasks, `count` repetitions of `length` tasks, and cool-down
-    tasks. Each repetition equals the one before with all micro-batch indices increased by `stride`.
-    The text contains one repetition, so it has len(order) - length * (count - 1) lines. The result
-    has the minimum number of lines; ties go to the smallest length, then to the earliest start. It
-    has length 0 if nothing repeats. Time O(n * longest), n = len(order), `longest` = maximum length
-    tried.
+    tasks. Each repetition equals the previous one with all micro-batch indices increased by
+    `stride`. A program lists only one repetition, so it has len(order) - length * (count - 1)
+    lines. The result has the minimum number of lines; ties go to the smallest length, then to the
+    earliest start. Its length is 0 if nothing repeats. Time O(n * longest), where n = len(order)
+    and `longest` is the maximum length tried.
     """
     best = Repetend(0, 0, 0)
     minimum_lines = len(order)
@@ -161,8 +168,8 @@ def _find_repetend(order: Sequence[Task]) -> Repetend:
 
 
 def require_equal_micro_batches(scheduler: str, problem: Problem, placement: Placement) -> None:
-    """Raise InfeasibleError, which names the scheduler, if a stage's micro-batch size differs from
-    the problem's.
+    """Raise InfeasibleError, which names `scheduler`, if the micro-batch size of a stage differs
+    from that of the problem.
     """
     for index, stage in enumerate(placement.stages):
         if stage.micro_batch_size != problem.micro_batch_size:

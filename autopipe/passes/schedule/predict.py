@@ -1,5 +1,5 @@
-"""Predicted times of a placement's stages, from the cost model, and of the messages between
-them.
+"""Predictions for the stages of a placement from the cost model: the times of tasks, and the sizes
+and times of the messages between stages.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.schedule.orders import Ticks
 
 _Endpoints = tuple[int, int, tuple[int, int], tuple[int, int], int, int]
-"""Endpoints of a message: source stage, target stage, micro-batch slice (index, of) of the source
-and of the target, sending device, receiving device.
+"""Endpoints of a message: (sending stage, receiving stage, micro-batch slice of the sender,
+micro-batch slice of the receiver, sending device, receiving device). A micro-batch slice is (index,
+of): every `of`-th micro-batch, starting at `index`.
 """
 
 
 def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...]:
-    """Return all messages for one micro-batch, sorted by stages, micro-batch slices and devices.
+    """Return the messages that stages exchange for one micro-batch of the problem, sorted by
+    stages, micro-batch slices and devices.
 
-    A value that a group holds in n shards is divided into n equal slices in order. Neighbouring
-    devices hold equal slices, and each slice has the same number of copies. A device that needs a
-    slice uses its local copy, if it has one. Otherwise it receives the slice from one of the
-    devices that hold it, chosen in rotation. If the stages have different micro-batch sizes, or the
-    receiving stage gathers the value, the layouts determine the messages, as in lowering.
+    A value that the devices of a stage hold in n shards is divided into n equal slices in order.
+    Neighbouring devices hold equal slices, and each slice has the same number of copies. A device
+    that needs a slice uses its local copy, if it has one. Otherwise it receives the slice from one
+    of the devices that hold it, chosen in rotation. If the stages have different micro-batch sizes,
+    or the receiving stage gathers the value, the layouts determine the messages, as in lowering.
 
-    Raise InfeasibleError if micro-batches of different sizes cannot share a value.
+    Raises InfeasibleError if a value cannot be sent between stages with different micro-batch
+    sizes.
     """
     graph = problem.graph
     works = stage_work(problem, placement)
@@ -72,7 +75,9 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
                         backward[ends].append(size)
 
     def seconds(source: int, target: int, sizes: list[int]) -> float:
-        """Return the seconds of one message per entry of `sizes` (bytes); 0 on one device."""
+        """Return the seconds of messages from one device to another, one message per entry of
+        `sizes` (bytes). Return 0 if both are one device.
+        """
         if source == target:
             return 0.0
         return sum(problem.cluster.link(source, target).seconds(size) for size in sizes)
@@ -102,9 +107,9 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 def _transfers(
     sender: StageWork, receiver: StageWork, name: str, shared: Shared
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (sending device, receiving device, bytes) for each transfer of the value `name` for
-    `shared`, the samples that one micro-batch of the sending stage and one of the receiving stage
-    have in common.
+    """Yield (sending device, receiving device, bytes) for each transfer of the value `name`.
+    `shared` is the part of the value that a micro-batch of the sending stage and a micro-batch of
+    the receiving stage have in common.
     """
     size = sent_bytes(sender.problem.graph, sender.problem.precision)[name]
     is_equal = sender.stage.micro_batch_size == receiver.stage.micro_batch_size
@@ -129,8 +134,8 @@ def _transfers(
 def _slices(
     senders: tuple[int, ...], held: int, receivers: tuple[int, ...], needed: int
 ) -> Iterator[tuple[int, int, Fraction]]:
-    """Yield (sending device, receiving device, fraction of the value) for each slice that the
-    receiving group needs.
+    """Yield (sending device, receiving device, fraction of the value) for each slice that a
+    receiving device needs. A device that holds the slice itself is both sender and receiver.
 
     The senders hold the value in `held` shards, the receivers need it in `needed` shards.
     """
@@ -152,14 +157,14 @@ _prediction_fields = attrgetter(*(field.name for field in fields(StagePrediction
 
 
 def predict(problem: Problem, placement: Placement) -> Prediction:
-    """Return the predicted times of the stages, from the cost model, and of the messages between
-    them.
+    """Return the predicted times of the stages and of the messages between them, with stage costs
+    from the cost model.
     """
     return predicted(problem, placement, stage_costs(problem, placement))
 
 
 def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
-    """Return the prediction for stages whose costs are `costs`."""
+    """Return the prediction for stages whose costs are given as `costs`."""
     return Prediction(
         tuple(StagePrediction(*_prediction_fields(cost)) for cost in costs),
         stage_messages(problem, placement),
@@ -167,14 +172,16 @@ def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]
 
 
 def task_ticks(problem: Problem, placement: Placement) -> Ticks:
-    """Return a function that returns the predicted length of a task in nanoseconds, as an integer.
-    With integers, the tasks of a steady state repeat exactly.
+    """Return a function that returns the predicted length of a task in integer nanoseconds. With
+    integers, the tasks of a steady state repeat exactly.
     """
     return ticks_of(stage_costs(problem, placement))
 
 
 def ticks_of(stages: Sequence[StagePrediction]) -> Ticks:
-    """Return a function that returns the length of a task in nanoseconds, rounded, at least 1."""
+    """Return a function that returns the length of a task in nanoseconds, rounded to an integer of
+    at least 1.
+    """
 
     def ticks(task: Task) -> int:
         return max(1, round(stages[task.stage].seconds(task.phase) * 1e9))

@@ -1,10 +1,10 @@
 """Simulator of one training or inference step: computation, messages between stages, gradient
 all-reduce, optimizer update, and memory in use over time.
 
-Devices of one stage group with equal task lists start and end each task at the same time. The
-simulation therefore runs one device of each pipeline rank, and one pair of devices of each set of
-links with equal messages. The resulting times equal those of a simulation of all devices, to the
-last bit.
+Devices of one stage with equal task lists start and end each task at equal times. The simulation
+therefore runs one device of each pipeline rank (a set of such devices), and one pair of devices of
+each set of links with equal messages. The resulting times equal those of a simulation of all
+devices, to the last bit.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from autopipe.ir.timeline import (
 )
 
 StageDevices = Sequence[Sequence[int]]
-"""Device indices of each stage."""
+"""For each stage, the indices of its devices."""
 
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
 _UNSPLIT = _PHASES.index(Phase.BACKWARD)
 _HALF = _PHASES.index(Phase.INPUT_GRADIENT) - _UNSPLIT
-"""Difference between the `_PHASES` indices of the first half of a split backward and of an unsplit
-backward.
+"""Difference between the indices in `_PHASES` of the first half of a split backward and of an
+unsplit backward.
 """
 
 
 class _MessageEdge(NamedTuple):
-    """One message that a task sends to a task of another stage.
+    """A message that the tasks of one stage and phase send to tasks of another stage.
 
     Micro-batch m of the sending stage sends the message to micro-batch m // `sent_every` *
     `received_every` + `received_index` of the receiving stage.
     """
 
     kind: int
-    """Kind of the receiving task: stage * len(_PHASES) + index of its phase."""
+    """Kind of the receiving task, as an integer: stage * len(_PHASES) + index of its phase."""
     sent_every: int
     received_every: int
     received_index: int
@@ -69,16 +69,17 @@ class _MessageEdge(NamedTuple):
 def _message_edges(
     messages: Sequence[Message], stages: int
 ) -> tuple[list[list[list[_MessageEdge]]], list[list[int]]]:
-    """Return (sends, awaited) per kind of task, where kind = stage * len(_PHASES) + index of the
-    phase.
+    """Return (sends, awaited): the messages that tasks send and wait for. Both are indexed by the
+    kind of task, which is stage * len(_PHASES) + index of the phase.
 
-    - sends[kind][i]: messages that a task of micro-batch m sends, i = m mod len(sends[kind]).
-    - awaited[kind][i]: number of messages that such a task waits for.
+    - sends[kind][i]: messages that a task of micro-batch m sends, where i = m mod len(sends[kind]).
+    - awaited[kind][i]: number of messages that a task of micro-batch m waits for, where i = m mod
+      len(awaited[kind]).
 
-    A message carries an activation forward, and its gradient in the opposite direction. An unsplit
-    backward and the first half of a split backward send and receive gradients. In `sends`, the
-    receiver of a gradient is always an unsplit backward; the simulation redirects the message if
-    the receiving task is split.
+    A message carries an activation from source to target, and its gradient in the opposite
+    direction. Gradients are sent and received by an unsplit backward and by the first half of a
+    split backward. In `sends`, the receiver of a gradient is always an unsplit backward; the
+    simulation redirects the message if the receiving task is split.
     """
     periods = [1] * stages
     for message in messages:
@@ -116,27 +117,29 @@ def _message_edges(
 
 @dataclass(frozen=True, slots=True)
 class DeviceSymmetry:
-    """A step reduced to one device of each pipeline rank (a set of devices with equal task
-    lists).
+    """A step reduced to one device of each pipeline rank. A pipeline rank here is a set of devices
+    with equal stages and equal task lists.
     """
 
     schedule: Schedule
-    """One task list per pipeline rank."""
+    """The schedule with one task list per pipeline rank."""
     groups: tuple[tuple[int, ...], ...]
-    """Indices of the pipeline ranks of each stage."""
+    """For each stage, the indices of its pipeline ranks."""
     prediction: Prediction
-    """All stages, and the messages of the first pair of devices of each entry of `links`."""
+    """The prediction for all stages, with the messages of only the first pair of devices of each
+    entry of `links`.
+    """
     pipeline_ranks: DeviceGroups
-    """Devices of each pipeline rank."""
+    """For each pipeline rank, its devices."""
     links: Links
-    """Pairs of devices, grouped by equal messages."""
+    """Pairs of devices that exchange messages, grouped into sets with equal messages."""
 
 
 def device_symmetry(
     schedule: Schedule, stage_devices: StageDevices, prediction: Prediction
 ) -> DeviceSymmetry:
-    """Return the pipeline ranks and the links of a step, each set of equal ones reduced to its
-    first.
+    """Return the step reduced to one device of each pipeline rank and one pair of devices of each
+    set of equal pairs.
 
     Two pairs of devices are equal if their devices belong to the same pipeline ranks and they
     exchange equal messages in both directions.
@@ -159,7 +162,7 @@ def device_symmetry(
             (replace(message, source=0, target=0), message.source == pair[0])
             for message in exchanged
         )
-        # ~device is negative: a device without a pipeline rank equals no other device.
+        # ~device is negative, so a device without a pipeline rank equals no other device.
         ends = (rank_of_device.get(device, ~device) for device in pair)
         links.setdefault((*ends, content), []).append(pair)
     first_pairs = {pairs[0] for pairs in links.values()}
@@ -180,14 +183,16 @@ def device_symmetry(
 
 
 Curve = tuple[tuple[float, int], ...]
-"""(time in seconds, bytes in use from then on), ascending by time."""
+"""Memory of a device over time: pairs (time in seconds, bytes in use from this time on), in
+ascending order of time.
+"""
 
 
 def static_memory(
     devices: int, stage_devices: StageDevices, costs: Sequence[StagePrediction]
 ) -> tuple[int, ...]:
-    """Return the bytes per device that are in use during all of a step: parameters, gradients,
-    optimizer state and message buffers.
+    """Return the bytes of each device that are in use during the whole step: parameters, gradients,
+    optimizer state and message buffers. `devices` is the number of devices.
     """
     static = [0] * devices
     for stage, cost in enumerate(costs):
@@ -201,17 +206,14 @@ def _memory_curves(
 ) -> tuple[Curve, ...]:
     """Return the bytes in use over time on each device.
 
-    - The activations that a forward saves are in use from its start to the end of its backward, or
-      to
-      the end of the first half of a split backward.
+    - The activations that a forward saves are in use from the start of the forward to the end of
+      its backward, or to the end of the first half of a split backward.
     - The tensors that the second half of a split backward needs are in use from the end of the
-      first
-      half to the end of the second half.
+      first half to the end of the second half.
     - Temporary memory is in use during a backward or the first half of a split backward. If the
-      step
-      does not train, it is in use during a forward instead.
+      step does not train, it is in use during a forward instead.
 
-    Bytes freed at an instant are available to a task that starts at that instant.
+    Bytes that are freed at an instant are available to a task that starts at that instant.
     """
     changes: list[list[tuple[float, int]]] = [[] for _ in static]
     for span in spans:
@@ -246,19 +248,20 @@ def _memory_curves(
 
 
 _ARRIVES, _ENDS = range(2)
-"""Events: a message arrives at a task, and a task ends."""
+"""Kinds of events: a message arrives at a task, and a task ends."""
 
 
 def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Prediction) -> Timeline:
     """Return the timeline of one step.
 
-    A task starts when it is the next task on every device of its stage and all its messages have
-    arrived. A task sends its messages when it ends, and they overlap with computation; messages
-    over one directed link follow one another. Only the first half of a split backward sends and
-    receives messages. After the last task of each device, gradients are summed stage by stage over
-    all devices of the stage, last stage first, and then the device updates its parameters.
+    A task starts when it is the next task on each device of its stage and all of its messages have
+    arrived. A task sends its messages when it ends. Messages overlap with computation; messages
+    over one directed link follow one another. Of the two halves of a split backward, only the first
+    sends and receives messages. After the last task of each device, gradients are all-reduced stage
+    by stage over all devices of the stage, last stage first. Then each device updates its
+    parameters.
 
-    Raise InfeasibleError if a task never starts.
+    Raises InfeasibleError if a task never starts, because the schedule deadlocks.
     """
     costs = prediction.stages
     reduced = device_symmetry(schedule, stage_devices, prediction)
@@ -299,10 +302,10 @@ class _Run:
     follows:
 
     - stage * len(_PHASES) + index of the phase;
-    - then one kind per gradient sum of a stage, last stage first;
+    - then one kind per gradient all-reduce of a stage, last stage first;
     - then one kind per update of a device.
 
-    Gradient sums and updates that take no time have no kind.
+    Gradient all-reduces and updates that take no time have no kind.
     """
 
     def __init__(
@@ -313,7 +316,7 @@ class _Run:
         names: Sequence[int],
     ) -> None:
         self.schedule = schedule
-        self.names = names  # Device index that results and errors report for each device.
+        self.names = names  # Index that results and errors use for each device.
         stages = prediction.stages
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
@@ -334,7 +337,7 @@ class _Run:
             for task in order
             if task // self.count % len(_PHASES) == half
         }
-        # (kind of work, stage or None) of each task kind from `phases` on.
+        # For each kind from `phases` on: (gradient all-reduce or update, stage or None).
         self.end_kinds: list[tuple[StepEndKind, int | None]] = []
         updates = [0.0] * schedule.devices
         for stage, cost in reversed(list(enumerate(stages))):
@@ -344,7 +347,8 @@ class _Run:
         for device, seconds in enumerate(updates):
             self._add_end(StepEndKind.UPDATE, None, (device,), seconds)
         self.position = [0] * schedule.devices
-        # Per task that is next on some of its devices: the number of these devices that are idle.
+        # For each task that is the next one on some of its devices: the number of these devices
+        # that are idle.
         self.ready: dict[int, int] = {}
         self.arrived: dict[int, int] = {}
         self.began: dict[int, float] = {}
@@ -362,7 +366,9 @@ class _Run:
     def _add_end(
         self, kind: StepEndKind, stage: int | None, devices: Sequence[int], seconds: float
     ) -> None:
-        """Append a task without messages to the orders of its devices, unless it takes no time."""
+        """Append a gradient all-reduce or an update, which has no messages, to the orders of its
+        devices, unless it takes no time.
+        """
         if seconds:
             self.end_kinds.append((kind, stage))
             for device in devices:
@@ -373,6 +379,9 @@ class _Run:
             self.awaited.append([0])
 
     def until_done(self) -> None:
+        """Run the simulation until no event is left. Raises InfeasibleError if a task has not
+        started.
+        """
         for device in range(self.schedule.devices):
             self._become_idle(device, 0.0)
         while self.events:
@@ -390,7 +399,9 @@ class _Run:
                 )
 
     def _become_idle(self, device: int, now: float) -> None:
-        """Count the idle device for its next task, and start that task if it can start."""
+        """Count the device, which has become idle, for its next task, and start that task if it can
+        start.
+        """
         position = self.position[device]
         if position < len(self.orders[device]):
             task = self.orders[device][position]
@@ -398,6 +409,7 @@ class _Run:
             self._start_if_ready(task, now)
 
     def _start_if_ready(self, task: int, now: float) -> None:
+        """Start the task if all of its devices are idle and all of its messages have arrived."""
         kind = task // self.count
         group = self.devices[kind]
         if self.ready.get(task, 0) < len(group):
@@ -412,6 +424,7 @@ class _Run:
         self._add_event(now + self.seconds[kind], task, _ENDS)
 
     def _finish(self, task: int, now: float) -> None:
+        """End the task: record its spans, send its messages, and make its devices idle."""
         kind, micro_batch = divmod(task, self.count)
         group = self.devices[kind]
         start = self.began.pop(task)
@@ -431,6 +444,9 @@ class _Run:
             self._become_idle(device, now)
 
     def _send(self, edge: _MessageEdge, task: Task, now: float) -> None:
+        """Send a message of `task`, which ends at `now`. The message starts when its link is free;
+        its arrival becomes an event.
+        """
         micro_batch = (
             task.micro_batch // edge.sent_every * edge.received_every + edge.received_index
         )
@@ -445,5 +461,6 @@ class _Run:
         self._add_event(now, receiver, _ARRIVES)
 
     def _add_event(self, time: float, number: int, event: int) -> None:
+        """Add an event for the task `number` to the heap."""
         self.event_count += 1
         heapq.heappush(self.events, (time, self.event_count, number, event))

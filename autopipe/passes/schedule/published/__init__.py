@@ -1,5 +1,5 @@
-"""Published pipeline schedules, under the names and in the notation of their papers: F and B, or I
-and W if a backward is split into input gradients and weight gradients.
+"""Published pipeline schedules, with the names and notation of their papers. F is a forward and B a
+backward. If a backward is split, I computes the input gradients and W the weight gradients.
 
 In formulas, s is a stage, p the number of devices of a pipeline, and m a micro-batch.
 """

@@ -1,11 +1,11 @@
-"""Parts that published schedules share: placement patterns, the slot grid, insertion of weight
+"""Parts that published schedules share: placement patterns, the slot grid, the insertion of weight
 gradients, and the schedule GPipe.
 
-The slot grid is the diagram that papers draw. A forward and a backward take one slot each. A
-micro-batch whose first forward is in slot f passes a pipeline of depth p in slots f, ..., f + p -
+The slot grid is the diagram that papers draw. Each forward and each backward takes one slot. A
+micro-batch whose first forward is in slot f passes a pipeline of p stages in slots f, ..., f + p -
 1, and its backwards run in the next p slots. Slots only define the order of tasks on a device; the
-real start times follow from the lengths of tasks. Each task has a later slot than all tasks that it
-depends on, so an order by slots can always run.
+real start times follow from the lengths of the tasks. Each task has a later slot than all tasks on
+which it depends, so an order by slots never deadlocks.
 
 A pipeline rank is a device, or a group of devices that run the same stages together.
 """
@@ -51,9 +51,11 @@ class GPipe:
     name: ClassVar[str] = "gpipe"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise InfeasibleError if stages have different micro-batch sizes."""
         require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """Return the GPipe schedule of a placement."""
         graph = StageGraph.of(problem, placement)
         return order_gpipe(
             graph, problem.micro_batches, problem.train, task_ticks(problem, placement)
@@ -61,8 +63,9 @@ class GPipe:
 
 
 def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks) -> Schedule:
-    """Return the GPipe schedule: all forwards, then, if `train`, all backwards. Both parts are list
-    scheduled. The stages may form any DAG.
+    """Return the GPipe schedule: all forwards, then, if `train`, all backwards. If devices have
+    several stages, a list schedule (`merge_orders`) orders the forwards, and another one the
+    backwards. The stages may form any DAG.
     """
     stages = range(len(graph.stage_devices))
     merged = [
@@ -82,12 +85,13 @@ def order_gpipe(graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks
 
 
 RankStages = tuple[tuple[int, ...], ...]
-"""The stages of each pipeline rank, in ascending order; if there are two pipelines, the stage of
-the first comes first. Ranks are numbered in the order in which the first pipeline reaches them.
+"""The stages of each pipeline rank, in ascending order. If there are two pipelines, each rank has a
+stage of the first pipeline, then one of the second. Ranks are numbered in the order in which the
+first pipeline visits them.
 """
 
 _MAX_LISTED_STAGES = 16
-"""Maximum number of stages whose pipeline ranks an error message lists."""
+"""Maximum number of stages for which an error message lists the pipeline ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +99,27 @@ class PlacementPattern:
     """The order in which the pipelines of a placement visit the pipeline ranks 0, ..., p - 1."""
 
     requirement: str
-    """Completes the message "schedule s requires stages that"."""
+    """Relative clause that completes the message "schedule s requires stages that"."""
     options: str
-    """Options of strategy tessel_shapes that make such a placement."""
+    """Options of strategy tessel_shapes that create a placement with this pattern, for hints."""
     pipelines: int = 1
-    """Number of pipelines. If 2, each has one stage per rank, they run in opposite directions, and
-    the number of ranks is even.
+    """Number of pipelines, 1 or 2. Two pipelines have one stage per rank each and run in opposite
+    directions, and the number of ranks is even.
     """
     returns: bool = False
-    """True if the pipeline visits the ranks in ascending order and then in descending order."""
+    """True if the pipeline visits the ranks in ascending and then in descending order."""
     repeats: bool = False
-    """True if the pipeline may visit the ranks several times."""
+    """True if the pipeline may repeat its path over the ranks."""
 
     @property
     def hint(self) -> str:
+        """Hint for a placement that does not have this pattern."""
         return (
             f"use strategy tessel_shapes with {self.options}, or strategy manual with constraints"
         )
 
     def rank_stages(self, schedule: str, graph: StageGraph) -> RankStages:
-        """Return the stages of each pipeline rank. Raise InfeasibleError, which names `schedule`,
+        """Return the stages of each pipeline rank. Raises InfeasibleError, which names `schedule`,
         if the placement does not have this pattern.
         """
         if graph.pipeline_count != self.pipelines:
@@ -162,8 +167,8 @@ class PlacementPattern:
 
 
 def _pipeline_ranks(schedule: str, graph: StageGraph) -> dict[frozenset[int], int]:
-    """Return the pipeline rank of each device group, numbered in the order of the stages. Raise
-    InfeasibleError if two different groups share a device.
+    """Return the pipeline rank of each set of devices that runs a stage, numbered in the order of
+    the stages. Raises InfeasibleError if two different sets share a device.
     """
     groups = list(dict.fromkeys(map(frozenset, graph.stage_devices)))
     for pair in (
@@ -205,28 +210,32 @@ class Published:
     """Base class of schedules whose order follows from the placement pattern alone, not from the
     lengths of tasks.
 
-    The stages of a pipeline are treated as a chain in the order of their indices. A DAG of stages
-    can run this order too, because its edges lead from smaller to larger indices. Inference runs
-    the forwards of GPipe. Subclasses add no fields, so they need no dataclass decorator.
+    The stages of a pipeline are treated as a chain in the order of their indices. Stages that form
+    another DAG can run this order too, because edges lead from smaller to larger indices. Inference
+    runs the forwards of GPipe. Subclasses add no fields, so they need no dataclass decorator.
     """
 
     name: ClassVar[str]
     pattern: ClassVar[PlacementPattern]
 
     def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise InfeasibleError if stages have different micro-batch sizes or, in training, if the
+        placement or the number of micro-batches does not suit this schedule.
+        """
         require_equal_micro_batches(self.name, problem, placement)
         if problem.train:
             self.rank_stages(StageGraph.of(problem, placement), problem.micro_batches)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """Return the schedule of a placement."""
         graph = StageGraph.of(problem, placement)
         if not problem.train:
             return order_gpipe(graph, problem.micro_batches, False, task_ticks(problem, placement))
         return self.order(graph, problem.micro_batches)
 
     def order(self, graph: StageGraph, micro_batches: int) -> Schedule:
-        """Return the schedule of a training step. Raise InfeasibleError if the placement does not
-        suit this schedule.
+        """Return the schedule of a training step. Raises InfeasibleError if the placement or the
+        number of micro-batches does not suit this schedule.
         """
         lists: list[tuple[Task, ...]] = [()] * graph.devices
         for order in map(tuple, self.orders(self.rank_stages(graph, micro_batches), micro_batches)):
@@ -235,13 +244,15 @@ class Published:
         return Schedule(micro_batches, tuple(lists), find_repetends(lists))
 
     def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
-        """Return the stages of each pipeline rank. Raise InfeasibleError, which states the
-        requirement, if the placement does not suit this schedule.
+        """Return the stages of each pipeline rank. Raises InfeasibleError, which states the
+        requirement, if the placement or the number of micro-batches does not suit this schedule.
         """
         return self.pattern.rank_stages(self.name, graph)
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the order of tasks of each pipeline rank."""
+        """Return the order of tasks of each pipeline rank. Subclasses define this method, or
+        override `order`.
+        """
         raise NotImplementedError
 
 
@@ -249,8 +260,8 @@ Item = TypeVar("Item")
 
 
 def first_slot(index: int, depth: int, group: int) -> int:
-    """Return the slot in which the first forward of micro-batch `index` of a pipeline of `depth`
-    stages runs, if micro-batches run in groups of `group`.
+    """Return the slot on the grid of the first forward of micro-batch `index`. The pipeline has
+    `depth` stages, and micro-batches run in groups of `group`.
 
     The slot is 2 * (depth * (index // group) + index % group). Micro-batches of a group start two
     slots apart, and groups start 2 * depth slots apart. If `group` equals `depth`, all
@@ -262,9 +273,9 @@ def first_slot(index: int, depth: int, group: int) -> int:
 def forward_and_backward_slots(
     forwards: Sequence[Item], backwards: Sequence[Item], first: int
 ) -> Iterator[tuple[int, Item]]:
-    """Yield (slot, item) for the forwards of one micro-batch from slot `first` on, and for its
-    backwards after them. Both sequences are ordered by stage; the backward of the last stage comes
-    first.
+    """Yield (slot, item) for the forwards of one micro-batch, in consecutive slots from slot
+    `first` on, and then for its backwards. `forwards` and `backwards` are both ordered by stage;
+    the backward of the last stage runs first.
     """
     last = 2 * len(forwards) - 1
     yield from ((first + stage, item) for stage, item in enumerate(forwards))
@@ -274,8 +285,8 @@ def forward_and_backward_slots(
 def grid_slots(
     pipeline: Sequence[int], micro_batches: Iterable[int], group: int
 ) -> Iterator[tuple[int, Task]]:
-    """Yield (slot, task) for all micro-batches of a pipeline that consists of the stages
-    `pipeline`, in groups of `group` micro-batches.
+    """Yield (slot, task) for all tasks of `micro_batches` on the grid. `pipeline` has the stages of
+    the pipeline, and micro-batches run in groups of `group`.
     """
     for index, m in enumerate(micro_batches):
         forwards = [Task(s, Phase.FORWARD, m) for s in pipeline]
@@ -288,8 +299,8 @@ def grid_slots(
 def alternate(
     forwards: Sequence[Task], backwards: Sequence[Task], in_flight: int, k: int = 1
 ) -> list[Task]:
-    """Return `in_flight` forwards, then alternately k backwards and k forwards, then the remaining
-    backwards.
+    """Return `in_flight` forwards, then alternately k backwards and k forwards as long as forwards
+    remain, then the remaining backwards.
     """
     order = list(forwards[:in_flight])
     for first in range(0, len(backwards), k):
@@ -314,12 +325,13 @@ def orders_by_slot(rank_stages: RankStages, slots: Iterable[tuple[int, Task]]) -
 def order_from_notation(
     words: Iterable[str], stages: Sequence[int], micro_batches: Sequence[Sequence[int]]
 ) -> list[Task]:
-    """Return a device's order of tasks from the notation of the papers, such as F0 F1 B1 W.
+    """Return the order of tasks of a device, given as words in the notation of the papers, such as
+    F0 F1 B1 W.
 
-    The letter is a phase, and the digit is an index into the device's `stages`. W has no digit: it
-    is the oldest weight gradient whose input gradient (I) has run. A word stands for the first of
-    the stage's `micro_batches` whose forward (or backward) is not yet in the order; it is skipped
-    if there is none.
+    The letter of a word is a phase, and the number is an index into the device's `stages`. A word
+    stands for the first micro-batch of this stage whose forward (or backward) is not yet in the
+    order; it is skipped if there is none. `micro_batches` has the micro-batches of each stage. The
+    word W has no number: it is the oldest weight gradient whose input gradient (I) is in the order.
     """
     forwards = [deque(each) for each in micro_batches]
     backwards = [deque(each) for each in micro_batches]
@@ -342,24 +354,29 @@ def order_from_notation(
 
 
 _ADDED_ACTIVATIONS = {Phase.FORWARD: 1, Phase.INPUT_GRADIENT: 0, Phase.WEIGHT_GRADIENT: -1}
-"""Change of the number of saved activations by a task. Activations are needed until the weight
-gradient has run.
+"""Change of the number of saved activations of a device by a task. An activation is saved until its
+weight gradient has run.
 """
 
 
 def insert_weight_gradients(
     orders: Sequence[Sequence[Task]], stages: int, capacity: int
 ) -> list[list[Task]]:
-    """Return the orders of F and I of all pipeline ranks with the weight gradients W inserted.
+    """Return the orders of all pipeline ranks with the weight gradients W inserted. `orders` has
+    the forwards and input gradients of each rank.
 
-    All tasks take one slot, and the stages form a chain. In each slot, a rank runs its next task of
-    `orders` if all tasks that it depends on are done and, for a forward, fewer than `capacity`
-    activations are saved. Otherwise it runs its oldest weight gradient whose I has run, if any.
-    Raise InfeasibleError if no rank can run a task because `capacity` is too small.
+    Each task takes one slot, and the `stages` stages form a chain. In each slot, a rank runs its
+    next task of `orders` if all tasks on which it depends are done and, for a forward, fewer than
+    `capacity` activations are saved. Otherwise the rank runs its oldest weight gradient whose input
+    gradient has run, if any. Raises InfeasibleError if no rank can run a task, because `capacity`
+    is too small.
     """
     done: set[Task] = set()
 
     def may_start(task: Task, saved: int) -> bool:
+        """True if all tasks on which `task` depends are done and, for a forward, `saved` is below
+        the capacity.
+        """
         s = task.stage
         m = task.micro_batch
         if task.phase is Phase.FORWARD:

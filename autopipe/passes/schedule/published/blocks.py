@@ -1,10 +1,10 @@
-"""Block graphs of the Tessel paper (its five placements), and published schedules on any block
+"""The five placements of the Tessel paper as block graphs, and published schedules for any block
 graph.
 
-A published schedule assigns each block a slot of its grid. The slots define the order on each
-device, and each block starts as early as that order permits. A block graph contains the blocks of
-one micro-batch, or of a group of two micro-batches for shape x; "micro-batch" means this group
-then.
+A block is one phase of one stage; a block graph has the blocks of one micro-batch. For shape x,
+which has two pipelines, it has the blocks of a group of two micro-batches, and "micro-batch" then
+means this group. A published schedule assigns each block a slot on its grid. The slots define the
+order on each device, and each block starts as early as that order permits.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SHAPES = ("v", "x", "m", "nn", "k")
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of the forward of one micro-batch."""
+    """A part of the forward of one micro-batch, on one device or on all devices."""
 
     name: str
     devices: tuple[int, ...]
     after: tuple[int, ...]
-    """Indices of the parts that this part depends on."""
+    """Indices of the parts on which this part depends."""
     memory: int = 1
 
 
@@ -40,7 +40,8 @@ def shape_blocks(
     forward: int = 1,
     backward: int = 3,
 ) -> BlockGraph:
-    """Return the blocks of one micro-batch for a placement shape on an even number of devices.
+    """Return the blocks of one micro-batch for the placement shape `name` on an even number of
+    devices.
 
     The shapes are the placements of Lin et al., "Tessel" (HPCA 2024), section VI:
 
@@ -51,12 +52,12 @@ def shape_blocks(
     - k: Flava, two branches followed by a cross encoder sharded over all devices.
 
     A stage on one device takes time `forward` and adds 1 to the memory in use; its backward takes
-    time `backward` and frees it. A block on all devices takes time 1 in both directions. It changes
-    no memory, except for shape k, in which its forward adds 1 and its backward frees it. Without
-    `train` there are only forwards, and they change no memory. `memory` is the limit of each
-    device, None for no limit.
+    time `backward` and frees this memory. A block on all devices takes time 1 in both directions.
+    It changes no memory, except for shape k, in which its forward adds 1 and its backward frees 1.
+    Without `train` there are only forwards, and they change no memory. `memory` is the memory limit
+    of each device, None for no limit.
 
-    Raise ConfigurationError for an unknown shape or an odd number of devices.
+    Raises ConfigurationError for an unknown shape or an odd number of devices.
     """
     if name.lower() not in SHAPES:
         raise ConfigurationError(
@@ -71,6 +72,9 @@ def shape_blocks(
     last = 2 * len(pieces) - 1
 
     def block(piece: _Piece, phase: str, time: int, memory: int, after: Sequence[int]) -> Block:
+        """Return the block of one phase ("F" or "B") of a part. `after` are the indices of the
+        blocks on which it depends.
+        """
         is_sharded = len(piece.devices) > 1
         block_name = f"{phase}{piece.name}"
         if is_sharded:
@@ -80,8 +84,9 @@ def shape_blocks(
     blocks = [
         block(piece, "F", forward, piece.memory if train else 0, piece.after) for piece in pieces
     ]
-    # Backwards in reverse order. A backward waits for the backwards of the parts that wait for its
-    # forward. The backward of a last part waits for its own forward.
+    # The backwards are in reverse order. A backward waits for the backwards of the parts that
+    # depend on its part. The backward of a part on which no other depends waits for its own
+    # forward.
     for index, piece in reversed(list(enumerate(pieces))) if train else ():
         after = sorted(
             last - other for other, each in enumerate(pieces) if index in each.after
@@ -93,14 +98,15 @@ def shape_blocks(
 
 
 def _pieces(name: str, devices: int) -> list[_Piece]:
+    """Return the parts of the forward of one micro-batch for a placement shape."""
     every = tuple(range(devices))
     half = devices // 2
-    if name == "k":  # Two branches on half of the devices each, and a block on all devices.
+    if name == "k":  # Two branches on half of the devices each, then a block on all devices.
         branches = [_Piece(str(d), (d,), () if d in (0, half) else (d - 1,)) for d in every]
         return [*branches, _Piece("0", every, (half - 1, devices - 1))]
     if name == "x":
-        # Two independent chains. The one that starts on the last device has the names from
-        # str(devices) on.
+        # Two independent chains. The chain that starts on the last device has names from
+        # str(devices) on, because names must differ.
         mirrored = [
             _Piece(str(devices + d), (devices - 1 - d,), (devices + d - 1,) if d else ())
             for d in every
@@ -110,8 +116,8 @@ def _pieces(name: str, devices: int) -> list[_Piece]:
 
 
 def _chain(devices: int, sharded_before: Sequence[int]) -> list[_Piece]:
-    """Return a chain with one part per device. A part on all devices precedes the part of each
-    device in `sharded_before`.
+    """Return a chain with one part per device. A part on all devices comes directly before the part
+    of each device in `sharded_before`.
     """
     pieces: list[_Piece] = []
     for device in range(devices):
@@ -126,25 +132,25 @@ def _chain(devices: int, sharded_before: Sequence[int]) -> list[_Piece]:
 
 @dataclass(frozen=True, slots=True)
 class BlockChain:
-    """A chain of blocks that visits devices one by one and, in training, returns over the same
-    devices.
+    """A chain of blocks that visits devices one by one and, in training, visits them again in
+    reverse order.
     """
 
     devices: tuple[int, ...]
     """Device of each stage, in the order of the forwards."""
     forwards: tuple[int, ...]
-    """Index of each stage's forward in the block graph."""
+    """Index of each stage's forward in the blocks of the graph."""
     backwards: tuple[int, ...]
-    """Index of each stage's backward; () without training."""
+    """Index of each stage's backward in the blocks of the graph; () without training."""
     shared: tuple[tuple[int, int, bool], ...]
-    """Blocks on several devices: (block, neighbour, before). `neighbour` is the block of a stage,
-    and `before` is True if the block runs just before it, False if just after it.
+    """The blocks on several devices, as (block, neighbour, before). `neighbour` is a block of a
+    stage, and `before` is True if the block runs just before it, False if just after it.
     """
 
 
 def _block_chains(graph: BlockGraph, schedule: str) -> tuple[BlockChain, ...]:
-    """Return the chains of a block graph, in the order of their first blocks. Raise
-    InfeasibleError, which names `schedule`, if the graph consists of anything else.
+    """Return the chains of which a block graph consists, in the order of their first blocks. Raises
+    InfeasibleError, which names `schedule`, if the graph does not consist of chains.
     """
     chains: list[list[int]] = []
     for index in graph.order:
@@ -168,8 +174,8 @@ def _block_chains(graph: BlockGraph, schedule: str) -> tuple[BlockChain, ...]:
             raise _rejection(
                 schedule, f"devices {path} are not visited once forward and once in reverse"
             )
-        # The neighbour of a block on several devices is the next stage's block up to the last
-        # forward, and the previous stage's block after it.
+        # Up to the last forward, the neighbour of a block on several devices is the block of the
+        # next stage. After the last forward, it is the block of the previous stage.
         last_forward = chain.index(stages[count - 1])
         shared = []
         for position, index in enumerate(chain):
@@ -190,6 +196,7 @@ def _block_chains(graph: BlockGraph, schedule: str) -> tuple[BlockChain, ...]:
 
 
 def _rejection(schedule: str, reason: str) -> InfeasibleError:
+    """Return the error for blocks that a schedule of chains cannot run. `reason` is a clause."""
     return InfeasibleError(
         f"schedule {schedule} requires chains of stages, but {reason}",
         hint="use schedule tessel, which supports any blocks",
@@ -198,19 +205,19 @@ def _rejection(schedule: str, reason: str) -> InfeasibleError:
 
 
 SlottedBlocks = Iterator[tuple[int, int, int]]
-"""(slot, micro-batch, index of the block)."""
+"""Triples (slot on the grid, micro-batch, index of the block)."""
 
 
 def block_schedule_names() -> tuple[str, ...]:
-    """Return the names of the published schedules that support block graphs."""
+    """Return the names of the published schedules that support block graphs, in alphabetical order."""
     return tuple(sorted(_SLOTS))
 
 
 def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSchedule:
-    """Return the schedule of `micro_batches` micro-batches of a block graph under the published
+    """Return the schedule of a block graph for `micro_batches` micro-batches under the published
     schedule `name`.
 
-    Raise ConfigurationError if the schedule does not support block graphs or the blocks are
+    Raises ConfigurationError if the schedule does not support block graphs or the blocks are
     malformed, and InfeasibleError if the schedule cannot run these blocks or a device needs more
     memory than its limit.
     """
@@ -249,8 +256,9 @@ def schedule_blocks(name: str, graph: BlockGraph, micro_batches: int) -> BlockSc
 
 
 def _gpipe(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
-    """Yield all forwards before all other blocks. Forwards are the blocks that add memory, and the
-    blocks that one of these depends on. If no block adds memory, all blocks count as forwards.
+    """Yield the blocks with all forwards before all other blocks. Forwards are the blocks that add
+    memory, and all blocks on which these depend. If no block adds memory, all blocks count as
+    forwards.
     """
     forward = {index for index, block in enumerate(graph.blocks) if block.memory > 0}
     for index in reversed(graph.order):
@@ -263,11 +271,12 @@ def _gpipe(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
 
 
 def _one_f_one_b_plus(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
-    """Yield the blocks on the grid of 1F1B, with even slot numbers. A block on several devices gets
-    the odd number before or after its neighbour's slot.
+    """Yield the blocks on the grid of 1F1B, with slot numbers doubled so that they are even. A
+    block on several devices gets the odd number before or after the slot of its neighbour
+    (`BlockChain.shared`).
 
-    Lin et al., "Tessel" (HPCA 2024), section VI-A. Without backwards, micro-batches start one grid
-    slot apart.
+    Lin et al., "Tessel" (HPCA 2024), section VI-A. Without backwards, micro-batches start one slot
+    of the grid apart.
     """
     chains = _block_chains(graph, "1f1b_plus")
     if len(chains) > 1:
@@ -287,8 +296,8 @@ def _one_f_one_b_plus(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
 
 
 def _chimera(graph: BlockGraph, micro_batches: int) -> SlottedBlocks:
-    """Yield the blocks of two chains in opposite directions on the grid, in groups of half as many
-    micro-batches as there are devices: see `Chimera`.
+    """Yield the blocks of two chains in opposite directions on the grid. Each chain runs
+    micro-batches in groups of half the number of devices, as in schedule Chimera.
     """
     chains = _block_chains(graph, "chimera")
     if (

@@ -2,7 +2,8 @@
 Hanayo.
 
 In formulas, p is the number of devices of a pipeline and v the number of stages per device. F and B
-are the times of the forwards and the backwards of one micro-batch on one device.
+are the times that one micro-batch takes on one device in all of its forwards and in all of its
+backwards.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ class OneForwardOneBackward:
     name: ClassVar[str] = "1f1b"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise InfeasibleError if stages have different micro-batch sizes."""
         require_equal_micro_batches(self.name, problem, placement)
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """Return the 1F1B schedule of a placement."""
         graph = StageGraph.of(problem, placement)
         return order_kfkb(
             graph, problem.micro_batches, problem.train, task_ticks(problem, placement)
@@ -74,6 +77,9 @@ class OneForwardOneBackwardPlus(Published):
     name: ClassVar[str] = "1f1b_plus"
 
     def order(self, graph: StageGraph, micro_batches: int) -> Schedule:
+        """Return the schedule of a training step. Raises InfeasibleError if the placement does not
+        suit this schedule.
+        """
         own = [stage for (stage,) in self.rank_stages(graph, micro_batches)]
         keyed = [pair for m in range(micro_batches) for pair in _keyed_tasks(graph, own, m)]
         lists: list[list[Task]] = [[] for _ in range(graph.devices)]
@@ -84,7 +90,8 @@ class OneForwardOneBackwardPlus(Published):
 
     def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
         """Return the stages that run 1F1B, one per pipeline rank: the stages whose devices are not
-        a proper superset of another stage's devices.
+        a proper superset of another stage's devices. Raises InfeasibleError if there are several
+        pipelines or two of these stages share a device.
         """
         if graph.pipeline_count > 1:
             raise InfeasibleError(
@@ -111,11 +118,12 @@ class OneForwardOneBackwardPlus(Published):
 def _keyed_tasks(
     graph: StageGraph, own: list[int], m: int
 ) -> Iterator[tuple[tuple[int, int, bool, int], Task]]:
-    """Yield (key, task) for all tasks of micro-batch m; sorting by key gives the order of tasks.
+    """Yield (key, task) for all tasks of micro-batch m. The tasks of all micro-batches, sorted by
+    key, have the order of the schedule.
 
-    The first element of a key is twice the slot on the grid for the stages in `own`. For another
-    stage it is an odd number next to the key of the nearest stage in `own`: the next one, or the
-    last one if there is no next.
+    `own` are the stages that run 1F1B. The first element of a key is twice the slot on the grid for
+    these stages. For another stage it is an odd number next to the key of a stage in `own`: the
+    next stage in `own`, or the last if there is no next.
     """
     forwards = [Task(s, Phase.FORWARD, m) for s in own]
     backwards = [Task(s, Phase.BACKWARD, m) for s in own]
@@ -152,6 +160,9 @@ class KForwardsKBackwards:
     """
 
     def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise ConfigurationError if a k is below 1, or if their number differs from the number of
+        stages.
+        """
         stages = len(placement.stages)
         if len(self.ks(stages)) != stages:
             raise ConfigurationError(
@@ -167,6 +178,7 @@ class KForwardsKBackwards:
             )
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
+        """Return the kFkB schedule of a placement."""
         graph = StageGraph.of(problem, placement)
         ticks = task_ticks(problem, placement)
         return order_kfkb(
@@ -174,7 +186,7 @@ class KForwardsKBackwards:
         )
 
     def ks(self, stages: int) -> tuple[int, ...]:
-        """Return k for each of `stages` stages."""
+        """Return k of each of the `stages` stages. If `k` is a tuple, it is returned unchanged."""
         return (self.k,) * stages if isinstance(self.k, int) else self.k
 
 
@@ -183,13 +195,14 @@ def order_kfkb(
 ) -> Schedule:
     """Return the kFkB schedule: the `stage_order` of each stage, merged into one order per device.
 
-    `micro_batches` counts the largest micro-batches of a step. `ks` contains k for each stage;
-    empty means 1 for all stages, which is 1F1B if all micro-batches are equal.
+    `micro_batches` is the number of micro-batches of the problem; a stage with smaller
+    micro-batches runs several of them per micro-batch of the problem. `ks` has k of each stage;
+    empty means 1 for all stages, which is 1F1B if all micro-batches have one size.
 
-    In that case the orders of stages contain no circular wait. Give F(s, m) the number 2m -
-    depth(s) and B(s, m) the number 2m + depth(s) - 1, where depth(s) is the number of stages on the
-    longest path from s to an end. Each task then has a larger number than the tasks it depends on,
-    because depth decreases along each edge.
+    In the case of 1F1B, the orders of stages contain no circular wait. Proof: let depth(s) be the
+    number of stages on the longest path from stage s to an end of the graph. Give forward F(s, m)
+    the number 2m - depth(s) and backward B(s, m) the number 2m + depth(s) - 1. Each task has a
+    larger number than the tasks on which it depends, because depth decreases along each edge.
     """
     ks = ks or (1,) * len(graph.stage_devices)
     numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(ks)))
@@ -201,7 +214,9 @@ def order_kfkb(
 
 
 def max_in_flight(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
-    """Return, for each stage, the maximum number of its micro-batches in flight."""
+    """Return, for each stage, the maximum number of the stage's micro-batches in flight: their
+    forward has run, their backward has not. `ks` has k of each stage.
+    """
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(ks))]
     samples = [math.lcm(*ratios) // ratio for ratio in ratios]
     in_flight = stages_in_flight(ks, samples, graph.edges)
@@ -211,8 +226,8 @@ def max_in_flight(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
 def stage_order(
     stage: int, in_flight: int, k: int, micro_batches: Sequence[int], train: bool
 ) -> list[Task]:
-    """Return the tasks of a stage: `in_flight` forwards, then alternately k backwards and k
-    forwards, then the remaining backwards. Without `train`, return only forwards.
+    """Return the order of tasks of a stage: `in_flight` forwards, then alternately k backwards and
+    k forwards, then the remaining backwards. Without `train`, return only the forwards.
     """
     forwards = [Task(stage, Phase.FORWARD, m) for m in micro_batches]
     backwards = [Task(stage, Phase.BACKWARD, m) for m in micro_batches]
@@ -232,6 +247,9 @@ class InterleavedOneForwardOneBackward(Published):
     pattern: ClassVar[PlacementPattern] = LOOPS
 
     def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        """Return the stages of each pipeline rank. Raises InfeasibleError if a device has only one
+        stage, or if p does not divide the number of micro-batches.
+        """
         rank_stages = self.pattern.rank_stages(self.name, graph)
         if len(rank_stages[0]) < 2:
             raise InfeasibleError(
@@ -250,9 +268,9 @@ class InterleavedOneForwardOneBackward(Published):
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
         """Return, for each rank, forwards until the first backward can run, then alternately one
-        forward and one backward, then the remaining backwards. Both run a group of p micro-batches
-        on each of the rank's stages before the next group; backwards visit the stages in reverse
-        order.
+        backward and one forward, then the remaining backwards. Forwards run a group of p
+        micro-batches on each of the rank's stages before the next group. So do backwards, which
+        visit the stages in reverse order.
         """
         p = len(rank_stages)
         found = []
@@ -281,6 +299,9 @@ class LoopedBreadthFirst(Published):
     pattern: ClassVar[PlacementPattern] = LOOPS
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return, for each rank, the forwards of all micro-batches stage by stage, then the
+        backwards of all micro-batches stage by stage in reverse order.
+        """
         phases = (Phase.FORWARD, 1), (Phase.BACKWARD, -1)
         return [
             [
@@ -307,6 +328,9 @@ class Chimera(Published):
     pattern: ClassVar[PlacementPattern] = OPPOSITE
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return the order of tasks of each rank by slots on the grid. Even micro-batches run on
+        the first pipeline, odd micro-batches on the second.
+        """
         down = [stages[0] for stages in rank_stages]
         up = [stages[1] for stages in reversed(rank_stages)]
         half = len(rank_stages) // 2
@@ -332,6 +356,9 @@ class Hanayo(Published):
     pattern: ClassVar[PlacementPattern] = WAVES
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return the order of tasks of each rank by slots on the grid, in groups of p
+        micro-batches.
+        """
         return orders_by_slot(
             rank_stages,
             grid_slots(

@@ -1,11 +1,11 @@
 """Zero-bubble schedules (ZB-H1, ZB-H2, ZB-V), V schedules with controllable memory (V-Half, V-Min),
 DualPipe and DualPipeV.
 
-A backward is split into I, the input gradients, which other stages wait for, and W, the weight
+A backward is split into I, the input gradients, for which other stages wait, and W, the weight
 gradients, which fill slots that would otherwise be idle. The papers call I and W "B" and "W".
 
-In formulas, p is the number of devices of a pipeline, and F, B, I and W are the times of these
-phases of one micro-batch on one device, B = I + W.
+In formulas, p is the number of devices of a pipeline. F, B, I and W are the times that one
+micro-batch takes on one device in the tasks of these phases, where B = I + W.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ZeroBubbleH1(Published):
     """
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return, for each rank, the order of 1F1B with I instead of B and W in its gaps. The
+        """Return, for each rank, the order of 1F1B with I instead of B, and with W in its gaps. The
         number of warm-up forwards depends on `warm_up_factor`.
         """
         p = len(rank_stages)
@@ -87,6 +87,9 @@ class ZeroBubbleV(Published):
     pattern: ClassVar[PlacementPattern] = ONE_WAVE
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return the order of tasks of each rank: the forwards and input gradients of
+        `_zb_v_notation`, with weight gradients in the gaps.
+        """
         p = len(rank_stages)
         every = range(micro_batches)
         orders = [
@@ -97,8 +100,9 @@ class ZeroBubbleV(Published):
 
 
 def _zb_v_notation(rank: int, p: int, micro_batches: int) -> Iterator[str]:
-    """Yield the tasks of a pipeline rank without W. Index 0 is its stage on the way from rank 0 to
-    p - 1, index 1 its stage on the way back.
+    """Yield the forwards and input gradients of a pipeline rank in order, as words for
+    `order_from_notation`. Index 0 is the rank's stage on the way from rank 0 to p - 1, index 1 its
+    stage on the way back.
     """
     yield from ("F0",) * (2 * (p - rank) - 1)
     yield from ("F1", "F0") * rank
@@ -118,18 +122,19 @@ class VHalf(Published):
     name: ClassVar[str] = "v_half"
     pattern: ClassVar[PlacementPattern] = ONE_WAVE
     divisor: ClassVar[int] = 2
-    """The memory of activations is 1 / `divisor` of 1F1B's. A forward advances by one device every
-    4 - `divisor` slots from rank 0 to p - 1, and every slot on the way back.
+    """The activations need 1 / `divisor` of the memory of 1F1B. A forward advances by one device
+    every 4 - `divisor` slots on the way from rank 0 to p - 1, and in each slot on the way back.
     """
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the orders of a pattern of slots for one micro-batch that repeats every six slots:
-        F, I and W of two stages per device.
+        """Return the order of tasks of each rank. The F and I of one micro-batch, each on two
+        stages per device, have a fixed pattern of slots, which starts again every six slots for the
+        next micro-batch.
 
-        Section 3 of the paper: the time for which the pattern needs activations determines how many
-        are saved. If `divisor` divides p, a gap before the first I keeps repetitions out of each
-        other's slots. W runs if the device would be idle, and before a forward that would exceed
-        the memory.
+        Section 3 of the paper: the number of saved activations follows from the time for which the
+        pattern needs them. If `divisor` divides p, a gap before the first I keeps repetitions out
+        of each other's slots. A weight gradient W runs if the device would be idle, and before a
+        forward that would exceed the memory.
         """
         p = len(rank_stages)
         down_slots = 4 - self.divisor
@@ -180,6 +185,9 @@ class DualPipe(Published):
     pattern: ClassVar[PlacementPattern] = OPPOSITE
 
     def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        """Return the stages of each pipeline rank. Raises InfeasibleError if the number of
+        micro-batches is odd or below 2p.
+        """
         rank_stages = self.pattern.rank_stages(self.name, graph)
         if micro_batches % 2 or micro_batches < 2 * len(rank_stages):
             raise InfeasibleError(
@@ -191,8 +199,8 @@ class DualPipe(Published):
         return rank_stages
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
-        """Return the orders of all ranks. Ranks at equal distance from the two ends have mirrored
-        orders. Index 0 of the notation is the direction that starts at the nearer end.
+        """Return the order of tasks of each rank. Ranks at equal distance from the two ends of the
+        pipelines have mirrored orders.
         """
         directions = range(0, micro_batches, 2), range(1, micro_batches, 2)
         half = len(rank_stages) // 2
@@ -208,12 +216,12 @@ class DualPipe(Published):
 
 
 def _dualpipe_notation(distance: int, depth: int, micro_batches: int) -> Iterator[str]:
-    """Yield the tasks of a pipeline rank in the eight phases of DeepSeek-AI's figure 5, one per
-    line below.
+    """Yield the tasks of a pipeline rank in order, as words for `order_from_notation`. Each line
+    below is one of the eight phases of DeepSeek-AI's figure 5.
 
-    `distance` is the number of ranks between this rank and the nearer end, `depth` the number of
-    ranks of half the pipeline, and `micro_batches` the number of one direction. Index 0 is the
-    direction that starts at the nearer end.
+    `distance` is the number of ranks between this rank and the nearer end of the pipeline, `depth`
+    the number of stages of half the pipeline, and `micro_batches` the number of micro-batches per
+    direction. Index 0 of a word is the direction that starts at the nearer end.
     """
     to_middle = depth - 1 - distance
     yield from ("F0",) * (2 * to_middle)
@@ -241,6 +249,9 @@ class DualPipeV(Published):
     pattern: ClassVar[PlacementPattern] = ONE_WAVE
 
     def rank_stages(self, graph: StageGraph, micro_batches: int) -> RankStages:
+        """Return the stages of each pipeline rank. Raises InfeasibleError if there are fewer than
+        2p micro-batches.
+        """
         rank_stages = self.pattern.rank_stages(self.name, graph)
         if micro_batches < 2 * len(rank_stages):
             raise InfeasibleError(
@@ -252,6 +263,9 @@ class DualPipeV(Published):
         return rank_stages
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
+        """Return the order of tasks of each rank. Rank r has the order of a rank of DualPipe at
+        distance r from the nearer end.
+        """
         every = range(micro_batches)
         return [
             order_from_notation(

@@ -1,8 +1,9 @@
-"""Properties of block schedules that hold for any search: lower bounds of period and makespan,
-memory limits, earliest starts, and detection of a steady state.
+"""Properties of block schedules that do not depend on the search: lower bounds of period and
+makespan, memory limits, earliest starts, and detection of a steady state.
 
-The period of a steady state is the time between a block's starts in consecutive micro-batches. The
-load of a device is the total time of its blocks in one micro-batch.
+A block is one phase of one stage. The period of a steady state is the time between the starts of a
+block in consecutive micro-batches. The load of a device is the total time of its blocks in one
+micro-batch. Times are integers in ticks.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from autopipe.ir.words import plural
 from autopipe.passes.solvers.cp_sat import Limit
 
 Progress = Callable[[int | None, int, float], None]
-"""Called with the best value so far (None before the first), its lower bound, and the seconds
-used.
+"""Called with the best value so far (None before the first), its lower bound, and the seconds since
+the start of the search.
 """
 
 WORK_PER_SECOND = 0.35
-"""CP-SAT's deterministic time per second of the time limit. One solver worker does more than this
-per second. The work therefore ends before the clock does, and the result depends only on the seed.
+"""Deterministic time of CP-SAT, which counts its work, per second of the time limit. One solver
+worker usually does more work than this per second. The work limit therefore ends a search before
+the clock does, and the result depends only on the seed.
 """
 _SEARCHED_FRACTION = 0.95
-"""Fraction of the time limit that is used for search; the rest is for completing and checking the
-schedule.
+"""Fraction of the time limit that is used for the search. The rest is for completing and checking
+the schedule.
 """
 _REPORT_INTERVAL_S = 0.1
 
@@ -40,61 +42,71 @@ _REPORT_INTERVAL_S = 0.1
 class SearchOptions:
     """Time limit and other options of a search.
 
-    Seconds are converted to the solver's deterministic time (`WORK_PER_SECOND`). If that time ends
-    before the clock does, equal inputs and seeds give equal results on any machine.
+    The time limit is converted to deterministic time of the solver (`WORK_PER_SECOND`). If this
+    ends before the clock does, equal inputs and seeds give equal results on any machine.
     """
 
     time_limit: float = 10.0
-    """Seconds."""
+    """Time limit of the search in seconds."""
     seed: int = 0
     progress: Progress | None = None
-    """Called with better values and bounds, at most ten times per second."""
+    """Called when the search finds better values and bounds, at most ten times per second. None: no
+    reports.
+    """
     patience: float = 1.0
-    """The clock may run for `patience` times `time_limit`, if a busy machine needs longer for the
-    same work.
+    """Factor on the time limit of the clock, so that a busy machine can do the work of an idle one.
+    The limit on the solver's work does not change.
     """
     unrolled: int | None = None
-    """Maximum number of blocks per device that a program writes out before the steady state, if the
-    schedule repeats later than from its start or does not repeat. None: two micro-batches per
-    device before the steady state, or a schedule of 2,000 blocks in total.
+    """Maximum number of blocks per device that a program may list for a list schedule that replaces
+    the result of the search: before the steady state, or in total if the schedule does not repeat.
+    None: two micro-batches per device of the graph before the steady state, or 2,000 blocks of all
+    devices in total.
     """
 
 
 @dataclass(slots=True)
 class Budget:
-    """Remaining budget of a search: seconds of the clock, and deterministic work of the solver."""
+    """Time and solver work that remain for a search."""
 
     options: SearchOptions
     start: float = field(default_factory=time.perf_counter)
-    """Clock at the start of the search."""
+    """Value of `time.perf_counter` at the start of the search, in seconds."""
     work: float = 0.0
-    """Deterministic solver time spent."""
+    """Deterministic time of the solver that is spent."""
     reported: float = float("-inf")
-    """Seconds used at the last progress report."""
+    """Seconds since the start of the search at the last progress report."""
 
     @property
     def used(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the start of the search."""
         return time.perf_counter() - self.start
 
     @property
     def left(self) -> float:
-        """Seconds left for search; negative if none."""
+        """Seconds that are left for the search; negative if the time is over."""
         return _SEARCHED_FRACTION * self.options.time_limit * self.options.patience - self.used
 
     def limit(self, fraction: float) -> Limit:
-        """Return a solver limit: `fraction` of the remaining work, and all remaining seconds."""
+        """Return the limit of a solver run: `fraction` of the remaining work, and all remaining
+        seconds.
+        """
         work = self.options.time_limit * WORK_PER_SECOND - self.work
         return Limit(self.left, work * fraction, self.options.seed)
 
     def report(self, value: int | None, bound: int) -> None:
+        """Report the best value so far (None if there is none) and its lower bound, unless the last
+        report was less than `_REPORT_INTERVAL_S` ago.
+        """
         if self.options.progress and self.used >= self.reported + _REPORT_INTERVAL_S:
             self.reported = self.used
             self.options.progress(value, bound, self.used)
 
 
 def release_times(graph: BlockGraph) -> tuple[int, ...]:
-    """Return the earliest start of each block if one micro-batch has all devices for itself."""
+    """Return the earliest start of each block of a micro-batch if each block starts as soon as its
+    dependencies permit.
+    """
     found = [0] * len(graph.blocks)
     for index in graph.order:
         found[index] = max((found[other] + wait for other, wait in graph.waits[index]), default=0)
@@ -102,7 +114,7 @@ def release_times(graph: BlockGraph) -> tuple[int, ...]:
 
 
 def times_after(graph: BlockGraph) -> tuple[int, ...]:
-    """Return the minimum time from the end of each block to the end of its micro-batch."""
+    """Return, for each block, the minimum time from its end to the end of its micro-batch."""
     from_start = [block.time for block in graph.blocks]
     for index in reversed(graph.order):
         for other, wait in graph.waits[index]:
@@ -111,7 +123,7 @@ def times_after(graph: BlockGraph) -> tuple[int, ...]:
 
 
 def critical_path(graph: BlockGraph) -> int:
-    """Return the length of the critical path of one micro-batch."""
+    """Return the length of the critical path of one micro-batch, in ticks."""
     releases = release_times(graph)
     return max(start + block.time for start, block in zip(releases, graph.blocks, strict=True))
 
@@ -119,15 +131,15 @@ def critical_path(graph: BlockGraph) -> int:
 def makespan_bound(graph: BlockGraph, micro_batches: int) -> int:
     """Return a lower bound of the makespan of `micro_batches` micro-batches.
 
-    It is the maximum of `_load_bound` of all blocks and of
+    Let D be the devices of the block with the most devices. Wide blocks use all of D, and W is
+    their total time per micro-batch. Narrow blocks use some, but not all, devices of D. The bound
+    is the maximum of `_load_bound` of all blocks and of
 
         micro_batches * W + _load_bound(narrow blocks)
 
-    D are the devices of the block with the most devices. Wide blocks use all of D, and W is their
-    time per micro-batch. Narrow blocks use only some devices of D. No narrow block runs while a
-    wide block runs. If the intervals of wide blocks are removed from a schedule, a valid schedule
-    of the narrow blocks remains: narrow blocks that depend on each other through other blocks keep
-    their order.
+    Proof: no narrow block runs while a wide block runs. If the intervals of wide blocks are removed
+    from a schedule, a valid schedule of the narrow blocks remains, because narrow blocks that
+    depend on each other through other blocks keep their order.
     """
     all_blocks_bound = _load_bound(graph, micro_batches)
     widest = set(max(graph.blocks, key=lambda block: len(block.devices)).devices)
@@ -142,7 +154,8 @@ def makespan_bound(graph: BlockGraph, micro_batches: int) -> int:
 
 def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
     """Return the graph of the blocks that use some, but not all, of the devices `widest`; None if
-    there are none. Its blocks have no delays and no memory.
+    there are none. A block of the result waits for the narrow blocks on which it depends through
+    other blocks. The result has no delays, and its blocks use no memory.
     """
     narrow = [
         index
@@ -152,7 +165,9 @@ def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
     if not narrow:
         return None
     renumbered = {index: position for position, index in enumerate(narrow)}
-    before: dict[int, set[int]] = {}  # Nearest narrow predecessors of each block.
+    # For each block, the narrow blocks on which it depends directly or only through wide or
+    # unrelated blocks.
+    before: dict[int, set[int]] = {}
     for index in graph.order:
         waits = (
             {other} if other in renumbered else before[other] for other in graph.blocks[index].after
@@ -171,8 +186,9 @@ def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
 
 
 def _load_bound(graph: BlockGraph, micro_batches: int) -> int:
-    """Return the maximum of the critical path of one micro-batch and, for each device, its load in
-    all micro-batches plus the minimum release time of its blocks plus the minimum time after them.
+    """Return a lower bound of the makespan: the maximum of the critical path of one micro-batch
+    and, for each device, of its load in all micro-batches plus the minimum release time of its
+    blocks plus the minimum time after them.
     """
     release = release_times(graph)
     after = times_after(graph)
@@ -185,8 +201,8 @@ def _load_bound(graph: BlockGraph, micro_batches: int) -> int:
 
 
 def period_bound(graph: BlockGraph) -> int:
-    """Return a lower bound of the period of a steady state: the maximum of 1, the devices' loads
-    and, for devices with a memory limit, the bound of Little's law.
+    """Return a lower bound of the period of a steady state: the maximum of 1, of the loads of the
+    devices, and of the bounds from memory limits (`_memory_period_bound`).
     """
     return max(
         *graph.loads, *(_memory_period_bound(graph, device) for device in range(graph.devices)), 1
@@ -194,8 +210,9 @@ def period_bound(graph: BlockGraph) -> int:
 
 
 def _memory_period_bound(graph: BlockGraph, device: int) -> int:
-    """Return the lower bound of the period that follows from a device's memory limit, or 0 if none
-    does.
+    """Return the lower bound of the period that follows from the memory limit of a device. Return 0
+    if none follows: for example, if the device has no limit, or if its blocks do not free all
+    memory that they allocate.
 
     Little's law: the average memory in use equals the integral of the memory of one micro-batch
     over time, divided by the period. The average is at most the limit, so
@@ -203,7 +220,7 @@ def _memory_period_bound(graph: BlockGraph, device: int) -> int:
         period >= sum over i, j of amount(i, j) * distance(i, j) / limit
 
     distance(i, j) is the length of the longest path from the start of block i, which allocates
-    memory, to the start of block j, which frees it. amount(i, j) is the memory that is assigned
+    memory, to the start of block j, which frees memory. amount(i, j) is the memory that is assigned
     from i to j. Each assignment of all allocated memory to frees is a solution of the dual of
     "minimise the integral under the dependencies", and so gives a valid bound. The assignment is
     greedy: longest distances first.
@@ -232,9 +249,9 @@ def _memory_period_bound(graph: BlockGraph, device: int) -> int:
 
 
 def topological_order(graph: BlockGraph, priority: Callable[[int, int], Any]) -> tuple[int, ...]:
-    """Return the blocks in a topological order. Of the blocks whose predecessors are in the order,
-    the one with the smallest priority(block, position) is next. `position` is the length of the
-    order when the block became available.
+    """Return the blocks in a topological order. The next block is always the one with the smallest
+    priority(block, position) of the blocks whose predecessors are all in the order. `position` is
+    the length of the order at the time when the block became available.
     """
     waiting = [len(set(block.after)) for block in graph.blocks]
     ready = [(priority(index, 0), index) for index, count in enumerate(waiting) if count == 0]
@@ -250,16 +267,16 @@ def topological_order(graph: BlockGraph, priority: Callable[[int, int], Any]) ->
 
 
 def net_memory(graph: BlockGraph, device: int) -> int:
-    """Return the memory that one micro-batch allocates on a device and never frees; negative if it
-    frees more than it allocates.
+    """Return the memory that one micro-batch allocates on a device and never frees. The result is
+    negative if the micro-batch frees more than it allocates.
     """
     return sum(graph.blocks[index].memory for index in graph.members[device])
 
 
 def balanced_changes(graph: BlockGraph, device: int) -> dict[int, int]:
-    """Return the change of the memory in use on a device by each of its blocks, adjusted so that
-    the sum is 0. Memory that is never freed is subtracted from the last allocations. Memory that is
-    freed without an allocation is subtracted from the first frees.
+    """Return, for each block of a device, the change of the memory in use on the device, adjusted
+    so that the sum over all blocks is 0. Memory that is never freed is subtracted from the last
+    allocations. Memory that is freed without an allocation is subtracted from the first frees.
     """
     change = {index: graph.blocks[index].memory for index in graph.members[device]}
     excess = sum(change.values())
@@ -272,8 +289,8 @@ def balanced_changes(graph: BlockGraph, device: int) -> dict[int, int]:
 
 
 def frees_all(graph: BlockGraph) -> bool:
-    """True if a micro-batch frees all memory that it allocates on devices with a memory limit, so
-    that `balanced_changes` are the real changes there.
+    """True if a micro-batch frees exactly the memory that it allocates on each device with a memory
+    limit. `balanced_changes` are the real changes then.
     """
     return not any(
         net_memory(graph, device) for device, limit in enumerate(graph.memory) if limit is not None
@@ -281,8 +298,8 @@ def frees_all(graph: BlockGraph) -> bool:
 
 
 def with_reserved_memory(graph: BlockGraph, micro_batches: int) -> BlockGraph:
-    """Return the graph with memory limits reduced by the memory that `micro_batches` micro-batches
-    never free.
+    """Return the graph with each memory limit reduced by the memory that `micro_batches`
+    micro-batches never free.
     """
     memory = (
         None if limit is None else limit - micro_batches * max(0, net_memory(graph, device))
@@ -292,23 +309,29 @@ def with_reserved_memory(graph: BlockGraph, micro_batches: int) -> BlockGraph:
 
 
 _MAX_STEPS = 1_000_000
-"""Maximum number of blocks that one search for the minimum memory examines before it gives up."""
+"""Maximum number of checks whether a block can start, after which one search for the minimum memory
+gives up.
+"""
 
 
 def require_memory(graph: BlockGraph, micro_batches: int) -> None:
-    """Raise InfeasibleError, with the device and the memory it needs, if no order of blocks keeps
-    the memory limits.
+    """Raise InfeasibleError, with a device and the memory it needs, if no order of blocks keeps the
+    memory limits.
 
     Memory changes when a block starts, so the memory that a device needs depends only on the order
     of starts. If a micro-batch never frees more than it has allocated, further micro-batches only
-    add to the memory in use, so the order of one micro-batch decides. The error names a device that
-    exceeds its limit even if other devices have no limits, if there is one. Otherwise it names a
-    device that exceeds its limit while the others keep theirs. The function returns without an
-    error if a search takes too long, or if one of several micro-batches may free memory that
-    another one allocated.
+    add to the memory in use, so the order of one micro-batch decides.
+
+    If possible, the error names a device that exceeds its limit even if other devices have no
+    limits. Otherwise it names a device that exceeds its limit while the other devices keep theirs.
+    No error is raised if a search takes too long, or if one of several micro-batches may free
+    memory that another micro-batch allocated.
     """
 
     def rejection(device: int, limit: int, needed: float, condition: str) -> InfeasibleError:
+        """Return the error for a device that needs more memory than its limit. `condition`
+        completes the message.
+        """
         message = f"the memory limit is {limit}, but {needed} is needed {condition}"
         return InfeasibleError(
             message,
@@ -344,11 +367,12 @@ def require_memory(graph: BlockGraph, micro_batches: int) -> None:
 
 
 def _frees_only_its_allocations(graph: BlockGraph, device: int) -> bool:
-    """True if all memory that a block frees on the device was allocated by blocks that it depends
-    on, so that a micro-batch never uses less than 0.
+    """True if all memory that a block frees on the device was allocated by blocks on which it
+    depends, so that a micro-batch never changes the memory in use to less than before it.
     """
     remaining = {index: graph.blocks[index].memory for index in graph.members[device]}
-    ancestors: list[int] = [0] * len(graph.blocks)  # Bit sets, each with the block itself.
+    # For each block, a bit set of the blocks on which it depends, and the block itself.
+    ancestors: list[int] = [0] * len(graph.blocks)
     for index in graph.order:
         ancestors[index] = 1 << index
         for other in graph.blocks[index].after:
@@ -362,31 +386,35 @@ def _frees_only_its_allocations(graph: BlockGraph, device: int) -> bool:
 
 
 def minimum_memory(graph: BlockGraph, device: int, limits: Sequence[int | None]) -> float | None:
-    """Return the minimum memory that `device` needs for one micro-batch if the other devices have
-    the memory `limits` (None for no limit).
+    """Return the minimum peak memory of `device` for one micro-batch, in an order in which the
+    other devices keep the memory `limits` (None for no limit).
 
     Return infinity if no order keeps these limits, and None if the search takes too long. The
-    search is best first over sets of started blocks, represented as bits. A set determines the
-    memory in use. A block that allocates no memory starts as soon as it can, because this never
-    increases the peak.
+    search is best first over sets of started blocks, which are represented as bit sets. A set
+    determines the memory in use. A block that allocates no memory starts as soon as it can, because
+    this never increases the peak.
     """
     blocks = graph.blocks
     steps = 0
     before = [sum(1 << other for other in set(block.after)) for block in blocks]
 
     def can_start(index: int, started: int) -> bool:
+        """True if the block has not started and all blocks for which it waits have started."""
         nonlocal steps
         steps += 1
         return not started >> index & 1 and before[index] & started == before[index]
 
     def with_frees(started: int) -> int:
-        """Return the set plus all blocks that can start and do not allocate memory."""
+        """Return the set `started` plus all blocks that can start and do not allocate memory."""
         for index in graph.order:
             if blocks[index].memory <= 0 and can_start(index, started):
                 started |= 1 << index
         return started
 
     def fits(block: Block, used: Sequence[int]) -> bool:
+        """True if the other devices keep their limits when the block starts. `used` is the memory
+        in use on each device.
+        """
         others = [(used[other], limits[other]) for other in block.devices if other != device]
         return all(limit is None or in_use + block.memory <= limit for in_use, limit in others)
 
@@ -417,7 +445,7 @@ def minimum_memory(graph: BlockGraph, device: int, limits: Sequence[int | None])
 
 @dataclass(frozen=True, slots=True)
 class PeriodicStarts:
-    """An endless steady state: block i of micro-batch n starts at starts[i] + period * n, for every
+    """An endless steady state: block i of micro-batch n starts at starts[i] + period * n, for each
     integer n.
     """
 
@@ -426,25 +454,27 @@ class PeriodicStarts:
 
     @property
     def modulo_stages(self) -> tuple[int, ...]:
-        """Return start // period of each block, minus the minimum. In modulo scheduling this is
-        called the stage of a block; it is unrelated to pipeline stages.
+        """For each block, start // period, minus the minimum over the blocks. Modulo scheduling
+        calls this number the stage of a block; it is unrelated to pipeline stages.
         """
         first = min(self.starts) // self.period
         return tuple(start // self.period - first for start in self.starts)
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Return start mod period of each block."""
+        """For each block, start mod period."""
         return tuple(start % self.period for start in self.starts)
 
     def latency(self, graph: BlockGraph) -> int:
-        """Return the time of one micro-batch from its first start to its last end."""
+        """Return the time from the first start to the last end of a micro-batch."""
         ends = [start + block.time for start, block in zip(self.starts, graph.blocks, strict=True)]
         return max(ends) - min(self.starts)
 
 
 def steady_peak(graph: BlockGraph, cyclic: PeriodicStarts, device: int) -> int:
-    """Return the peak memory in use on a device in the endless steady state."""
+    """Return the peak memory in use on a device in the endless steady state, with the memory
+    changes of `balanced_changes`.
+    """
     added = balanced_changes(graph, device)
     phases = cyclic.phases
     modulo_stages = cyclic.modulo_stages
@@ -457,8 +487,8 @@ def steady_peak(graph: BlockGraph, cyclic: PeriodicStarts, device: int) -> int:
 
 
 def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
-    """True if the steady state keeps all dependencies, blocks of any micro-batches never overlap on
-    a device, and the memory limits hold.
+    """True if the steady state keeps all dependencies and memory limits, and if no two blocks of
+    any micro-batches overlap on a device.
     """
     starts = cyclic.starts
     period = cyclic.period
@@ -481,17 +511,19 @@ def is_valid(graph: BlockGraph, cyclic: PeriodicStarts) -> bool:
 
 
 def pairs_sharing_a_device(graph: BlockGraph) -> list[tuple[int, int]]:
-    """Return the pairs of blocks (smaller index first) that have a device in common, sorted."""
+    """Return the pairs of blocks that have a device in common, sorted. The smaller index comes
+    first in each pair.
+    """
     return sorted({pair for members in graph.members for pair in combinations(members, 2)})
 
 
 Starts = tuple[tuple[int, ...], ...]
-"""`starts[n][i]`: start of block i of micro-batch n."""
+"""Start times: `starts[n][i]` is the start of block i of micro-batch n."""
 
 
 def unroll(graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int) -> Starts:
-    """Return the starts of `micro_batches` micro-batches in the order of the steady state on each
-    device, each block as early as this order and its dependencies permit.
+    """Return the starts of `micro_batches` micro-batches. On each device, blocks run in the order
+    of the steady state, and each block starts as early as this order and its dependencies permit.
 
     The memory in use is at most that of the steady state, because it depends only on the order of
     starts.
@@ -506,7 +538,9 @@ def unroll(graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int) -> Sta
 
 
 def compact(graph: BlockGraph, starts: Sequence[Sequence[int]]) -> Starts:
-    """Return the earliest starts that keep the order of starts on each device."""
+    """Return the earliest starts with which the blocks of each device have the order that they have
+    in `starts`.
+    """
     order = sorted(
         (start, micro_batch, index)
         for micro_batch, each in enumerate(starts)
@@ -520,8 +554,8 @@ def compact(graph: BlockGraph, starts: Sequence[Sequence[int]]) -> Starts:
 def earliest_starts(
     graph: BlockGraph, micro_batches: int, order: Iterable[tuple[int, int]]
 ) -> Starts:
-    """Return the earliest starts if blocks are placed one by one in `order`, which contains
-    (micro-batch, block). Each block comes after the blocks that it depends on.
+    """Return the earliest starts if blocks are placed one after another in `order`, which contains
+    pairs (micro-batch, block). In `order`, each block comes after the blocks on which it depends.
     """
     free = [0] * graph.devices
     starts = [[0] * len(graph.blocks) for _ in range(micro_batches)]
@@ -538,12 +572,12 @@ def earliest_starts(
 
 
 def makespan(graph: BlockGraph, starts: Starts) -> int:
-    """Return the end of the last block."""
+    """Return the time at which the last block ends."""
     return BlockSchedule(graph, starts).makespan
 
 
 def fits(graph: BlockGraph, starts: Starts) -> bool:
-    """True if the memory limits hold."""
+    """True if no device exceeds its memory limit."""
     peaks = BlockSchedule(graph, starts).peak_memory
     return all(
         limit is None or peak <= limit for peak, limit in zip(peaks, graph.memory, strict=True)
@@ -551,11 +585,12 @@ def fits(graph: BlockGraph, starts: Starts) -> bool:
 
 
 def with_observed_period(graph: BlockGraph, starts: Starts) -> BlockSchedule:
-    """Return the schedule with the period of its middle third, if the blocks repeat there.
+    """Return the schedule with these starts, and with the period at which blocks repeat in its
+    middle third, if they do.
 
-    They repeat if, for some number g, each block of micro-batch n + g starts a constant time later
-    than in micro-batch n. The period is this time / g. The repetend is only set if g = 1. The
-    search tries small g first and requires an integer period; otherwise the schedule has no period.
+    Blocks repeat if, for some number g, each block of micro-batch n + g starts a constant time
+    later than in micro-batch n. The period is this time / g. Small g are tried first. If no g has
+    an integer period, the schedule has none. The schedule has a repetend only if g = 1.
     """
     busiest = max(graph.loads)
     count = len(starts)
@@ -574,8 +609,8 @@ def with_observed_period(graph: BlockGraph, starts: Starts) -> BlockSchedule:
 
 
 def constant_distance(starts: Starts, group: int, first: int, last: int) -> int | None:
-    """Return the time by which each block of the micro-batches from `first` + `group` to `last` - 1
-    starts later than in the micro-batch `group` before it, or None if this time varies.
+    """Return the time d such that each block of micro-batch n + `group` starts d later than in
+    micro-batch n, where `first` <= n < `last` - `group`. Return None if there is no such time.
     """
     distances = {
         later - start
@@ -586,9 +621,9 @@ def constant_distance(starts: Starts, group: int, first: int, last: int) -> int 
 
 
 def repetend_from(cyclic: PeriodicStarts) -> BlockRepetend:
-    """Return one repetition of a steady state, with starts counted from the first block of a
-    micro-batch. A block that starts k periods after the first block of its micro-batch belongs, in
-    one repetition, to the micro-batch k before that of the first block.
+    """Return one repetition of a steady state. Starts in it are counted from the first block of a
+    micro-batch. A block that starts k periods after the first block of its micro-batch belongs to
+    the micro-batch k before the micro-batch of the first block.
     """
     first = min(cyclic.starts)
     split_starts = [divmod(start - first, cyclic.period) for start in cyclic.starts]

@@ -1,14 +1,14 @@
-"""Steady state of a block schedule (Tessel's repetend) as a modulo schedule.
+"""Search for the steady state of a block schedule (Tessel's repetend) as a modulo schedule.
 
-Block i of micro-batch n starts at phase(i) + period * (k(i) + n), with 0 <= phase(i) < period. The
+Block i of micro-batch n starts at phase(i) + period * (k(i) + n), where 0 <= phase(i) < period. The
 integer k(i) is the modulo stage of block i. This is modulo scheduling, as for loops in Lam,
 "Software pipelining" (PLDI 1988), with the memory limit of Lin et al., "Tessel" (HPCA 2024),
 section III. The micro-batch index that Tessel gives block i in the repetend is max k - k(i).
 
 Tessel enumerates assignments of these indices (Algorithm 1) and solves one problem for each. Here
 the k(i) are variables, so one CP-SAT model contains all assignments. `construct` finds a steady
-state without a solver. It is the result if the solver finds nothing, and otherwise the solver's
-hint.
+state without a solver. If the solver finds no steady state, that one is the result; otherwise it is
+the solver's hint.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """Result of a solver run."""
+    """Result of a solver run that searches a steady state."""
 
     status: Status
     cyclic: PeriodicStarts | None
-    """The steady state; None if none was found."""
+    """The steady state that the run found, or None."""
     bound: int | None
-    """Proven lower bound of the objective; None if there is no objective or no bound."""
+    """Lower bound of the objective that the run proved; None if there is no objective or no bound.
+    """
     work: float
-    """Deterministic solver time spent."""
+    """Deterministic time of the solver that the run spent."""
 
 
 @dataclass(frozen=True, slots=True)
 class CyclicModel:
-    """CP-SAT model of steady states, with a phase and a modulo stage per block."""
+    """CP-SAT model of steady states. It has two variables per block: its phase and its modulo
+    stage.
+    """
 
     graph: BlockGraph
     model: CpModel
@@ -60,16 +63,20 @@ class CyclicModel:
     phases: list[IntVar]
     modulo_stages: list[IntVar]
     before: dict[tuple[int, int], IntVar]
-    """Per pair of blocks that share a device, true if the first has the smaller phase."""
+    """For each pair of blocks that share a device, a variable that is true if the first block has
+    the smaller phase.
+    """
 
     def start(self, index: int, period: int) -> LinearExprT:
-        """Return the start of a block in micro-batch 0."""
+        """Return the start of the block `index` in micro-batch 0, as an expression of the model."""
         return self.phases[index] + period * self.modulo_stages[index]
 
     def order_pairs(self) -> None:
-        """Require that two blocks that share a device run one after the other within the period.
+        """Require that, of two blocks that share a device, the second in the period starts after
+        the first ends.
 
-        The second ends before the first starts again one period later, so they never overlap.
+        The second must also end before the first starts again one period later, so the two never
+        overlap.
         """
         blocks = self.graph.blocks
         for (left, right), before in self.before.items():
@@ -81,12 +88,12 @@ class CyclicModel:
                 self.model.add(second_end <= next_start).only_enforce_if(holds)
 
     def memory_in_use(self, device: int) -> list[tuple[LinearExprT, int]]:
-        """Return (expression, step) for each block that allocates memory on the device: the memory
-        in use right after the block starts is expression * step.
+        """Return (expression, step) for each block that allocates memory on the device. The memory
+        in use directly after the block starts is expression * step.
 
-        Right after block i of micro-batch n starts, block j has started for the micro-batches up to
-        n + k(i) - k(j), and for the last of them only if j = i or phase(j) < phase(i). Let c(j) be
-        the change of memory by block j; the c(j) add up to 0. The memory in use is then
+        Directly after block i of micro-batch n starts, block j has started for the micro-batches up
+        to n + k(i) - k(j), and for the last of these only if j = i or phase(j) < phase(i). Let c(j)
+        be the change of memory by block j; the c(j) add up to 0. The memory in use is then
 
             sum over j of c(j) * (b(j, i) - k(j))
 
@@ -101,6 +108,9 @@ class CyclicModel:
         in_flight = [-memory[index] * self.modulo_stages[index] for index in memory]
 
         def is_before(first: int, second: int) -> LinearExprT:
+            """Return an expression that is 1 if block `first` has a smaller phase than block
+            `second`, otherwise 0.
+            """
             return self.before[first, second] if first < second else 1 - self.before[second, first]
 
         expressions: list[tuple[LinearExprT, int]] = []
@@ -113,15 +123,15 @@ class CyclicModel:
         return expressions
 
     def limit_memory(self) -> None:
-        """Add the memory limits of all devices."""
+        """Add the memory limits of all devices to the model."""
         for device, limit in enumerate(self.graph.memory):
             if limit is not None:
                 for used, step in self.memory_in_use(device):
                     self.model.add(used <= limit // step)
 
     def fix_first_blocks(self) -> None:
-        """Set the modulo stage of the first block of each connected component to 0, if the
-        component has only one block without predecessors. This removes equivalent solutions,
+        """Set the modulo stage of the first block of each connected component to 0, if only one
+        block of the component has no predecessors. This removes equivalent solutions, which exist
         because micro-batches are equal.
         """
         blocks = self.graph.blocks
@@ -141,8 +151,8 @@ class CyclicModel:
                 self.model.add(self.modulo_stages[sources[0]] == 0)
 
     def hint(self, known: PeriodicStarts) -> None:
-        """Add a known steady state as the solver's hint, shifted so that the `widest_block` has
-        phase 0.
+        """Give the solver a known steady state as hint, shifted in time so that the `widest_block`
+        has phase 0.
         """
         start = known.starts[widest_block(self.graph)]
         shifted = PeriodicStarts(known.period, tuple(other - start for other in known.starts))
@@ -153,8 +163,9 @@ class CyclicModel:
             self.model.add_hint(self.phases[index], phase)
 
     def latency(self, known: PeriodicStarts) -> IntVar:
-        """Return a variable that is at least the time of one micro-batch from its first start to
-        its last end, and at most that of `known` (or the critical path, if longer).
+        """Return a variable for the latency of a micro-batch. It is at least the time from the
+        first start to the last end of a micro-batch, and at most the latency of `known`, or the
+        critical path if that is longer. The period of the model must be that of `known`.
         """
         period = known.period
         low = critical_path(self.graph)
@@ -168,8 +179,8 @@ class CyclicModel:
     def solve(
         self, limit: Limit, on_solution: OnSolution | None = None, relax: bool = False
     ) -> SteadyState:
-        """Solve the model. Raise AutopipeError if the solver's steady state violates a
-        constraint.
+        """Solve the model and return the result. `relax` is passed on to the solver. Raises
+        AutopipeError if the solver's steady state violates a constraint.
         """
         result = solve(
             self.model, [self.period, *self.phases, *self.modulo_stages], limit, on_solution, relax
@@ -189,8 +200,9 @@ class CyclicModel:
 
 
 def widest_block(graph: BlockGraph) -> int:
-    """Return the block whose phase is fixed to 0: the block on most devices, and of these the
-    longest. Its position excludes most positions of other blocks.
+    """Return the index of the block whose phase is fixed to 0: of the blocks on the most devices,
+    the longest. This block usually excludes more positions of other blocks than another block
+    would.
     """
     blocks = graph.blocks
     return max(
@@ -199,21 +211,22 @@ def widest_block(graph: BlockGraph) -> int:
 
 
 def _sufficient_gap(wait: int, period: int) -> int:
-    """Return the difference of two blocks' modulo stages that suffices for the wait between their
-    starts, whatever their phases are.
+    """Return a difference of the modulo stages of two blocks with which their starts are at least
+    `wait` apart, for any phases of the two blocks.
     """
     return math.ceil((wait + period - 1) / period)
 
 
 def build_model(graph: BlockGraph, low: int, high: int) -> CyclicModel:
-    """Return a model of all steady states with periods from `low` to `high`."""
+    """Return the model of all steady states with periods from `low` to `high`."""
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     blocks = range(len(graph.blocks))
     first = widest_block(graph)
-    # Upper bound of the modulo stages. If no block can be moved closer to the others, tight
-    # dependencies form a spanning tree of n - 1 edges, so the n - 1 largest gaps suffice.
+    # Upper bound of the modulo stages. If no block can be moved closer to the others, the
+    # dependencies that hold with equality form a spanning tree of n - 1 edges. Hence the sum of the
+    # n - 1 largest gaps suffices.
     gaps = sorted(
         (_sufficient_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True
     )
@@ -235,8 +248,8 @@ def build_model(graph: BlockGraph, low: int, high: int) -> CyclicModel:
             if low == high:
                 model.add(cyclic_model.start(index, low) >= cyclic_model.start(other, low) + wait)
                 continue
-            # period * modulo stage is a product of variables. Enumerate the differences of the
-            # modulo stages instead.
+            # The start contains the product period * modulo stage, which is not linear. Therefore
+            # the possible differences of modulo stages are enumerated.
             enough = _sufficient_gap(wait, low)
             between = cyclic_model.modulo_stages[index] - cyclic_model.modulo_stages[other]
             chosen = [model.new_bool_var("") for _ in range(enough + 1)]
@@ -253,7 +266,7 @@ def build_model(graph: BlockGraph, low: int, high: int) -> CyclicModel:
 
 
 def find_with_period(graph: BlockGraph, period: int, limit: Limit) -> SteadyState:
-    """Search for a steady state with this period."""
+    """Search for a steady state with the given period."""
     cyclic_model = build_model(graph, period, period)
     cyclic_model.fix_first_blocks()
     return cyclic_model.solve(limit)
@@ -266,9 +279,9 @@ def minimize_period(
     limit: Limit,
     on_solution: OnSolution | None = None,
 ) -> SteadyState:
-    """Search for the steady state with the shortest period from `low` to below that of `known`,
-    which is the solver's hint. Status INFEASIBLE means that no period is shorter than the known
-    one.
+    """Search for the steady state with the shortest period from `low` to one tick below the period
+    of `known`, which is the solver's hint. The status INFEASIBLE means that no period in this range
+    is possible.
     """
     cyclic_model = build_model(graph, low, known.period - 1)
     cyclic_model.fix_first_blocks()
@@ -278,8 +291,8 @@ def minimize_period(
 
 
 def minimize_latency(graph: BlockGraph, known: PeriodicStarts, limit: Limit) -> SteadyState:
-    """Search for the steady state with the period of `known` and the shortest latency of a
-    micro-batch.
+    """Search for the steady state with the period of `known` and the shortest latency, the time
+    from the first start to the last end of a micro-batch.
     """
     cyclic_model = build_model(graph, known.period, known.period)
     cyclic_model.model.minimize(cyclic_model.latency(known))
@@ -292,8 +305,8 @@ def minimize_memory(
 ) -> SteadyState:
     """Search for the steady state with the period of `known` and the minimum memory.
 
-    The first objective is the highest peak of all devices, the second the sum of the peaks. A
-    micro-batch takes at most `latency`, if given.
+    The first objective is the highest peak of all devices, the second the sum of the peaks. The
+    latency of a micro-batch is at most `latency`, if given.
     """
     cyclic_model = build_model(graph, known.period, known.period)
     model = cyclic_model.model
@@ -313,15 +326,15 @@ def minimize_memory(
 
 
 _ROUNDED_PERIOD = 96
-"""Number of time steps into which the lower bound of the period is divided for rounding. Fewer
-steps make smaller models, more steps make smaller errors.
+"""Number of time steps into which the lower bound of the period is divided to round times. Fewer
+steps make smaller models; more steps make smaller rounding errors.
 """
 
 
 def round_times(graph: BlockGraph, bound: int) -> BlockGraph | None:
-    """Return the graph with times in steps of `bound` / `_ROUNDED_PERIOD`, rounded up; None if a
-    step would be shorter than 4 ticks. A good order of blocks for rounded times is good for exact
-    times, and is found sooner.
+    """Return the graph with times rounded up to steps of `bound` / `_ROUNDED_PERIOD`; None if a
+    step would be shorter than 4 ticks. A good order of blocks for rounded times is usually good for
+    exact times, and is found sooner.
     """
     step = -(-bound // _ROUNDED_PERIOD)
     if step < 4:
@@ -338,28 +351,29 @@ def round_times(graph: BlockGraph, bound: int) -> BlockGraph | None:
 
 
 _PlacingOptions = tuple[tuple[int, ...], bool, bool]
-"""(order of the blocks, reserve, adjacent). If `reserve`, the blocks on most devices get
-consecutive phases before all others. If `adjacent`, a block is placed next to a neighbour, so that
-gaps stay in one piece.
+"""(order of the blocks, reserve, adjacent). If `reserve` is True, the blocks on the most devices
+get consecutive phases before all others. If `adjacent` is True, a block is placed directly next to
+another block of its devices, so that gaps are not divided.
 """
 
 
 class _Placing:
-    """Greedy placement of one micro-batch's blocks into a period, one block after the other,
-    without backtracking: a simple form of Rau, "Iterative modulo scheduling" (MICRO 1994), for many
-    orders of the blocks.
+    """Greedy placement of the blocks of one micro-batch into a period, one block after another and
+    without backtracking. It is a simple form of Rau, "Iterative modulo scheduling" (MICRO 1994),
+    used for many orders of the blocks.
     """
 
     def __init__(self, graph: BlockGraph, budget: Budget) -> None:
         self.graph = graph
         self.budget = budget
         device_sets = [set(block.devices) for block in graph.blocks]
-        # Blocks that share a device with each block.
+        # For each block, the other blocks that share a device with it.
         self.neighbours = [
             [other for other, theirs in enumerate(device_sets) if other != index and theirs & own]
             for index, own in enumerate(device_sets)
         ]
-        # Per block, (following block, minimum time between the starts).
+        # For each block, pairs (block that waits for it, minimum time between the starts of the
+        # two).
         self.followers: list[list[tuple[int, int]]] = [[] for _ in device_sets]
         for index, waits in enumerate(graph.waits):
             for other, wait in waits:
@@ -367,8 +381,7 @@ class _Placing:
         largest = max(map(len, device_sets))
         end = 0
         self.reserved: dict[int, int] = {}
-        """Phase of each block on the maximum number of devices; empty if all blocks are on one
-        device.
+        """Phase of each block on the most devices, by block; empty if each block is on one device.
         """
         for index in graph.order:
             if 1 < largest == len(device_sets[index]):
@@ -378,9 +391,13 @@ class _Placing:
     def place(
         self, period: int, order: Sequence[int], reserve: bool, adjacent: bool
     ) -> PeriodicStarts | None:
-        """Return a steady state that places each block as close as possible after the blocks it
-        depends on or, if none of these is placed, before the blocks that depend on it. Return None
-        if a block does not fit. Memory is not checked.
+        """Return a steady state with the given period, or None if a block does not fit. Blocks are
+        placed in the order `order`; `reserve` and `adjacent` are as in `_PlacingOptions`. Memory is
+        not checked.
+
+        Each block is placed as close as possible after the placed blocks on which it depends. If
+        none of these is placed, the block is placed as close as possible before the placed blocks
+        that depend on it.
         """
         blocks = self.graph.blocks
         starts = dict[int, int]()
@@ -407,7 +424,9 @@ class _Placing:
             ]
             if index in phases:
                 candidates = {phases[index]}
-            else:  # At the target, or just before or after a neighbour.
+            # Candidates: the target, and the times directly before or after a block of the same
+            # devices.
+            else:
                 candidates = {
                     candidate
                     for phase, length in occupied
@@ -435,25 +454,25 @@ class _Placing:
 
 
 _Wait = tuple[int, int, int, int]
-"""(before, after, time, periods): `after` starts at or after start of `before` + time - periods *
-period.
+"""A constraint (before, after, time, periods): start of `after` >= start of `before` + time -
+periods * period.
 """
 
 
 def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStarts:
-    """Return the steady state with the order of `order` and the shortest period of at least `low`
-    that this order permits.
+    """Return the steady state with the order of blocks of `order` and the shortest period of at
+    least `low` that this order permits.
 
-    The order of blocks on each device and their modulo stages fix all waits
+    The order of blocks on each device and their modulo stages determine all waits
 
         start(after) >= start(before) + time - periods * period
 
-    Starts exist exactly if no cycle of waits has sum of time > period * sum of periods. The period
-    is therefore raised to ceil(sum of time / sum of periods) of a violated cycle until there is
-    none: the recurrence bound of modulo scheduling. Each block then starts as early as possible,
-    which minimises the latency for this order and period. The memory in use is that of `order`,
-    because it depends only on the order. The times of `order` may be those of another graph with
-    equal blocks, such as `round_times`.
+    Starts that keep all waits exist exactly if no cycle of waits has sum of time > period * sum of
+    periods. The period is therefore raised to ceil(sum of time / sum of periods) of a violated
+    cycle until there is no violated cycle: the recurrence bound of modulo scheduling. Each block
+    then starts as early as possible, which minimises the latency for this order and period. The
+    memory in use is that of `order`, because it depends only on the order. The times of `order` may
+    be those of another graph with equal blocks, such as the result of `round_times`.
     """
     waits: list[_Wait] = []
     for index, before in enumerate(graph.waits):
@@ -477,8 +496,9 @@ def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStart
 def _earliest_starts(
     count: int, waits: Sequence[_Wait], period: int
 ) -> tuple[tuple[int, ...], list[_Wait] | None]:
-    """Return (starts, None), the minimum starts of 0 or more that keep all waits, or ((), cycle)
-    with a violated cycle of waits (Bellman-Ford).
+    """Return (starts, None) or ((), cycle). `starts` are the minimum starts, at least 0, of `count`
+    blocks that keep all waits. If no starts keep them, `cycle` is a violated cycle of waits. The
+    algorithm is Bellman-Ford.
     """
     starts = [0] * count
     last: list[_Wait | None] = [None] * count
@@ -499,7 +519,9 @@ def _earliest_starts(
 
 
 def _find_cycle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
-    """Return a cycle among the waits that last delayed each block, or None."""
+    """Return a cycle of waits, or None if there is none. `last` has, for each block, the wait that
+    last delayed it.
+    """
     seen = [-1] * len(last)
     for begin in range(len(last)):
         block = begin
@@ -515,20 +537,22 @@ def _find_cycle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
 
 
 _PERIOD_FACTOR = 1.04
-"""Factor between consecutive periods that are tried."""
+"""Ratio of each period that `construct` tries to the previous one."""
 _MAX_ORDERS = 32
 """Maximum number of random orders of each kind that are tried for one period."""
 _HALVINGS = 4
-"""Number of bisection steps between the lower bound and the best period, with random orders."""
+"""Number of bisection steps between the longest period that failed and the best period, with random
+orders.
+"""
 
 
 def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:
-    """Return a steady state with a period of `low` or more, found without a solver.
+    """Return a steady state with a period of at least `low`, found without a solver.
 
-    `serial` is an order of one micro-batch's blocks, run one at a time, that keeps the memory
-    limits. The steady state of that order is the first result. Two fixed orders are then placed
-    greedily into periods from `low` on, growing by `_PERIOD_FACTOR`. Finally, random orders are
-    placed, with bisection of the period between the largest known failure and the best result.
+    `serial` is an order of the blocks of one micro-batch that keeps the memory limits if blocks run
+    one at a time. The steady state of this order is the first result. Two fixed orders are then
+    placed greedily into periods from `low` on, each longer by `_PERIOD_FACTOR`. Finally, random
+    orders are placed, with bisection between the longest period that failed and the best period.
     """
     best = one_at_a_time(graph, serial)
     placing = _Placing(graph, budget)
@@ -558,8 +582,8 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
 
 
 def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
-    """Return the steady state that runs one block at a time on all devices together, and one
-    micro-batch after the other.
+    """Return the steady state in which only one block at a time runs on all devices together, in
+    the order `serial`, and one micro-batch after another.
     """
     starts = [0] * len(graph.blocks)
     now = 0
@@ -572,8 +596,8 @@ def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
 def _best_placing(
     placing: _Placing, period: int, options: Sequence[_PlacingOptions]
 ) -> PeriodicStarts | None:
-    """Return the steady state of this period with the shortest latency of all `options`, tightened,
-    or None if none fits.
+    """Return the steady state with the shortest latency of all `options`, placed into `period` and
+    then tightened. None if no option gives a valid steady state.
     """
     best: PeriodicStarts | None = None
     graph = placing.graph
@@ -589,6 +613,7 @@ def _best_placing(
 
 
 def _option_combinations(orders: Sequence[tuple[int, ...]]) -> list[_PlacingOptions]:
+    """Return each distinct order with all combinations of `reserve` and `adjacent`."""
     return list(product(dict.fromkeys(orders), (False, True), (False, True)))
 
 
@@ -599,8 +624,8 @@ def _random_topological_order(graph: BlockGraph, generator: random.Random) -> tu
 
 
 def _random_connected_order(graph: BlockGraph, generator: random.Random) -> tuple[int, ...]:
-    """Return a random order in which each block, if possible, depends on an earlier block or an
-    earlier block depends on it. Such blocks are placed close together, so that little memory is in
+    """Return a random order in which each block, if possible, depends on an earlier block, or an
+    earlier block depends on it. These blocks are placed close together, so that little memory is in
     use between them, as in Llosa et al., "Swing modulo scheduling" (PACT 1996).
     """
     adjacent = [

@@ -1,4 +1,6 @@
-"""Scheduler `tessel`: the best order found for a placement, at least as good as 1F1B and GPipe."""
+"""Scheduler `tessel`: the best order found for a placement, at least as good as 1F1B and GPipe in
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,23 @@ from autopipe.passes.schedule.tessel.stage_blocks import (
 )
 
 _TICKS = 10_000
-"""Number of ticks of the busiest device's work on one micro-batch. Each time is overstated by less
-than one tick.
+"""Number of ticks in the work of the busiest device on one micro-batch. Times are rounded up to
+ticks, so each time is overstated by less than one tick.
 """
 
 _MIN_SPLIT_SAVING = 0.05
-"""Fraction of the step that split backwards must save. Programs with split backwards are longer,
-and the two halves of a backward take longer than an unsplit one (10% longer for tiny operators),
-which the cost model does not include.
+"""Minimum fraction of the step that split backwards must save to be used. Programs with split
+backwards are longer, and the two halves of a backward take longer than an unsplit backward (10%
+longer for tiny operators), which the cost model does not include.
 """
 
 _MAX_UNROLLED_TASKS = 60
-"""Maximum number of tasks of a device before its order repeats. Each is a line of the program.
+"""Maximum number of tasks of a device before its order repeats. Each of them is a line of the
+program.
 """
 _PATIENCE = 8.0
-"""Multiple of its time limit that a search may take on a busy machine, so that equal requests make
-equal plans there too.
+"""Multiple of its time limit for which a search may run on a busy machine. There it then finds the
+result that it finds on an idle machine, so that equal requests make equal plans.
 """
 
 
@@ -78,6 +81,7 @@ class Tessel:
     name: ClassVar[str] = "tessel"
 
     def requires(self, problem: Problem, placement: Placement) -> None:
+        """Raise ConfigurationError unless the time limit is above 0."""
         if not self.time_limit > 0:
             raise ConfigurationError(
                 f"schedule.time_limit is {self.time_limit:g}, expected a number above 0",
@@ -85,18 +89,24 @@ class Tessel:
             )
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """Return the schedule for any DAG of stages. If no schedule fits in memory, return the one
-        with the smallest excess.
+        """Return the best schedule found for a placement whose stages form any DAG. If no schedule
+        fits in memory, return the schedule that exceeds the memory limits least. Raises
+        InfeasibleError if there is no schedule.
         """
         return self._run(problem, placement, lambda each: predict(each, placement))
 
     def run_with(self, problem: Problem, placement: Placement, prediction: Prediction) -> Schedule:
-        """Return the schedule for the times in `prediction`."""
+        """Return the best schedule found for the times in `prediction`, which are used for any
+        number of micro-batches.
+        """
         return self._run(problem, placement, lambda _: prediction)
 
     def _run(
         self, problem: Problem, placement: Placement, prediction_of: Callable[[Problem], Prediction]
     ) -> Schedule:
+        """Return the best schedule found. `prediction_of` returns the prediction for the problem,
+        possibly with fewer micro-batches.
+        """
         stages = StageGraph.of(problem, placement)
         prediction = prediction_of(problem)
         bound = lower_bound(problem, placement, prediction)
@@ -109,7 +119,8 @@ class Tessel:
                 "every order of the stages' tasks exceeds the memory limit of a device",
                 hint="use more devices, smaller micro-batches or a larger memory limit",
             )
-        # Without a steady state, the proof covers the step, including gradient sums and update.
+        # Without a steady state, the proof covers the whole step, including gradient all-reduce and
+        # update.
         proof = best.schedule.proof or Proof(best.name, 0.0, optimal=False)
         if best.schedule.period is None:
             step_bound = max(proof.lower_bound + least_end(stages, prediction), bound)
@@ -121,24 +132,29 @@ class Tessel:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
+    """A schedule with its simulated step (seconds), the highest peak memory of a device (bytes),
+    and the scheduler's name.
+    """
+
     name: str
     schedule: Schedule
     step: float
     peak: int
     excess: int
-    """Bytes that all devices together need beyond their limits."""
+    """Sum over all devices of the bytes that they need beyond their memory limits."""
     messages_wait: bool
-    """True if the simulated step is longer than the searched one, because messages wait for each
-    other on their links.
+    """True if the tasks end later in the simulation than in the search, because messages wait for
+    each other on their links, which the search ignores.
     """
 
 
 def _better(new: _Candidate, old: _Candidate | None, min_saving: float) -> _Candidate:
-    """Return the better candidate: less memory excess, then a step shorter by at least the fraction
-    `min_saving`.
+    """Return the better of two candidates. The candidate with the smaller memory excess is better.
+    With equal excess, `new` is better only if its step is shorter than that of `old` by at least
+    the fraction `min_saving`.
 
-    If the new step is short enough and not shorter at all (equal steps), the one with the lower
-    peak memory is better; ties go to `new`.
+    If `min_saving` permits equal steps and the steps are equal, the candidate with the lower peak
+    memory is better; ties go to `new`.
     """
     if old is None or new.excess < old.excess:
         return new
@@ -148,14 +164,15 @@ def _better(new: _Candidate, old: _Candidate | None, min_saving: float) -> _Cand
 
 
 def _reaches_bound(candidate: _Candidate, bound: float) -> bool:
-    """True if the candidate fits in memory and its step reaches the lower bound."""
+    """True if the candidate fits in memory and its step equals the lower bound `bound`, in seconds."""
     return not candidate.excess and candidate.step <= bound * (1 + SAME)
 
 
 def repeated_schedule(schedule: Schedule, times: int, stages: StageGraph) -> Schedule:
-    """Return the schedule of `times` as many micro-batches that runs `schedule` repeatedly."""
+    """Return the schedule that runs `schedule` `times` times, each time on further micro-batches."""
 
     def shifted(task: Task, number: int) -> Task:
+        """Return the task in repetition `number`."""
         own = schedule.micro_batches * stages.micro_batch_ratio_at(task.stage)
         return replace(task, micro_batch=task.micro_batch + number * own)
 
@@ -168,7 +185,7 @@ def repeated_schedule(schedule: Schedule, times: int, stages: StageGraph) -> Sch
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """The search for one problem and placement."""
+    """Search for the schedule of one problem and placement."""
 
     scheduler: Tessel
     problem: Problem
@@ -176,16 +193,20 @@ class _Search:
     stages: StageGraph
     prediction: Prediction
     prediction_of: Callable[[Problem], Prediction]
-    """Returns the prediction for another number of micro-batches."""
+    """Returns the prediction for a problem that differs from `problem` in the number of
+    micro-batches.
+    """
     deadline: float
-    """Time of the monotonic clock after which no further numbers of micro-batches are searched."""
+    """Value of `time.monotonic` from which no further numbers of micro-batches are searched."""
 
     def best(self, bound: float) -> _Candidate | None:
         """Return the best candidate, or None if there is none. `bound` is a lower bound of the step
         in seconds; the search ends when a candidate reaches it.
 
-        Split backwards must save `_MIN_SPLIT_SAVING` of the step, unless the split schedule of
-        fewer micro-batches, repeated, is shorter.
+        The schedule with split backwards is chosen if it saves `_MIN_SPLIT_SAVING` of the step. If
+        it saves less, but splitting saves enough for fewer micro-batches (`_repeated`), the better
+        of the split schedule and the repeated schedule is chosen. Otherwise the schedule with
+        unsplit backwards is chosen.
         """
         best = self._best_of(self._unsplit(), bound)
         if not self.problem.train or (best is not None and _reaches_bound(best, bound)):
@@ -200,13 +221,14 @@ class _Search:
         return chosen if repeated is None else _better(split, repeated, 0.0)
 
     def _repeated(self, longest_s: float) -> _Candidate | None:
-        """Return the schedule with split backwards of fewer micro-batches, repeated for all
-        micro-batches, or None.
+        """Return a schedule with split backwards of fewer micro-batches, repeated until all
+        micro-batches have run, or None if none qualifies.
 
-        Warm-up and cool-down are a larger fraction of the step for fewer micro-batches, so
-        splitting may save enough only there. The largest number of micro-batches is used whose
-        repeated split schedule takes less than `longest_s` seconds and saves `_MIN_SPLIT_SAVING`
-        over the unsplit one (or itself repeats such a schedule of even fewer micro-batches).
+        Warm-up and cool-down are a larger fraction of the step if there are fewer micro-batches, so
+        splitting may save enough only there. The result has the largest number of micro-batches per
+        repetition with these two properties: the repeated split schedule takes less than
+        `longest_s` seconds, and splitting saves `_MIN_SPLIT_SAVING` of the step for this number, or
+        for a smaller number by the same rule.
         """
         count = self.problem.micro_batches
         for count_per_run in reversed(divisors(count)[:-1]):
@@ -235,8 +257,8 @@ class _Search:
         return None
 
     def _best_of(self, candidates: Iterable[_Candidate], bound: float) -> _Candidate | None:
-        """Return the best candidate, or None if there is none. Stop at the first that reaches
-        `bound`.
+        """Return the best of the candidates, or None if there are none. Stops at the first
+        candidate that reaches `bound`.
         """
         best: _Candidate | None = None
         for candidate in candidates:
@@ -246,8 +268,9 @@ class _Search:
         return best
 
     def _unsplit(self) -> Iterator[_Candidate]:
-        """Yield schedules with unsplit backwards, published ones first. For equal micro-batches,
-        kFkB equals 1F1B.
+        """Yield candidates with unsplit backwards: published schedules first, then searched
+        schedules. The published schedules are 1F1B and GPipe, or kFkB if micro-batch sizes differ;
+        with equal sizes, kFkB equals 1F1B.
         """
         published: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
         for scheduler in (KForwardsKBackwards(),) if self.stages.ratios else published:
@@ -256,11 +279,13 @@ class _Search:
         yield from self._all_searched(split=False)
 
     def _split(self) -> Iterator[_Candidate]:
+        """Yield searched candidates with split backwards."""
         return self._all_searched(split=True)
 
     def _all_searched(self, split: bool) -> Iterator[_Candidate]:
-        """Yield the searched schedule and, if its messages wait for each other, a second one whose
-        search includes links.
+        """Yield the candidate of a search without links. If its messages wait for each other, also
+        yield the candidate of a second search, in which messages are blocks on links. `split` is
+        True for split backwards.
         """
         for links in (False, True):
             found = self._searched(split, links)
@@ -270,8 +295,10 @@ class _Search:
                 break
 
     def _searched(self, split: bool, links: bool) -> _Candidate | None:
-        """Return the searched schedule; None if the search finds no order of the blocks of one
-        micro-batch that respects the memory limits."""
+        """Return the candidate of one search; None if the search finds no order of the blocks of
+        one micro-batch that keeps the memory limits. `split` is True for split backwards, `links`
+        if messages are blocks on links.
+        """
         problem = self.problem
         stages = self.stages
         prediction = self.prediction
@@ -316,8 +343,9 @@ class _Search:
         return self._simulated(self.scheduler.name, schedule, found.makespan * tick)
 
     def _simulated(self, name: str, schedule: Schedule, tasks_s: float = math.inf) -> _Candidate:
-        """Return the schedule with its simulated step. If the tasks do not end within `tasks_s`,
-        the searched period and proof are removed.
+        """Return the candidate of a schedule, with its simulated step. If the tasks end later than
+        `tasks_s` seconds, their end in the search, the period and proof from the search are
+        removed.
         """
         step = simulate(schedule, self.stages.stage_devices, self.prediction)
         messages_wait = max(span.end for span in step.spans) > tasks_s * (1 + SAME)
@@ -334,16 +362,18 @@ class _Search:
 def _proof(
     name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool, load: int
 ) -> Proof:
-    """Return the proof of the period or, without a steady state, of the step, in seconds.
+    """Return the proof of the period or, without a steady state, of the step, with times in
+    seconds.
 
-    `load` is a lower bound of the busiest device's time per micro-batch in any order. `all_orders`
-    is True if the search covers all orders of the placement.
+    `load` is a lower bound, in ticks, of the time of the busiest device per micro-batch in any
+    order. `all_orders` is True if the search covers all orders of the placement. `name` is the name
+    of the scheduler.
     """
     if found.repetend is not None:
         bound = found.lower_bound if all_orders else load
         optimal = found.optimal and found.period == bound
         return Proof(name, bound * blocks.tick_s, optimal, blocks.rounding)
-    # The length of a path is overstated by at most one tick per block and per delay on it.
+    # The length of a path is overstated by up to one tick per block and per delay on it.
     error = 2 * found.units * len(blocks.graph.blocks)
     bound = max(0, found.lower_bound - error) if all_orders else 0
     optimal = found.optimal and all_orders

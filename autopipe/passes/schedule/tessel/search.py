@@ -2,15 +2,15 @@
 cool-down, and, for few micro-batches, all blocks at once.
 
 Lin et al., "Tessel" (HPCA 2024), sections IV and V. The paper solves one problem per assignment of
-micro-batch indices to the blocks of the repetend (Algorithm 1). Here the repetend is one modulo
-schedule (`periodic`), in which the indices are variables. Repetition r contains block i of
-micro-batch r - k(i), where k(i) is the modulo stage of block i. Repetitions from max k to the last
-micro-batch are complete. Warm-up and cool-down are two small problems in which these repetitions
-are fixed (section IV-C).
+micro-batch indices to the blocks of the repetend, the repeated part of the schedule (Algorithm 1).
+Here the repetend is one modulo schedule (`periodic`), in which the indices are variables.
+Repetition r contains block i of micro-batch r - k(i), where k(i) is the modulo stage of block i.
+Repetitions from max k to the last micro-batch are complete. Warm-up and cool-down are two small
+problems in which these repetitions are fixed (section IV-C).
 
-A list schedule replaces the result if it is shorter. With split backwards, weight gradients fill
-warm-up and cool-down, as in Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 3. List
-schedules use this, and are then often optimal; a search that considers only the period does not.
+A list schedule replaces the result if it is shorter. With split backwards, weight gradients can
+fill warm-up and cool-down, as in Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 3.
+List schedules do this and are then often optimal; a search that considers only the period does not.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 def best_steady_state(
     graph: BlockGraph, micro_batches: int, budget: Budget
 ) -> tuple[PeriodicStarts, int]:
-    """Return (steady state, lower bound of the period): the best steady state found within the
-    budget for `micro_batches` micro-batches.
+    """Return (steady state, lower bound of the period) for `micro_batches` micro-batches: the best
+    steady state found within the budget.
 
-    Objectives in this order: period, latency of a micro-batch, memory. Raise InfeasibleError if the
-    memory does not suffice even for one micro-batch after another.
+    Objectives in this order: shortest period, shortest latency of a micro-batch, minimum memory.
+    Raises InfeasibleError if the memory does not suffice even for one block after another.
     """
     best, bound = shortest_steady_state(graph, micro_batches, budget)
     budget.report(best.period, bound)
@@ -60,8 +60,8 @@ def best_steady_state(
 def shortest_steady_state(
     graph: BlockGraph, micro_batches: int, budget: Budget
 ) -> tuple[PeriodicStarts, int]:
-    """Return (steady state, lower bound of the period) as `best_steady_state`, but minimise only
-    the period.
+    """Return (steady state, lower bound of the period) as `best_steady_state` does, but minimise
+    only the period.
     """
     serial = one_by_one_order(graph, micro_batches, budget.limit(0.2))
     graph = model.with_reserved_memory(graph, micro_batches)
@@ -73,7 +73,8 @@ def shortest_steady_state(
         best = _improve_with_rounded_times(graph, best, bound, budget)
     if best.period > bound:
         best, proven = _improve_with_exact_times(graph, best, bound, budget)
-        # Without `frees_all`, real schedules may need less memory than `balanced_changes` states.
+        # The bound was proven for `balanced_changes`. Unless `frees_all`, real schedules may need
+        # less memory than these changes state and may beat the bound.
         if model.frees_all(graph):
             bound = proven
     return best, bound
@@ -82,7 +83,9 @@ def shortest_steady_state(
 def _improve_with_rounded_times(
     graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget
 ) -> PeriodicStarts:
-    """Return the better of `best` and a steady state whose order was found with rounded times."""
+    """Return the steady state with the shorter period: `best`, or one whose order was found with
+    rounded times. `bound` is a lower bound of the period.
+    """
     rounded = periodic.round_times(graph, bound)
     if rounded is None:
         return best
@@ -104,7 +107,9 @@ def _improve_with_rounded_times(
 def _improve_with_exact_times(
     graph: BlockGraph, best: PeriodicStarts, bound: int, budget: Budget
 ) -> tuple[PeriodicStarts, int]:
-    """Return (steady state, lower bound of the period), each at least as good as the given one."""
+    """Return (steady state, lower bound of the period), searched with exact times. Neither is worse
+    than `best` and `bound`.
+    """
     found = _solve_within(
         graph, budget, 0.15, lambda limit: periodic.find_with_period(graph, bound, limit)
     )
@@ -127,8 +132,8 @@ def _improve_with_exact_times(
 
 
 _PAIRS_PER_SECOND = 4000
-"""Maximum number of block pairs that share a device, per second of the time limit, for which a
-model is built. Building such a model takes about a tenth of the time limit.
+"""Maximum number of pairs of blocks that share a device, per second of the time limit, for which a
+solver model is built. Building a model of this size takes about a tenth of the time limit.
 """
 
 
@@ -138,8 +143,9 @@ def _solve_within(
     fraction: float,
     run: Callable[[Limit], periodic.SteadyState],
 ) -> periodic.SteadyState:
-    """Return the result of a solver run that may spend `fraction` of the remaining work. Return a
-    result without a steady state if no time is left or building the model would take too long.
+    """Return the result of `run`, a solver run that may spend `fraction` of the remaining work.
+    Return a result without a steady state if no time is left or if building the model would take
+    too long.
     """
     pairs = sum(math.comb(len(members), 2) for members in graph.members)
     if budget.left < 0 or pairs > _PAIRS_PER_SECOND * budget.options.time_limit:
@@ -150,16 +156,16 @@ def _solve_within(
 
 
 BlockTask = tuple[int, int]
-"""(micro-batch, block)."""
+"""A block of one micro-batch: (micro-batch, index of the block)."""
 
 
 class StartWindow(NamedTuple):
-    """Interval of a block's start."""
+    """Interval from `first` to `last` in which a block may start."""
 
     first: int
     last: int
     known: int
-    """Start in a known schedule, the solver's hint."""
+    """Start of the block in a known schedule, which is the solver's hint."""
 
 
 def start_model(
@@ -168,14 +174,14 @@ def start_model(
     free: Mapping[BlockTask, StartWindow],
     in_use: Sequence[int],
 ) -> tuple[CpModel, dict[BlockTask, int | IntVar], list[IntVar]]:
-    """Return (model, starts, variables) of a CP-SAT model that places the `free` tasks around the
-    `fixed` ones.
+    """Return (model, starts, variables): a CP-SAT model that places the `free` tasks around the
+    `fixed` tasks.
 
     - starts: the start of each task, an integer or a variable.
-    - variables: the variables of the free tasks, in their order.
+    - variables: the variables of the free tasks, in the order of `free`.
 
-    `in_use` is the memory in use on each device before all these tasks. Micro-batches are equal, so
-    the model requires that each block runs on them in order (Property IV.1 of the Tessel paper).
+    `in_use` is the memory in use on each device before all of these tasks. Micro-batches are equal,
+    so the model requires that each block runs them in order (Property IV.1 of the Tessel paper).
     """
     from ortools.sat.python import cp_model
 
@@ -202,7 +208,8 @@ def start_model(
             program.new_fixed_size_interval_var(starts[task], graph.blocks[task[1]].time, "")
             for task in tasks
         )
-        # Memory changes when a block starts, and no two blocks of a device start at one time.
+        # The memory in use changes only when a block starts, and no two blocks of a device start at
+        # one time. The level after each start is therefore the memory in use.
         changing = [task for task in tasks if graph.blocks[task[1]].memory]
         if memory_limit is not None and changing:
             memory = [graph.blocks[index].memory for _, index in changing]
@@ -214,18 +221,19 @@ def start_model(
 
 
 _MAX_SOLVED_BLOCKS = 300
-"""Maximum number of blocks of a warm-up or cool-down for which CP-SAT runs. Blocks of a longer one
+"""Maximum number of blocks of a warm-up or cool-down for which CP-SAT runs. In a longer one, blocks
 start as early as the order of the steady state permits.
 """
 _END_WORK_FRACTION = 0.03
-"""Fraction of the remaining work for one warm-up or cool-down."""
+"""Fraction of the remaining solver work for one warm-up or cool-down."""
 
 
 def complete_schedule(
     graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int, budget: Budget
 ) -> Starts:
-    """Return the starts of `micro_batches` micro-batches in this steady state: the shortest
-    schedule found, and of equally short schedules the one with the smallest peak memory.
+    """Return the starts of `micro_batches` micro-batches in this steady state, with warm-up and
+    cool-down. The result is the shortest schedule found; of equally short schedules, the one with
+    the smallest peak memory.
     """
     early = model.unroll(graph, cyclic, micro_batches)
     modulo_stages = cyclic.modulo_stages
@@ -245,6 +253,9 @@ def complete_schedule(
         found.append(_with_solved_ends(graph, cyclic, micro_batches, budget))
 
     def cost(starts: Starts) -> tuple[int, int, int]:
+        """Return (makespan, highest peak memory, sum of the peaks), by which schedules are
+        compared.
+        """
         schedule = BlockSchedule(graph, starts)
         peaks = schedule.peak_memory
         return schedule.makespan, max(peaks), sum(peaks)
@@ -255,7 +266,7 @@ def complete_schedule(
 def _with_solved_ends(
     graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int, budget: Budget
 ) -> Starts:
-    """Return the starts of the steady state with warm-up and cool-down from the solver."""
+    """Return the starts of the steady state, with warm-up and cool-down as the solver places them."""
     rows = zip(cyclic.modulo_stages, cyclic.phases, strict=True)
     first_starts = [stage * cyclic.period + phase for stage, phase in rows]
     periodic_starts = {
@@ -282,12 +293,12 @@ def _solved_warm_up(
     periodic_starts: Mapping[BlockTask, int],
     budget: Budget,
 ) -> dict[BlockTask, int]:
-    """Return better starts of the blocks before the first complete repetition, or {} if the solver
-    found none.
+    """Return new starts of the blocks before the first complete repetition, or {} if the solver
+    found none. `periodic_starts` are the starts in the steady state.
 
-    The repetition is fixed, and the first start of the warm-up is as late as possible. If no
-    micro-batch has blocks in both warm-up and cool-down, blocks of the warm-up may also run in gaps
-    of the repetition.
+    The first complete repetition is fixed, and the first start of the warm-up is as late as
+    possible. If no micro-batch has blocks in both warm-up and cool-down, blocks of the warm-up may
+    also run in gaps of the repetition.
     """
     period = cyclic.period
     first = max(cyclic.modulo_stages)
@@ -312,8 +323,9 @@ def _solved_warm_up(
 def _latest_starts(
     graph: BlockGraph, periodic_starts: Mapping[BlockTask, int], end: int, period: int
 ) -> dict[BlockTask, int]:
-    """Return the latest start of each block that starts before `end`: it ends within one period
-    after `end`, and before blocks that depend on it and start at `end` or later.
+    """Return the latest start of each block that starts before `end` in `periodic_starts`. Such a
+    block ends at most one period after `end`, and early enough for the blocks that depend on it and
+    start at `end` or later.
     """
     free = {task for task, start in periodic_starts.items() if start < end}
     found = {task: end + period - graph.blocks[task[1]].time for task in free}
@@ -330,9 +342,9 @@ def _solved_cool_down(
     periodic_starts: Mapping[BlockTask, int],
     budget: Budget,
 ) -> dict[BlockTask, int]:
-    """Return better starts of the blocks after the last complete repetition, or {} if the solver
-    found none. The last two complete repetitions are fixed, and the end of the schedule is as early
-    as possible.
+    """Return new starts of the blocks after the last complete repetition, or {} if the solver found
+    none. `periodic_starts` are the starts in the steady state. The last two complete repetitions
+    are fixed, and the end of the schedule is as early as possible.
     """
     period = cyclic.period
     last = max(micro_batch for micro_batch, _ in periodic_starts)
@@ -371,20 +383,24 @@ def _solved_starts(
     variables: Sequence[IntVar],
     budget: Budget,
 ) -> dict[BlockTask, int]:
-    """Return the solver's start of each free block, or {} if the solver found no solution."""
+    """Return the start that the solver found for each block of `free`, or {} if it found no
+    solution. `program` is the model, `variables` its variables in the order of `free`.
+    """
     result = solve(program, variables, budget.limit(_END_WORK_FRACTION))
     budget.work += result.work
     return dict(zip(free, result.values, strict=True)) if result.found else {}
 
 
 def one_by_one_order(graph: BlockGraph, micro_batches: int, limit: Limit) -> tuple[int, ...]:
-    """Return an order of one micro-batch's blocks, run one at a time, that keeps the memory limits
-    if `micro_batches` micro-batches run one after another. It is the start of every search.
+    """Return an order of the blocks of one micro-batch that keeps the memory limits if blocks run
+    one at a time and `micro_batches` micro-batches run one after another. Each search starts from
+    this order.
 
-    Raise InfeasibleError, with the device and the memory it needs, if there is none.
+    Raises InfeasibleError if no order is found, if possible with a device and the memory that it
+    needs.
     """
     last = model.with_reserved_memory(graph, micro_batches - 1)
-    # Blocks that allocate no memory come first. Ties: the block that became available last.
+    # Blocks that allocate no memory come first. Ties go to the block that became available last.
     order = model.topological_order(
         graph, lambda index, started: (graph.blocks[index].memory > 0, -started)
     )
@@ -408,7 +424,9 @@ def one_by_one_order(graph: BlockGraph, micro_batches: int, limit: Limit) -> tup
 
 
 def _serial_positions(graph: BlockGraph, limit: Limit) -> CpResult:
-    """Solve for the position of each block in an order that keeps the memory limits."""
+    """Return the solver's result for the position of each block in an order of one micro-batch that
+    keeps the memory limits.
+    """
     from ortools.sat.python import cp_model
 
     program = cp_model.CpModel()
@@ -438,8 +456,9 @@ def _serial_positions(graph: BlockGraph, limit: Limit) -> CpResult:
 def shortest_schedule(
     graph: BlockGraph, known: Starts, limit: Limit, on_solution: OnSolution | None = None
 ) -> tuple[Starts, int, float]:
-    """Return (starts, lower bound of the makespan, solver work) of the shortest schedule found for
-    the micro-batches of `known`, with all blocks in one model. It is at most as long as `known`.
+    """Return (starts, lower bound of the makespan, solver work spent): the shortest schedule found
+    for the micro-batches of `known`, with all blocks in one model. The schedule is not longer than
+    `known`.
     """
     horizon = model.makespan(graph, known)
     low = model.makespan_bound(graph, len(known))
@@ -471,17 +490,22 @@ def shortest_schedule(
 
 
 _ALWAYS_SOLVED_BLOCKS = 64
-"""Maximum number of blocks of all micro-batches for which all blocks are always solved at once."""
+"""Maximum number of blocks of all micro-batches up to which CP-SAT always places all blocks at
+once.
+"""
 _MAX_BLOCKS_AT_ONCE = 400
-"""Maximum number of blocks of all micro-batches that are solved at once."""
+"""Maximum number of blocks of all micro-batches that CP-SAT places at once."""
 _MAX_UNROLLED_BLOCKS = 2000
-"""Maximum number of blocks of a schedule without a steady state, which a program writes out."""
+"""Maximum number of blocks of all micro-batches for a schedule without a steady state. A program
+lists each of these blocks.
+"""
 _WARM_UP_PER_DEVICE = 2
-"""Micro-batches per device after which a longer schedule must repeat."""
+"""Number of micro-batches per device after which a schedule with more micro-batches must repeat."""
 _MAX_GROUP = 4
-"""Maximum number of micro-batches that repeat together."""
+"""Maximum number of micro-batches in one repetition of a list schedule."""
 _MIN_SAVING = 0.02
-"""Fraction of the makespan that a schedule without a repetend of one micro-batch must save."""
+"""Minimum fraction of the makespan that a schedule without a repetend of one micro-batch must save.
+"""
 
 
 def search(
@@ -489,11 +513,12 @@ def search(
 ) -> BlockSchedule:
     """Return the best schedule found for `micro_batches` micro-batches.
 
-    Objectives in this order: period, lengths of warm-up and cool-down, memory. For each n and k
-    with n * k = `micro_batches`, the result is at most as long as the schedule of n micro-batches
-    run k times, unless the clock ends the search.
+    Objectives in this order: shortest period, shortest warm-up and cool-down, minimum memory. A
+    schedule without a steady state can replace the result if its makespan is shorter. For each n
+    and k with n * k = `micro_batches`, the result is not longer than the schedule of n
+    micro-batches run k times, unless the clock ends the search.
 
-    Raise ConfigurationError for invalid blocks, and InfeasibleError if the memory does not suffice
+    Raises ConfigurationError for invalid blocks, and InfeasibleError if the memory does not suffice
     for one micro-batch.
     """
     graph.verify()
@@ -509,14 +534,15 @@ def search(
 
 
 def _search_together(graph: BlockGraph, micro_batches: int, budget: Budget) -> BlockSchedule:
-    """Return the best schedule found for `micro_batches` micro-batches, without regard to fewer
-    micro-batches run repeatedly.
+    """Return the best schedule found for `micro_batches` micro-batches. Schedules that repeat the
+    schedule of fewer micro-batches are not considered.
     """
     cyclic, bound = best_steady_state(graph, micro_batches, budget)
     starts = complete_schedule(graph, cyclic, micro_batches, budget)
     if not model.fits(graph, starts):
-        # A micro-batch that frees memory before it allocates may need the memory limits of the
-        # steady state to hold only with the next micro-batches. The last micro-batch has none.
+        # If a micro-batch frees memory before it allocates memory, the steady state may keep the
+        # limits only because the next micro-batch frees memory in time. No micro-batch follows the
+        # last.
         cyclic = periodic.one_at_a_time(
             graph, one_by_one_order(graph, micro_batches, budget.limit(1.0))
         )
@@ -530,12 +556,12 @@ def _search_together(graph: BlockGraph, micro_batches: int, budget: Budget) -> B
 def _repeated_if_shorter(
     schedule: BlockSchedule, budget: Budget, known: dict[int, BlockSchedule]
 ) -> BlockSchedule:
-    """Return the shortest of `schedule` and the schedules of fewer micro-batches, each run
-    repeatedly. The fewer micro-batches divide the number of `schedule`.
+    """Return the shortest of `schedule` and of repeated schedules of fewer micro-batches. The
+    number of fewer micro-batches divides the number of `schedule`.
 
     A number is skipped if its lower bound shows that it cannot help. The search for it may spend as
     much solver work as the first search, so it finds the schedule that a request for this number
-    finds, but on the same clock. `known` caches the schedules by number of micro-batches.
+    finds, unless the common clock ends it. `known` caches schedules by number of micro-batches.
     """
     graph = schedule.graph
     micro_batches = schedule.units
@@ -564,8 +590,8 @@ def _repeated_if_shorter(
 
 
 def _repeat(schedule: BlockSchedule, times: int) -> Starts:
-    """Return the starts of the schedule run `times` times, each block as early as the order on each
-    device permits.
+    """Return the starts of the schedule run `times` times in succession. Each block starts as early
+    as the order on each device permits.
     """
     length = schedule.makespan
     return model.compact(
@@ -579,29 +605,32 @@ def _repeat(schedule: BlockSchedule, times: int) -> Starts:
 
 
 def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
-    """Return `schedule` or a shorter schedule of its micro-batches, which may repeat later, repeat
-    several micro-batches together, or not repeat.
+    """Return `schedule`, or a shorter schedule of its micro-batches. The shorter schedule may
+    repeat later, repeat several micro-batches together, or not repeat.
 
-    A list schedule is tried if all blocks run on one device each. For few micro-batches, CP-SAT
-    then places all blocks at once. Both are skipped if the schedule reaches its lower bound or no
-    time is left.
+    A list schedule is tried if each block runs on one device. Then, if there are few blocks, CP-SAT
+    places all of them at once. Both are skipped if the schedule reaches its lower bound or no time
+    is left.
     """
     graph = schedule.graph
     micro_batches = schedule.units
     unrolled = budget.options.unrolled
     bound = model.makespan_bound(graph, micro_batches)
     count = micro_batches * len(graph.blocks)
-    # True if the steady state does not dominate the schedule and the solver can handle all blocks.
+    # True if CP-SAT may place all blocks at once: there are very few, or there are few and warm-up
+    # and cool-down are a large part of the schedule.
     solve_all = count <= _ALWAYS_SOLVED_BLOCKS or (
         count <= _MAX_BLOCKS_AT_ONCE and micro_batches <= 2 * max(cyclic.modulo_stages) + 2
     )
-    # Micro-batches that a program may write out before the steady state, and in total.
+    # Numbers of micro-batches that a program may list: before the steady state, and in total if the
+    # schedule does not repeat.
     max_warm_up = _WARM_UP_PER_DEVICE * graph.devices
     max_unrolled = _MAX_UNROLLED_BLOCKS // len(graph.blocks)
     if unrolled is not None:
         max_unrolled = unrolled // max(map(len, graph.members))
         max_warm_up = min(max_warm_up, max_unrolled)
-    # List schedules leave devices idle that wait for a block on several devices.
+    # With blocks on several devices, list schedules leave devices idle that wait for the other
+    # devices of a block.
     single_device = all(len(block.devices) == 1 for block in graph.blocks)
     if schedule.makespan > bound and budget.left >= 0 and max_warm_up and single_device:
         may_unroll = solve_all or micro_batches <= max_unrolled
@@ -618,11 +647,11 @@ def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) 
 def _shorter_list_schedule(
     known: BlockSchedule, may_unroll: bool, max_warm_up: int
 ) -> BlockSchedule | None:
-    """Return a list schedule of the same micro-batches that is shorter than `known`, or None.
+    """Return a list schedule of the micro-batches of `known` that has a shorter makespan, or None.
 
     If `may_unroll` is False, the list schedule must repeat with the period of `known` after at most
-    `max_warm_up` micro-batches. If it does not have a repetend of one micro-batch with that period,
-    it must also save `_MIN_SAVING` of the makespan.
+    `max_warm_up` micro-batches. If it does not repeat with each micro-batch at that period, it must
+    also save `_MIN_SAVING` of the makespan.
     """
     graph = known.graph
     bound = model.makespan_bound(known.graph, known.units)
@@ -632,6 +661,9 @@ def _shorter_list_schedule(
     middle = len(starts) // 2
 
     def repeats_by(group: int) -> bool:
+        """True if the list schedule repeats every `group` micro-batches from micro-batch
+        `max_warm_up` to the middle one.
+        """
         return (
             max_warm_up + group < middle
             and model.constant_distance(starts, group, max_warm_up, middle) is not None
@@ -651,18 +683,22 @@ def _shorter_list_schedule(
 
 
 _TRIALS = 8
-"""Approximate number of limits of micro-batches in flight that are tried."""
+"""Approximate number of different limits on the micro-batches in flight that `best_list_schedule`
+tries.
+"""
 _TRIAL_LENGTH = 6
-"""Micro-batches of a trial, as a multiple of the limit of micro-batches in flight."""
+"""Number of micro-batches of a trial, as a multiple of its limit on the micro-batches in flight."""
 
 
 def best_list_schedule(graph: BlockGraph, micro_batches: int) -> Starts | None:
-    """Return the best of several list schedules, or None if none keeps the memory limits.
+    """Return the best of several list schedules of `micro_batches` micro-batches, or None if none
+    keeps the memory limits.
 
-    The limits of micro-batches in flight are n, ..., 2n + 1 (at most about `_TRIALS` of them),
-    where n = ceil(longest time after a block / largest load). Each limit is tried with a multiple
-    of `_TRIAL_LENGTH` micro-batches. The best limit has the smallest difference between makespan
-    and lower bound; ties go to the smallest limit.
+    They differ in the limit on micro-batches in flight (begun and not ended) per device. The limits
+    are n, ..., 2n + 1, at most about `_TRIALS` of them at equal distances, where n = ceil(longest
+    time after a block / largest load). Each limit is tried with `_TRIAL_LENGTH` times as many
+    micro-batches as the limit, or with all micro-batches if these are fewer. The best limit has the
+    smallest difference between makespan and lower bound; ties go to the smallest limit.
     """
     smallest = math.ceil(max(model.times_after(graph)) / max(graph.loads))
     step = max(1, math.ceil((smallest + 2) / _TRIALS))
@@ -682,16 +718,18 @@ def best_list_schedule(graph: BlockGraph, micro_batches: int) -> Starts | None:
 
 def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Starts | None:
     """Return a list schedule in which each device has at most `in_flight` micro-batches that have
-    begun and not ended there. Return None if the limits make micro-batches wait for each other.
+    begun and not ended on it. Return None if this limit or the memory limits make blocks wait for
+    each other.
 
     An idle device starts the ready block with the highest priority:
 
-    1. blocks that others depend on and that neither allocate memory nor start a micro-batch, 2.
-    blocks that allocate memory or start a micro-batch, 3. blocks that no block depends on.
+    1. blocks that others depend on and that neither allocate memory nor start a micro-batch;
+    2. blocks that allocate memory or start a micro-batch;
+    3. other blocks, on which no block depends.
 
     Ties go to the older micro-batch, then to the longest time after the block. A block on several
-    devices reserves its idle devices until all are idle. Only the oldest micro-batch that has not
-    run a block is considered for it, because micro-batches are equal.
+    devices reserves its idle devices until all of them are idle. For each block, only the oldest
+    micro-batch that has not run it is considered, because micro-batches are equal.
     """
     blocks = graph.blocks
     members = graph.members
@@ -704,15 +742,20 @@ def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Star
         priorities.append((level, -time_after))
     starts = [[-1] * len(blocks) for _ in range(micro_batches)]
     next_micro_batch = [0] * len(blocks)
-    # Heap of (time, device): when devices may be able to start a block.
+    # Heap of (time, device): times at which a device may become able to start a block.
     moments = [(0, device) for device in range(graph.devices)]
     free = [0] * graph.devices
     used = [0] * graph.devices
-    # not_started[device][micro_batch]: number of its blocks on the device that have not started.
+    # not_started[device][micro_batch]: number of the micro-batch's blocks on the device that have
+    # not started.
     not_started = [[len(own)] * micro_batches for own in members]
-    begun = [0] * graph.devices  # Micro-batches begun and not ended on each device.
+    # For each device, the number of micro-batches begun and not ended on it.
+    begun = [0] * graph.devices
 
     def fits_limits(micro_batch: int, index: int) -> bool:
+        """True if the block may start on its devices under the memory limits and the limit on
+        micro-batches in flight.
+        """
         for device in blocks[index].devices:
             limit = graph.memory[device]
             if limit is not None and used[device] + blocks[index].memory > limit:
@@ -725,6 +768,9 @@ def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Star
         return True
 
     def start(micro_batch: int, index: int, now: int) -> None:
+        """Start the block of a micro-batch at time `now`, and update memory and counts of its
+        devices.
+        """
         block = blocks[index]
         starts[micro_batch][index] = now
         next_micro_batch[index] += 1
@@ -746,7 +792,7 @@ def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Star
         devices = set[int]()
         while moments and moments[0][0] == now:
             devices.add(heapq.heappop(moments)[1])
-        reserved = set[int]()  # Devices that wait for the other devices of a block.
+        reserved = set[int]()  # Idle devices that wait for the other devices of a block.
         choices = {index for device in devices if free[device] <= now for index in members[device]}
         for index in sorted(
             choices,

@@ -1,11 +1,12 @@
-"""Conversion of the stages of a placement into blocks, so that their schedule can be searched, and
-of the result into a schedule of tasks.
+"""Conversion of the stages of a placement into blocks, whose schedule is then searched, and of the
+found block schedule into a schedule of tasks.
 
 A block is a phase of a stage. The block graph contains one micro-batch of each pipeline. A stage
-with a ratio r (`StageGraph.ratios`) runs r smaller micro-batches for it and has r blocks per phase,
-in order; no schedule is lost, because tasks of equal length can be sorted by their samples.
-Messages are delays, or blocks on links. Times are integers in ticks. Memory is an integer in parts
-of the smallest memory that a device has left besides its static memory.
+with a ratio r (`StageGraph.ratios`) runs r smaller micro-batches per micro-batch of the problem and
+has r blocks per phase. These run in order; no schedule is lost thereby, because tasks of equal
+length can be sorted by their samples. Messages are delays, or blocks on links. Times are integers
+in ticks. Memory is an integer in parts of the smallest memory that a device has left besides its
+static memory.
 """
 
 from __future__ import annotations
@@ -20,31 +21,33 @@ from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.orders import find_repetends
 
 BlockKind = tuple[int, Phase, int]
-"""(stage, phase, index of the stage's micro-batch within the block graph)."""
+"""Task that a block stands for: (stage, phase, index of the stage's micro-batch within the block
+graph).
+"""
 
 StageMicroBatch = tuple[int, int]
-"""(stage, index of the stage's micro-batch within the block graph)."""
+"""A micro-batch of a stage: (stage, index of the stage's micro-batch within the block graph)."""
 
 _MEMORY_PARTS = 1 << 16
-"""Number of units of memory in the smallest free memory of a device."""
+"""Number of units of memory into which the smallest free memory of a device is divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageBlocks:
-    """The blocks of stages, followed by the blocks of links, if any. The devices of links follow
-    those of the stages.
+    """The blocks of stages, followed by the blocks of links if messages are blocks. The devices of
+    links follow the devices of stages.
     """
 
     graph: BlockGraph
     kinds: tuple[BlockKind, ...]
-    """Stage, phase and micro-batch of each block of a stage."""
+    """(stage, phase, micro-batch) of each block of a stage; blocks of links have no entry."""
     tick_s: float
     """Seconds per tick."""
 
     @property
     def rounding(self) -> float:
         """Upper bound of the fraction by which a period may be overstated, because the time of each
-        block of a device may be rounded up by up to one tick.
+        block of the busiest device may be rounded up by up to one tick.
         """
         pairs = zip(self.graph.members, self.graph.loads, strict=True)
         busiest = max(self.graph.loads)
@@ -60,11 +63,12 @@ def stage_blocks(
     split: bool = False,
     round_up: bool = True,
 ) -> StageBlocks:
-    """Return the blocks without memory limits.
+    """Return the blocks of the stages, without memory limits. A tick has `tick_s` seconds.
 
-    Times are rounded up to whole ticks, so that a schedule in ticks is valid in seconds, or down if
-    `round_up` is False, for lower bounds. Each block takes at least one tick. If `split`, a
-    backward has two blocks, for its two halves.
+    Times are rounded up to whole ticks, so that a schedule in ticks is valid in seconds. If
+    `round_up` is False, they are rounded down, for lower bounds. Each block takes at least one
+    tick. With `train`, there are blocks of backwards; if `split`, each backward has two blocks, for
+    its two halves.
     """
     backwards = (Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT) if split else (Phase.BACKWARD,)
     kinds = tuple(
@@ -75,7 +79,7 @@ def stage_blocks(
     )
     index = {kind: position for position, kind in enumerate(kinds)}
     delays: dict[tuple[StageMicroBatch, StageMicroBatch], float] = {}
-    # Seconds of the slowest message between two stages, in forward or backward direction.
+    # Seconds of the slowest message between two stages, by (sender, receiver) of the message.
     for message, source, target in _all_messages(stages, prediction.messages):
         if message.source != message.target:
             for pair, seconds in (
@@ -106,7 +110,7 @@ def stage_blocks(
 
 def add_links(blocks: StageBlocks, stages: StageGraph, messages: Sequence[Message]) -> StageBlocks:
     """Return the blocks with messages as blocks on links instead of delays, so that messages over
-    one link run one after another. Each directed link is one additional device.
+    one link run one after another. Each directed link becomes one additional device.
     """
     index = {kind: position for position, kind in enumerate(blocks.kinds)}
     backward = next((phase for _, phase, _ in blocks.kinds if phase is not Phase.FORWARD), None)
@@ -134,7 +138,9 @@ def add_links(blocks: StageBlocks, stages: StageGraph, messages: Sequence[Messag
 
 
 def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
-    """Return the seconds that the busiest device computes for one micro-batch of each pipeline."""
+    """Return the seconds for which the busiest device computes for one micro-batch of each
+    pipeline.
+    """
     loads = [0.0] * stages.devices
     for stage, (devices, cost) in enumerate(
         zip(stages.stage_devices, prediction.stages, strict=True)
@@ -147,18 +153,20 @@ def busiest_seconds(stages: StageGraph, prediction: Prediction) -> float:
 def add_memory(
     blocks: StageBlocks, costs: Sequence[StagePrediction], free: Sequence[int], micro_batches: int
 ) -> StageBlocks:
-    """Return the blocks with the memory that they add or free, and with memory limits.
+    """Return the blocks with the memory that each adds or frees, and with memory limits of the
+    devices.
 
-    `free` contains the bytes per device for saved activations and temporary memory. Saved
-    activations are rounded up, limits down. A device has no limit if it has memory for all
-    `micro_batches` at once.
+    `free` has the bytes of each device that are available for saved activations and temporary
+    memory. Saved activations are rounded up and limits are rounded down. A device has no limit if
+    its memory suffices for all `micro_batches` at once.
     """
     used = {
         device for block in blocks.graph.blocks[: len(blocks.kinds)] for device in block.devices
     }
     smallest = min((max(0, free[device]) for device in used), default=0)
     part_bytes = max(1, smallest // _MEMORY_PARTS)
-    # Rounding per stage, not per block: the changes of a micro-batch still add up to 0.
+    # Bytes are rounded per stage, not per block, so that the changes of a micro-batch still add up
+    # to 0.
     rounded = [
         replace(
             cost,
@@ -187,13 +195,14 @@ def add_memory(
 def stage_schedule(
     blocks: StageBlocks, found: BlockSchedule, stages: StageGraph, micro_batches: int
 ) -> Schedule:
-    """Return the schedule of tasks with the order of the blocks' starts. Micro-batches from
-    `micro_batches` on are omitted; the last repetition may contain them.
+    """Return the schedule of tasks in which each device runs its tasks in the order in which their
+    blocks start in `found`. Micro-batches from number `micro_batches` on are omitted; the last
+    repetition may contain them.
 
     The search may start the first micro-batch of a stage in one repetition before the last one of
-    the previous repetition. Here each stage runs its micro-batches in order. This is valid: when a
-    task starts, as many tasks of each neighbour are done as in the block schedule, and they are the
-    first ones.
+    the previous repetition. In the result, each stage runs its micro-batches in order. This is
+    valid: when a task starts, as many tasks of each neighbouring stage are done as in the block
+    schedule, and these are the first ones.
     """
     pipelines = stages.pipelines or (0,) * len(stages.stage_devices)
     orders = []
@@ -206,7 +215,8 @@ def stage_schedule(
                 order.append(
                     Task(stage, phase, micro_batch * stages.micro_batch_ratio_at(stage) + number)
                 )
-        # Sort the micro-batches of each stage and phase; the positions of the stage's tasks stay.
+        # Sort the micro-batches of each stage and phase. The positions at which the stage and phase
+        # run do not change.
         ascending: dict[tuple[int, Phase], list[Task]] = {}
         for task in sorted(order, key=lambda task: -task.micro_batch):
             ascending.setdefault((task.stage, task.phase), []).append(task)
@@ -219,7 +229,8 @@ def _all_messages(
     stages: StageGraph, messages: Sequence[Message]
 ) -> Iterator[tuple[Message, StageMicroBatch, StageMicroBatch]]:
     """Yield (message, sender, receiver) for all messages of one micro-batch of each pipeline.
-    Sender and receiver are those of the forward direction.
+    Sender and receiver are (stage, micro-batch) of the message in the forward direction; in
+    backward they are swapped.
     """
     for each in messages:
         for number in range(stages.micro_batch_ratio_at(each.source_stage) // each.source_slice.of):
@@ -228,10 +239,11 @@ def _all_messages(
 
 
 def _predecessors(stages: StageGraph, stage: int, phase: Phase, number: int) -> list[BlockKind]:
-    """Return the tasks within the block graph that a task waits for: those that its micro-batch
-    depends on, and the same phase of the stage's previous micro-batch.
+    """Return the tasks in the block graph for which a task waits: the tasks on which it depends,
+    and the task of the same stage and phase on the previous micro-batch.
     """
     dependencies = stages.needs(stage, phase, number)
-    own = int(phase is not Phase.FORWARD)  # Number of dependencies in the stage itself.
+    # Number of dependencies that are tasks of the stage itself.
+    own = int(phase is not Phase.FORWARD)
     previous = [(stage, phase, number - 1)] if number else []
     return [*dependencies[:own], *previous, *dependencies[own:]]
