@@ -1,5 +1,5 @@
 """The candidates of strategy `auto`: each placement strategy with the options that schedules need,
-in ascending order of planning time; and the rules that skip candidates whose search would take too
+in ascending order of planning time. Also the rules that skip candidates whose search would take too
 long for the size of the problem.
 """
 
@@ -24,23 +24,23 @@ from autopipe.passes.schedule.published.base import PlacementPattern, Published
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A placement strategy with the settings of a request that `auto` chooses. Only the schedule is
-    still open.
+    """A placement strategy with those settings of a request that `auto` chooses. Only the schedule
+    is not chosen yet.
     """
 
     strategy: Strategy
     micro_batches: int | None = None
-    """None if the request or the strategy determines the number."""
+    """Number of micro-batches per step; None if the request or the strategy determines it."""
     recompute: str = "none"
     shard: bool = False
     """True if replicas shard the optimizer state."""
     scores: Scores | None = None
-    """`keep` if losses save their logits, `recompute` if they recompute them; None for the variant
-    of the request.
+    """`keep` if losses save their logits for backward, `recompute` if they recompute them; None to
+    use the form that the request names.
     """
 
     def settled(self, request: Request) -> Request:
-        """Return the request with the settings of this candidate."""
+        """Return the request with the settings of this candidate in the fields that it leaves open."""
         count = request.micro_batches if self.micro_batches is None else self.micro_batches
         if request.micro_batch_size is not None and request.batch_size is not None:
             count = request.batch_size // request.micro_batch_size
@@ -56,8 +56,9 @@ class Candidate:
         )
 
     def choice(self, request: Request, schedule: str | None = None) -> Choice:
-        """Return the choice whose command-line flags reproduce this candidate. Options are written
-        as JSON, which YAML also reads.
+        """Return the settings of this candidate with schedule `schedule`. The command-line flags
+        for these settings reproduce the candidate. Options that are not texts are written as JSON,
+        which YAML also reads.
         """
         assert dataclasses.is_dataclass(self.strategy)
         settled = self.settled(request)
@@ -103,23 +104,23 @@ _FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("breadth_first", {}),
     ("mcmc", {}),
 )
-"""Strategies and options in the order in which they are tried: about ascending in planning time, so
-that a first plan is found soon. Shape x is for Chimera; several stages per rank are for interleaved
-1F1B and the zero-bubble V schedules.
+"""Strategies and their options in the order in which they are tried. Planning time is about
+ascending, so that a first plan is found soon. Shape x is for schedule Chimera; several stages per
+rank are for interleaved 1F1B and the zero-bubble V schedules.
 """
 
 _WITH_AND_WITHOUT = ("tepdist",)
-"""Strategies that search with and without recomputation at the same time. If memory may be short,
-one search with recomputation replaces two searches.
+"""Strategies that search with and without recomputation at the same time. If memory may not
+suffice, one search that permits recomputation replaces two searches.
 """
 _FOLLOWERS = ("explicit", "manual")
-"""Strategies that follow the user's instructions. `manual` is a candidate if there are
-constraints.
+"""Strategies that follow the user's instructions. `explicit` is no candidate, and `manual` is one
+only if there are constraints.
 """
 
 
 def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
-    """Yield the candidates for a request; strategies of other packages come last.
+    """Yield the candidates for a request. Strategies of other packages come last.
 
     `short` is True if memory may not suffice without recomputation.
     """
@@ -129,14 +130,15 @@ def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
 
 
 def strategies_of(request: Request) -> tuple[str, ...]:
-    """Return the distinct names of the candidates' strategies, without importing built-in
-    strategies.
+    """Return the distinct names of the strategies of all candidates. Built-in strategies are not
+    imported.
     """
     names = dict.fromkeys(name for name, _ in _forms(request))
     return tuple(name if name in STRATEGIES else strategy_class(name).name for name in names)
 
 
 def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (strategy name, options) for each candidate of a request."""
     known = strategy_names()
     listed = dict(_FORMS)
     for name, options in (*_FORMS, *((name, {}) for name in known if name not in listed)):
@@ -147,22 +149,24 @@ def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 
 _BRANCHED = ("m", "nn", "k")
 """Shapes of tessel_shapes that combine stages on all devices with stages on one device. No
-published schedule supports them.
+published schedule supports these shapes.
 """
 
 
 def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
-    """Return False if the request names a schedule that does not support the placements of the
-    built-in strategy `name` with `options`.
+    """Return False if the request names a schedule that does not support the placements of strategy
+    `name` with `options`, and otherwise True.
 
-    The placements of strategy manual and of other packages' strategies are not known in advance, so
-    the result for them is True.
+    The placements of strategy manual and of strategies of other packages are not known in advance,
+    so the result for these strategies is True.
     """
     scheduler = request.scheduler
     if options.get("opposite") and (
         not isinstance(scheduler, Published) or request.mode is Mode.INFER
     ):
-        return False  # Strategy tessel_shapes covers such placements for other schedulers.
+        # For schedules that are not published ones, and for inference, shape x of strategy
+        # tessel_shapes gives such placements.
+        return False
     if not isinstance(scheduler, Published) or request.mode is Mode.INFER or name in _FOLLOWERS:
         return True
     pattern: PlacementPattern | None = getattr(scheduler, "pattern", None)
@@ -196,35 +200,36 @@ _MAX_SIZE = {
         2**16,
     ),
 }
-"""Maximum number of operators times devices for which a strategy is searched. The planning time of
-strategies that are not listed hardly depends on the number of devices.
+"""By strategy: maximum number of operators times devices for which the strategy is a candidate. The
+planning time of strategies that are not listed hardly depends on the number of devices.
 """
 
 QUICK = ("data_parallel", "handcrafted", "manual", "one_weird_trick")
-"""Strategies without a search, which run in this process."""
+"""Strategies without a search. They run in this process."""
 LONG = ("tepdist", "piper")
-"""Strategies with the longest searches, which start early."""
+"""Strategies with the longest searches. They are started early in other processes."""
 _MUCH_IN_COMMON = ("graphpipe", "grid", "tessel_shapes")
-"""Strategies whose variants share cached intermediate results for one micro-batch size."""
+"""Strategies for which candidates with different options share cached intermediate results."""
 _OTHER_FIELDS = ("micro_batches", "recompute", "shard", "scores")
-"""Fields of a candidate other than its strategy."""
+"""Names of the fields of a candidate other than its strategy."""
 _MAX_TASKS = 2**14
-"""Maximum number of stages times micro-batches for which a placement is simulated even if its lower
-bound exceeds the best step.
+"""Maximum number of stages times micro-batches for which a placement is simulated even if the lower
+bound on its step exceeds the best step.
 """
 _MAX_SEARCHED = 2**11
 """Maximum number of stages times micro-batches for which a schedule is searched."""
 
 
 class LeftOutError(AutopipeError):
-    """Reason why strategy `auto` skips a candidate."""
+    """The reason why strategy `auto` skips a candidate or a schedule."""
 
 
 def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
-    """Return the reason to skip a strategy that would search too long for `operators` operators on
-    `devices` devices, or None.
+    """Return the reason to skip a strategy because its search for `operators` operators on
+    `devices` devices would take too long. Return None if it is not skipped.
     """
-    # Estimating the step of an interleaved grid needs a list of all tasks, which takes long.
+    # The estimate of a step with interleaved stages needs a list of all tasks, which takes long, so
+    # such grids have a limit of their own.
     is_interleaved = (
         isinstance(strategy, Grid) and strategy.stages_per_rank > 1 and strategy.pipeline is None
     )
@@ -238,8 +243,8 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
 
 
 def in_common(candidate: Candidate) -> object:
-    """Return a key that is equal for candidates that share most of their work, so that one process
-    should run them.
+    """Return a key that is equal for candidates that share most of their work. One process should
+    run all candidates with equal keys.
     """
     if candidate.strategy.name in _MUCH_IN_COMMON:
         return candidate.strategy.name, *(getattr(candidate, name) for name in _OTHER_FIELDS)
@@ -247,15 +252,15 @@ def in_common(candidate: Candidate) -> object:
 
 
 def is_searched(scheduler: Scheduler) -> bool:
-    """True if the scheduler searches an order of tasks, which takes longer than all published
+    """True if the scheduler searches an order of tasks. This takes longer than all published
     schedules.
     """
     return scheduler.name == "tessel"
 
 
 def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | None:
-    """Return the reason to skip a scheduler that would search too long for the placement, or
-    None.
+    """Return the reason to skip a scheduler because its search for this placement would take too
+    long. Return None if it is not skipped.
     """
     stages = len(placed.placement.stages)
     count = placed.problem.micro_batches
@@ -268,7 +273,7 @@ def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | N
 
 
 def is_large(placed: Placed) -> bool:
-    """True if a step has more than `_MAX_TASKS` tasks, so that it is simulated only if its lower
-    bound is below the best step.
+    """True if stages times micro-batches exceed `_MAX_TASKS`. Then the step is simulated only if
+    its lower bound is below the best step.
     """
     return len(placed.placement.stages) * placed.problem.micro_batches > _MAX_TASKS

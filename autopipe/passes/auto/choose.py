@@ -1,8 +1,9 @@
 """Strategy `auto`: choose the plan if the request does not name a strategy.
 
-The order of the search: first a candidate by a rule of thumb, then each strategy with one schedule,
-then variations of the most promising candidates (other numbers of micro-batches, recomputation,
-sharded optimizer state), and finally all schedules for the placements that can still be the best.
+The search tries candidates in this order: first a candidate by a rule of thumb; then each strategy
+with one schedule; then variations of the most promising candidates (other numbers of micro-batches,
+recomputation, sharded optimizer state); and finally all schedules for the placements that can still
+be the best.
 """
 
 from __future__ import annotations
@@ -58,23 +59,23 @@ from autopipe.passes.placement.grid import Grid
 from autopipe.passes.registry import SCHEDULERS, scheduler_class, scheduler_names
 
 _FIRST = ("kfkb", "1f1b", "gpipe")
-"""Schedules that support any placement with one micro-batch size. kFkB also supports different
-sizes.
+"""Schedules that support every placement in which all stages have one micro-batch size. kFkB also
+supports different sizes.
 """
 _LAST = ("tessel",)
-"""Schedules that are searched. They take the longest, and are not needed if another schedule
-reaches the lower bound.
+"""Schedules that search an order of tasks, which takes the longest. They are not needed if another
+schedule reaches the lower bound.
 """
 
 
 def choose(
     request: Request, observer: Observer | None = None, store: Store | None = None
 ) -> PlanResult:
-    """Return the plan with the shortest simulated step over all candidates, with a list of all
-    alternatives.
+    """Return the plan with the shortest simulated step over all candidates. The plan contains a
+    list of all alternatives.
 
-    A result in `store` for an equal request is used without a search. If no candidate gives a plan,
-    raises the error of a strategy that supports most models.
+    If `store` contains a result for an equal request, it is used without a search. If no candidate
+    gives a plan, raise the error of a strategy that supports most models.
     """
     runner = Runner(observer)
     if store is None:
@@ -85,20 +86,22 @@ def choose(
         if record is not None:
             return answer_of(record, request, runner)
     except (AutopipeError, ArithmeticError, LookupError, TypeError, ValueError):
-        pass  # The stored file is damaged: search again.
+        pass  # The stored result is damaged, so search again.
     found = _searched(request, runner)
-    # A result with a time limit, or after an internal error, may not be the best. Do not store it.
+    # With a time limit, or after an internal error, the result may not be the best, so it is not
+    # stored.
     if request.time_limit is None and not runner.failures:
         store.write(name, answer_form(found))
     return found
 
 
 def _searched(request: Request, runner: Runner) -> PlanResult:
+    """Return the result of a new search."""
     return chosen(weigh(request, runner))
 
 
 def chosen(search: PlanSearch) -> PlanResult:
-    """Return the best plan of a search, with all alternatives."""
+    """Return the best plan of a search, with the list of all alternatives."""
     best = search.best
     assert best is not None and best.placed is not None
     run = best.best
@@ -113,12 +116,13 @@ def chosen(search: PlanSearch) -> PlanResult:
 def weigh(
     request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic
 ) -> PlanSearch:
-    """Try all candidates of a request and return the trials, among them at least one plan.
+    """Try all candidates of a request, and return the search with their trials. At least one of
+    them has a plan.
 
-    In the first phase each candidate is placed and its step is simulated under one schedule. In the
-    second phase all schedules are tried on the placements whose lower bound is below the best step.
-    After the request's time limit, measured by `clock`, no new candidate starts if there is a plan.
-    Raises as `choose` does.
+    In the first phase each candidate is placed, and its step is simulated under one schedule. In
+    the second phase all schedules are tried on the placements whose lower bound is below the best
+    step. After the request's time limit, measured by `clock`, no new candidate starts if there is a
+    plan. Raise the errors of `choose`.
     """
     end = None if request.time_limit is None else clock() + request.time_limit
     request = with_whole_batch(request, runner)
@@ -128,7 +132,8 @@ def weigh(
         first = first_candidate(request, read(request, runner).graph)
         search.try_all(() if first is None else (first,))
         problem = open_problem(request, runner)
-        # All candidates use one batch size; otherwise their steps are not comparable.
+        # All candidates use one batch size, because steps with different batch sizes are not
+        # comparable.
         search.request = request = replace(request, batch_size=problem.batch_size)
         short = problem.train and may_be_short(problem)
         every = tuple(
@@ -148,8 +153,8 @@ def weigh(
 
 
 def weighed_names(request: Request) -> tuple[str, ...]:
-    """Return the names of the passes that run during `choose`, roughly in the order of their first
-    run.
+    """Return the names of the passes that run during `choose`, roughly in the order in which they
+    first run.
     """
     schedulers = [
         name if name in SCHEDULERS else scheduler_class(name).name for name in _scheduler_names()
@@ -160,20 +165,21 @@ def weighed_names(request: Request) -> tuple[str, ...]:
 
 
 def _scheduler_names() -> tuple[str, ...]:
-    """All schedules that may be taken, those that are searched last. csv follows a file that
-    somebody names.
+    """Return the names of all schedules that may be chosen, with those that search last. Schedule
+    csv is omitted, because it needs a file that the user names.
     """
     middle = [name for name in scheduler_names() if name not in (*_FIRST, *_LAST, "csv")]
     return (*_FIRST, *middle, *_LAST)
 
 
 def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
-    """Return (request, open) with the variant of the losses that candidates use first.
+    """Return (request, open), where the request names the form of the losses (save or recompute
+    their logits) that candidates use first.
 
-    request: with the faster variant of the losses; unchanged if the request names a variant or the
-    model has only one.
-    open: True if that variant saves logits, so that candidates that exceed memory are also tried
-    with recomputed logits.
+    request: the given request with the faster form; unchanged if it names a form or the model has
+    only one.
+    open: True if this form saves logits, so that candidates that exceed memory are also tried with
+    recomputed logits.
     """
     model = read(request, runner)
     if request.scores is not None or model.other is None:
@@ -185,9 +191,10 @@ def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
 
 
 def open_problem(request: Request, runner: Runner) -> Problem:
-    """Return the problem with the largest micro-batches that the model supports, for any strategy.
+    """Return the problem with the largest micro-batches that the model supports, without regard to
+    a strategy.
 
-    Raises the error of an invalid request: its model, its batch or its constraints.
+    Raise the errors of an invalid request: of its model, its batch or its constraints.
     """
     refused: AutopipeError | None = None
     try:
@@ -208,19 +215,26 @@ def open_problem(request: Request, runner: Runner) -> Problem:
 
 
 _STATE_FRACTION = 1 / 4
-"""Maximum fraction of a device's memory for parameters, gradients and optimizer state."""
+"""Maximum fraction of a device's memory that the first candidate uses for parameters, gradients and
+optimizer state.
+"""
 _PER_STAGE = 4
-"""Micro-batches per stage, for which about a fifth of a step is idle."""
+"""Number of micro-batches per stage in the first candidate. With 4 per stage, about a fifth of a
+step is idle.
+"""
 _MIN_MICRO_BATCHES = 16
-"""Minimum number of micro-batches, to limit the memory of one micro-batch."""
+"""Minimum number of micro-batches of the first candidate, which limits the memory of a micro-batch.
+"""
 
 
 def first_candidate(request: Request, graph: Graph) -> Candidate | None:
-    """Return the candidate of a rule of thumb: tensor parallelism inside a node, the minimum number
-    of pipeline stages that fits the memory, and data parallelism over the remaining devices.
+    """Return the candidate by a rule of thumb: tensor parallelism inside a node, the minimum number
+    of pipeline stages with which parameters and their state fit the memory, and data parallelism
+    over the remaining devices.
 
-    Stages recompute if memory requires it. None if the request determines micro-batches or has
-    constraints, if the schedule does not support such stages, or if the batch is not divisible.
+    Stages recompute if memory requires it. Return None if the request leaves the batch size open,
+    determines micro-batches or has constraints, if its schedule does not support such stages, or if
+    the replicas cannot divide the batch.
     """
     if (
         request.batch_size is None
@@ -255,8 +269,9 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
 
 
 def refine(search: PlanSearch) -> Iterator[Candidate]:
-    """Yield the skipped grids with several stages per rank, with the pipeline, micro-batches and
-    other settings of the best grid.
+    """Yield the grids with several stages per rank that were skipped at first. They get the number
+    of pipeline groups, the micro-batches and the other settings of the best grid, which makes their
+    search short.
     """
     best = search.best
     if best is None or best.placed is None or not isinstance(best.candidate.strategy, Grid):
@@ -277,15 +292,17 @@ _MAX_PROMISING = 3
 sharded optimizer state.
 """
 _BASELINES = ("breadth_first", "mcmc")
-"""Strategies that pase is at least as good as. They are tried once, without variations."""
+"""Baseline strategies, which are not better than pase. They are tried once, without variations."""
 _OFTEN_SHARDED = ("tepdist",)
-"""Strategies with long searches for which sharded optimizer state is usually tried later, so that
-this search starts early.
+"""Strategies with long searches whose variation with sharded optimizer state is usually tried
+later, so that this search is started early.
 """
 _ALWAYS_OR_NEVER = ("pase",)
-"""Strategies whose search counts equal memory for a stage with and without recomputation."""
+"""Strategies whose search counts the same memory for a stage with and without recomputation, so
+that a variation with recomputation gives nothing new.
+"""
 _NEAR = 1.5
-"""Maximum ratio of a candidate's lower bound to the best step for which more numbers of
+"""Maximum ratio of a candidate's lower bound to the best step for which further numbers of
 micro-batches are tried.
 """
 
@@ -293,8 +310,8 @@ micro-batches are tried.
 def foreseeable(
     every: Iterable[Candidate], problem: Problem, request: Request
 ) -> Iterator[Candidate]:
-    """Yield slow candidates that are usually tried after all others, so that they can start
-    early.
+    """Yield candidates with long searches that will usually be tried after all others, so that
+    their searches can be started early.
     """
     if _may_share(problem, request):
         yield from (
@@ -303,7 +320,9 @@ def foreseeable(
 
 
 def _may_share(problem: Problem, request: Request) -> bool:
-    """True if the request permits a sharded optimizer and does not already require it."""
+    """True if candidates with sharded optimizer state may be tried: for training on several
+    devices, if the request permits it and does not require it already.
+    """
     return (
         request.shard_open
         and not request.optimizer.shard
@@ -315,11 +334,11 @@ def _may_share(problem: Problem, request: Request) -> bool:
 def try_variations(
     search: PlanSearch, problem: Problem, short: bool, scores_open: bool = False
 ) -> None:
-    """Try variations of the candidates that exceed memory and of the most promising candidates.
+    """Try variations of the candidates that exceed memory, and of the most promising candidates.
 
-    The order of the variations: other numbers of micro-batches for strategies that do not choose
-    the number; losses that recompute their logits; recomputation of stages if memory is short;
-    sharded optimizer state for the best candidates and for candidates without a plan. Each
+    They are tried in this order: other numbers of micro-batches for strategies that do not choose
+    the number; losses that recompute their logits; recomputation of stages if memory may not
+    suffice; sharded optimizer state for the best candidates and for candidates without a plan. Each
     variation uses the results of the preceding ones.
 
     problem: the problem with the largest micro-batches that the model supports.
@@ -339,11 +358,18 @@ def try_variations(
 
 @dataclass(frozen=True, slots=True)
 class _Variations:
+    """Tries variations of the candidates of a search. The fields are the arguments of
+    `try_variations`.
+    """
+
     search: PlanSearch
     problem: Problem
     short: bool
 
     def with_recomputed_scores(self) -> None:
+        """Try the candidates that exceed memory, and the most promising ones, with losses that
+        recompute their logits.
+        """
         refused = [each for each in self.search.trials if _is_refused(each)]
         again = _once(each.candidate for each in [*self._promising(), *refused])
         again = [replace(each, scores="recompute") for each in again]
@@ -357,9 +383,12 @@ class _Variations:
         )
 
     def with_recomputation(self) -> None:
+        """Try the candidates that exceed memory, and the most promising ones, with recomputation in
+        the stages that need it.
+        """
         trials = self.search.trials
-        # Of two candidates that differ only in the variant of their losses, use the one that needs
-        # less memory.
+        # If two candidates differ only in the form of their losses, use the one that recomputes
+        # logits, because it needs less memory.
         lean = {
             replace(each.candidate, scores=None)
             for each in trials
@@ -373,8 +402,8 @@ class _Variations:
             if each.recompute == "none" and each.strategy.name not in _ALWAYS_OR_NEVER
         ]
         again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
-        # Other processes search sharded optimizer state for the currently most promising candidates
-        # at the same time; most of these results are needed later.
+        # At the same time, other processes search variations with sharded optimizer state for the
+        # candidates that are the most promising now. Most of these results are needed later.
         self.search.expect([*again, *self.sharing()])
         self.search.try_all(again)
         scores = {each.candidate.strategy: each.candidate.scores for each in refused}
@@ -384,8 +413,8 @@ class _Variations:
         )
 
     def sharing(self) -> list[Candidate]:
-        """Return candidates with sharded optimizer state: of the best candidates whose parameters
-        are replicated, and of candidates that exceed memory.
+        """Return candidates with sharded optimizer state: variations of the best candidates whose
+        parameters are replicated, and of candidates that exceed memory.
         """
         request = self.search.request
         if not _may_share(self.problem, request):
@@ -401,8 +430,8 @@ class _Variations:
         return [replace(each, shard=True) for each in _once(each.candidate for each in found)]
 
     def _promising(self) -> list[CandidateTrial]:
-        """Return the candidates with the shortest steps, then those with the lowest bounds, one per
-        strategy.
+        """Return the trials with the shortest steps, followed by the trials with the lowest bounds.
+        Each of the two groups has at most `_MAX_PROMISING` trials, one per strategy.
         """
         found: list[CandidateTrial] = []
         for rank in (lambda each: each.step_s, lambda each: each.bound_s):
@@ -414,8 +443,9 @@ class _Variations:
         return found
 
     def given_counts(self) -> list[Candidate]:
-        """Return the candidates whose strategy does not choose the number of micro-batches and has
-        no variant that does.
+        """Return the candidates whose number of micro-batches is given: neither their strategy nor
+        the same strategy with other options chooses it. Return [] if the request determines the
+        number.
         """
         request = self.search.request
         if request.micro_batches is not None or request.micro_batch_size is not None:
@@ -432,11 +462,11 @@ class _Variations:
         ]
 
     def climb_all(self, given: Iterable[Candidate]) -> None:
-        """Search the number of micro-batches of each candidate by hill climbing, from its own
-        number or that of the best plan.
+        """Search the number of micro-batches of each candidate by hill climbing. The climb starts
+        from the candidate's own number or from the number of the best plan.
 
-        Other processes start the first steps of the climbs in advance. Results that are not needed
-        are discarded.
+        Other processes start the first steps of the climbs in advance. Their results are discarded
+        if they are not needed.
         """
         search = self.search
         problem = self.problem
@@ -461,10 +491,12 @@ class _Variations:
             self._climb(each, counts)
 
     def _climb(self, candidate: Candidate, counts: list[int]) -> None:
-        """Climb from the candidate's own number, or from that of the best plan if its bound is
-        lower.
+        """Search the number of micro-batches of one candidate by hill climbing; `counts` contains
+        all possible numbers.
 
-        First increase the number while memory does not suffice, then follow decreasing bounds.
+        Start from the candidate's own number, or from that of the best plan if the trial with it
+        has the smaller lower bound. First increase the number while memory does not suffice. Then
+        move to neighbouring numbers while the lower bound decreases.
         """
         found = self._trial(candidate)
         if self.search.best is not None:
@@ -482,8 +514,8 @@ class _Variations:
             climb(counts, place, lambda count: self._trial(candidate, count).bound_s)
 
     def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
-        """Return the trial of the candidate, with `count` micro-batches if given. Try it if
-        necessary.
+        """Return the trial of the candidate, with `count` micro-batches unless it is None. Try the
+        candidate if there is no such trial yet.
         """
         wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.trials:
@@ -498,7 +530,9 @@ class _Variations:
 
 
 def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the distinct candidates for which variations are tried."""
+    """Return the distinct candidates, without candidates with sharded optimizer state and without
+    the strategies of `_BASELINES`, for which no variations are tried.
+    """
     found = (each for each in candidates if not each.shard and each.strategy.name not in _BASELINES)
     return list(dict.fromkeys(found))
 
@@ -509,7 +543,7 @@ def _count(trial: CandidateTrial) -> int | None:
 
 
 def _has_copies(trial: CandidateTrial) -> bool:
-    """True if several devices hold an equal shard of a parameter."""
+    """True if several devices hold equal copies of a parameter or of a shard of it."""
     placed = trial.placed
     assert placed is not None, "a trial with a step has a placement"
     holders = holders_of(stage_work(placed.problem, placed.placement))

@@ -1,10 +1,10 @@
 """The cache of results of strategy `auto`, so that an equal request is not searched again.
 
-A cached result contains the decisions only: strategy, placement and schedule. The rest of the plan
-is computed again from the model, and its step time must equal the cached one. Results are JSON
-files in a folder that several runs may share, named by a digest of all inputs of the search. A file
-that cannot be read or written is ignored. The processes of a search exchange placements and
-schedules in this format too.
+A cached result contains only decisions: strategy, placement and schedule. The rest of the plan is
+computed again from the model, and its step time must equal the cached step time. Results are JSON
+files in a folder that several runs may share. A file is named by a digest of all inputs of the
+search. A file that cannot be read or written is ignored. The processes of a search exchange
+placements and schedules in this format too.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _REFUSALS = {each.__name__: each for each in (*CANDIDATE_ERRORS, OutOfMemoryErro
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """A placement, its division of the batch, and the proof of its splits, which plan files do not
-    contain.
+    """A placement, its division of the batch into micro-batches, and the proof of its splits, which
+    the encoding of a placement does not contain.
     """
 
     placement: Placement
@@ -71,15 +71,18 @@ class PlacementDecision:
 
     @staticmethod
     def of(placement: Placement, problem: Problem) -> PlacementDecision:
+        """Return the decision for a placement of `problem`."""
         batching = Batching(problem.batch_size, problem.micro_batches, problem.micro_batch_sizes)
         return PlacementDecision(placement, batching, placement.proof)
 
     @property
     def proven(self) -> Placement:
+        """The placement with the proof of its splits."""
         return dataclasses.replace(self.placement, proof=self.splits)
 
 
 def refused_form(error: AutopipeError) -> dict[str, object]:
+    """Return an error as a dict of texts, which `refused_of` reads."""
     return {
         "refused": type(error).__name__,
         "message": error.message,
@@ -89,11 +92,13 @@ def refused_form(error: AutopipeError) -> dict[str, object]:
 
 
 def refused_of(record: JsonRecord) -> AutopipeError:
+    """Return the error that `refused_form` encoded."""
     kind = _REFUSALS.get(record.get("refused", str), AutopipeError)
     return kind(*(record.get(name, str) for name in ("message", "hint", "where")))
 
 
 def schedule_form(found: Schedule) -> dict[str, Any]:
+    """Return a schedule as lists, dicts and scalars, which `schedule_of` reads."""
     orders = {order: index for index, order in enumerate(dict.fromkeys(found.tasks))}
     texts = tuple(" ".join(map(str, order)) for order in orders)
     devices = tuple(orders[order] for order in found.tasks)
@@ -105,7 +110,7 @@ def schedule_form(found: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(record: Record) -> Schedule:
-    """Return the schedule that `schedule_form` encoded. Raises ConfigurationError for an invalid
+    """Return the schedule that `schedule_form` encoded. Raise ConfigurationError for an invalid
     record, and ValueError or LookupError for invalid tasks.
     """
     found: _Orders = decode(record, _Orders)
@@ -118,7 +123,9 @@ def schedule_of(record: Record) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """The encoding of a schedule: the distinct orders of tasks, and the order of each device."""
+    """The encoding of a schedule. `orders` contains the distinct orders of tasks as texts, and
+    `devices` the index of the order of each device.
+    """
 
     micro_batches: Count
     orders: tuple[str, ...]
@@ -130,7 +137,9 @@ class _Orders:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The decisions of a plan. `chosen` is the best of `alternatives`."""
+    """The cached result of a search: the decisions of the best plan. `chosen` is the best of
+    `alternatives`.
+    """
 
     graph_digest: str
     chosen: Alternative
@@ -141,7 +150,7 @@ class Answer:
 
 
 def answer_form(found: PlanResult) -> dict[str, Any]:
-    """Return the cache entry of a result of `auto` as lists, dicts and scalars."""
+    """Return the cache entry for a result of `auto`, as lists, dicts and scalars."""
     plan = found.plan
     chosen = min(
         plan.alternatives,
@@ -160,10 +169,11 @@ def answer_form(found: PlanResult) -> dict[str, Any]:
 
 
 def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResult:
-    """Return the plan of a cache entry for `request`.
+    """Return the plan for `request` that follows from a cache entry.
 
-    Raises AutopipeError if the entry is invalid or its plan does not have the stored graph or step
-    time. Invalid numbers may raise ArithmeticError, LookupError, TypeError or ValueError.
+    Raise AutopipeError if the entry is invalid, or if the graph or the step time of the plan
+    differs from the stored one. Invalid numbers may raise ArithmeticError, LookupError, TypeError
+    or ValueError.
     """
     kept: Answer = decode(record, Answer)
     candidate = _candidate_of(kept.chosen)
@@ -185,8 +195,8 @@ def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResul
 
 
 def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) -> PlanResult:
-    """Return the plan with its alternatives, and with the best step of the other variant of the
-    losses.
+    """Return the plan with a list of its alternatives, and with the best step of an alternative
+    that uses the other form of the losses (saved or recomputed logits).
     """
     scores = found.plan.summary.scores
     others = [
@@ -203,10 +213,13 @@ def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) 
 
 
 def _candidate_of(chosen: Alternative) -> Candidate:
+    """Return the candidate with the settings of an alternative. Raise ConfigurationError for an
+    option that the strategy does not support.
+    """
     choice = chosen.choice
     options = dict[str, object](chosen.choice.options)
     for name, text in choice.options:
-        # An option is JSON, or else a plain text.
+        # An option that is not valid JSON is a text.
         with contextlib.suppress(ValueError):
             options[name] = json.loads(text)
     try:
@@ -219,10 +232,11 @@ def _candidate_of(chosen: Alternative) -> Candidate:
 
 
 def answer_key(request: Request, model: Model) -> str:
-    """Return the SHA-256 of the inputs of a search: the request, the model's graph, and the source
-    code of autopipe.
+    """Return the SHA-256, in hexadecimal, of the inputs of a search: the request, the model's
+    graph, and the source code of autopipe.
 
-    The path of the model and the time limit do not affect the best plan and are not included.
+    The path of the model, the time limit, the data, the evaluation and the learning-rate scheduler
+    do not affect the best plan, and are not included.
     """
     digest = hashlib.sha256()
     fields = (
@@ -248,8 +262,8 @@ def answer_key(request: Request, model: Model) -> str:
 
 @functools.cache
 def code_digest() -> str:
-    """Return the SHA-256 of autopipe's sources, so that another version does not use the
-    results.
+    """Return the SHA-256, in hexadecimal, of autopipe's source code. It makes sure that results of
+    another version are not used.
     """
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
@@ -259,8 +273,8 @@ def code_digest() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder: `$AUTOPIPE_CACHE`, or `autopipe` in the user's cache folder; None if
-    the user has no home folder.
+    """Return the cache folder: `$AUTOPIPE_CACHE` if it is set, otherwise the folder `autopipe` in
+    the user's cache folder; None if the user has no home folder.
     """
     if named := os.environ.get("AUTOPIPE_CACHE"):
         return Path(named)
@@ -283,11 +297,13 @@ class Store:
 
     folder: Path
     most_bytes: int = 256 * 2**20
-    """Maximum bytes of all documents. The least recently used documents are deleted first."""
+    """Maximum total bytes of the documents. If they exceed it, the least recently used documents
+    are deleted first.
+    """
 
     def read(self, name: str, form: str) -> JsonRecord | None:
-        """Return the document `name` with the `format` `form`; None if it does not exist or is
-        invalid.
+        """Return the document `name` if its key `format` has the value `form`; None if it does not
+        exist or is invalid.
         """
         path = self.folder / f"{name}.json"
         try:
@@ -295,18 +311,21 @@ class Store:
         except ConfigurationError:
             return None
         with contextlib.suppress(OSError):
-            os.utime(path)  # The modification time records the last use.
+            # The modification time is the time of the last use, by which `write` deletes documents.
+            os.utime(path)
         return record
 
     def write(self, name: str, document: dict[str, object]) -> None:
-        """Write a document, and delete the least recently used ones above `most_bytes`."""
+        """Write `document` under `name`. Then delete the least recently used documents until at
+        most `most_bytes` remain. Errors of the file system are ignored.
+        """
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open_replacement_file(self.folder / f"{name}.json") as file:
                 file.write(document_text(document).encode())
             found = []
             for path in self.folder.glob("*.json"):
-                with contextlib.suppress(OSError):  # Another run may delete the file.
+                with contextlib.suppress(OSError):  # Another run may delete the file at any time.
                     if not is_autopipe_document(path):
                         continue
                     status = path.stat()

@@ -1,5 +1,5 @@
-"""The search over candidates: place each candidate, in other processes if there are free cores, and
-then try all schedules on the placements that can still be the best.
+"""The search over candidates: place each candidate, in other processes if there are free CPU cores,
+and then try all schedules on the placements that can still be the best.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from autopipe.passes.schedule.limits import SAME, lower_bound
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOutcome:
-    """The result of a schedule on a placement: the simulated step, or the error."""
+    """The result of running a scheduler on a placement: the schedule with its simulated step, or
+    the error.
+    """
 
     scheduler: Scheduler
     scheduled: pipeline.Scheduled | None = None
@@ -54,11 +56,11 @@ class ScheduleOutcome:
 
 @dataclass(slots=True, eq=False)
 class CandidateTrial:
-    """A candidate's placement, and the results of the schedules that were run on it.
+    """A candidate's placement, and the results of the schedulers that were run on it.
 
     bound_s: lower bound on the seconds of a step under any schedule.
     refused: the error if there is no placement.
-    same_as: an earlier trial with an equal placement. Only that trial has runs.
+    same_as: an earlier trial with an equal placement. Only the earlier trial has `runs`.
     """
 
     candidate: Candidate
@@ -70,21 +72,23 @@ class CandidateTrial:
 
     @property
     def best(self) -> ScheduleOutcome | None:
-        """The run with the shortest step; ties: the first run. None without a step."""
+        """The run with the shortest step; ties: the first run. None if no run has a step."""
         return min(
             (run for run in self.runs if run.scheduled), key=lambda run: run.step_s, default=None
         )
 
     @property
     def step_s(self) -> float:
+        """Seconds of the shortest step; infinite if no run has a step."""
         return math.inf if self.best is None else self.best.step_s
 
     def has_run(self, scheduler: Scheduler) -> bool:
+        """True if the scheduler was run on the placement, with or without success."""
         return any(run.scheduler == scheduler for run in self.runs)
 
     def alternatives(self, request: pipeline.Request) -> tuple[Alternative, ...]:
-        """Return the rows for the plan's list of alternatives: one per schedule that was run, or
-        one row if none was.
+        """Return the entries of this trial in the plan's list of alternatives: one per schedule
+        that was run, or a single entry with the reason why none was run.
         """
         choice = self.candidate.choice(request)
         placed = self.placed
@@ -115,26 +119,30 @@ class CandidateTrial:
 
 
 _REFUSALS = (*CANDIDATE_ERRORS, LeftOutError, InternalError)
-"""Errors that end a candidate but not the search. Internal errors are also reported."""
+"""Errors that end the trial of a candidate but not the search. Internal errors are also reported to
+the observer.
+"""
 
 _SOON = 2
-"""Number of tasks for other processes that start before the strategies with the longest
+"""Number of tasks for other processes that are started before the strategies with the longest
 searches.
 """
 _GENERAL = ("manual", "pipedream")
-"""Strategies whose error explains best why there is no plan: manual follows all constraints,
+"""Strategies whose error explains best why there is no plan: manual follows all constraints, and
 pipedream supports all models.
 """
 
 
 @dataclass(slots=True, eq=False)
 class PlanSearch:
-    """A search and its trials. Ties between equal steps: the first candidate wins.
+    """A search for the best plan, with its trials. If steps are equal, the first candidate wins.
 
-    scheduler_names: order of the schedulers if the request names none. The first scheduler that
-    supports a placement gives an estimate of its step; the others run only if they can be the best.
-    end: time by `clock` (seconds) after which the search stops if there is a plan; None for no
-    limit. pool: processes that search placements in advance.
+    scheduler_names: names of the schedulers, in order, if the request names none. The first
+    scheduler that supports a placement gives an estimate of its step. The others run only if they
+    can give the best step.
+    end: time by `clock`, in seconds, after which the search stops if there is a plan; None for no
+    limit.
+    pool: processes that search placements and schedules in advance.
     """
 
     request: pipeline.Request
@@ -146,8 +154,8 @@ class PlanSearch:
     trials: list[CandidateTrial] = field(default_factory=list)
 
     def schedulers(self) -> Iterator[Scheduler]:
-        """Yield the scheduler of the request, or all schedulers, each imported when it is
-        needed.
+        """Yield the scheduler of the request, or all schedulers if it names none. A scheduler is
+        imported only when it is needed.
         """
         if self.request.scheduler is not None:
             yield self.request.scheduler
@@ -156,12 +164,13 @@ class PlanSearch:
 
     @property
     def best(self) -> CandidateTrial | None:
-        """The trial with the shortest step; ties: the first trial. None without a step."""
+        """The trial with the shortest step; ties: the first trial. None if no trial has a step."""
         found = min(self.trials, key=lambda each: each.step_s, default=None)
         return None if found is None or math.isinf(found.step_s) else found
 
     @property
     def step_s(self) -> float:
+        """Seconds of the best step so far; infinite if there is none."""
         return math.inf if self.best is None else self.best.step_s
 
     def is_over(self) -> bool:
@@ -169,10 +178,10 @@ class PlanSearch:
         return self.end is not None and self.best is not None and self.clock() >= self.end
 
     def expect(self, candidates: Iterable[Candidate]) -> None:
-        """Start the searches of candidates that will be tried later in other processes.
+        """Start, in other processes, the searches of candidates that will be tried later.
 
         Candidates that share much work run one after the other in one process, which caches the
-        shared results.
+        results that they share.
         """
         together: dict[object, dict[str, Work]] = {}
         slow = set()
@@ -185,16 +194,19 @@ class PlanSearch:
                     partial(self._decide, candidate)
                 )
                 slow |= {key} if candidate.strategy.name in LONG else set()
-        # The first candidates are needed first. After them, start the longest searches.
+        # The results of the first candidates are needed first. After them, start the longest
+        # searches.
         keys = list(together)
         for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
             self.pool.expect(together[key])
 
     def _told(self, work: Work) -> Work:
-        """Return `work` for another process: its result, or its error as data."""
+        """Return a function for another process. It runs `work` and returns its result, or its
+        error in encoded form (`refused_form`).
+        """
 
         def answer() -> Answer:
-            # The copy of this process must not report progress or add to the times of passes.
+            # A forked process must neither report progress nor add to the times of passes.
             self.runner.observer = pipeline.Observer()
             self.runner.seconds = {}
             try:
@@ -205,15 +217,19 @@ class PlanSearch:
         return answer
 
     def _decide(self, candidate: Candidate) -> Answer:
+        """Return the encoded placement of a candidate."""
         settled = self._within_time(candidate.settled(self.request))
         _, problem, placement = pipeline.run_strategy(settled, candidate.strategy, self.runner)
         return encode(PlacementDecision.of(placement, problem))
 
     def _order(self, placed: pipeline.Placed, scheduler: Scheduler) -> Answer:
+        """Return the encoded schedule of a scheduler for a placement."""
         return schedule_form(pipeline.run_scheduler(placed, scheduler, self.runner))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
-        """Place each candidate, and simulate its step under the first schedule that supports it."""
+        """Place each candidate, and simulate its step under the first schedule that supports the
+        placement.
+        """
         for candidate in candidates:
             if self.is_over():
                 break
@@ -221,9 +237,9 @@ class PlanSearch:
 
     def schedule_all(self) -> None:
         """Try all schedules on the placements that can still be the best, in ascending order of
-        their step and bound.
+        their step and lower bound.
 
-        Other processes search schedules, such as Tessel's, in advance.
+        Other processes run schedulers that search, such as Tessel's, in advance.
         """
         own = (each for each in self.trials if each.same_as is None)
         ranked = sorted(own, key=lambda each: (each.step_s, each.bound_s))
@@ -247,6 +263,7 @@ class PlanSearch:
                     self.run(each, each.placed, scheduler)
 
     def _try(self, candidate: Candidate) -> None:
+        """Place one candidate, simulate its step, and store the trial."""
         try:
             placed = self._placed(candidate)
         except _REFUSALS as error:
@@ -267,13 +284,15 @@ class PlanSearch:
             return
         for scheduler in self.schedulers():
             if is_searched(scheduler) and found.runs and self.best is not None:
-                break  # `schedule_all` searches a schedule later if it can be the best.
+                # Method `schedule_all` runs schedulers that search, if their schedule can be the
+                # best.
+                break
             if self.run(found, placed, scheduler).scheduled:
                 break
 
     def _placed(self, candidate: Candidate) -> pipeline.Placed:
-        """Return the placement of a candidate, from another process if its search was started
-        there.
+        """Return the placement of a candidate. It comes from another process if the search was
+        started there. Raise the error if there is no placement.
         """
         if (reason := self._left_out(candidate)) is not None:
             raise reason
@@ -288,16 +307,20 @@ class PlanSearch:
         return pipeline.place_as(settled, decision.batching, decision.proven, self.runner)
 
     def _left_out(self, candidate: Candidate) -> LeftOutError | None:
+        """Return the reason to skip the candidate, or None."""
         operators = len(pipeline.read(self.request, self.runner).graph.nodes)
         return left_out(candidate.strategy, operators, self.request.cluster.size)
 
     def _record(self, name: str, key: str) -> JsonRecord | None:
-        """Return the result of another process for `key`; None if it was not started or failed.
+        """Return the result of another process for `key`; None if its work was not started or
+        failed.
 
-        The time counts for the pass `name`. Raises the error that the process found.
+        The time of waiting counts for the pass `name`. Raise the error that the other process
+        found, and LeftOutError if the time limit passes.
         """
 
         def awaited() -> JsonRecord | None:
+            """Wait for the result of the other process."""
             limited = self.end is not None and self.best is not None
             found = self.pool.answer(
                 key, self._within_time(self.request).time_limit if limited else None
@@ -314,12 +337,16 @@ class PlanSearch:
         return self.runner.run(name, awaited) if self.pool.is_coming(key) else None
 
     def _cannot_win(self, trial: CandidateTrial) -> bool:
+        """True if the lower bound of the trial shows that no schedule gives a shorter step than the
+        best one.
+        """
         return trial.bound_s >= self.step_s * (1 - SAME)
 
     def run(
         self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler
     ) -> ScheduleOutcome:
-        """Run a scheduler on a placement, and report the step if it is the best so far.
+        """Run a scheduler on the placement of a trial, and store and return the result. Report the
+        step to the observer if it is the best so far.
 
         The schedule comes from another process if its search was started there.
         """
@@ -347,18 +374,22 @@ class PlanSearch:
         return run
 
     def _report(self, error: AutopipeError) -> None:
+        """Report an internal error to the observer, and count it. Other errors are ignored."""
         if isinstance(error, InternalError):
             self.runner.failures += 1
             self.runner.observer.failed(error)
 
     def _within_time(self, request: pipeline.Request) -> pipeline.Request:
+        """Return the request with the remaining seconds of the search as its time limit; unchanged
+        if the search has no time limit.
+        """
         if self.end is None:
             return request
         return replace(request, time_limit=max(0.0, self.end - self.clock()))
 
     def reason(self) -> AutopipeError:
-        """Return the reason why there is no plan: the error of the most general strategy that was
-        tried.
+        """Return the error that explains why there is no plan: that of the most general strategy
+        that was tried.
         """
         trials = [each for each in self.trials if not isinstance(each.refused, LeftOutError)]
         names = [each.candidate.strategy.name for each in trials]
@@ -369,11 +400,14 @@ class PlanSearch:
 
 
 def _order_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
+    """Return the key of the work that runs a scheduler on the placement of a trial."""
     return f"{scheduler.name} of {trial.candidate!r}"
 
 
 def _are_equal(first: pipeline.Placed, second: pipeline.Placed) -> bool:
-    """True if two placements and their problems are equal."""
+    """True if two placements are equal, and their problems agree in micro-batches, optimizer and
+    form of the losses.
+    """
     one, other = (
         (each.model.scores, each.problem.micro_batches, each.problem.optimizer, each.placement)
         for each in (first, second)

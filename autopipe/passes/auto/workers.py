@@ -1,8 +1,8 @@
-"""Speculative execution of strategies in other processes, if there are free cores.
+"""Speculative execution of strategies in other processes, if there are free CPU cores.
 
-A worker is a fork of this process, which therefore has the model and all costs. It writes its
-results as lines of JSON to a pipe and exits. (`concurrent.futures` would pickle them.) Results do
-not depend on each other, so they equal the results of sequential execution.
+A worker is a fork of this process, so it has the model and all costs. It writes its results as
+lines of JSON to a pipe and exits. (The library `concurrent.futures` would pickle the model and the
+results.) Results do not depend on each other, so they equal the results of sequential execution.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _CHUNK = 2**16
 
 
 _WITH_THREADS = {"torch", "onnxruntime"}
-"""Libraries whose threads may hold locks that no thread releases in a fork of the process."""
+"""Libraries with threads. These threads may hold locks that are never released in a fork of the
+process.
+"""
 
 
 def free_cores() -> int:
-    """Return the number of cores that this process may use; 1 if it cannot fork."""
+    """Return the number of CPU cores that this process may use; 1 if it cannot fork."""
     if not hasattr(os, "fork") or _WITH_THREADS & sys.modules.keys():
         return 1
     return usable_cpu_cores()
@@ -39,12 +41,12 @@ def free_cores() -> int:
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A worker.
+    """A worker process.
 
-    keys: keys of the results that are still to come, in order.
+    keys: keys of the results that have not arrived, in order.
     number: process ID.
     pipe: file descriptor from which results are read.
-    text: received part of the next result.
+    text: the part of the next result that has arrived.
     """
 
     keys: deque[str]
@@ -53,6 +55,7 @@ class _Process:
     text: bytes = b""
 
     def close(self, kill: bool) -> None:
+        """Close the pipe and wait for the process to exit. With `kill`, kill it first."""
         os.close(self.pipe)
         if kill:
             os.kill(self.number, signal.SIGKILL)
@@ -61,19 +64,19 @@ class _Process:
 
 @dataclass(slots=True, eq=False)
 class SpeculativePool:
-    """A context manager with up to `workers` concurrent workers. Leaving the context kills all
-    workers.
+    """A context manager that runs up to `workers` worker processes at a time. Leaving the context
+    kills all workers.
 
     With fewer than two workers, no work is started.
     """
 
     workers: int
     _waiting: deque[dict[str, Work]] = field(default_factory=deque)
-    """Work of workers that have not started, by key."""
+    """Work for workers that have not started, by key."""
     _running: dict[int, _Process] = field(default_factory=dict)
     """Workers by the file descriptor of their pipe."""
     _answers: dict[str, Answer | None] = field(default_factory=dict)
-    """Results by key; None if a worker exited without a result."""
+    """Results by key; None if the worker exited without this result."""
 
     def __enter__(self) -> SpeculativePool:
         return self
@@ -85,17 +88,18 @@ class SpeculativePool:
         self._waiting.clear()
 
     def expect(self, works: dict[str, Work]) -> None:
-        """Queue work for one worker, which runs the items of `works` in order. Keys identify
-        results.
+        """Queue work for one worker, which runs the functions of `works` one after the other. The
+        keys identify their results.
         """
         if self.workers > 1 and works:
             self._waiting.append(works)
             self._begin()
 
     def answer(self, key: str, seconds: float | None = None) -> Answer | None:
-        """Wait for the result of the work with `key` and return it.
+        """Wait for the result of the work with key `key`, remove it from the pool and return it.
 
-        None if the work was not queued, if its worker failed, or after `seconds`.
+        Return None if the work was not queued, if its worker failed, or if it is not finished after
+        `seconds`.
         """
         end = None if seconds is None else time.monotonic() + seconds
         while key not in self._answers and self.is_coming(key):
@@ -108,17 +112,19 @@ class SpeculativePool:
         return self._answers.pop(key, None)
 
     def is_coming(self, key: str) -> bool:
-        """True if the work with `key` was queued and its result has not been taken."""
+        """True if work with key `key` was queued and its result has not been returned yet."""
         running = (process.keys for process in self._running.values())
         return key in self._answers or any(key in keys for keys in (*self._waiting, *running))
 
     def _begin(self) -> None:
+        """Start workers for queued work while fewer than `workers` are running."""
         while self._waiting and len(self._running) < self.workers:
             works = self._waiting.popleft()
             reading, writing = os.pipe()
             with warnings.catch_warnings():
-                # Python 3.12 warns of locks that other threads may hold. The only other thread
-                # prints progress. Its locks do not matter: the fork writes to its pipe and exits.
+                # Python 3.12 warns that other threads may hold locks. The only other thread prints
+                # progress. Its locks do not matter, because the fork only writes to its pipe and
+                # exits.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 number = os.fork()
             if not number:
@@ -127,6 +133,7 @@ class SpeculativePool:
             self._running[reading] = _Process(deque(works), number, reading)
 
     def _read(self, pipe: int) -> None:
+        """Read results from the pipe of a worker. If the worker has exited, start the next one."""
         process = self._running[pipe]
         part = os.read(pipe, _CHUNK)
         *lines, process.text = (process.text + part).split(b"\n")
@@ -140,7 +147,8 @@ class SpeculativePool:
 
 
 def _tell(works: dict[str, Work], reading: int, writing: int) -> None:
-    """Run in a fork of this process: write the results of `works` to the pipe and exit.
+    """Run in a fork of this process: write the results of `works` to the pipe with file descriptor
+    `writing`, and exit.
 
     The fork exits after any error, so that it never continues with the code of its parent.
     """

@@ -1,7 +1,8 @@
-"""The passes from a request to its plan, in order: read, cost, place, predict, schedule, simulate.
+"""The passes that turn a request into a plan, in order: read, cost, place, predict, schedule,
+simulate.
 
-`make_plan` runs all passes; other functions run one pass each. A `Runner` measures the time of each
-pass and adds the name of the pass to errors.
+`make_plan` runs all passes; the other functions run single passes. A `Runner` measures the time of
+each pass and adds the name of the pass to errors.
 """
 
 from autopipe.passes.pipeline.further_options import memory_options, untried_options

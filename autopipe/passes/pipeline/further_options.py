@@ -1,4 +1,6 @@
-"""Options of `autopipe plan` that may help: to fit into memory, or to make a step shorter."""
+"""Suggestions of options of `autopipe plan`, with which a plan may fit into memory or a step may
+become shorter.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ from autopipe.passes.pipeline.runner import Runner
 from autopipe.passes.pipeline.scheduling import place_and_schedule
 
 _OPTIONS_S = 20.0
-"""Seconds during which options are tried after a plan did not fit into memory. The last search may
-take the same time again.
+"""Seconds after which no further option is tried, if a plan does not fit into memory. A search that
+started earlier may take as long again.
 """
 
 
 def memory_options(request: Request, runner: Runner) -> Iterator[str]:
-    """Yield hints for a request whose plan did not fit into memory: recomputation or a sharded
-    optimizer state, if that suffices.
+    """Yield hints for a request whose plan does not fit into memory: recomputation, sharded
+    optimizer state, or both, if the plan then fits.
 
-    Each option is planned with the request's strategy and scheduler, and both together only if
-    neither suffices. The hint includes the maximum peak memory of any device.
+    Each option is planned with the request's strategy and scheduler. Both together are tried only
+    if neither suffices alone. The hint contains the maximum peak memory over all devices.
     """
     model = read(request, runner)
     if model.mode is not Mode.TRAIN:
@@ -51,7 +53,7 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
     for options, each in varied.items():
         if time.monotonic() > end or (found and len(options) > 1):
             break
-        own = Runner()  # An observer of the request sees no passes of the options.
+        own = Runner()  # The observer of `runner` must not be called for the passes of these plans.
         own.models = runner.models
         own.work = runner.work
         try:
@@ -78,12 +80,12 @@ def memory_options(request: Request, runner: Runner) -> Iterator[str]:
 
 
 def untried_options(request: Request, planned: PlanResult) -> tuple[str, ...]:
-    """Return the options that strategy `auto` would have tried and that the strategy of `request`
-    did not try.
+    """Return the options that strategy `auto` would have tried, and that the strategy named in
+    `request` did not try.
 
-    `request` is the request of `planned`. Recomputation is included if memory may be short, and
-    neither the request nor the placement decides on it. A sharded optimizer state is included if
-    the request leaves it open and several devices hold equal parameters.
+    `planned` is the plan of `request`. Recomputation is included if memory may not suffice, the
+    request leaves recomputation open, and no stage recomputes. Sharded optimizer state is included
+    if the request leaves it open and several devices hold equal parameters.
     """
     plan = planned.plan
     problem = planned.problem

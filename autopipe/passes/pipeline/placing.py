@@ -1,4 +1,6 @@
-"""Placements of a request: the strategy's, with predicted times of stages and messages."""
+"""Placements of a request: the result of a strategy, with the predicted times of stages and
+messages.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from autopipe.passes.schedule.predict import predict
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placement with its problem and the predicted times of its stages and messages."""
+    """A placement with its problem, and with the predicted times of its stages and messages."""
 
     model: Model
     problem: Problem
@@ -38,15 +40,18 @@ class Placed:
 def run_strategy(
     request: Request, strategy: Strategy, runner: Runner
 ) -> tuple[Model, Problem, Placement]:
-    """Return (model, problem, placement) for the first division of the batch that has a placement.
+    """Return (model, problem, placement) for the first division of the batch into micro-batches for
+    which the strategy finds a placement.
 
-    A strategy with `Division.FEW` starts with the largest micro-batches. If memory does not
-    suffice, it tries smaller ones. A strategy that chooses micro-batch sizes gets the model on the
-    chosen size (the largest size if stages differ). If the frontend simplifies that model to other
-    operators, the strategy runs again. Raises as `make_plan`.
+    A strategy with `Division.FEW` starts with the largest micro-batches, and tries smaller ones if
+    memory does not suffice. If the strategy chooses micro-batch sizes, the returned model is read
+    with the chosen size (the least common multiple if the sizes of stages differ). If the frontend
+    simplifies that model to other operators, the strategy runs again. Raise the errors of
+    `make_plan`.
     """
 
     def answer(problem: Problem) -> Placement:
+        """Return the verified placement of the strategy."""
         return runner.run(
             strategy.name,
             lambda: strategy.run(problem),
@@ -80,8 +85,9 @@ def run_strategy(
 
 
 def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
-    """Return a given placement with its problem and predicted times, for a division of the batch.
-    Raises as `make_plan`, and InfeasibleError if the placement does not fit the graph.
+    """Return the given `placement` with its problem and predicted times, for the division of the
+    batch `batching`. Raise the errors of `make_plan`, and InfeasibleError if the placement needs
+    more devices or does not fit the graph.
     """
     model, problem = cost(request, batching, runner)
     if placement.devices > problem.cluster.size:
@@ -96,10 +102,11 @@ def place_as(request: Request, batching: Batching, placement: Placement, runner:
 def predict_placement(
     model: Model, problem: Problem, placement: Placement, runner: Runner
 ) -> Placed:
-    """Return a placement of the problem's graph with predicted times of stages and messages.
+    """Return a placement of the problem's graph with the predicted times of its stages and
+    messages.
 
-    Stages gather received tensors if that is faster. Raises ConfigurationError or InfeasibleError
-    if a stage cannot run on micro-batches of its size.
+    Stages gather received tensors if that is faster than receiving them in full. Raise
+    ConfigurationError or InfeasibleError if a stage cannot run on micro-batches of its size.
     """
     check_portions(problem.graph, placement, problem.loss if problem.train else None)
     check_whole_matrices(problem, placement)

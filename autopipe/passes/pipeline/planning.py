@@ -1,4 +1,4 @@
-"""The order of all passes, from a request that names strategy and scheduler to its plan."""
+"""Runs all passes in order, from a request that names strategy and scheduler to its plan."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def make_plan(
     request: Request, observer: Observer | None = None, advise: bool = False
 ) -> PlanResult:
     """Return the plan of a request that names strategy and scheduler: read the model, compute
-    costs, place, schedule and simulate a step.
+    costs, place, schedule, and simulate a step.
 
-    If the request leaves open whether losses save their logits, a plan that saves them is made
-    first. A second plan that recomputes them is made if memory may be short or recomputation is
-    faster for the loss itself. The plan with the shorter step time per sample is returned. Raise
-    ConfigurationError, ModelError or InfeasibleError, with the name of the pass unless the error
-    has another location. With `advise`, the hint of an OutOfMemoryError names options with which
-    the plan fits, if they are found within about `_OPTIONS_S` seconds.
+    If the request leaves open whether losses save or recompute their logits, a plan that saves them
+    is made first. A second plan that recomputes them is made if memory may not suffice or if
+    recomputation is faster for the loss itself. The plan with the shorter step time per sample is
+    returned. Raise ConfigurationError, ModelError or InfeasibleError; the error names the pass
+    unless it has another location. With `advise`, the hint of an OutOfMemoryError names options
+    with which the plan fits, if they are found within about `_OPTIONS_S` seconds.
     """
     runner = Runner(observer)
     request = with_whole_batch(request, runner)
@@ -39,7 +39,9 @@ def make_plan(
 
 
 def _made(request: Request, runner: Runner) -> PlanResult:
-    """Return the plan of a request whose batch is known, with the faster form of the losses."""
+    """Return the plan of a request whose batch size is known, with the form of the losses (saved or
+    recomputed logits) that gives the shorter step per sample.
+    """
     if request.scores is not None or read(request, runner).other is None:
         return assemble_plan(request, *place_and_schedule(request, runner), runner)
     keeping = replace(request, scores="keep")
@@ -65,7 +67,7 @@ def _made(request: Request, runner: Runner) -> PlanResult:
 
 
 def _may_gain(kept: Placed) -> bool:
-    """True if a plan that recomputes logits could have a shorter step than a plan that saves
+    """True if a plan that recomputes logits could have a shorter step than `kept`, which saves
     them.
     """
     found = scores_of(kept)
@@ -73,8 +75,8 @@ def _may_gain(kept: Placed) -> bool:
 
 
 def _sample_seconds(planned: tuple[Placed, Scheduled]) -> float:
-    """Seconds of a step per sample: plans may differ in their batch if the request leaves it
-    open.
+    """Return the seconds of a step divided by its samples. Plans with different forms of the losses
+    may have different batch sizes if the request leaves the batch size open.
     """
     placed, scheduled = planned
     return scheduled.timeline.end / placed.problem.batch_size

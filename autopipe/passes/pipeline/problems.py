@@ -1,4 +1,4 @@
-"""Problems of a request: one for each division of the batch into micro-batches."""
+"""The planning problems of a request: one for each division of the batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from autopipe.passes.registry import Strategy
 
 
 def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
-    """Return (model, problem) for a division of the batch into micro-batches. A runner reads the
-    model and computes the costs once per micro-batch size.
+    """Return (model, problem) for a division of the batch into micro-batches. `runner` caches the
+    model and its costs, so they are computed once per micro-batch size.
     """
     model = read(request, runner)
     size = None
@@ -97,8 +97,8 @@ _COUNTING = frozenset({"Shape", "Size"})
 
 
 def _note_on_outputs(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
-    """Return a warning if micro-batches may change an output of inference and the model has no
-    other warning about it, otherwise "".
+    """Return a warning if a division into micro-batches may change an output of inference and the
+    model has no other warning about this output. Otherwise return "".
     """
     if model.batch is None or (batching.micro_batches == 1 and not batching.sizes):
         return ""
@@ -118,8 +118,8 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
 
 
 def _require_loss(first: Model, model: Model) -> None:
-    """Raise ModelError if the loss of `model` is not a scalar, although it is a scalar in `first`,
-    the same model on fewer samples.
+    """Raise ModelError if the loss of `model` is not a scalar although it is a scalar in `first`,
+    which is the same model read with fewer samples.
     """
     if first.mode is not Mode.TRAIN or model.loss == first.loss:
         return
@@ -134,8 +134,9 @@ def _require_loss(first: Model, model: Model) -> None:
 
 
 def work_of(request: Request, model: Model) -> tuple[NodeCost, ...]:
-    """Return the cost of each node of the model. Raises ConfigurationError if the loss to train
-    with is missing or one of several outputs, ModelError if nothing of the model would be trained.
+    """Return the cost of each node of the model. For training, raise ConfigurationError if there is
+    no loss or several outputs could be the loss, and ModelError if the model has no trainable
+    parameters.
     """
     train = model.mode is Mode.TRAIN
     if request.mode is not Mode.INFER and model.loss_choices:
@@ -167,8 +168,10 @@ def work_of(request: Request, model: Model) -> tuple[NodeCost, ...]:
 def _loss_division(
     request: Request, model: Model, batching: Batching, runner: Runner
 ) -> tuple[LossDivision, Batching]:
-    """Return (division, batching): how the losses of micro-batches are combined into the loss of
-    the step, and the batching without micro-batch sizes that would change the loss.
+    """Return (division, batching).
+
+    division: how the losses of micro-batches are combined into the loss of the step.
+    batching: the given batching, without further micro-batch sizes if they would change the loss.
 
     Raise InfeasibleError if the losses of micro-batches do not determine the loss of the step.
     """
@@ -189,8 +192,8 @@ def _loss_division(
 def _in_totals(
     request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner
 ) -> Model:
-    """Return the model whose micro-batches return the dividend and the divisor of the loss if
-    `division` requires them, otherwise the model.
+    """Return the model whose micro-batches return the dividend and the divisor of the loss
+    separately, if `division` requires this. Otherwise return the given model.
     """
     if not division.divided:
         return model
@@ -208,8 +211,9 @@ def make_problem(
     division: LossDivision,
     annotated: tuple[Constraint, ...] | None = None,
 ) -> Problem:
-    """Return the problem of a model on micro-batches. `annotated` are the constraints that follow
-    from the annotations of the model's file; None to derive them from the model.
+    """Return the problem of a model on micro-batches of the size of `batching`. `annotated`
+    contains the constraints that follow from annotations in the model's file; None to derive them
+    from the model.
     """
     if annotated is None:
         annotated = annotated_constraints(model, request.cluster.size)
@@ -242,11 +246,11 @@ _EPS_OF_HALVES = 1e-4
 
 
 def _optimizer(request: Request, graph: Graph) -> Optimizer:
-    """Return the requested optimizer, with a larger `eps` for Adam with float16 weights if `eps` is
-    open.
+    """Return the requested optimizer. For Adam with float16 weights, its `eps` is increased if the
+    request leaves `eps` open.
 
     Adam's averages of squared gradients have the type of the weights. In float16, averages below
-    6e-8 are 0, so `eps` alone must keep the denominator away from 0.
+    6e-8 are 0, so only `eps` keeps the denominator away from 0.
     """
     halves = any(each.trainable and each.value.dtype is DType.FLOAT16 for each in graph.parameters)
     if not (request.eps_open and halves and request.optimizer.name in ("adamw", "adam", "muon")):
@@ -255,11 +259,11 @@ def _optimizer(request: Request, graph: Graph) -> Optimizer:
 
 
 def divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
-    """Yield divisions of the batch into micro-batches, the best first. `model` is the result of
-    `read`.
+    """Yield the possible divisions of the batch into micro-batches, the best first for the
+    preference `division`. `model` is the result of `read`.
 
-    If the model has one sample, the batch may be open or fixed to one sample. Divisions of an open
-    batch come first.
+    If the model was read with one sample, its batch size may be open or fixed to one sample.
+    Divisions for an open batch size come first.
     """
     given = request.batch_size, request.micro_batches, request.micro_batch_size
     seen: set[Batching] = set()
@@ -270,7 +274,9 @@ def divisions(request: Request, division: Division, model: Model) -> Iterator[Ba
                     seen.add(batching)
                     yield batching
         except ConfigurationError:
-            if not seen:  # An open batch could not be divided either.
+            # If no division was yielded, an open batch size cannot be divided either, so the error
+            # is raised.
+            if not seen:
                 raise
 
 
@@ -278,11 +284,11 @@ def problems_of(
     request: Request, strategy: Strategy, runner: Runner
 ) -> Iterator[tuple[Model, Problem]]:
     """Yield (model, problem) for each division of the batch that the model and the strategy
-    support, the best division first. If none is supported, raise the reason against the best
-    division.
+    support, the best division first. If none is supported, raise the error for the best division.
     """
     model = read(request, runner)
-    reasons: dict[str, AutopipeError] = {}  # The first error of the model, and of the strategy.
+    # First error of the model and first error of the strategy.
+    reasons: dict[str, AutopipeError] = {}
     found = False
     declined = None
     try:
@@ -290,8 +296,9 @@ def problems_of(
             by = "strategy"
             try:
                 if declined is not None:
-                    # Requirements on the number of micro-batches are checked before the model is
-                    # read on other samples.
+                    # The strategy may reject the number of micro-batches. This is checked with the
+                    # last rejected problem, before the model is read with another number of
+                    # samples, which takes long.
                     strategy.requires(replace(declined, micro_batches=batching.micro_batches))
                 by = "model"
                 declined = None
@@ -306,8 +313,8 @@ def problems_of(
             else:
                 yield model, problem
     except ConfigurationError as error:
-        # A batch without a division is a better reason than an error of the model, unless the loss
-        # is the reason (InfeasibleError).
+        # That the batch has no division is a better reason than an error of the model, unless the
+        # loss is the reason (InfeasibleError).
         if not isinstance(reasons.get("model"), InfeasibleError):
             reasons["model"] = error
     if not found:

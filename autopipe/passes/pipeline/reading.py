@@ -1,4 +1,4 @@
-"""Reading of a request's model on the numbers of samples that planning needs."""
+"""Reading of a request's model with the numbers of samples that planning needs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def read_for(
     source: Source | None = None,
     opened: bool = False,
 ) -> Model:
-    """Return the model on `micro_batch_size` samples. If that is None, use the number of samples
-    that the file fixes, or one sample.
+    """Return the model read with `micro_batch_size` samples per forward pass. If it is None, use
+    the number of samples that the file fixes, or one sample if it fixes none.
 
-    `source` is the parsed file if it is available. `opened` is the same as in `read_model`. Raise
-    ModelError as `read_model`, and if a tensor that an exporter computed from parameters would be
-    trained instead of them.
+    `source` is the parsed file if it is available. `opened` is passed to `read_model`. Raise the
+    errors of `read_model`, and ModelError if training would update a tensor that an exporter
+    computed from parameters, instead of these parameters.
     """
     model = read_model(
         source or request.model,
@@ -51,9 +51,10 @@ def read_for(
 def read(
     request: Request, runner: Runner, size: int | None = None, source: Source | None = None
 ) -> Model:
-    """Return the model as `read_for`, with the requested form of the losses.
+    """Return the model as `read_for` does with `size` samples, with the requested form of the
+    losses (saved or recomputed logits).
 
-    A runner reads the model once per number of samples, for both forms of the losses.
+    `runner` caches the model, so it is read once per number of samples for both forms.
     """
     if size not in runner.models:
         runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
@@ -62,17 +63,17 @@ def read(
 
 
 _FOLLOWED = 3
-"""Minimum number of samples of the graph in which the batch axis is followed if the model was read
-on one sample.
+"""Minimum number of samples with which a model is read again to follow its batch axis, if it was
+read with one sample.
 """
 
 
 def with_whole_batch(request: Request, runner: Runner) -> Request:
     """Return the request with one micro-batch per batch if inference computes an output from
-    several samples, otherwise the request.
+    several samples. Otherwise return the given request.
 
-    The batch is the batch that the file fixes, otherwise the batch of the step. Raises
-    ConfigurationError if the request has smaller micro-batches.
+    The batch is the batch that the file fixes, otherwise the batch of the step. Raise
+    ConfigurationError if the request asks for smaller micro-batches.
     """
     model = read(request, runner)
     if model.mode is Mode.TRAIN or model.batch is None or request.micro_batches == 1:
@@ -106,9 +107,9 @@ def with_whole_batch(request: Request, runner: Runner) -> Request:
 def graph_on_several_samples(
     request: Request, runner: Runner, model: Model, times: int = 1
 ) -> Graph:
-    """Return the graph of the model on several samples, or on `times` as many. If the model cannot
-    be read on several samples, return its graph on one sample, in which no batch axis can be
-    followed.
+    """Return the graph of the model read with several samples per forward pass, or with `times` as
+    many. If the model cannot be read so, return its graph on one sample, in which no batch axis can
+    be followed.
     """
     size = times * max(request.micro_batch_size or 1, _FOLLOWED)
     try:
@@ -118,8 +119,8 @@ def graph_on_several_samples(
 
 
 def read_opened(request: Request, runner: Runner, first: Model, size: int) -> Model:
-    """Return the model on `size` samples, even if its file fixes the batch to one sample. `first`
-    is the model on the samples that the file fixes, or on one.
+    """Return the model read with `size` samples, even if its file fixes another batch size. `first`
+    is the model read with the number of samples that the file fixes, or with one sample.
     """
     offered = () if first.source is None else first.source.graph.input
     if has_fixed_batch(offered, first.graph.batch_axes):
@@ -129,8 +130,8 @@ def read_opened(request: Request, runner: Runner, first: Model, size: int) -> Mo
 
 
 def _cached_model(request: Request, runner: Runner, size: int, source: Source | None) -> Model:
-    """Return the model on `size` samples, which `runner` reads once. The time of reading belongs to
-    the pass that calls this function.
+    """Return the model read with `size` samples, from the cache of `runner` if it is there. The
+    time of reading counts for the pass that calls this function.
     """
     if size not in runner.models:
         runner.models[size] = read_for(request, size, source)

@@ -1,4 +1,4 @@
-"""Recreation of a stored plan's problem and simulated step."""
+"""Recreation of the problem and the simulated step of a stored plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from autopipe.passes.schedule.simulate import simulate
 
 
 def read_planned(request: Request, plan: Plan) -> Model:
-    """Return the model of a plan, on its micro-batches. Raise the errors of `read_for`, and
-    InfeasibleError if the loss of the model is no longer divided as in the plan.
+    """Return the model of a plan, read with the samples of one of its micro-batches. Raise the
+    errors of `read_for`, and InfeasibleError if the loss of the model can no longer be divided as
+    in the plan.
     """
     model = read_for(request, plan.summary.micro_batch_size)
     if not plan.loss_division.divided:
@@ -30,8 +31,9 @@ def read_planned(request: Request, plan: Plan) -> Model:
 
 
 def _stored_model(request: Request, plan: Plan, stored: PlannedGraph) -> Model:
-    """Return the model of a graph that is stored in a plan folder. It lacks the data of the ONNX
-    file: parsed nodes, warnings, and the other form of the losses.
+    """Return the model with the graph that is stored in a plan folder. It lacks the data of the
+    ONNX file: parsed nodes, warnings, and the other form of the losses (saved or recomputed
+    logits).
     """
     graph = stored.graph
     return Model(
@@ -50,11 +52,12 @@ def _stored_model(request: Request, plan: Plan, stored: PlannedGraph) -> Model:
 
 
 def reopen(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> PlanResult:
-    """Return the plan with its problem, and with its step simulated from its predictions.
+    """Return the plan with its problem, and with a step that is simulated from the predictions of
+    the plan.
 
     The problem is created from the graph `stored` in the plan folder, or from the model's file if
-    `stored` is None. `request` must have the mode, the batch and the micro-batches of the plan.
-    Raise ConfigurationError if the plan does not belong to the graph or to the request.
+    `stored` is None. `request` must have the mode, the batch size and the micro-batches of the
+    plan. Raise ConfigurationError if the plan does not belong to the graph or to the request.
     """
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
     if stored is None:
@@ -73,7 +76,7 @@ def reopen(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> 
             ),
             hint="plan again, or restore the model file",
         )
-    # The plan's files may have been edited.
+    # The user may have edited the plan's files, so their values are checked.
     if problem.mode.value != plan.mode:
         raise ConfigurationError(
             f"the plan is for mode {plan.mode}, but its configuration is for mode "

@@ -15,8 +15,8 @@ from autopipe.passes.registry import Scheduler, Strategy
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The model, the cluster and the settings of a plan. The pipeline decides a field that is
-    None.
+    """The model, the cluster and the settings of a plan. If a field is None, the passes decide its
+    value.
     """
 
     model: Path
@@ -30,18 +30,21 @@ class Request:
     trainable: tuple[str, ...] = ()
     mode: Mode | None = None
     training_graph: bool | None = None
-    """True if Dropout and BatchNormalization behave as in training, if the file declares it; False
-    if they behave as in evaluation; None for the behaviour of the mode.
+    """True if Dropout and BatchNormalization behave as the file declares, which may be as in
+    training; False if they behave as in evaluation. None: as in evaluation for inference, and
+    otherwise as the file declares.
     """
     loss: str | CrossEntropy | None = None
-    """Name of the output to minimise, or a cross-entropy to add; None for the loss of the model."""
+    """Name of the output to minimise, or a cross-entropy to add to the model; None for the loss
+    that the model itself defines.
+    """
     normalize: str = "auto"
-    """Value of the key `loss.normalize`: how the losses of micro-batches are combined into the loss
-    of a step.
+    """Value of the key `loss.normalize`, which determines how the losses of micro-batches are
+    combined into the loss of a step.
     """
     scores: Scores | None = None
     """`keep` if losses save their logits for backward, `recompute` if they recompute them; None if
-    the plan chooses.
+    the passes choose.
     """
     batch_size: int | None = None
     micro_batches: int | None = None
@@ -50,9 +53,11 @@ class Request:
     lr_scheduler: LRScheduler = field(default=LRScheduler())
     training: Training = field(default=Training())
     shard_open: bool = True
-    """True if a search may shard the optimizer state although `optimizer` does not."""
+    """True if a search may shard the optimizer state although `optimizer` does not shard it."""
     eps_open: bool = False
-    """True if `optimizer.eps` is not given. It is then increased if float16 weights are trained."""
+    """True if `optimizer.eps` is not given. It is then increased for Adam if float16 weights are
+    trained.
+    """
     precision: str = "fp32"
     compiled: bool = False
     recompute: str | None = None
@@ -62,13 +67,15 @@ class Request:
     solver: str = "auto"
     seed: int = 0
     costs: Costs | None = None
-    """Measured costs of the devices of the cluster; None to use only their data sheets."""
+    """Measured costs of the cluster's devices; None to use only their data sheets."""
     data: DataSettings = field(default=DataSettings())
     evaluation: Evaluation = field(default=Evaluation())
 
 
 def strategy_and_scheduler(request: Request) -> tuple[Strategy, Scheduler]:
-    """Return the strategy and the scheduler of a request that names both."""
+    """Return (strategy, scheduler) of a request that names both. Raise ValueError if one is
+    missing.
+    """
     if request.strategy is None or request.scheduler is None:
         raise ValueError("the request lacks a strategy or a scheduler")
     return request.strategy, request.scheduler

@@ -18,8 +18,8 @@ from autopipe.passes.pipeline.scheduling import Scheduled
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A plan with its problem, its simulated step, and the request that gives an equal plan. The
-    request names the strategy and the scheduler.
+    """A plan with its problem, its simulated step, its model, and a request from which an equal
+    plan follows. This request names the strategy and the scheduler.
     """
 
     plan: Plan
@@ -30,19 +30,22 @@ class PlanResult:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the decisions and the graph of the plan. Search times do not affect it."""
+        """SHA-256, in hexadecimal, of the decisions and the graph of the plan. Search times do not
+        affect it.
+        """
         return plan_digest(self.plan)
 
 
 def assemble_plan(
     request: Request, placed: Placed, scheduled: Scheduled, runner: Runner
 ) -> PlanResult:
-    """Return the plan of a request that names the strategy and the scheduler, from its placement
-    and its schedule.
+    """Return the plan of a request that names strategy and scheduler, given the placement and the
+    schedule.
     """
     from autopipe.passes.degrees import open_degrees
 
-    # Imports all of lowering, which candidates of a search do not need.
+    # This import loads all of lowering, which the candidates of a search do not need, so it is not
+    # at the top of the module.
     from autopipe.passes.summary import finished_plan
 
     strategy, scheduler = strategy_and_scheduler(request)
@@ -63,7 +66,9 @@ def assemble_plan(
 
 
 def scores_of(placed: Placed) -> LossScores | None:
-    """Return the costs of both forms of the losses; None if the losses have one form."""
+    """Return the costs of both forms of the losses (saved or recomputed logits); None if the losses
+    have only one form.
+    """
     other = placed.model.other
     return None if other is None else compare_scores(placed.problem, other, placed.model.scores)
 
@@ -71,8 +76,9 @@ def scores_of(placed: Placed) -> LossScores | None:
 def with_other_scores(
     result: PlanResult, step_s: float | None = None, refused: str | None = None
 ) -> PlanResult:
-    """Return the result with the step time of the plan with the other form of the losses, or the
-    reason why there is no such plan.
+    """Return the result with data about the plan with the other form of the losses (saved or
+    recomputed logits): its step time `step_s` in seconds, or the reason `refused` why there is no
+    such plan.
     """
     scores = result.plan.summary.scores
     if scores is None:
@@ -84,7 +90,7 @@ def with_other_scores(
 
 
 def planned_graph(planned: PlanResult) -> PlannedGraph:
-    """Return the graph of a plan with the data from which `reopen` recreates its problem."""
+    """Return the graph of a plan, with the data that `reopen` needs to create the problem again."""
     own = len(planned.request.constraints)
     return PlannedGraph(
         graph=planned.problem.graph,

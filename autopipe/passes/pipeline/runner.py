@@ -1,4 +1,6 @@
-"""The execution of passes: times, errors with the name of the pass, callbacks, cached results."""
+"""Execution of passes: a runner measures their times, adds the name of the pass to errors, calls
+callbacks, and caches results.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,17 @@ class Observer:
         """Called before the pass `name` runs."""
 
     def finished(self, name: str, value: object, seconds: float) -> None:
-        """Called after the pass `name` returned `value` and `value` was verified."""
+        """Called after the pass `name` has returned `value` and `value` was verified. `seconds` is
+        the wall-clock time of the pass.
+        """
 
     def improved(self, step_s: float, bound_s: float) -> None:
-        """Called if a search found a plan with a shorter step than before. `bound_s` is a lower
-        bound, in seconds, of the steps of all placements that were tried.
+        """Called when a search finds a plan with a shorter step (`step_s` seconds) than before.
+        `bound_s` is a lower bound, in seconds, on the steps of all placements that were tried.
         """
 
     def failed(self, error: InternalError) -> None:
-        """Called if one of several candidates raised an internal error. The search skips the
+        """Called when one of several candidates raises an internal error. The search skips the
         candidate, unless this method raises an exception.
         """
 
@@ -44,24 +48,26 @@ class Runner:
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer or Observer()
         self.models: dict[int | None, Model] = {}
-        """Models by number of samples of a forward pass. Under None: the model on the number of
-        samples that the file fixes, or on one sample if the file fixes none.
+        """Models by the number of samples with which they were read. Key None: the model with the
+        number of samples that the file fixes, or with one sample if the file fixes none.
         """
         self.totals: dict[tuple[int | None, Scores], Model] = {}
-        """Models whose micro-batches return the dividend and the divisor of the loss, by number of
-        samples and form of the losses.
+        """Models whose micro-batches return the dividend and the divisor of the loss separately, by
+        number of samples and form of the losses (saved or recomputed logits).
         """
         self.work: dict[tuple[int | None, Scores, str], tuple[NodeCost, ...]] = {}
-        """Costs of the nodes by number of samples, form of the losses, and name of the loss that is
-        divided ("" if no loss is divided).
+        """Costs of the nodes by number of samples, form of the losses, and name of the loss whose
+        dividend and divisor are separate ("" if there is none).
         """
         self.loss_forms: dict[str, LossForm | None] = {}
-        """By name of the loss: how the loss of a batch depends on the losses of its parts."""
+        """By name of the loss: how the loss of a batch depends on the losses of its parts. None if
+        this is unknown.
+        """
         self.mixed_output: Mixing | None = None
-        """Why micro-batches may change an output of inference; None if it was not checked yet."""
+        """Why micro-batches may change an output of inference; None if this was not checked yet."""
         self.costed: dict[Hashable, tuple[Model, Problem]] = {}
-        """Models and problems by every field that affects them. Equal requests share one problem
-        object, so that caches with the problem as key return their entries.
+        """Models and problems by all fields that affect them. Equal requests share one problem
+        object, so that caches that are keyed by the problem's identity are hit.
         """
         self.failures = 0
         """Number of candidates that raised an internal error."""
@@ -75,8 +81,12 @@ class Runner:
         requires: Callable[[], None] | None = None,
         verify: Callable[[Result], None] | None = None,
     ) -> Result:
-        """Call `requires`, `compute` and `verify`, and return the result of `compute`. Errors name
-        the pass, and the passes before it.
+        """Run the pass `name`: call `requires`, `compute` and `verify`, and return the result of
+        `compute`.
+
+        `requires` raises an error if the pass cannot run, and `verify` raises one if the result is
+        invalid. Errors get the name of the pass and of the passes before it. An exception that is
+        not an AutopipeError becomes an InternalError.
         """
         self.observer.started(name)
         begin = time.perf_counter()
@@ -89,7 +99,8 @@ class Runner:
         except AutopipeError as error:
             error.where = error.where or self._place(name)
             if type(error) is AutopipeError:
-                # The error comes from a solver, and neither the user nor the model is the cause.
+                # An error without a subclass comes from a solver. Neither the user nor the model is
+                # its cause.
                 raise InternalError(
                     error.message, error.hint or "rerun with --debug", error.where
                 ) from error
@@ -105,5 +116,6 @@ class Runner:
         return result
 
     def _place(self, name: str) -> str:
+        """Return a text for errors: the name of the pass, and of the passes that ran before it."""
         done = ", ".join(each for each in self.seconds if each != name)
         return f"pass {name}" + (f", after {done}" if done else "")

@@ -1,4 +1,4 @@
-"""Schedules of a placement, with the simulated step."""
+"""Schedules of a placement, with their simulated steps."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from autopipe.passes.schedule.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A schedule of a placement and the simulated step, which fits the memory of all devices."""
+    """A schedule of a placement, with a simulated step that fits the memory of all devices."""
 
     schedule: Schedule
     timeline: Timeline
 
 
 def place_and_schedule(request: Request, runner: Runner) -> tuple[Placed, Scheduled]:
-    """Return the placement and the schedule of a request that names strategy and scheduler."""
+    """Return (placement, schedule) of a request that names strategy and scheduler. Raise the errors
+    of `make_plan`.
+    """
     strategy, scheduler = strategy_and_scheduler(request)
     placed = predict_placement(*run_strategy(request, strategy, runner), runner)
     return schedule_placed(placed, scheduler, runner)
@@ -35,11 +37,11 @@ def place_and_schedule(request: Request, runner: Runner) -> tuple[Placed, Schedu
 def schedule_placed(
     placed: Placed, scheduler: Scheduler, runner: Runner
 ) -> tuple[Placed, Scheduled]:
-    """Return (placed, scheduled): the placement with its schedule and simulated step.
+    """Return (placed, scheduled): the placement, and its schedule with the simulated step.
 
-    If memory does not suffice, stages that recompute keep no copies of parameters. Raises
-    InfeasibleError if the scheduler does not support the placement or memory still does not
-    suffice.
+    If memory does not suffice, the placement is changed so that stages that recompute keep no
+    16-bit copies of their parameters. Raise InfeasibleError if the scheduler does not support the
+    placement, or if memory does not suffice then either.
     """
     try:
         return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
@@ -53,8 +55,8 @@ def schedule_placed(
 
 
 def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
-    """Return the schedule of a scheduler. Raises InfeasibleError if the scheduler does not support
-    the placement.
+    """Return the verified schedule that a scheduler creates. Raise InfeasibleError if it does not
+    support the placement.
     """
     return runner.run(
         scheduler.name,
@@ -67,8 +69,9 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
 def time_schedule(
     placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
 ) -> Scheduled:
-    """Return a schedule with its simulated step. If one of the `known` schedules has equal orders
-    of tasks, its step is used. Raises InfeasibleError if memory does not suffice.
+    """Return a schedule with its simulated step. If a schedule in `known` has the same tasks in the
+    same order on each device, its step is used. Raise OutOfMemoryError if the memory of a device
+    does not suffice.
     """
     same = next((each for each in known if each.schedule.has_orders_of(schedule)), None)
     if same is not None:

@@ -1,10 +1,10 @@
-"""Strategy `tessel_shapes`: placements with the shapes of Tessel.
+"""Strategy `tessel_shapes`: placements with the shapes V, X, M, NN and K of Tessel.
 
 Lin et al., "Tessel: boosting distributed execution of large DNN models via flexible schedule
-search", HPCA 2024, sections II and VI. An outline describes which parts of the model all devices
-share, and which parts are chains of stages on one device each. The chains are then partitioned so
-that their stages take equally long, and again with tighter limits if a device's memory is
-insufficient.
+search", HPCA 2024, sections II and VI. An outline lists the parts of a model: parts that all
+devices compute together, and chains, whose stages have one device each. The chains are partitioned
+so that their stages take equally long. If the memory of a device does not suffice, they are
+partitioned again with tighter limits.
 """
 
 from __future__ import annotations
@@ -64,22 +64,24 @@ from autopipe.passes.sharding.regions import (
 )
 
 _MAXIMUM_BLOCKS = 768
-"""Maximum number of blocks of a chain; the partition takes time in their square."""
+"""Maximum number of blocks of a chain. The time of a partition grows with the square of this
+number.
+"""
 _ATTEMPTS = 8
-"""Maximum number of partitions of a shape's chains that are tried to fit into memory."""
+"""Maximum number of partitions of an outline's chains that are tried to fit into memory."""
 
 _Floats = NDArray[np.float64]
 Nodes = tuple[int, ...]
 Stages = tuple[Nodes, ...]
-"""The nodes of each stage, ascending."""
+"""For each stage: its nodes, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostedModel(ReplicatedGraph):
-    """A problem's graph with the seconds of its nodes.
+    """The graph of a problem with the seconds of its nodes.
 
-    `seconds` are those of forward and backward of each unsplit node, averaged over device types.
-    `on_kind` has the seconds on each device type.
+    `seconds` contains, for each unsplit node, the seconds of forward and backward, averaged over
+    the device types. `on_kind` contains them for each device type.
     """
 
     cluster: Cluster
@@ -89,28 +91,29 @@ class CostedModel(ReplicatedGraph):
 
     @property
     def devices(self) -> int:
+        """Number of devices of the cluster."""
         return self.cluster.size
 
     @property
     def share(self) -> float:
-        """Return half of one device's fraction of the whole model. A part with a smaller fraction
-        counts as small.
+        """The fraction of the whole model below which a part counts as small: half of the even
+        fraction of one device.
         """
         return 0.5 / self.devices
 
     @property
     def least_s(self) -> float:
-        """Return the seconds below which a part of the model counts as small."""
+        """The seconds below which a part of the model counts as small."""
         return self.share * float(self.seconds.sum())
 
     def seconds_of(self, nodes: Iterable[int]) -> float:
-        """Return the seconds of `nodes`."""
+        """Return the sum of the seconds of `nodes`."""
         return float(self.seconds[list(nodes)].sum())
 
 
 def costed_model(problem: Problem) -> CostedModel:
-    """Return the model of a problem; problems that differ only in fields without influence on costs
-    share it.
+    """Return the costed model of a problem. Problems that differ only in fields that do not affect
+    costs share one object.
     """
     return _costed(problem.graph, problem.work, problem.cluster, problem.precision, problem.train)
 
@@ -119,6 +122,7 @@ def costed_model(problem: Problem) -> CostedModel:
 def _costed(
     graph: Graph, work: tuple[NodeCost, ...], cluster: Cluster, precision: str, train: bool
 ) -> CostedModel:
+    """Return the costed model, from the fields of a problem that affect it."""
     on_kind = {}
     for device in cluster.kinds:
         forward, backward = node_seconds(work, device, precision)
@@ -140,8 +144,8 @@ def _costed(
 
 @memoize(MAX_CACHED_GRAPHS)
 def chain_of_model(model: CostedModel, together: Stages = ()) -> Chain:
-    """Return the nodes as a chain of blocks. The nodes of each set in `together` are in
-    one block.
+    """Return all nodes as a chain of blocks. The nodes of each tuple in `together` are in one
+    block.
     """
     return make_chain(model.graph, model.seconds, _MAXIMUM_BLOCKS, together)
 
@@ -149,20 +153,20 @@ def chain_of_model(model: CostedModel, together: Stages = ()) -> Chain:
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionableChain:
     """A chain of blocks of nodes that can be partitioned between blocks, with the costs of all
-    ranges.
+    contiguous ranges of blocks.
     """
 
     blocks: Stages
     lengths: dict[Device | None, tuple[_Floats, _Floats]]
-    """For each device type, and for None (their average): the seconds of each block, and a table
-    [a, b] with the seconds of blocks a … b-1 plus communication at both ends.
+    """For each device type, and for None (the average over the types): the seconds of each block,
+    and a matrix [a, b] with the seconds of blocks a to b-1 plus the communication at both ends.
     """
     sizes: _Floats
-    """Bytes of the parameters that each block is the first to read."""
+    """For each block: bytes of the parameters that no earlier block reads."""
 
     def even(self, kinds: Sequence[Device | None], capacity: Sequence[float] = ()) -> Stages:
-        """Return a contiguous range of blocks for each of `kinds` (device types); the slowest range
-        is as fast as possible.
+        """Return the nodes of one contiguous range of blocks for each of the device types `kinds`,
+        so that the slowest range takes the least time.
 
         If `capacity` is given, no range has more bytes of parameters than its capacity. Raise
         InfeasibleError if there are too few blocks or the capacities are too small.
@@ -192,7 +196,7 @@ class PartitionableChain:
 
 @memoize(MAX_CACHED_GRAPHS)
 def chain_of_nodes(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> PartitionableChain:
-    """Return the chain of `nodes`, with a block for the nodes in each block of `chain`."""
+    """Return `nodes` as a chain, with one block for the nodes of each block of `chain`."""
     groups: dict[int, list[int]] = {}
     for node in nodes:
         groups.setdefault(int(chain.block_of[node]), []).append(node)
@@ -215,7 +219,7 @@ def chain_of_nodes(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> Pa
 
 
 def stage_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:
-    """Return a stage without splits."""
+    """Return a stage whose nodes are not split."""
     return Stage(
         tuple(sorted(nodes)), devices, problem.micro_batch_size, recompute=problem.recomputes_all
     )
@@ -228,8 +232,8 @@ def stage_of_several(
     devices: tuple[int, ...],
     tables: frozenset[str],
 ) -> Stage:
-    """Return a stage whose devices split `tables`, and the matmuls for which a split saves more
-    time than the gather of the result costs.
+    """Return a stage whose devices split the embedding tables and head weights `tables`. They also
+    split the matmuls for which a split saves more time than the gather of the result costs.
     """
     stage = stage_of(problem, nodes, devices)
     degree = len(devices)
@@ -238,6 +242,9 @@ def stage_of_several(
     gather = all_gather(model.cluster, devices)
 
     def pays(node: int) -> bool:
+        """True if a split of the node saves more time than the gathers of its result in forward and
+        backward cost.
+        """
         size = sum(
             model.graph.type_of(name).bytes for name in model.graph.nodes[node].outputs if name
         )
@@ -248,7 +255,9 @@ def stage_of_several(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageRow:
-    """A chain on a row of devices: one stage per entry of `devices`, in order."""
+    """A chain on a row of devices: it has one stage on each entry of `devices`, in order. A device
+    may occur several times.
+    """
 
     line: PartitionableChain
     devices: tuple[int, ...]
@@ -256,14 +265,15 @@ class StageRow:
 
 
 Outline = tuple[Stage | StageRow, ...]
-"""The parts of a placement: finished stages, and chains that are not partitioned yet."""
+"""The parts of a placement: finished stages, and chains that are not partitioned into stages yet.
+"""
 
 
 def with_even_chains(problem: Problem, outline: Outline, capacity: Sequence[float]) -> Placement:
-    """Return the placement of an outline with evenly partitioned chains.
+    """Return the placement of an outline in which the stages of each chain take about equally long.
 
-    `capacity` is the maximum number of bytes of parameters on each device. Raise InfeasibleError if
-    a chain has too few operators or the capacities are too small.
+    `capacity` contains, for each device, the maximum number of bytes of parameters of a stage.
+    Raise InfeasibleError if a chain has too few operators or the capacities are too small.
     """
     stages: list[Stage] = []
     for part in outline:
@@ -281,12 +291,12 @@ def with_even_chains(problem: Problem, outline: Outline, capacity: Sequence[floa
 
 
 def with_chains_that_fit(problem: Problem, outline: Outline) -> Placement:
-    """Return the placement of an outline; its chains are partitioned again while memory is
-    insufficient.
+    """Return the placement of an outline. While memory does not suffice, its chains are partitioned
+    again with smaller capacities for parameters.
 
-    Of all partitions tried, the one with the smallest excess of memory is returned: first the
-    excess under any schedule, then under 1F1B. Raise InfeasibleError if a chain has too few
-    operators.
+    Of all placements that were tried, the one with the smallest excess over the memory is returned:
+    first the excess under any schedule counts, then the excess under 1F1B. Raise InfeasibleError if
+    a chain has too few operators.
     """
     capacity = (math.inf,) * problem.cluster.size
     placement = with_even_chains(problem, outline, capacity)
@@ -309,9 +319,10 @@ def _excess_and_capacity(
 ) -> tuple[tuple[int, int], tuple[float, ...]]:
     """Return ((excess under any schedule, excess under 1F1B), reduced capacities).
 
-    The excess is that of the fullest device in bytes, at least 0. On a device that exceeds memory,
-    the capacity for parameters is reduced by the fraction by which the device's own stages exceed
-    it. Stages recompute if it is permitted, because memory is scarce.
+    The excess is the number of bytes by which the fullest device exceeds its memory, at least 0.
+    For a device that exceeds its memory, the capacity for parameters is reduced by the same
+    fraction by which the memory of its stages would have to shrink. Stages are assumed to recompute
+    if it is permitted, because memory is scarce.
     """
     if problem.train and problem.recompute == "auto":
         placement = Placement(tuple(replace(stage, recompute=True) for stage in placement.stages))
@@ -336,8 +347,8 @@ def _excess_and_capacity(
 
 @dataclass(frozen=True, slots=True)
 class SharedTableNodes:
-    """A gather from a large embedding table, or a head over many classes, with all nodes that stay
-    sharded with it.
+    """A gather from a large embedding table, or a head (the matmul that computes logits) over many
+    classes, together with all nodes that stay sharded with it.
     """
 
     table: str
@@ -346,11 +357,11 @@ class SharedTableNodes:
 
 @memoize(MAX_CACHED_GRAPHS)
 def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
-    """Return the embedding tables and head weights that are larger than half a device's fraction of
-    all parameters.
+    """Return the names of the embedding tables and head weights that are larger than half of one
+    device's even fraction of all parameters.
 
-    With `at_least_one`, if no table is that large, return the largest embedding table and all
-    tables at least half as large.
+    If there is no such table and `at_least_one` is True, return the largest embedding table and all
+    tables that are at least half as large.
     """
     graph = model.graph
     looked_up, classes = (frozenset[str]().union(*each) for each in _tables_read(model))
@@ -364,9 +375,9 @@ def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
 def shared_table_nodes(
     model: CostedModel, tables: frozenset[str], degree: int
 ) -> tuple[SharedTableNodes, ...]:
-    """Return the gathers and heads that read one of `tables`, in order.
+    """Return the gathers and heads that read one of `tables`, in the order of the graph.
 
-    Raise InfeasibleError with the table's name if `degree` devices cannot split it evenly.
+    Raise InfeasibleError, with the name of the table, if `degree` devices cannot split it evenly.
     """
     everything = frozenset(range(len(model.graph.nodes)))
     found = []
@@ -395,8 +406,8 @@ def shared_table_nodes(
 def _tables_read(
     model: CostedModel,
 ) -> tuple[tuple[frozenset[str], ...], tuple[frozenset[str], ...]]:
-    """Return, for each node, (tables that it gathers rows from), (weights that it multiplies as a
-    head).
+    """Return (tables, weights): for each node, the embedding tables from which it gathers rows, and
+    the weights by which it multiplies if it is a head (`_is_head`).
     """
     looked_up = []
     heads = []
@@ -411,8 +422,8 @@ def _tables_read(
 
 
 def _is_head(model: CostedModel, node: int) -> bool:
-    """True for a matmul whose columns are classes: they end in a softmax or a loss, or are an
-    output of the model.
+    """True for a matmul whose columns are classes: its result reaches a softmax or a loss over the
+    columns, or is an output of the model.
     """
     axis = (
         None
@@ -427,7 +438,9 @@ def _is_head(model: CostedModel, node: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """Nodes that belong together; `shared` is true if they are split over all devices."""
+    """Nodes that belong together. `shared` is true if all devices compute them together, and false
+    for a chain.
+    """
 
     nodes: tuple[int, ...]
     shared: bool
@@ -436,8 +449,8 @@ class ModelPart:
 def parts_of_chain(
     model: CostedModel, chain: Chain, wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
-    """Return the parts of the chain in order: shared parts (gathers and heads with all nodes
-    between them), and chains between them.
+    """Return the parts of the chain in order. Shared parts contain the gathers and heads of `wide`,
+    with all nodes between the nodes of each of them. Chains contain all other nodes.
 
     A chain of little work (`CostedModel.least_s`) joins an adjacent shared part.
     """
@@ -452,15 +465,16 @@ def parts_of_chain(
 def with_lookups_first(
     model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
-    """Return the parts with all gathers that depend on inputs only in the first part, so that one
-    chain remains.
+    """Return the parts after all gathers of `wide` that depend only on inputs of the model were
+    moved to the first part. Then one chain remains between the gathers and the heads.
     """
     nodes = model.graph.nodes
     again = recomputed_nodes(model.graph)
     free = {value.name for value in model.graph.inputs} | model.weights.keys()
     early: set[int] = set()
     for each in wide:
-        # It depends on nothing that the model computes from other parameters.
+        # The nodes can be first if they read only inputs, parameters, their own results, and values
+        # that each stage computes locally.
         made = {name for node in each.nodes | again for name in nodes[node].outputs}
         if all(
             name in made or name in free
@@ -476,10 +490,10 @@ def with_lookups_first(
 
 
 def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, ...]:
-    """Return the non-empty parts, with consecutive parts of the same kind merged.
+    """Return the non-empty parts, after consecutive parts of the same kind were merged.
 
-    A chain of little work joins an adjacent part: the previous one at the end of the model,
-    otherwise the next one.
+    A chain of little work (`CostedModel.least_s`) joins an adjacent part: the next one, or the
+    previous one at the end of the model.
     """
     runs = itertools.groupby((part for part in parts if part.nodes), key=attrgetter("shared"))
     whole = [
@@ -504,20 +518,20 @@ def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, 
 
 
 def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
-    """Return the nodes of each branch, and last the nodes from the join on; None if there is no
-    join.
+    """Return the nodes of each branch, and last all remaining nodes, which follow the join of the
+    branches. Return None if there is no join.
 
-    The join is the first node, in `order`, that reads several large branches. A branch is large if
-    it has at least half of a device's fraction of the work, and at least half of the work of the
-    largest branch. (So a decoder's first layer is not a branch next to the encoder.) Values
-    computed from parameters only, masks and positions connect nothing.
+    The join is the first node of the graph that reads several large branches. A branch is large if
+    it has at least half of one device's even fraction of the work, and at least half of the work of
+    the largest branch. (So the first layer of a decoder is not a branch next to the encoder.)
+    Values computed from parameters only, masks and positions do not connect branches.
     """
     graph = model.graph
     apart = recomputed_nodes(graph) | {
         node for node in range(len(graph.nodes)) if model.is_weight(node)
     }
     component: dict[int, list[int]] = {}
-    work: dict[int, float] = {}  # Seconds of each component, by the id of its list.
+    work: dict[int, float] = {}  # By the id of a component's list: seconds of its nodes.
     for node in sorted(set(range(len(graph.nodes))) - apart):
         producers = [graph.producer(name) for name in graph.nodes[node].inputs if name]
         met = {
@@ -543,8 +557,8 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
 def _branches(
     model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]
 ) -> Stages:
-    """Return the branches in order of their first nodes, each with the weights it reads first, and
-    then all other nodes.
+    """Return the nodes of each branch, and last all other nodes. Each of the nodes `apart` (masks,
+    positions, weights) joins the first branch that reads it, or the other nodes if no branch does.
     """
     home = {node: index for index, nodes in enumerate(branches) for node in nodes}
     rest = len(branches)
@@ -560,8 +574,9 @@ def _branches(
 
 
 def divide_devices(weights: Sequence[float], devices: int) -> tuple[tuple[int, ...], ...]:
-    """Return neighbouring devices for each part, at least one each. Each further device goes to the
-    part with the most work per device.
+    """Return the devices of each part: consecutive devices, at least one for each part. One after
+    the other, each further device is given to the part with the most work per device. `weights`
+    contains the work of each part.
     """
     counts = [1] * len(weights)
     for _ in range(devices - len(weights)):
@@ -577,31 +592,32 @@ _SHAPES = ("auto", "v", "x", "m", "nn", "k")
 
 @dataclass(frozen=True, slots=True)
 class TesselShapes:
-    """Place a model in the shape of a V, X, M, NN or K."""
+    """Place a model in the shape of a V, X, M, NN or K, which are the placements of Tessel."""
 
     shape: str = "auto"
     """`v`: a chain of stages. `x`: two chains in opposite directions over the devices, with two
-    copies of the parameters. `m`: large embedding tables and heads split over all devices, and the
-    chain between them on one device per stage. `nn`: like `m` with a second embedding that divides
-    the chain, as between encoder and decoder. `k`: branches on separate devices, and the nodes
-    after their join split over all devices. `auto`: nn, m or k if the model has the required parts,
-    otherwise v.
+    copies of the parameters. `m`: large embedding tables and heads are split over all devices, and
+    the chain between them has one device per stage. `nn`: like `m`, with a second embedding that
+    divides the chain, as between encoder and decoder. `k`: parallel branches have separate devices,
+    and the nodes after their join are split over all devices. `auto`: the first of nn, m and k for
+    which the model has the required parts, otherwise v.
     """
     stages_per_rank: Annotated[int, FormerKey("chunks")] = 1
-    """Number of stages of a chain that each device has."""
+    """Number of stages that each device has in a chain."""
     style: Annotated[StageStyle, STYLE_MARK] = "loop"
-    """Order in which consecutive stages of a chain visit the devices. `loop`: 0 1 2 0 1 2. `v`:
-    0 1 2 2 1 0.
+    """Order in which consecutive stages of a chain visit the devices. With three devices, `loop` is
+    0 1 2 0 1 2, and `v` is 0 1 2 2 1 0.
     """
 
     name: ClassVar[str] = "tessel_shapes"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.MANY`: a pipeline is kept busy by many micro-batches."""
         return Division.MANY
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range or constraints, and InfeasibleError for
-        an empty model.
+        """Raise ConfigurationError for options that are out of range, or if the problem has
+        constraints. Raise InfeasibleError for a model without operators.
         """
         if self.shape.lower() not in _SHAPES:
             raise ConfigurationError(
@@ -624,21 +640,24 @@ class TesselShapes:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """Return the placement.
+        """Return the placement with the shape of option `shape`.
 
-        Raise InfeasibleError if the model does not have the shape, if memory is insufficient, or if
-        devices of different types would share a part of shapes m, nn and k.
+        Raise InfeasibleError if the model does not have the parts of the shape, if memory does not
+        suffice, or if devices of different types would share a part in the shapes m, nn and k.
         """
         return best_order(problem, self._fitted)
 
     def _fitted(self, problem: Problem) -> Placement:
+        """Return the placement if the devices are used in the order of the problem's cluster. Raise
+        as `run` does.
+        """
         model = costed_model(problem)
         shape = self.shape.lower()
         outline = None
         if shape == "auto":
             shape = "v"
             for each in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
-                # Use the first shape that the model has and that is feasible on the devices.
+                # Use the first shape for which the model has the parts and the devices suffice.
                 with suppress(InfeasibleError):
                     found = self._outline(problem, model, each, only_large=True)
                     with_even_chains(problem, found, (math.inf,) * model.devices)
@@ -656,6 +675,10 @@ class TesselShapes:
     def _outline(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool = False
     ) -> Outline:
+        """Return the outline of the model in shape `shape`. With `only_large`, raise
+        InfeasibleError unless the shape is worthwhile: large tables for M and NN, and mostly split
+        work after the join for K.
+        """
         if shape == "k":
             return tuple(self._around_join(problem, model, only_large))
         if shape in ("m", "nn"):
@@ -677,8 +700,8 @@ class TesselShapes:
     def _around_tables(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool
     ) -> Iterator[Stage | StageRow]:
-        """Yield the outline of shapes M and NN: shared parts over all devices, and chains between
-        them.
+        """Yield the parts of the outline for shapes M and NN: shared parts over all devices, and
+        chains between them. Raise InfeasibleError if the model does not have these parts.
         """
         tables = large_tables(model, at_least_one=not only_large)
         wide = shared_table_nodes(model, tables, model.devices)
@@ -721,10 +744,11 @@ class TesselShapes:
     def _around_join(
         self, problem: Problem, model: CostedModel, only_shared: bool
     ) -> Iterator[Stage | StageRow]:
-        """Yield the outline of shape K: branches on separate devices, then the remaining nodes over
-        all devices.
+        """Yield the parts of the outline for shape K: branches on separate devices, then the
+        remaining nodes over all devices.
 
-        With `only_shared`, raise InfeasibleError if most of the remaining work cannot be split.
+        Raise InfeasibleError if the model has no branches or more branches than there are devices.
+        With `only_shared`, raise it also if most of the remaining work cannot be split.
         """
         line = chain_of_model(model)
         found = find_join(model, line.order)
@@ -757,6 +781,9 @@ class TesselShapes:
     def _chain(
         self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]
     ) -> StageRow:
+        """Return `nodes` as a chain on `devices`, with `stages_per_rank` stages per device in the
+        order of option `style`.
+        """
         return StageRow(
             chain_of_nodes(model, line, nodes),
             devices_of_chain(devices, self.stages_per_rank, self.style),

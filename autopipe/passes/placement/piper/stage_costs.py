@@ -1,9 +1,9 @@
-"""The cost of each stage between two downsets, for each combination of data and tensor parallelism
-of its group.
+"""The cost of each possible stage of strategy Piper, for each combination of data and tensor
+parallelism of the stage's group of devices.
 
-A stage contains the blocks of an outer downset that are not in an inner downset. Its costs are sums
-over its blocks, except that tensors that several blocks use, such as a shared parameter, count
-once.
+A stage lies between two downsets: it contains the blocks of an outer downset that are not in an
+inner downset. Its costs are sums over its blocks, except that a tensor that several blocks use,
+such as a shared parameter, counts once.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from autopipe.passes.sharding.regions import (
 
 @dataclass(frozen=True, slots=True)
 class StageSharing:
-    """The parallelism of a stage: `replicas` replicas of `tensor` neighbouring devices each, and
-    the splits of the nodes of each block.
+    """The parallelism of a stage: its group has `replicas` replicas of `tensor` neighbouring
+    devices each. `splits` contains, for each block, the splits of its nodes.
     """
 
     replicas: int
@@ -61,10 +61,11 @@ class StageSharing:
 
 
 def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[StageSharing]:
-    """Yield all combinations of data and tensor parallelism, in ascending order of group size.
+    """Yield all combinations of data and tensor parallelism, in ascending order of the number of
+    devices.
 
-    Tensor parallelism stays inside a node of the cluster. A group lies inside a node or consists of
-    full nodes, so that its cost does not depend on its position.
+    Tensor parallelism stays inside a node of the cluster. A group of devices lies inside a node or
+    consists of full nodes, so that its cost does not depend on its position.
     """
     graph = problem.graph
     node = problem.cluster.devices_per_node
@@ -84,22 +85,25 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
             _closed(network, nodes, group_splits(network, tensor, nodes)) for nodes in blocks.nodes
         ]
         if tensor > 1 and not any(found):
-            continue  # No layer can be divided among this number of devices.
+            # No layer can be divided among this number of devices, so tensor parallelism would have
+            # no effect.
+            continue
         pairs = zip(blocks.nodes, found, strict=True)
         try:
             splits = tuple(
                 with_samples_split(samples, nodes, replicas, own) for nodes, own in pairs
             )
         except InfeasibleError:
-            continue  # A node cannot be divided by samples into this number of equal parts.
+            # The samples of some node cannot be divided evenly among this number of replicas.
+            continue
         yield StageSharing(replicas, tensor, splits)
 
 
 def _closed(
     network: ReplicatedGraph, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
 ) -> dict[int, tuple[Split, ...]]:
-    """Return the tensor-parallel splits of a block, or {} if a value would leave the block
-    sharded.
+    """Return `found`, the tensor-parallel splits of the block `nodes`, or {} if with these splits a
+    sharded value would be read outside the block.
     """
     graph = network.graph
     members = set(nodes)
@@ -120,8 +124,9 @@ Key = TypeVar("Key")
 class Sums:
     """A quantity that is summed over the blocks of a stage.
 
-    own: the part of each block that no other block has.
-    common: pairs (blocks, value) of parts that several blocks have in common; each counts once.
+    own: for each block, the part that belongs to this block only.
+    common: (blocks, value) pairs for the parts that several blocks have in common. Each part counts
+    once per stage that contains at least one of its blocks.
     """
 
     own: NDArray[np.float64]
@@ -129,8 +134,8 @@ class Sums:
 
     @staticmethod
     def of(by_block: list[dict[Key, int]]) -> Sums:
-        """Return the sums of values given by block and key. If several blocks have a key, its
-        maximum value counts once.
+        """Return the sums of values that are given by block and key, such as the bytes of a
+        parameter by its name. If several blocks have a key, its maximum value counts once.
         """
         blocks: defaultdict[Key, dict[int, int]] = defaultdict(dict)
         for block, each in enumerate(by_block):
@@ -143,7 +148,7 @@ class Sums:
         return Sums(own, tuple((members, float(figure)) for members, figure in sums.items()))
 
     def over(self, downsets: Downsets, pairs: Pairs) -> Figures:
-        """Return, for each pair, the sum over the blocks between its two downsets."""
+        """Return, for each pair of downsets, the sum over the blocks of the stage between them."""
         if not self.own.any() and not self.common:
             return np.zeros(len(pairs.inner))
         found = pairs.difference(downsets.holds @ self.own)
@@ -154,16 +159,17 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class BlockFigures:
-    """Seconds and bytes of each block on one device of a group, per micro-batch as in `StageCost`.
+    """Costs of each block on one device of a group, per micro-batch as in `StageCost`. Arrays are
+    indexed by block.
 
-    The seconds of forward and backward exclude waiting for the host.
+    The seconds of forward and backward exclude the time for which a device waits for its host.
     """
 
     forward_s: NDArray[np.float64]
     backward_s: NDArray[np.float64]
     host_forward_s: NDArray[np.float64]
-    """Seconds that the host needs to start the operators of a forward; 0 if the model of the
-    cluster has no host time.
+    """Seconds that the host needs to launch the operators of a forward; 0 if the cluster
+    description has no host time.
     """
     host_backward_s: NDArray[np.float64]
     kept: Sums
@@ -171,7 +177,7 @@ class BlockFigures:
     state: Sums
     """Bytes of parameters, gradients and optimizer state."""
     gradients: Sums
-    """Bytes of the gradients of parameters that are replicated on all devices of the group."""
+    """Bytes of the gradients of parameters that all devices of the group hold in full."""
     sharded_gradients: Sums
     """Bytes on one device of the gradients of parameters that are sharded inside a replica."""
     workspace: NDArray[np.float64]
@@ -179,8 +185,8 @@ class BlockFigures:
 
 
 def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> BlockFigures:
-    """Return the costs of each block as a stage of its own on a group with parallelism
-    `sharing`.
+    """Return the costs of each block, as if it were a stage of its own on a group with the
+    parallelism `sharing`.
     """
     devices = tuple(range(sharing.devices))
     pairs = zip(blocks.nodes, sharing.splits, strict=True)
@@ -218,13 +224,13 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
 
 
 _MAX_ENTRIES = 2**22
-"""Maximum number of entries of a table that is computed at once."""
+"""Maximum number of entries of a temporary table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """The messages that the stage of each pair of downsets receives, or sends, per micro-batch of
-    the graph.
+    """The messages that the stage of each pair of downsets receives, or those that it sends, per
+    micro-batch of the graph. Arrays are indexed by pair.
 
     sharded: bytes of values with a batch axis, which replicas divide.
     replicated: bytes of values without a batch axis, which each replica receives in full.
@@ -236,7 +242,9 @@ class Messages:
     count: Figures
 
     def local_bytes(self, fraction: float, pairs: Pairs) -> Figures:
-        """Return the bytes of one replica with `fraction` of the graph's samples, for each pair."""
+        """Return the bytes of one replica that has `fraction` of the graph's samples, for each
+        pair.
+        """
         sharded = self.sharded.take(pairs.numbers)
         found: Figures = sharded * fraction + self.replicated.take(pairs.numbers)
         return found
@@ -245,11 +253,11 @@ class Messages:
 def messages_between(
     problem: Problem, blocks: Blocks, downsets: Downsets, samples: SampleAxes
 ) -> tuple[Messages, Messages]:
-    """Return (received, sent) messages of the stage of each pair of downsets.
+    """Return (received, sent): the messages of the stage of each pair of downsets.
 
-    A stage receives a value that the inner downset produces and a block of the stage reads. It
-    sends a value that one of its blocks produces and a block outside of the outer downset reads. A
-    value with several readers counts once.
+    A stage receives a value if the inner downset produces it and a block of the stage reads it. It
+    sends a value if one of its blocks produces it and a block outside of the outer downset reads
+    it. A value with several readers counts once.
     """
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
     values = list(values_between(problem.graph, block_of))
@@ -284,8 +292,8 @@ def messages_between(
 
 
 def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]) -> Figures:
-    """Return, for each pair, the scalar product of row `inner` of its inner downset and row `outer`
-    of its outer downset.
+    """Return, for each pair of downsets, the scalar product of two rows: the row of `inner` for its
+    inner downset, and the row of `outer` for its outer downset.
     """
     found = np.zeros(len(downsets.inner))
     width = len(downsets.holds)
@@ -303,19 +311,24 @@ def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.fl
 
 _ROUNDING = 1e-9
 _AHEAD = 2
-"""Factor on the requested time limit up to which stages are computed in advance."""
+"""Factor by which the requested time limit is increased, so that stages for somewhat larger limits
+are computed in advance.
+"""
 ANY_PLACE = np.iinfo(np.int16).max
-"""Value of `Option.farthest` for a stage that fits at each distance from the end."""
+"""Value of `Option.farthest` for a stage that fits the memory at any distance from the end of the
+pipeline.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The stages with one parallelism.
+    """The possible stages with one parallelism, with or without recomputation. Arrays are indexed
+    by stage.
 
-    pairs: numbers of the pairs of downsets.
-    seconds: seconds per micro-batch of each stage.
-    farthest: for each stage, the maximum number of stages from it to the end, itself included, at
-    which its micro-batches in flight fit the memory.
+    pairs: number of the pair of downsets between which the stage lies.
+    seconds: seconds per micro-batch.
+    farthest: maximum distance from the end of the pipeline, in stages and including the stage
+    itself, at which the micro-batches in flight fit the memory.
     """
 
     sharing: StageSharing
@@ -333,7 +346,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Data that does not depend on the micro-batch size: blocks, downsets and messages.
+    """The data of the search that does not depend on the micro-batch size: blocks, downsets, and
+    the messages of the stages between downsets.
 
     `samples` is the number of samples to which the bytes of messages refer.
     """
@@ -346,10 +360,10 @@ class Chains:
 
 
 class DownsetCosts:
-    """Costs of stages for the micro-batch size of one problem.
+    """Costs of all possible stages for the micro-batch size of one problem.
 
-    The position of a stage is not known. Its messages therefore use the slowest link of the
-    cluster, and its operators have the time of the slowest device type.
+    The devices of a stage are not known. Its messages therefore use the slowest link of the
+    cluster, and its operators take the time of the slowest device type.
     """
 
     def __init__(self, problem: Problem, chains: Chains) -> None:
@@ -362,14 +376,15 @@ class DownsetCosts:
         self._whole = downsets.pairs.some(
             (downsets.outer == 0) & (downsets.inner == len(downsets.holds) - 1)
         )
-        """The pair of downsets whose stage has all blocks."""
+        """The pair of downsets whose stage contains all blocks."""
         self._known_s = -np.inf
-        """Maximum seconds of the stages in `_known`."""
+        """Time limit in seconds up to which `_known` contains all stages."""
         self._known = list[Option]()
-        """Cached options: a search requests options for slowly growing limits."""
+        """Cached options, because a search requests options for slowly growing limits."""
 
     @cached_property
     def _shared(self) -> list[tuple[StageSharing, BlockFigures]]:
+        """All combinations of data and tensor parallelism, each with its costs of blocks."""
         problem = self.problem
         blocks = self.chains.blocks
         ways = sharings(problem, blocks, sample_axes(problem.graph))
@@ -377,7 +392,9 @@ class DownsetCosts:
 
     @cached_property
     def _least_work(self) -> NDArray[np.float64]:
-        """Minimum over all parallelisms of a block's seconds per micro-batch times its devices."""
+        """For each block: minimum over all parallelisms of its seconds per micro-batch times its
+        number of devices.
+        """
         work = (
             sharing.devices * (figures.forward_s + figures.backward_s)
             for sharing, figures in self._shared
@@ -387,7 +404,9 @@ class DownsetCosts:
 
     @cached_property
     def _left(self) -> Figures:
-        """Lower bound on the work (seconds times devices) outside of each stage."""
+        """For each pair of downsets: lower bound on the work (seconds times devices) of all blocks
+        outside of its stage.
+        """
         downsets = self.chains.downsets
         found: Figures = self._least_work.sum() - Sums(self._least_work).over(
             downsets, downsets.pairs
@@ -396,7 +415,9 @@ class DownsetCosts:
 
     @property
     def least_s(self) -> float:
-        """Lower bound on the seconds of the slowest stage: all work divided by all devices."""
+        """Lower bound on the seconds of the slowest stage: all work, divided evenly among all
+        devices.
+        """
         on_device = float(self._least_work.sum()) / self.problem.cluster.size
         on_host = min(
             float((figures.host_forward_s + figures.host_backward_s).sum())
@@ -406,7 +427,7 @@ class DownsetCosts:
 
     @property
     def most_s(self) -> float:
-        """Upper bound on the seconds of a stage."""
+        """Upper bound on the seconds per micro-batch of any stage."""
         messages = sum(
             message_seconds(
                 self.link,
@@ -424,14 +445,16 @@ class DownsetCosts:
         return max(found) + messages
 
     def options(self, most_s: float) -> list[Option]:
-        """Return the stages that can be part of a chain with stages of at most `most_s` seconds.
+        """Return the stages that can be part of a pipeline all of whose stages take at most
+        `most_s` seconds, one option per parallelism and recomputation. Options on fewer devices
+        come first.
 
-        A stage takes at most `most_s`, fits the memory at some position, and leaves at most the
-        work to the other devices that they can do in `most_s`. Smaller groups come first.
+        Such a stage takes at most `most_s` itself, fits the memory at some position, and leaves to
+        the other devices at most the work that they can do in `most_s`.
         """
         if len(self.problem.cluster.kinds) > 1:
-            # The device type with the slowest update depends on the computed stages, so a larger
-            # set cannot be reused for a smaller limit.
+            # Which device type has the slowest optimizer update depends on the stages that are
+            # computed together. So stages that were computed for a larger limit cannot be reused.
             return self._options(self.chains.downsets.pairs, most_s)
         if most_s > self._known_s:
             self._known_s = most_s * _AHEAD
@@ -446,10 +469,13 @@ class DownsetCosts:
         return found
 
     def one_stage(self) -> list[Option]:
-        """Return the options with all blocks in one stage."""
+        """Return the options for a pipeline that consists of a single stage."""
         return self._options(self._whole, np.inf)
 
     def _options(self, among: Pairs, most_s: float) -> list[Option]:
+        """Return the options whose stages lie between the pairs of downsets `among` and take at
+        most `most_s` seconds. Options without stages are omitted.
+        """
         wanted = self.problem.recompute if self.problem.train else "none"
         recomputations = {"none": (False,), "full": (True,)}.get(wanted, (False, True))
         found = (
@@ -467,6 +493,9 @@ class DownsetCosts:
         among: Pairs,
         most_s: float,
     ) -> Option:
+        """Return the option with this parallelism and recomputation, for stages between the pairs
+        of downsets `among` that take at most `most_s` seconds.
+        """
         seconds = self._compute_seconds(figures, recompute, among)
         left = self._left.take(among.numbers)
         others = self.problem.cluster.size - sharing.devices
@@ -492,8 +521,8 @@ class DownsetCosts:
         return Option(sharing, recompute, pairs.numbers, seconds, farthest).some(farthest > 0)
 
     def _compute_seconds(self, figures: BlockFigures, recompute: bool, among: Pairs) -> Figures:
-        """Return the seconds of a micro-batch's forward and backward: for each, the maximum of the
-        device's and the host's time.
+        """Return the seconds of forward plus backward of a micro-batch, for each pair of downsets
+        in `among`. For each of the two, the longer of the times of device and host counts.
         """
         downsets = self.chains.downsets
         if not figures.host_forward_s.any():
@@ -513,8 +542,8 @@ class DownsetCosts:
         return seconds
 
     def _step_seconds(self, sharing: StageSharing, figures: BlockFigures, pairs: Pairs) -> Figures:
-        """Return the seconds of the gradient reduction and the update, divided by the number of
-        micro-batches.
+        """Return the seconds of the gradient all-reduce and the optimizer update, divided by the
+        number of micro-batches, for each pair of downsets.
         """
         if not self.problem.train:
             return np.zeros(1)
@@ -539,26 +568,27 @@ class DownsetCosts:
     def _farthest(
         self, figures: BlockFigures, recompute: bool, pairs: Pairs, received: Figures, sent: Figures
     ) -> NDArray[np.int16]:
-        """Return `Option.farthest` of each stage, 0 if it fits at no position.
+        """Return `Option.farthest` of each stage; 0 if it fits at no position.
 
         A stage with k - 1 stages after it has k micro-batches in flight.
         """
         problem = self.problem
         downsets = self.chains.downsets
         workspace = np.zeros(len(pairs.inner))
-        """Maximum workspace over the blocks of each stage."""
+        """Maximum workspace in bytes over the blocks of each stage."""
         for size in np.unique(figures.workspace):
             count = downsets.holds[:, figures.workspace == size].sum(axis=1)
             workspace[pairs.difference(count) > 0] = size
         memory = MemoryParts(
             state=figures.state.over(downsets, pairs),
-            low_precision=np.zeros(len(pairs.inner)),  # `state` includes them.
+            # The 16-bit copies of parameters are part of `state`.
+            low_precision=np.zeros(len(pairs.inner)),
             workspace=workspace,
             received=received,
             sent=sent,
             saved=figures.kept.over(downsets, pairs),
         )
         constant, each = memory.needed(problem, recompute)
-        # Sums of bytes are integers up to rounding errors.
+        # Sums of bytes are integers except for rounding errors, so a small tolerance is added.
         fitting = fitting_micro_batches(self.limit - constant + 1e-3, each, ANY_PLACE)
         return np.where(fitting >= problem.micro_batches, ANY_PLACE, fitting).astype(np.int16)

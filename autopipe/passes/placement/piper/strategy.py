@@ -1,11 +1,11 @@
-"""The placement strategy Piper: merging the nodes of a graph into blocks, and the dynamic program
-over downsets.
+"""The placement strategy Piper: it merges the nodes of a graph into blocks, and partitions the
+blocks into stages by dynamic programming over downsets.
 
 Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
 (NeurIPS 2021), section 4.
 
 A downset is a set of blocks that contains all blocks that its members depend on. A chain of stages
-corresponds to a sequence of growing downsets; a stage is the difference of two of them.
+corresponds to a sequence of growing downsets; each stage is the difference of two consecutive ones.
 
 The paper minimises the time of the slowest stage by (downset, number of stages after it, devices).
 This module tests time limits instead. For a limit t, let N(D, d) be the minimum number of stages
@@ -15,11 +15,11 @@ that compute all blocks outside of downset D on the last d devices:
     N(D, d) = 1 + min N(D', d - s) over stages D' - D on s devices that take at most t seconds and
               whose memory suffices with N(D', d - s) stages after them
 
-Fewer stages are never worse: the micro-batches in flight at a stage, and therefore its memory, grow
-with the number of stages after it.
+Fewer stages are never worse: the number of micro-batches in flight at a stage, and therefore its
+memory, grows with the number of stages after it.
 
-The paper starts from layers. A graph of ONNX has an order of magnitude more operators, which are
-first merged into blocks.
+The paper starts from layers. An ONNX graph has about ten times as many operators as layers, so
+operators are first merged into blocks.
 """
 
 from __future__ import annotations
@@ -64,19 +64,22 @@ from autopipe.passes.schedule.device_order import best_micro_batch_size
 from autopipe.passes.sharding.regions import check_constraints_met
 
 MAX_FRACTION = 1 / 30
-"""Maximum fraction of all work in a block of several nodes."""
+"""Maximum fraction of the graph's work in a block that consists of several nodes."""
 LIGHT = MAX_FRACTION / 16
-"""Fraction of all work below which a block is merged even if the result exceeds `MAX_FRACTION`."""
+"""Fraction of the graph's work up to which a block is light: it is merged even if the result
+exceeds `MAX_FRACTION`.
+"""
 
 
 def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
-    """Merge the nodes of a graph into blocks. `seconds` has the time of each node.
+    """Merge the nodes of a graph into blocks. `seconds` contains the time of each node.
 
-    Pairs of blocks are merged greedily: first the pair that exchanges the most bytes, then the pair
-    with the least work. A pair is merged if this preserves the order of blocks: the second block
-    depends only on the first block and on dependencies of the first, or the first block is light
-    and only the second block and its dependents depend on it. A node that each stage recomputes
-    joins its first reader.
+    Pairs of blocks are merged greedily: first the pair whose merging saves the most bytes that
+    cross block boundaries, and among equal pairs the one with the least work. A pair (first,
+    second) is merged only if the blocks still have an order, which holds in two cases: the second
+    block depends only on the first block and on blocks on which the first one depends, or the first
+    block is light and all other blocks that read from it depend on the second block. A node that
+    each stage recomputes joins its first reader.
     """
     merging = _Merging(graph, seconds)
     waiting = [
@@ -94,7 +97,8 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
             or not merging.may_join(first, second)
         ):
             continue
-        # A pair is pushed again when a merge changes its entry. An outdated entry is skipped.
+        # When a merge changes the sort key of a pair, the pair is pushed again with the new key. An
+        # entry with an outdated key is skipped.
         if entry == merging.entry(first, second):
             merging.join(first, second)
             for changed in dict.fromkeys(merging.around(first)):
@@ -112,7 +116,7 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
 
 
 class _Merging:
-    """The blocks during merging. A block is identified by one of its nodes."""
+    """The blocks while they are merged. A block is identified by one of its nodes."""
 
     def __init__(self, graph: Graph, seconds: Seconds) -> None:
         self.graph = graph
@@ -121,14 +125,14 @@ class _Merging:
         total = float(sum(seconds[node] for node in self.members)) or 1.0
         self.weight = {node: float(seconds[node]) / total for node in self.members}
         self.before: dict[int, set[int]] = {node: set() for node in self.members}
-        """Blocks whose values a block reads."""
+        """For each block: the blocks whose values it reads."""
         self.after: dict[int, set[int]] = {node: set() for node in self.members}
-        """Blocks that read a block's values."""
+        """For each block: the blocks that read its values."""
         self.written: dict[int, set[str]] = {node: set() for node in self.members}
         self.read: dict[int, set[str]] = {node: set() for node in self.members}
         self.readers: dict[str, set[int]] = {}
         self.joined: set[int] = set()
-        """Blocks that were merged into another block."""
+        """Blocks that no longer exist, because they were merged into another block."""
         for name, producer, readers in values_between(graph, {node: node for node in self.members}):
             self.readers[name] = set(readers)
             self.written[producer].add(name)
@@ -142,8 +146,9 @@ class _Merging:
             self.ancestors[node] = functools.reduce(operator.or_, above, 0)
 
     def entry(self, first: int, second: int) -> tuple[float, float, int, int]:
-        """Return the sort key of a pair of blocks: minus the bytes that no longer enter or leave a
-        block after merging, then the work of both blocks.
+        """Return the sort key of a pair of blocks, for which smaller means earlier: minus the
+        number of bytes that no longer enter or leave a block after merging, then the work of both
+        blocks.
         """
         saved = 0
         for name in self.read[second] & (self.written[first] | self.read[first]):
@@ -152,7 +157,9 @@ class _Merging:
         return -float(saved), self.weight[first] + self.weight[second], first, second
 
     def may_join(self, first: int, second: int) -> bool:
-        """True if merging a pair respects the maximum work and the order of blocks."""
+        """True if merging the pair keeps the work within `MAX_FRACTION`, or one of the blocks is
+        light, and the blocks still have an order.
+        """
         one = self.weight[first]
         two = self.weight[second]
         if one + two > MAX_FRACTION and min(one, two) > LIGHT:
@@ -186,8 +193,8 @@ class _Merging:
         )
 
     def around(self, block: int) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of blocks whose sort key or order may change after a merge into
-        `block`.
+        """Yield the pairs of blocks whose sort key or possible merging may change after another
+        block was merged into `block`.
         """
         for other in sorted(self.before[block]):
             yield other, block
@@ -198,8 +205,8 @@ class _Merging:
                 yield other, after
 
     def topological(self) -> list[list[int]]:
-        """Return the nodes of each block in topological order. Ties: the block with the first node
-        of the graph comes first.
+        """Return the nodes of each block, the blocks in topological order. If several blocks can
+        come next, the block with the smallest node comes first.
         """
         left = {block: len(before) for block, before in self.before.items()}
         ready = [(min(self.members[block]), block) for block, count in left.items() if not count]
@@ -216,16 +223,19 @@ class _Merging:
 
 
 _STEP = 1.15
-"""Factor between the lower bound and the first time limit, and between limits that are too low."""
+"""Factor between the lower bound and the first time limit that is tried, and between a limit that
+is too low and the next limit.
+"""
 _SLOWER = 1.1
-"""Factor by which the time limit is raised to find chains with fewer, slower stages."""
+"""Factor by which the time limit is raised to find chains with fewer and slower stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class DownsetStage:
-    """One stage of a chain: the blocks of the downset `outer` that the downset `inner` lacks.
+    """A stage of a chain: the blocks of downset number `outer` that are not in downset number
+    `inner`.
 
-    `device` is the first of its devices.
+    `device` is the first device of its group, and `seconds` its time per micro-batch.
     """
 
     inner: int
@@ -237,11 +247,11 @@ class DownsetStage:
 
 
 def search(costs: DownsetCosts, most_s: float) -> list[DownsetStage]:
-    """Return the chain that minimises the time of the slowest stage, with the minimum number of
-    stages.
+    """Return the chain of stages whose slowest stage takes the least time, and among equal chains
+    one with the fewest stages.
 
-    Returns [] if no chain fits the memory, or if none has a slowest stage of about `most_s` seconds
-    or less.
+    Return [] if no chain fits the memory, or if the slowest stage of each chain takes longer than
+    about `most_s` seconds per micro-batch.
     """
     most_s = min(most_s, costs.most_s)
     too_low = 0.0
@@ -266,10 +276,11 @@ def search(costs: DownsetCosts, most_s: float) -> list[DownsetStage]:
 
 def search_steps(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
     """Return the chain with the shortest step among the result of `search` and chains with fewer,
-    slower stages.
+    slower stages. Return [] if no chain is found.
 
-    The time limit is raised by `_SLOWER` while a step could become shorter. This is a heuristic:
-    chains between two limits are not examined.
+    `most_step_s` is an upper bound on the seconds of a step, above which chains are of no interest.
+    The time limit per stage is raised by the factor `_SLOWER` while a step could become shorter.
+    This is a heuristic: chains between two limits are not examined.
     """
     count = costs.problem.micro_batches
     best = _shortest_chain(costs, costs.one_stage(), math.inf)
@@ -286,7 +297,9 @@ def search_steps(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
 
 
 def _step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
-    """Return the seconds of a step of a chain; infinite for []."""
+    """Return the seconds of a step of the chain `pieces` with `micro_batches` micro-batches;
+    infinite for [].
+    """
     return (
         chain_step_seconds([piece.seconds for piece in pieces], micro_batches)
         if pieces
@@ -295,15 +308,19 @@ def _step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
 
 
 def _slowest(pieces: list[DownsetStage]) -> float:
+    """Return the seconds per micro-batch of the slowest stage; infinite for []."""
     return max((piece.seconds for piece in pieces), default=math.inf)
 
 
 def _shortest_chain(costs: DownsetCosts, options: list[Option], limit: float) -> list[DownsetStage]:
-    """Return a chain with the minimum number of stages that take at most `limit` seconds, or []."""
+    """Return a chain with the minimum number of stages, each of which takes at most `limit` seconds
+    per micro-batch, or [] if there is none.
+    """
     farthest = np.zeros(len(costs.chains.downsets.inner), np.int16)
     chosen: list[Option] = []
     for option in options:
-        # Keep stages within the limit that fit farther from the end than on a smaller group.
+        # Keep only stages within the limit that fit farther from the end of the pipeline than the
+        # same blocks on fewer devices.
         kept = option.some((option.farthest > farthest[option.pairs]) & (option.seconds <= limit))
         farthest[kept.pairs] = kept.farthest
         chosen.append(kept)
@@ -312,9 +329,9 @@ def _shortest_chain(costs: DownsetCosts, options: list[Option], limit: float) ->
 
 
 def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.int16]:
-    """Return the matrix N(D, d): for each downset and number of devices, the minimum number of
-    stages for the blocks outside of the downset on the last d devices, or `ANY_PLACE` if
-    impossible.
+    """Return the matrix N(D, d): for each downset (row) and number of devices (column), the minimum
+    number of stages for the blocks outside of the downset on the last d devices, or `ANY_PLACE` if
+    there is no such chain.
     """
     downsets = costs.chains.downsets
     size = costs.problem.cluster.size
@@ -327,7 +344,8 @@ def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.in
             pairs = option.pairs[part]
             if not len(pairs):
                 continue
-            # Prepend the stages whose inner downset has this level to the known chains.
+            # Extend the known chains at their beginning by the stages whose inner downset has this
+            # number of blocks.
             after = _after(costs.problem, option.sharing.devices)
             behind = found[np.ix_(downsets.outer[pairs], after)]
             stages = np.where(behind < option.farthest[part, None], behind + 1, ANY_PLACE)
@@ -342,7 +360,7 @@ def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.in
 
 def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
     """Return the possible numbers of devices after a group of `devices` devices. A group lies
-    inside a node, or starts at the first device of a node.
+    inside a node of the cluster, or starts at the first device of a node.
     """
     size = problem.cluster.size
     node = problem.cluster.devices_per_node
@@ -357,7 +375,9 @@ def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
 def _trace(
     costs: DownsetCosts, options: list[Option], fewest: NDArray[np.int16]
 ) -> list[DownsetStage]:
-    """Return the chain of N(no blocks, all devices). Ties: the fastest stage first."""
+    """Return the chain that gives N(no blocks, all devices), which is in `fewest`. If several
+    stages can come next, the fastest is chosen.
+    """
     downsets = costs.chains.downsets
     problem = costs.problem
     inner = len(downsets.holds) - 1
@@ -397,18 +417,19 @@ class Piper:
     branches.
 
     Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization"
-    (NeurIPS 2021). A search over all downsets of blocks of about a layer each minimises the time of
-    the slowest stage, and then tries fewer, slower stages for a shorter step. The devices of a
-    stage use data parallelism, tensor parallelism as in Megatron-LM, or both, with optional
+    (NeurIPS 2021). Operators are merged into blocks of about a layer each. A search over all
+    downsets of blocks (sets that contain all blocks on which their members depend) minimises the
+    time of the slowest stage, and then tries fewer, slower stages for a shorter step. The devices
+    of a stage use data parallelism, tensor parallelism as in Megatron-LM, or both, with optional
     recomputation. If the micro-batch size is not specified, the size with the shortest step is
     chosen. The number of downsets grows exponentially with the number of parallel branches.
     """
 
     max_downsets: int = 10_000
-    """Maximum number of downsets. A graph with more is rejected."""
+    """Maximum number of downsets. A graph with more downsets is rejected."""
     objective: Literal["step", "slowest_stage"] = "step"
-    """Objective: `step` minimises the time of a step including warm-up and cool-down,
-    `slowest_stage` the time of the slowest stage, as in the paper.
+    """`step` minimises the time of a step, including warm-up and cool-down; `slowest_stage`
+    minimises the time of the slowest stage, as in the paper.
     """
 
     name: ClassVar[str] = "piper"
@@ -420,8 +441,9 @@ class Piper:
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise InfeasibleError if the graph has no nodes or the devices have different types, and
-        ConfigurationError for an invalid option.
+        """Raise InfeasibleError if the graph has no nodes, or if the devices have different types
+        and the cluster does not allow mixed stages. Raise ConfigurationError for an option that is
+        out of range.
         """
         if self.max_downsets < 1:
             raise ConfigurationError(
@@ -443,9 +465,9 @@ class Piper:
             )
 
     def run(self, problem: Problem) -> Placement:
-        """Return the placement of the best chain.
+        """Return the placement of the best chain of stages.
 
-        Raises InfeasibleError if there are more than `max_downsets` downsets or no chain fits the
+        Raise InfeasibleError if there are more than `max_downsets` downsets or no chain fits the
         memory, and ConfigurationError for a constraint that the chain violates.
         """
         forward, backward = mean_seconds(problem)
@@ -474,8 +496,8 @@ class Piper:
         """Return (placement, seconds of a step) of the best chain for the problem's micro-batch
         size.
 
-        Raises InfeasibleError if no chain fits the memory, or none has a step shorter than about
-        `most_step_s`.
+        Raise InfeasibleError if no chain fits the memory, or if no chain has a step shorter than
+        about `most_step_s` seconds.
         """
         costs = DownsetCosts(problem, chains)
         count = problem.micro_batches
@@ -492,6 +514,7 @@ class Piper:
 
 
 def _stage(problem: Problem, chains: Chains, piece: DownsetStage) -> Stage:
+    """Return the stage of a placement that corresponds to `piece`."""
     holds = chains.downsets.holds
     blocks = (holds[piece.outer] & ~holds[piece.inner]).nonzero()[0].tolist()
     return Stage(

@@ -1,9 +1,11 @@
-"""Solve a min-sum model as one integer linear program, after reducing the model.
+"""Reduce a min-sum model, and solve the reduced model as one integer linear program.
 
-The dual of the program's linear relaxation (`min_sum.branch_and_bound.Dual`) gives a lower bound on
-the cost of all choices that contain a given configuration. A configuration whose bound exceeds the
-cost of a known choice is removed (reduced-cost fixing). If too many configurations remain, only the
-most promising are kept, and the bounds of the removed ones limit the proven bound.
+A min-sum model has variables with several configurations; a choice gives each variable one
+configuration. The dual of the program's linear relaxation (`min_sum.branch_and_bound.Dual`) gives,
+for each configuration, a lower bound on the cost of all choices that contain it. A configuration
+whose bound exceeds the cost of a known choice is removed (reduced-cost fixing). If too many
+configurations remain, only the most promising are kept. The bounds of the removed configurations
+then limit the bound that can be proven.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from autopipe.passes.solvers.min_sum.model import (
 from autopipe.passes.solvers.pulp_client import AUTO
 
 CLOSE = 1e-4
-"""Relative gap at which a search within a memory limit stops."""
+"""Relative gap between cost and bound at which a search within a memory limit stops."""
 NODES = 50
-"""Maximum number of branch-and-bound nodes within a memory limit; more nodes rarely help, because
-the relaxation is weak.
+"""Maximum number of branch-and-bound nodes of a search within a memory limit. More nodes rarely
+help, because the relaxation is weak.
 """
 PATIENCE_S = 15.0
-"""Maximum seconds for one program within a memory limit."""
+"""Maximum seconds for one integer program with a memory limit."""
 SAME = 1e-9
-"""Relative gap that is attributed to rounding."""
+"""Relative gap that is attributed to rounding errors."""
 ROUNDING = 1e-6
-"""Fraction of a memory limit by which a solver may exceed it."""
+"""Fraction of a memory limit by which the result of a solver may exceed it."""
 
 
 def cheapest_choice(
@@ -50,17 +52,18 @@ def cheapest_choice(
     limit: float | None = None,
     solver: str = AUTO,
 ) -> Assignment:
-    """Return the cheapest choice of a merged model by one integer program, within `limit` bytes
-    unless it is None.
+    """Return the cheapest choice of a model by one integer program, within `limit` bytes unless it
+    is None. The model must be merged: at most one edge between two variables (`merge_edges`).
 
     `known` is a choice that satisfies the limit, or () if there is none. After `seconds`, the best
-    choice found is returned. Within a memory limit the search also stops at a relative gap of
-    `CLOSE` and after `NODES` nodes. Raise InfeasibleError if there is no choice, or if none was
-    found in time and none is known.
+    choice so far is returned. Within a memory limit the search also stops at a relative gap of
+    `CLOSE` and after `NODES` branch-and-bound nodes. Raise InfeasibleError if there is no choice,
+    or if none was found in time and none is known.
     """
     assignment = _solved(model, seconds, known, limit, solver)
     if limit is not None and assignment.memory > limit:
-        # The solver's solution exceeds the limit by rounding.
+        # The choice exceeds the limit by the rounding errors of the solver, so solve again with a
+        # slightly smaller limit.
         stricter = _solved(model, seconds, known, limit * (1 - ROUNDING), solver)
         assignment = replace(stricter, bound=min(assignment.bound, stricter.bound), proven=False)
     return assignment
@@ -69,6 +72,9 @@ def cheapest_choice(
 def _solved(
     model: MinSum, seconds: float, known: Sequence[int], limit: float | None, solver: str
 ) -> Assignment:
+    """Return the choice that the solver finds for the program, with cost and memory computed
+    exactly. The choice may exceed `limit` by rounding errors.
+    """
     program, node_columns, edge_columns = _program(absorb_fixed_nodes(model), limit)
     start = None
     if known:
@@ -96,11 +102,11 @@ def _solved(
 def _program(
     model: MinSum, limit: float | None
 ) -> tuple[milp.Model, list[Array], list[tuple[Edge, Array]]]:
-    """Return (program, columns of each variable, columns of each edge) for a model.
+    """Return (program, columns of each variable, columns of each edge) for a model without edges at
+    variables with one configuration.
 
-    The model has no edges at variables with one configuration. There is one binary variable per
-    configuration, and one continuous variable per allowed pair of configurations of an edge; the
-    column of a forbidden pair is -1.
+    There is one binary column per configuration, and one continuous column per allowed pair of
+    configurations of an edge; the column number of a forbidden pair is -1.
 
     With x[v, i] = 1 if variable v has configuration i, and y[e, i, j] = 1 if the source of edge e
     has i and its target has j:
@@ -112,7 +118,7 @@ def _program(
                     sum of memory x + sum of memory y <= limit   only with a memory limit
 
     If all x are integral, all y are too. Each array of costs is reduced by its minimum, which
-    improves the scaling of the relaxation; one variable that is fixed at 1 carries the sum of these
+    improves the scaling of the relaxation; one column that is fixed at 1 carries the sum of these
     minima. Raise InfeasibleError if all entries of a variable or edge are forbidden.
     """
     builder = milp.Builder()
@@ -147,7 +153,9 @@ def _program(
             builder.add_rows(rows, variables, factors, lower=0, upper=0)
         pairs.append((edge, columns))
         needed.append((columns[allowed], None if edge.memory is None else edge.memory[allowed]))
-    if limit is not None:  # Memory is measured in units of the limit.
+    # Memory is divided by the limit, so that the coefficients of this row have the magnitude of the
+    # other rows.
+    if limit is not None:
         counted = [
             (each, needs.ravel()) for each, needs in needed if needs is not None and needs.any()
         ]
@@ -155,13 +163,14 @@ def _program(
         needs = np.concatenate([np.zeros(0), *(each for _, each in counted)])
         unit = max(limit, 1.0)
         builder.add_rows(np.zeros_like(columns), columns, needs / unit, upper=limit / unit, count=1)
-    # With the constant in the objective, the solver's relative gap refers to the total cost.
+    # The constant is part of the objective, so that the solver's relative gap refers to the total
+    # cost.
     builder.add_variables(1, cost=constant, lower=1.0)
     return builder.model(), places, pairs
 
 
 def _above_minimum(costs: Array) -> tuple[float, Array]:
-    """Return (minimum, costs above the minimum), with 0 for forbidden entries. Raise
+    """Return (minimum, costs minus the minimum); the latter are 0 for forbidden entries. Raise
     InfeasibleError if all entries are forbidden.
     """
     least = float(costs.min())
@@ -171,33 +180,32 @@ def _above_minimum(costs: Array) -> tuple[float, Array]:
 
 
 ROUNDS = 60
-"""Maximum number of forward and backward sweeps."""
+"""Maximum number of forward and backward sweeps over the dual."""
 PROGRESS = 0.02
-"""Minimum fraction of the gap that a forward and backward sweep must close for the sweeps to
-continue.
+"""Minimum fraction of the gap between cost and bound that a forward and backward sweep must close
+for further sweeps to run.
 """
 SLACK = 1e-9
 """Relative rounding error of a sum of many costs."""
 GAP_FRACTIONS = (0.3, 0.1, 0.03, 0.01, 0.0)
-"""Thresholds, as fractions of the gap, that are tried in order while too many configurations
-remain.
+"""Thresholds for `promising`, as fractions of the gap between the bound and the highest bound of a
+configuration. They are tried in order while too many configurations remain.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReducedModel:
-    """A model with fewer configurations, and a choice and bounds that were found while
-    reducing it.
+    """A model with fewer configurations, and the choice and the bounds that were found while it was
+    reduced.
     """
 
     kept: tuple[Array, ...]
     """For each variable: the remaining configurations, ascending."""
     reach: tuple[Array, ...]
-    """For each remaining configuration: a lower bound on the cost of the choices that
-    contain it.
+    """For each remaining configuration: a lower bound on the cost of all choices that contain it.
     """
     choice: tuple[int, ...]
-    """The cheapest choice that was found or known. All its configurations remain unless its cost
+    """The cheapest choice that was found or known. All its configurations remain, unless its cost
     exceeds the cutoff.
     """
     cost: float
@@ -205,30 +213,32 @@ class ReducedModel:
     bound: float
     """A lower bound on the cost of all choices."""
     removed_bound: float = np.inf
-    """A lower bound on the cost of the choices that contain a removed configuration, except choices
-    that cost more than `choice`.
+    """A lower bound on the cost of all choices that contain a removed configuration. Choices that
+    cost more than `choice` are not considered.
     """
 
     @property
     def is_optimal(self) -> bool:
-        """True if the bound proves that no choice is cheaper than `choice`."""
+        """True if the bound proves that no choice is cheaper than `choice`, except for rounding
+        errors.
+        """
         return self.cost - self.bound <= SLACK * abs(self.cost)
 
     def assignment(self, model: MinSum) -> Assignment:
-        """Return `choice` as a proven assignment. `is_optimal` must be true."""
+        """Return `choice` as an assignment that is proven optimal. `is_optimal` must be true."""
         return Assignment(self.choice, self.cost, self.cost, True, model.memory_of(self.choice))
 
 
 def fix_by_reduced_cost(
     model: MinSum, most: float = 0, known: Sequence[int] = (), cutoff: float | None = None
 ) -> ReducedModel:
-    """Reduce a merged model until at most `most` pairs of configurations remain, or the bound stops
-    improving.
+    """Remove configurations from a merged model (`merge_edges`) until at most `most` pairs of
+    configurations remain on its edges, or the lower bound stops improving.
 
-    Let reach(c) be the lower bound on all choices that contain configuration c
-    (`Dual.configuration_bounds`). Configuration c is removed if reach(c) exceeds the threshold,
+    Let reach(c) be the lower bound on the cost of all choices that contain configuration c
+    (`Dual.configuration_bounds`). Configuration c is removed if reach(c) exceeds a threshold,
     because no choice of at most that cost contains c. The threshold is `cutoff`, or, if it is None,
-    the cost of the cheapest choice found so far, `known` included. Raise InfeasibleError if the
+    the cost of the cheapest choice found so far, including `known`. Raise InfeasibleError if the
     arrays of costs show that all choices are forbidden.
     """
     part = Subproblem(model, all_configurations(model))
@@ -261,11 +271,11 @@ def fix_by_reduced_cost(
 
 
 def promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> ReducedModel:
-    """Return the reduced model with at most `maximum_pairs` pairs, or, if that is not reached, with
-    the smallest threshold.
+    """Return `found` with at most `maximum_pairs` pairs of configurations on edges.
 
-    Configurations whose lower bound is above the threshold are removed, except those of the model's
-    choice.
+    Configurations whose lower bound is above a threshold are removed, except those of
+    `found.choice`. The threshold decreases as in `GAP_FRACTIONS`. If too many pairs remain even
+    with the lowest threshold, they are kept.
     """
     top = max(float(reach.max()) for reach in found.reach)
     for fraction in GAP_FRACTIONS:
@@ -281,7 +291,9 @@ def promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> Reduc
 
 
 def _pairs(model: MinSum, kept: Sequence[Array]) -> int:
-    """Return the number of pairs of configurations on the edges whose ends both have a choice."""
+    """Return the number of pairs of configurations of all edges between variables with several
+    remaining configurations.
+    """
     sizes = [len(keep) for keep in kept]
     ends = ((sizes[edge.source], sizes[edge.target]) for edge in model.edges)
     return sum(
@@ -292,25 +304,27 @@ def _pairs(model: MinSum, kept: Sequence[Array]) -> int:
 
 
 def _with_slack(cost: float) -> float:
+    """Return `cost` increased by the rounding error of a sum of many costs."""
     return cost + SLACK * abs(cost)
 
 
 MAXIMUM_PAIRS = 50_000
-"""Maximum number of pairs of configurations in an integer program."""
+"""Maximum number of pairs of configurations in an integer program without a memory limit."""
 MAXIMUM_PAIRS_WITHIN_MEMORY = 10_000
 """Maximum number of pairs of configurations in an integer program with a memory limit, which takes
-longer.
+longer to solve.
 """
 
 
 def cheapest_by_program(
     model: MinSum, seconds: float, most: float = MAXIMUM_PAIRS, solver: str = AUTO
 ) -> Assignment:
-    """Return the cheapest choice of a merged model, by an integer program of about `most` pairs of
-    configurations.
+    """Return the cheapest choice of a merged model (`merge_edges`), by an integer program with
+    about `most` pairs of configurations.
 
-    `solver` solves the program (`milp.solve`) within `seconds`. No program is solved if the dual
-    bound equals the cost of a known choice. Raise InfeasibleError if all choices are forbidden.
+    `solver` is the integer-program solver (see `milp.solve`), which runs for at most `seconds`. No
+    program is solved if the dual bound equals the cost of a known choice. Raise InfeasibleError if
+    all choices are forbidden.
     """
     reduced = fix_by_reduced_cost(model)
     if reduced.is_optimal:
@@ -334,12 +348,13 @@ def cheapest_within_memory(
     seconds: float,
     solver: str = AUTO,
 ) -> Assignment:
-    """Return the cheapest choice of a merged model of at most `limit` bytes and at most cost
-    `cutoff`.
+    """Return the cheapest choice of a merged model (`merge_edges`) with at most `limit` bytes and a
+    cost of at most `cutoff`.
 
-    Configurations are removed by their reduced costs if each byte costs `rate`. The search starts
-    from `known` if that choice is within the limit. Raise InfeasibleError if there is no such
-    choice, or if `solver` finds none within `seconds`.
+    Before the program is solved, configurations are removed by their reduced costs in the model in
+    which each byte costs `rate`. The solver starts with the choice `known` if it is within the
+    limit. Raise InfeasibleError if there is no such choice, or if `solver` finds none within
+    `seconds`.
     """
     with_byte_cost = add_memory_cost(model, rate)
     reduced = fix_by_reduced_cost(with_byte_cost, 0, known, cutoff + rate * limit)
@@ -355,8 +370,8 @@ def cheapest_within_memory(
 
 
 def _positions_of(reduced: ReducedModel, choice: Sequence[int]) -> list[int] | None:
-    """Return the position of each configuration of `choice` among the remaining ones, or None if
-    one was removed.
+    """Return the position of each configuration of `choice` among the remaining configurations of
+    its variable, or None if one was removed.
     """
     positions = [
         np.flatnonzero(configurations == number)

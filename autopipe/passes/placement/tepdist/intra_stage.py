@@ -1,5 +1,5 @@
-"""Search for the splits inside all stages of a placement. Equal stages, such as repeated layers,
-are searched once.
+"""Search for the splits of the nodes inside all stages of a placement. Equal stages, such as
+repeated layers, are searched once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from autopipe.passes.sharding.node_costs import StageOptions
 from autopipe.passes.sharding.search import SplitProblem, make_tables
 
 _ROUNDS = 2
-"""Maximum number of times that equal stages are fitted into memory; changes of other stages can
-make it necessary again.
+"""Maximum number of times that stages with equal keys are fitted into memory. After the first time,
+changes of other stages can make it necessary again.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CostedPlacement:
-    """A placement with the costs of its stages and the excess of their memory."""
+    """A placement with the costs of its stages and the bytes by which they exceed the memory."""
 
     placement: Placement
     costs: tuple[StageCost, ...]
     excess: tuple[tuple[int, int], ...]
-    """For each stage: (bytes by which its most overfull device exceeds the limit, the device).
-    Negative bytes are free memory.
+    """For each stage: (excess, device) of the device with the largest excess, which is the number
+    of bytes by which it exceeds its memory limit. A negative excess is free memory.
     """
 
     @property
@@ -48,11 +48,10 @@ class CostedPlacement:
 
 
 class IntraStageSearch:
-    """Search for splits inside the stages of one problem, which caches its results for equal
-    stages.
+    """Search for splits inside the stages of one problem. Results are cached for equal stages.
 
-    `required` contains the splits that constraints require, by node. Raise ConfigurationError for
-    constraints that contradict the problem.
+    `required` contains the splits that constraints require, by node. The constructor raises
+    ConfigurationError for constraints that contradict the problem.
     """
 
     def __init__(self, problem: Problem, solver: Level) -> None:
@@ -67,7 +66,8 @@ class IntraStageSearch:
         self._found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = {}
 
     def key(self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions) -> Hashable:
-        """Return a key that is equal for stages whose searches are equal, node by node in order.
+        """Return a key that is equal for stages whose searches give equal results: equal nodes in
+        the same order, on devices with equal links, with equal options.
 
         The number of micro-batches in flight is not part of the key.
         """
@@ -75,6 +75,7 @@ class IntraStageSearch:
         number_of_value = dict[str, int]()
 
         def value(name: str, given: bool = False) -> Hashable:
+            """Number the value `name`, and return its description."""
             number_of_value[name] = len(number_of_value)
             value_type = graph.type_of(name)
             return (
@@ -86,8 +87,8 @@ class IntraStageSearch:
             )
 
         def read(name: str) -> Hashable:
-            """Return the number of a value that occurred before, and otherwise a description of the
-            new value.
+            """Return the number of the value `name` if it occurred before. Otherwise number it, and
+            return its description.
             """
             if name in number_of_value:
                 return number_of_value[name]
@@ -111,14 +112,15 @@ class IntraStageSearch:
         return tuple(key_parts)
 
     def placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
-        """Return placements with the stages of `skeleton` that fit into memory under 1F1B. Nodes in
-        `required` have the required splits.
+        """Return placements that fit into memory under 1F1B, with the nodes and devices of the
+        stages of `skeleton`. Nodes in `required` have the required splits.
 
-        The candidates split each stage as the solver proposes, by samples, or by the faster of
-        both. If the first does not fit into memory, placements with recomputation (if it is
-        permitted) and with splits searched within memory are added, unless a step of the first
-        already takes `limit_s` seconds. Raise InfeasibleError with the minimum excess if there is
-        no placement.
+        Up to three candidates split all stages: as the solver proposes; by samples; and each stage
+        by the faster of both. If the first candidate does not fit into memory, further candidates
+        are added: with recomputation, if it is permitted and there are several stages, and with
+        splits searched within the memory limit. They are not added if a step of the first candidate
+        already takes `limit_s` seconds. Raise InfeasibleError with the minimum excess if the search
+        within the memory limit finds no splits and no other candidate fits.
         """
         plain = self._unlimited(skeleton)
         fitting = [each for each in plain if each.fits]
@@ -127,8 +129,8 @@ class IntraStageSearch:
             or quick_step(self.problem, plain[0].placement, plain[0].costs).end >= limit_s
         ):
             return fitting
-        # A single stage can also fit with smaller micro-batches. A plan with recomputation would
-        # end the search before they are tried.
+        # For a single stage, smaller micro-batches can also save memory. A plan with recomputation
+        # would end the search before they are tried.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
             fitting += self._recomputing(plain[0])
         try:
@@ -139,8 +141,8 @@ class IntraStageSearch:
         return fitting
 
     def proof(self, placement: Placement) -> SplitProof:
-        """Return the proof of the splits of a placement with a single stage, from the solver's
-        bound without a memory limit.
+        """Return the proof for the splits of a placement with a single stage: its seconds per step,
+        and the solver's lower bound without a memory limit.
         """
         inside = SplitProblem(self.problem, placement, self.required)
         _, proof = self._searched(inside, placement, 0)
@@ -149,8 +151,8 @@ class IntraStageSearch:
         return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
 
     def _unlimited(self, skeleton: Placement) -> list[CostedPlacement]:
-        """Return placements that ignore memory; the first one has the splits that the solver
-        proposes.
+        """Return placements that ignore the memory limit. The first one has the splits that the
+        solver proposes.
         """
         inside = SplitProblem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
@@ -166,6 +168,9 @@ class IntraStageSearch:
         sampled = self._with_costs(skeleton, others)
 
         def rank(which: int, stage: int) -> tuple[bool, float]:
+            """Return the sort key of stage `stage` in one of the two placements: whether it exceeds
+            the memory, then its seconds per step.
+            """
             seconds = step_seconds(
                 (searched, sampled)[which].costs[stage], self.problem.micro_batches
             )
@@ -180,8 +185,8 @@ class IntraStageSearch:
     def _searched(
         self, inside: SplitProblem, placement: Placement, index: int
     ) -> tuple[Stage, SplitProof]:
-        """Return stage `index` with the splits that the solver proposes without a memory limit, and
-        their proof.
+        """Return (stage, proof): stage `index` with the splits that the solver proposes without a
+        memory limit, and the solver's lower bound as their proof.
         """
         stage = placement.stages[index]
         options = inside.options[index]
@@ -197,8 +202,8 @@ class IntraStageSearch:
         return replace(stage, splits=_of_nodes(nodes, splits)), proof
 
     def _by_samples(self, stage: Stage) -> Stage | None:
-        """Return the stage split by samples only, or None if that is impossible or constraints
-        require other splits.
+        """Return the stage with its nodes split by samples only. Return None if the samples cannot
+        be divided evenly, or if constraints require splits of its nodes.
         """
         width = len(stage.devices)
         if any(
@@ -208,9 +213,10 @@ class IntraStageSearch:
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
     def _recomputing(self, plain: CostedPlacement) -> list[CostedPlacement]:
-        """Return the placements that fit if the stages that exceed memory recompute their forward.
+        """Return placements that fit into memory by recomputing the forward in the stages that
+        exceed it.
 
-        If none fits, all stages recompute. Return [] if this does not fit either.
+        If none fits, all stages recompute. Return [] if no placement fits then either.
         """
         stages = plain.placement.stages
         overfull = [
@@ -226,11 +232,13 @@ class IntraStageSearch:
         return []
 
     def _within(self, plain: CostedPlacement, limit_s: float) -> CostedPlacement:
-        """Return `plain` with new splits, searched within memory, in the stages that exceed memory.
+        """Return `plain` with other splits in the stages that exceed memory. These splits are
+        searched within the memory limit.
 
-        The fullest stage is searched, and equal stages that exceed memory get its splits. The
-        search does not distinguish splits under which the stage alone takes at least `limit_s`
-        seconds per step. Raise InfeasibleError with the minimum excess if the stages do not fit.
+        In each round, the stage with the largest excess is searched, and equal stages that exceed
+        memory get the same splits. Splits with which the stage alone takes at least `limit_s`
+        seconds per step are of no interest, so the search for them ends early. Raise
+        InfeasibleError with the minimum excess if the stages do not fit.
         """
         inside = SplitProblem(self.problem, plain.placement, self.required)
         keys = [
@@ -267,8 +275,8 @@ class IntraStageSearch:
     def _check_minimum_memory(
         self, inside: SplitProblem, plain: CostedPlacement, index: int
     ) -> None:
-        """Raise InfeasibleError if stage `index` exceeds memory even if each node uses its
-        configuration of minimum memory.
+        """Raise InfeasibleError if stage `index` exceeds the memory even if each node has the
+        configuration with the least memory.
         """
         nodes = [node for node, _ in inside.plans[index].nodes]
         tables = make_tables(
@@ -283,7 +291,9 @@ class IntraStageSearch:
             )
 
     def _with_costs(self, placement: Placement, stages: Sequence[Stage]) -> CostedPlacement:
-        """Return `placement` with `stages`, its costs and its excess of memory."""
+        """Return `placement` with the stages replaced by `stages`, the costs of these stages, and
+        their excess of memory.
+        """
         placement = replace(placement, stages=tuple(stages))
         costs = stage_costs(self.problem, placement)
         used = device_memory(self.problem, placement, costs)
@@ -295,5 +305,5 @@ class IntraStageSearch:
 
 
 def _of_nodes(nodes: Sequence[int], splits: Sequence[Splits]) -> tuple[tuple[int, Splits], ...]:
-    """Return (node, splits) pairs of the split nodes, as in `Stage.splits`."""
+    """Return (node, splits) pairs, as in `Stage.splits`, for the nodes that are split."""
     return tuple((node, own) for node, own in zip(nodes, splits, strict=True) if own)

@@ -1,13 +1,14 @@
-"""The optimisation levels of TePDist's search for splits inside a stage: solvers of the tables of
-`sharding.search`.
+"""The optimisation levels O2, O3 and O4 of TePDist: solvers that choose the splits inside a stage,
+given its cost tables (`sharding.search.Tables`).
 
-- O2: contracts operators into cones, solves the segments between critical nodes by integer
-  programs, and combines segments by dynamic programming ("SPMD Strategy" of the TePDist paper).
-- O3: one integer program over all cones.
-- O4: one integer program over all operators.
+- O2 contracts operators into cones, solves the segments between critical nodes by integer programs,
+  and combines the segments by dynamic programming ("SPMD Strategy" of the TePDist paper).
+- O3 solves one integer program over all cones.
+- O4 solves one integer program over all operators.
 
 Within a memory limit, each level first searches a cost per byte (a Lagrange multiplier), as the
-exact search does (`min_sum.memory_limit`).
+exact search does (`min_sum.memory_limit`). A choice is one configuration per variable of the
+min-sum model of the tables; a strategy is a configuration.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ from autopipe.passes.solvers.min_sum.model import (
 from autopipe.passes.solvers.pulp_client import AUTO
 
 ROUNDS = 8
-"""Maximum number of costs per byte that are tried."""
+"""Maximum number of costs per byte that are tried within a memory limit."""
 CLOSE = 1e-3
-"""Relative gap at which no further cost per byte is tried."""
+"""Relative gap between cost and bound at which no further cost per byte is tried."""
 SAME = 1e-9
-"""Relative difference of costs that is attributed to rounding."""
+"""Relative difference of costs that is attributed to rounding errors."""
 MAXIMUM_COMBINATIONS = 8
-"""Maximum number of combinations of the high-degree variables' strategies that are tried."""
+"""Maximum number of combinations of strategies of the high-degree variables that are tried."""
 _PATIENCE_S = 60.0
-"""Seconds for one integer program if there is no time limit."""
+"""Maximum seconds for one integer program if there is no time limit."""
 _MINIMUM_S = 0.1
-"""Minimum seconds for one integer program, also after the time limit."""
+"""Minimum seconds that one integer program gets, even after the time limit."""
 
 
 def best_mixture(
@@ -77,8 +78,8 @@ def best_mixture(
     """Return the cheapest mixture of two choices within `limit` bytes, or None if no mixture fits.
 
     A mixture has the configurations of `first` for all variables below some rank, and of `last` for
-    all others. Equal layers have equal configurations at each cost per byte, so their choices need
-    either too much memory or far too little; mixtures are between.
+    all others. At a given cost per byte, equal layers have equal configurations, so a choice either
+    exceeds the limit by far or leaves much memory unused. Mixtures are between these extremes.
 
     The costs and bytes of all mixtures are prefix sums of changes: a variable changes at its own
     rank, and an edge at the ranks of both ends. Time O(variables + edges).
@@ -103,15 +104,17 @@ def best_mixture(
 def _changes(
     model: MinSum, order: Array, first: Sequence[int], last: Sequence[int]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield (rank index, cost, bytes): how much cost and memory change if the variables below this
-    rank index are from `first`.
+    """Yield (rank index, cost, bytes): a change of cost and memory from the preceding mixture to
+    the mixture whose variables below this rank index are from `first`. Changes with equal rank
+    index add up. `order` contains the rank index of each variable.
     """
 
     def reads() -> Iterator[
         tuple[Array, Array | None, tuple[int, ...], tuple[int | tuple[int, int], ...]]
     ]:
-        """Yield each array of costs with its memory, the rank indices at which the entry changes,
-        and the entry from each index on.
+        """Yield (costs, memory, rank indices, entries) for each variable and edge: its arrays, the
+        rank indices at which the entry that a mixture reads changes, and the entry from each of
+        these indices on.
         """
         for variable, (costs, memory) in enumerate(
             zip(model.costs, model.node_memory, strict=True)
@@ -147,33 +150,36 @@ class MemoryLimitSearch(Incumbent):
     """
 
     rate = 0.0
-    """The cost per byte that gave the highest bound."""
+    """The cost per byte that gave the highest lower bound."""
 
     @property
     def answer(self) -> Assignment:
-        """Return the best choice with its bound; it is proven optimal if both agree up
-        to rounding.
+        """Return the best choice with its bound. It is proven optimal if its cost and the bound are
+        equal except for rounding errors.
         """
         proven = self.cost - self.bound <= SAME * abs(self.cost)
         return Assignment(self.choice, self.cost, self.bound, proven, self.memory)
 
     def raise_bound(self, bound: float) -> None:
-        """Raise the lower bound to `bound`, but not above the cost of the best choice."""
+        """Raise the lower bound to `bound`, but not above the cost of the best choice. A lower
+        `bound` changes nothing.
+        """
         self.bound = min(max(self.bound, bound), float(self.cost))
 
     def mix(self, rank: Array, one: Sequence[int], other: Sequence[int]) -> None:
-        """Update the best choice by the best mixture of `one` and `other`, in either order."""
+        """Replace the best choice by the best mixture of the choices `one` and `other`, if that
+        costs less. Mixtures in both orders are tried.
+        """
         for first, last in ((one, other), (other, one)):
             if found := best_mixture(self.model, rank, first, last, self.limit):
                 self.offer(found)
 
 
 class Level(ABC):
-    """A solver of `Tables`: finds a choice of minimum cost within `time_limit` seconds from
-    construction.
+    """A solver of `Tables`: finds a choice of minimum cost. It may run for `time_limit` seconds
+    after its construction, and then returns the best choice so far.
 
-    `solver` is the integer-program solver (a name of `pulp_client.SOLVER_NAMES`). After the time
-    limit, the result is the best choice found so far.
+    `solver` is the integer-program solver (a name of `pulp_client.SOLVER_NAMES`).
     """
 
     fill: Callable[..., Cones] = staticmethod(fill_cones)
@@ -184,8 +190,8 @@ class Level(ABC):
         self._enough = math.inf
 
     def below(self, cost: float) -> Self:
-        """Return a copy that stops a search within memory as soon as no choice below `cost` can
-        exist.
+        """Return a copy of this solver that ends a search within memory as soon as its bound shows
+        that no choice costs less than `cost`.
         """
         other = copy.copy(self)
         other._enough = cost
@@ -194,15 +200,19 @@ class Level(ABC):
     def __call__(self, tables: Tables, limit: float | None) -> Assignment:
         """Return the cheapest choice that is found, within `limit` bytes unless it is None.
 
-        Cost and memory are those of the tables' own model. Raise InfeasibleError if all choices are
-        forbidden.
+        Its cost and memory are computed in the model of `tables`. If no choice fits, the result has
+        the least memory that was found, and `fits` is False. Raise InfeasibleError if all choices
+        are forbidden.
         """
         model = tables.model
-        if not model.costs:  # All nodes of the stage may be recomputed copies of other stages'.
+        # The tables are empty if the stage consists of copies of nodes that each stage computes
+        # locally.
+        if not model.costs:
             return Assignment((), 0.0, 0.0, proven=True, memory=0)
         if limit is None:
             return recount(self.cheapest(model), model)
-        # Minimum memory is found faster than minimum cost, and shows if the limit is infeasible.
+        # The choice of minimum memory is found faster than the choice of minimum cost, and shows
+        # whether the limit can be met.
         smallest = self.cheapest(memory_as_cost(model))
         fitting = recount(replace(smallest, proven=False), model)
         infeasible = replace(fitting, bound=fitting.cost, proven=smallest.proven, fits=False)
@@ -221,11 +231,12 @@ class Level(ABC):
         )
 
     def _search_byte_costs(self, model: MinSum, edge: HullEdge) -> MemoryLimitSearch:
-        """Return the best choice that costs per byte and mixtures find.
+        """Return the best choice found by trying costs per byte and mixtures of choices.
 
-        The cost per byte moves towards the one with the highest bound. Mixtures of the choices on
-        either side of the limit come closer to the limit than any cost per byte does. The search
-        stops if the bound shows that no sufficiently cheap choice fits.
+        The cost per byte moves towards the value with the highest lower bound. `edge` contains the
+        best choices above and within the memory limit. Their mixtures come closer to the limit than
+        the choices for a cost per byte. The search stops if the bound shows that no choice within
+        the limit is cheap enough (`below`).
         """
         rank = ranks(model)
         limit = edge.limit
@@ -252,36 +263,37 @@ class Level(ABC):
 
     @abstractmethod
     def cheapest(self, model: MinSum) -> Assignment:
-        """Return the cheapest choice without a memory limit."""
+        """Return the cheapest choice if there is no memory limit."""
 
     @abstractmethod
     def at_price(self, model: MinSum, rate: float) -> Assignment:
-        """Return a choice of low total cost if each byte costs `rate`. Its bound is a lower bound
-        on cost plus `rate` times bytes.
+        """Return a choice of low total cost if each byte costs `rate`. The bound of the result is a
+        lower bound on the cost plus `rate` times the bytes of all choices.
         """
 
     @abstractmethod
     def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
-        """Return the best choice within the memory limit, given the result of the search over costs
-        per byte.
+        """Return the best choice within the memory limit. `found` is the result of the search over
+        costs per byte.
         """
 
     @property
     def seconds(self) -> float:
-        """Return the seconds available for one integer program."""
+        """Return the seconds that one integer program may take."""
         return _PATIENCE_S if self._end is None else max(_MINIMUM_S, self._end - time.monotonic())
 
 
 def by_segments(
     model: MinSum, rank: Array, seconds: float, end: float | None, close: float, solver: str
 ) -> Assignment:
-    """Return the cheapest choice of a merged model whose edges lead to higher `rank`.
+    """Return the cheapest choice of a merged model (`merge_edges`) whose edges lead from lower to
+    higher `rank`.
 
     The strategies of the high-degree variables are fixed to one combination after the other, in
-    ascending order of the dual bound of the whole model. For each combination, `shortest` solves
-    the segments. The search stops if the next bound is not lower than the best cost by more than
-    the fraction `close`, or at time `end` (`time.monotonic`, None for no limit). Raise
-    InfeasibleError if all choices are forbidden.
+    ascending order of a lower bound on the cost of the whole model. For each combination,
+    `shortest` solves the segments. The search stops at time `end` (`time.monotonic`, None for no
+    limit), or if the next lower bound is not below the best cost by more than the fraction `close`.
+    `seconds` limits each integer program. Raise InfeasibleError if all choices are forbidden.
     """
     segmented = partition(model, rank)
     reduced = fix_by_reduced_cost(model, 0 if segmented.high_degree else np.inf)
@@ -299,7 +311,8 @@ def by_segments(
         domains = all_configurations(model)
         for variable, number in zip(segmented.high_degree, strategies, strict=True):
             domains[variable] = np.array([number])
-        fixed = absorb_fixed_nodes(restrict(model, domains))  # The fixed variables have no edges.
+        # The costs of the edges of fixed variables are now part of their neighbours' costs.
+        fixed = absorb_fixed_nodes(restrict(model, domains))
         pairs = segments.pairs(fixed, segmented)
         fixed_cost = float(sum(fixed.costs[variable][0] for variable in segmented.high_degree))
         path = shortest(
@@ -321,10 +334,11 @@ def by_segments(
 def _combinations(
     reduced: ReducedModel, high_degree: Sequence[int]
 ) -> tuple[list[tuple[float, tuple[int, ...]]], float]:
-    """Return (combinations, bound on all others) of strategies of the high-degree variables.
+    """Return (combinations, bound) for the strategies of the high-degree variables.
 
-    Each combination has its lower bound, and they are sorted by it. While there are more than
-    `MAXIMUM_COMBINATIONS`, the strategy with the highest bound is dropped.
+    combinations: (lower bound, strategies) pairs, ascending.
+    bound: a lower bound on the cost of all combinations that are omitted. While there are more than
+    `MAXIMUM_COMBINATIONS`, the strategy with the highest lower bound is dropped.
     """
     reach = {
         variable: dict(
@@ -361,13 +375,13 @@ def _combinations(
 
 
 class O2(Level):
-    """Level O2: cones, segments, and dynamic programming over the whole graph. Within a memory
-    limit, each byte has a cost.
+    """Level O2: cones, segments, and dynamic programming over the whole graph. A memory limit is
+    replaced by a cost per byte.
     """
 
     def cheapest(self, model: MinSum) -> Assignment:
-        """Return the cheapest choice. It is proven unless time ran out or too many combinations
-        were dropped.
+        """Return the cheapest choice. It is proven optimal unless time ran out or too many
+        combinations were dropped.
         """
         return self.at_price(model, 0.0)
 
@@ -382,36 +396,39 @@ class O2(Level):
         return replace(found, choice=cones.expanded(found.choice))
 
     def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
+        """Return the result of the search over costs per byte, because level O2 has no other search
+        within memory.
+        """
         return found.answer
 
 
 class O3(Level):
-    """Level O3: one integer program over all cones. A memory limit is a row of the program; cones
-    are filled at one cost per byte.
+    """Level O3: one integer program over all cones. A memory limit is a row of the program. The
+    variables inside the cones are chosen for one cost per byte.
     """
 
     def cheapest(self, model: MinSum) -> Assignment:
-        """Return the cheapest choice. It is proven unless time ran out or configurations were
-        dropped.
+        """Return the cheapest choice. It is proven optimal unless time ran out or configurations
+        were dropped to make the program smaller.
         """
         cones = self.fill(model)
         found = cheapest_by_program(cones.model, self.seconds, solver=self._solver)
         return replace(found, choice=cones.expanded(found.choice))
 
     def at_price(self, model: MinSum, rate: float) -> Assignment:
-        """Return the best choice that solving the dual of the program finds, with the
-        dual bound.
+        """Return the best choice that is found while the dual of the program is solved. Its bound
+        is the dual bound.
         """
         cones = self.fill(model, rate)
         left = fix_by_reduced_cost(add_memory_cost(cones.model, rate))
         return Assignment(cones.expanded(left.choice), left.cost, left.bound, proven=False)
 
     def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
-        """Return the best choice of a program that contains all configurations that can improve on
-        `found`.
+        """Return the best choice of an integer program that contains all configurations with which
+        `found` could be improved.
 
-        Its bound holds for cones filled at one cost per byte. It is a bound of the model only if no
-        cones are filled.
+        The bound of the program holds for the cost per byte at which the variables inside cones
+        were chosen. It is a bound for the full model only if there are no such variables.
         """
         cones = self.fill(model, found.rate)
         known = [found.choice[root] for root in cones.roots]

@@ -1,13 +1,13 @@
-"""The three levels of TePDist's search for splits ("SPMD Strategy"), on a model whose edges lead
-from operands to users.
+"""The three levels of TePDist's search for splits ("SPMD Strategy"), on a min-sum model with one
+variable per operator. Its edges lead from operands to users.
 
-1. Cones: each operator of at most mean cost with one user and at most one operand is merged into
-   its neighbours, for each combination of their strategies.
-2. Segments: critical nodes divide the graph into segments; an integer program solves a segment for
+1. Cones: a variable of at most mean cost with one user and at most one operand is merged into its
+   neighbours: its best strategy is computed for each combination of their strategies.
+2. Segments: critical nodes divide the graph into segments. An integer program solves a segment for
    given strategies of its ends.
 3. The whole graph: dynamic programming over the critical nodes.
 
-A strategy is a configuration of a variable of the min-sum model.
+A strategy is a configuration of a variable. A choice gives each variable one strategy.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from autopipe.passes.solvers.min_sum.model import (
 
 
 def is_root(model: MinSum) -> Array:
-    """Return a boolean array of shape [variables] that is true for the roots of cones ("SPMD
+    """Return a boolean array of shape [variables] that is True for the roots of cones ("SPMD
     Strategy: Cone Structure").
 
-    A variable is a root if it has several operands, no user, or several users, or if its minimum
+    A variable is a root if it has several operands, no user or several users, or if its minimum
     cost is above the mean of all minimum costs. All other variables have at most one operand and
     exactly one user.
     """
@@ -57,13 +57,13 @@ def is_root(model: MinSum) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Costs and memory of partial choices, two arrays of equal shape."""
+    """Costs and memory of partial choices: two arrays of equal shape."""
 
     costs: Array
     memory: Array
 
     def transposed(self) -> Sums:
-        """Return the sums with both axes exchanged."""
+        """Return the costs and memory with both axes exchanged."""
         return Sums(self.costs.T, self.memory.T)
 
     def __add__(self, other: Sums) -> Sums:
@@ -72,8 +72,8 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledVariable:
-    """A variable merged into its one or two neighbours `ends`. `best` is its best configuration,
-    with one axis per neighbour.
+    """A variable that was merged into its one or two neighbours `ends`. `best` contains its best
+    configuration for each combination of their configurations, with one axis per neighbour.
     """
 
     variable: int
@@ -83,18 +83,18 @@ class FilledVariable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cones:
-    """A model of the roots. Without a cost per byte, its minimum cost equals that of the full
-    model.
+    """A model that has only the roots as variables. If it was made without a cost per byte, its
+    minimum cost equals the minimum cost of the full model.
     """
 
     model: MinSum
     roots: tuple[int, ...]
-    """For each variable of `model`: the number of the variable in the full model."""
+    """For each variable of `model`: the number of this variable in the full model."""
     filled: tuple[FilledVariable, ...] = ()
 
     def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Return the choice for all variables of the full model that belongs to a choice for the
-        roots.
+        """Return the choice for all variables of the full model that follows from `choice`, a
+        choice for the roots.
         """
         best = dict(zip(self.roots, choice, strict=True))
         for each in reversed(self.filled):
@@ -103,23 +103,26 @@ class Cones:
 
 
 def unfilled(model: MinSum, _rate: float = 0.0) -> Cones:
-    """Return the merged model in which each variable is a root."""
+    """Return the merged model (`merge_edges`) in which each variable is a root. The rate is
+    ignored.
+    """
     return Cones(merge_edges(model), tuple(range(len(model.costs))))
 
 
 def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
-    """Return `model` reduced to its roots, minimising cost plus `rate` times bytes over the other
-    variables.
+    """Return `model` reduced to its roots. The other variables are chosen to minimise the cost plus
+    `rate` times the bytes.
 
     Each variable that is not a root gets its best configuration for each combination of its
     neighbours' configurations. So a choice for the roots costs as much as the best choice for all
-    variables that contains it. (If the configuration depended on the cone's own root only, it could
-    not adapt to the operand's strategy.)
+    variables that contains it. (If the configuration depended only on the root of the variable's
+    own cone, it could not adapt to the strategy of its operand.)
     """
     once = ResultCache()
     simple = merge_edges(model)
 
     def sums(costs: Array, memory: Array | None) -> Sums:
+        """Return costs and memory as sums; the memory is 0 if it is None."""
         return Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
 
     contraction = Contraction(
@@ -147,8 +150,11 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
 
 
 def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
-    """Return (sums, best): the minimum over a variable's configurations for each combination of its
-    neighbours', and its index.
+    """Return (sums, best) for a variable with the costs `own` and its one or two neighbours, whose
+    edges have the costs `ends`. Both results have one axis per neighbour.
+
+    sums: cost and memory of the variable and its edges with the best configuration of the variable.
+    best: the best configuration, which minimises cost plus `rate` times bytes.
     """
     no_neighbour = Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))
     first, second = (*ends, no_neighbour)[:2]
@@ -168,7 +174,7 @@ def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
 
 def ranks(model: MinSum) -> Array:
     """Return the rank of each variable, of shape [variables]: the number of edges on the longest
-    path that leads to it.
+    path that ends at the variable.
     """
     users: list[list[int]] = [[] for _ in model.costs]
     operands = np.zeros(len(model.costs), dtype=np.int64)
@@ -177,7 +183,8 @@ def ranks(model: MinSum) -> Array:
         operands[edge.target] += 1
     found = np.zeros_like(operands)
     ready = np.flatnonzero(operands == 0).tolist()
-    for source in ready:  # The loop appends to the list.
+    # The loop appends variables to this list once all their operands have a rank.
+    for source in ready:
         for user in users[source]:
             found[user] = max(found[user], found[source] + 1)
             operands[user] -= 1
@@ -187,29 +194,31 @@ def ranks(model: MinSum) -> Array:
 
 
 MAXIMUM_HIGH_DEGREE = 6
-"""Maximum number of high-degree variables."""
+"""Maximum number of high-degree variables, whose strategies are fixed before the segments are
+searched.
+"""
 SMALL = 10
-"""Number of variables up to which a segment is small enough; no further high-degree variables are
-needed.
+"""Maximum number of variables of a segment that is small enough. If all segments are small, no
+further high-degree variables are needed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A connected set of variables between critical nodes."""
+    """A connected set of variables between critical nodes, or an edge between two critical nodes."""
 
     ends: tuple[int, ...]
-    """Indices into the critical nodes of the ones that the segment has edges with: none, one, or
-    two consecutive ones.
+    """Positions, in `SegmentedModel.critical`, of the critical nodes with which the segment has
+    edges: none, one, or two consecutive ones.
     """
     inner: tuple[int, ...]
-    """The variables, ascending; () for an edge between two critical nodes."""
+    """The variables of the segment, ascending; () for an edge between two critical nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentedModel:
-    """The variables of a model, each of them high-degree, critical (in order of rank), or inside a
-    segment.
+    """A division of a model's variables into high-degree variables, critical nodes (in order of
+    rank), and segments.
     """
 
     high_degree: tuple[int, ...]
@@ -218,21 +227,21 @@ class SegmentedModel:
 
     @property
     def largest(self) -> int:
-        """Return the number of variables of the largest segment, but at least `SMALL`."""
+        """Return the number of variables of the largest segment, or `SMALL` if that is larger."""
         return max(SMALL, *(len(segment.inner) for segment in self.segments), 0)
 
 
 def partition(model: MinSum, rank: Array) -> SegmentedModel:
-    """Return the partition of the model that minimises the size of the largest segment.
+    """Return the division of the model whose largest segment has the fewest variables.
 
-    Among equal sizes, the partition with the fewest high-degree variables is returned. Edges lead
-    from lower to higher `rank`.
+    Among the divisions that are tried, ties are won by fewer high-degree variables. Edges lead from
+    lower to higher `rank`.
 
     A variable that is read in all layers, such as an attention mask or a tied embedding, prevents a
-    partition. Such high-degree variables are fixed before the segments are searched
-    (`levels.by_segments`). Their edges then disappear, so the partition loses nothing. Candidates
-    are the 0 to `MAXIMUM_HIGH_DEGREE` variables of farthest reach; then each is dropped again if
-    that does not enlarge the largest segment.
+    division. Such high-degree variables are fixed before the segments are searched
+    (`levels.by_segments`). Their edges then disappear, so this loses nothing. Candidates are the 0
+    to `MAXIMUM_HIGH_DEGREE` variables of farthest reach. Then each of them is dropped again if that
+    does not enlarge the largest segment.
     """
     partitioner = _Partitioner(model, rank)
     highest_degree = partitioner.highest_degree()
@@ -249,13 +258,15 @@ def partition(model: MinSum, rank: Array) -> SegmentedModel:
 
 
 class _Partitioner:
-    """Partitions of one model after the removal of high-degree variables."""
+    """Divides one model into critical nodes and segments, for different sets of high-degree
+    variables.
+    """
 
     def __init__(self, model: MinSum, rank: Array) -> None:
         self.around = neighbours(model)
         self.rank = rank.tolist()
         self.order: list[int] = np.argsort(rank, kind="stable").tolist()
-        """The variables in order of rank."""
+        """The variables in ascending order of rank."""
         self.behind = [
             sorted(other for other in near if self.rank[other] < own)
             for near, own in zip(self.around, self.rank, strict=True)
@@ -263,13 +274,15 @@ class _Partitioner:
         """For each variable: its neighbours of lower rank, ascending."""
         minimum_costs = [float(costs.min()) for costs in model.costs]
         self.weight = [seconds if math.isfinite(seconds) else 0.0 for seconds in minimum_costs]
-        """Minimum seconds of each variable."""
+        """For each variable: its minimum cost in seconds; 0 if all its configurations are
+        forbidden.
+        """
 
     def highest_degree(self) -> tuple[int, ...]:
         """Return up to `MAXIMUM_HIGH_DEGREE` variables in descending order of reach.
 
-        The reach of a variable is the sum of the rank distances to its neighbours. Once a variable
-        is selected, its edges no longer count for its neighbours.
+        The reach of a variable is the sum of the rank differences to its neighbours. Once a
+        variable is selected, its edges no longer count for its neighbours.
         """
         far = [
             sum(abs(self.rank[other] - self.rank[own]) for other in near)
@@ -284,9 +297,7 @@ class _Partitioner:
         return tuple(found)
 
     def partition(self, high_degree: tuple[int, ...]) -> SegmentedModel:
-        """Return the critical nodes without the variables `high_degree`, and the segments between
-        them.
-        """
+        """Return the division of the model with the high-degree variables `high_degree`."""
         removed = set(high_degree)
         if len(removed) == len(self.around):
             return SegmentedModel(high_degree, (), ())
@@ -308,7 +319,9 @@ class _Partitioner:
         return SegmentedModel(high_degree, critical, tuple(segments))
 
     def heaviest_path(self, without: Set[int]) -> list[int]:
-        """Return the path of maximum total weight from low to high rank that avoids `without`."""
+        """Return the path from low to high rank with the maximum total weight that avoids the
+        variables `without`.
+        """
         total = [
             -math.inf if variable in without else own for variable, own in enumerate(self.weight)
         ]
@@ -324,19 +337,22 @@ class _Partitioner:
         return path[::-1]
 
     def critical_nodes(self, path: Sequence[int], without: Set[int]) -> tuple[int, ...]:
-        """Return the variables of `path` that separate the graph after the removal of the variables
-        `without`.
+        """Return the variables of `path` that separate the graph, after the variables `without`
+        were removed.
 
-        On the heaviest path, a node's earliest rank equals its latest rank. But if another path
-        bypasses the node, as a residual connection bypasses a matmul, the parts before and after
-        the node still depend on each other. So only nodes that separate the graph are critical.
+        On the heaviest path, the earliest rank of each node equals its latest rank. This is not
+        sufficient: if another path bypasses the node, as a residual connection bypasses a matmul,
+        the parts before and after the node still depend on each other. So only nodes that separate
+        the graph are critical.
 
-        Each edge or connected part beside the path that touches it at indices i < j bypasses the
-        nodes i+1 … j-1. A prefix sum over these intervals finds the nodes that are not bypassed.
+        Each edge, and each connected part beside the path, that touches the path at indices i < j
+        bypasses the nodes i+1 to j-1. A prefix sum over these intervals finds the nodes that are
+        not bypassed.
         """
         around = self.around
         place = {variable: number for number, variable in enumerate(path)}
-        # Sets of path indices that one edge, or one connected part beside the path, joins.
+        # For each edge between nodes of the path, and each connected part beside the path: the path
+        # indices that it touches.
         ways = [
             {place[one], place[other]} for one in place for other in around[one] if other in place
         ]
@@ -377,36 +393,42 @@ class _Partitioner:
 
 
 ROUNDS = 5
-"""Number of forward and backward sweeps that tighten the bounds of a segment."""
+"""Number of forward and backward sweeps that tighten the lower bounds of a segment."""
 MAXIMUM_PAIRS = 20_000
-"""Maximum number of pairs of configurations in a segment's integer program."""
+"""Maximum number of pairs of configurations in the integer program of a segment."""
 Ends = tuple[int, ...]
 """A strategy for each end of a segment: (), (head,) or (head, tail)."""
 
 
 class Pairs:
-    """A segment as a min-sum model: its inner variables first, and then its ends, whose costs are
+    """The costs of a segment for each combination of strategies of its ends. `model` is a min-sum
+    model with the `inner` variables of the segment first, and then its ends, whose own costs are
     not included.
 
-    `costs`, `bounds` and `solved` have one axis per end, over its strategies. `bounds` are lower
-    bounds on the cost of the inside. Entries start as bounds; the dynamic programming solves the
-    entries on its best path (`approach`). An entry of `solved` is true if it is solved; then
-    `costs` contains the cost of the best inside, and otherwise the bound.
+    `costs`, `bounds` and `solved` have one axis per end. `bounds` contains lower bounds on the cost
+    of the inner variables and all edges. `costs` contains the minimum of this cost if the entry of
+    `solved` is True, and otherwise the bound. The dynamic programming solves only the entries on
+    its best path (`approach`).
     """
 
     def __init__(self, model: MinSum, inner: int) -> None:
         self.model = model
         self.inner = inner
         self.choices: dict[Ends, tuple[int, ...]] = {}
-        """The best choice of the inner variables for each solved entry that has one."""
+        """The best choice of the inner variables, for each solved entry for which there is a
+        choice.
+        """
         self.headed: set[int] = set()
-        """Head strategies whose row of `bounds` was tightened with the head fixed."""
+        """Strategies of the head for which the bounds of all tail strategies were tightened with
+        the head fixed.
+        """
         if inner:
             self.bounds = _bounds(model, inner)
             self.costs = self.bounds.copy()
             self.solved = np.asarray(np.isinf(self.bounds))
         else:
-            # If an end has one strategy, the edge was merged into the other end's costs.
+            # If an end has only one strategy, the costs of the edge were merged into the costs of
+            # the other end, so there is no edge.
             self.costs = (
                 model.edges[0].costs if model.edges else np.zeros([len(end) for end in model.costs])
             )
@@ -416,8 +438,9 @@ class Pairs:
     def approach(self, ends: Ends, seconds: float, solver: str) -> None:
         """Tighten the entry for the strategies `ends`.
 
-        For two ends, the first call with a head strategy tightens the bounds of all tail
-        strategies. Further calls solve the integer program for the strategies of both ends.
+        If there are two ends, the first call with a strategy of the head tightens the bounds of
+        this head with all tail strategies. Each further call solves an integer program for the
+        strategies of both ends, within `seconds`.
         """
         if len(ends) == 2 and ends[0] not in self.headed:
             head = ends[0]
@@ -438,7 +461,7 @@ class Pairs:
             self.choices[ends] = found.choice[: self.inner]
 
     def _given(self, ends: Ends) -> MinSum:
-        """Return the model with the strategies of the first ends fixed."""
+        """Return the model with the strategies of its first ends fixed to `ends`."""
         kept = all_configurations(self.model)
         for place, number in enumerate(ends, self.inner):
             kept[place] = np.array([number])
@@ -446,12 +469,15 @@ class Pairs:
 
 
 def _bounds(model: MinSum, inner: int) -> Array:
-    """Return lower bounds on the cost of the inside, with one axis per end over its strategies."""
+    """Return lower bounds on the cost of the `inner` first variables of `model` and all edges, with
+    one axis per end (the remaining variables).
+    """
     ends = list(range(inner, len(model.costs)))
     shape = tuple(len(model.costs[end]) for end in ends)
     found = np.full(shape, np.inf)
     if len(ends) == 2:
-        # The dual's costs for pairs of both ends accumulate on an edge between them.
+        # The dual collects the costs of pairs of strategies of both ends on an edge between them,
+        # so such an edge must exist.
         model = MinSum(model.costs, (*model.edges, Edge(ends[0], ends[1], np.zeros(shape))))
     try:
         part = Subproblem(model, all_configurations(model))
@@ -469,15 +495,16 @@ def _bounds(model: MinSum, inner: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A strategy for each critical node."""
+    """A strategy for each critical node, as a path of the dynamic programming."""
 
     strategies: tuple[int, ...]
     cost: float
-    """The cost of critical nodes and segments, without the high-degree variables."""
+    """Cost of the critical nodes and the segments, without the high-degree variables."""
     bound: float
     """A lower bound on the cost of all paths."""
     solved: bool
-    """True if all entries on the path are solved; otherwise `cost` is a lower bound too."""
+    """True if all segment entries on the path are solved. Otherwise `cost` is only a lower bound.
+    """
 
 
 def shortest(
@@ -489,17 +516,19 @@ def shortest(
     end: float | None,
     solver: str,
 ) -> Path:
-    """Return the cheapest path if its cost is less than `known`; otherwise a bound or the state at
-    time `end`.
+    """Return the cheapest path, with all its segment entries solved, if its cost is less than
+    `known`. If the search ends earlier, because the cost reaches `known` or at time `end`, the path
+    may be unsolved, and its bound is a bound on all paths.
 
     The dynamic programming runs over the critical nodes c = 0, 1, …, with segment tables T between
     consecutive nodes:
 
         reached[c, s] = own[c, s] + min over r of (reached[c-1, r] + T[c-1][r, s])
 
-    Unsolved entries of T are lower bounds. The entries on the best path are solved until all of
-    them are; then no other path can be cheaper, because its unsolved entries are bounds. `seconds`
-    limits each integer program.
+    Unsolved entries of T are lower bounds. The entries on the best path are solved, and the best
+    path is computed again, until all its entries are solved. Then no other path can be cheaper,
+    because the unsolved entries of other paths are lower bounds. `seconds` limits each integer
+    program.
     """
     node_costs = [model.costs[variable] for variable in segmented.critical]
     while True:
@@ -520,15 +549,15 @@ def shortest(
 
 
 def is_over(end: float | None) -> bool:
-    """True if `end` is not None and the clock (`time.monotonic`) has reached it."""
+    """True if time `end` (`time.monotonic`) has passed; False if it is None."""
     return end is not None and time.monotonic() >= end
 
 
 def choice_of(
     path: Path, segmented: SegmentedModel, pairs: Sequence[Pairs], high_degree: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the choice for all variables that belongs to a solved path. `high_degree` are the
-    strategies of those variables.
+    """Return the choice for all variables that belongs to a solved path. `high_degree` contains the
+    strategies of the high-degree variables.
     """
     chosen = dict(zip(segmented.high_degree, high_degree, strict=True)) | dict(
         zip(segmented.critical, path.strategies, strict=True)
@@ -542,7 +571,9 @@ def choice_of(
 def _cheapest_path(
     node_costs: Sequence[Array], segmented: SegmentedModel, tables: Sequence[Array]
 ) -> tuple[tuple[int, ...], float]:
-    """Return (strategies, cost) of the cheapest path for the given segment tables."""
+    """Return (strategies, cost) of the cheapest path over the critical nodes, for the given costs
+    of the nodes and segment tables.
+    """
     unary = [costs.astype(float) for costs in node_costs]
     between: dict[int, Array] = {}
     constant = 0.0
@@ -569,17 +600,19 @@ def _cheapest_path(
 
 
 class EqualSegments:
-    """Cache of segments by their arrays: equal layers have identical arrays, so they share one
+    """Cache of segments by their arrays. Equal layers have identical arrays, so they share one
     `Pairs`.
     """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Pairs] = {}
-        """By the ids of the arrays. The values keep the arrays alive, so the ids stay valid."""
+        """Segments by the ids of their arrays. The values keep the arrays alive, so the ids stay
+        valid.
+        """
 
     def pairs(self, model: MinSum, segmented: SegmentedModel) -> list[Pairs]:
-        """Return the `Pairs` of each segment of a merged model whose high-degree variables have no
-        edges.
+        """Return the `Pairs` of each segment. `model` must be merged (`merge_edges`), and its
+        high-degree variables must have no edges.
         """
         around: list[list[Edge]] = [[] for _ in model.costs]
         for edge in model.edges:
@@ -594,11 +627,15 @@ class EqualSegments:
         segment: Segment,
         segmented: SegmentedModel,
     ) -> Pairs:
+        """Return the `Pairs` of one segment, from the cache if an equal segment is there. `around`
+        contains the edges of each variable.
+        """
         ends = [segmented.critical[index] for index in segment.ends]
         inner_costs = [model.costs[variable] for variable in segment.inner]
         end_sizes = [len(model.costs[end]) for end in ends]
         index_of = {variable: number for number, variable in enumerate((*segment.inner, *ends))}
-        # The edges of the inner variables, or, if there are none, the edge between the two ends.
+        # These are the edges of the inner variables, or, if there are none, the edge between the
+        # two ends.
         edges = {
             (index_of[edge.source], index_of[edge.target]): edge.costs
             for variable in list(index_of)[: len(inner_costs) or 1]

@@ -1,8 +1,9 @@
 """Strategy `tepdist`: its options and its outer search (Alibaba PAI, "TePDist", 2023).
 
-The outer search enumerates the factorisations of a cluster's devices into stages and the mesh of
-each stage, and the micro-batch sizes. A factorisation is skipped if a lower bound on its step
-exceeds the best step so far. An estimate of the step orders the factorisations.
+The outer search enumerates the divisions of a cluster's devices into stages, the mesh of each stage
+(the order of its devices, in one or two dimensions), and the micro-batch sizes. A combination is
+skipped if a lower bound on its step exceeds the best step so far. An estimate of the step
+determines the order in which combinations are tried.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ from autopipe.passes.sharding.regions import (
 Group = tuple[int, ...]
 """The devices of a stage, in the order in which splits number them."""
 Nodes = tuple[tuple[int, ...], ...]
-"""The nodes of each stage, ascending."""
+"""For each stage: its nodes, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The devices of each stage. The outermost split of a node, usually of its samples, uses the
-    outer level of the stage's mesh.
+    """The devices of each stage, in the order in which splits number them. The outermost split of a
+    node, usually of its samples, divides the outer dimension of the stage's mesh.
     """
 
     groups: tuple[Group, ...]
     name: str
-    """The number of stages and the mesh of each, such as `2 stages of 2 x 4 devices`."""
+    """Text with the number of stages and the mesh of each, such as `2 stages of 2 x 4 devices`."""
 
     @property
     def stages(self) -> int:
@@ -70,16 +71,17 @@ class Mesh:
 
 
 def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
-    """Yield the ways to form equal groups of all devices; only those with `stages` groups unless it
-    is None.
+    """Yield the divisions of all devices into equal groups, one group per stage. If `stages` is not
+    None, only divisions into `stages` groups are yielded.
 
-    The devices of a group are neighbours in the cluster, so that a stage lies inside one node if
-    possible. A group of several complete nodes has two meshes: nodes outermost (samples are split
-    over nodes and other axes within a node), and devices outermost. If the devices have several
-    types, groups are equal within each type. Meshes with the largest groups come first.
+    The devices of a group are neighbours in the cluster, so a stage lies inside one node of the
+    cluster if possible. A group that consists of several complete nodes has two meshes: with the
+    nodes as the outer dimension (samples are split over nodes and other axes within a node), and
+    with the devices of a node as the outer dimension. If the devices have several types, groups are
+    equal within each type. Divisions into the largest groups come first.
     """
     runs = equal_device_runs(cluster)
-    # The largest groups first, so that meshes with few stages come first.
+    # The widths of groups are in descending order, so that meshes with few stages come first.
     for widths in itertools.product(*(divisors(len(run))[::-1] for run in runs)):
         count = sum(len(run) // width for run, width in zip(runs, widths, strict=True))
         if stages not in (None, count):
@@ -100,10 +102,11 @@ def meshes(cluster: Cluster, stages: int | None = None) -> Iterator[Mesh]:
 
 
 def _group_orders(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[Group, ...], str]]:
-    """Return (groups, mesh text) pairs for groups of `width` devices of a run, such as `2 x 4`.
+    """Return (groups, text) pairs for groups of `width` devices of the devices `run`. The text
+    describes the mesh of a group, such as `2 x 4`.
 
-    There are two pairs if a group consists of several complete nodes: devices in node order, and
-    devices interleaved across nodes.
+    There are two pairs if a group consists of several complete nodes: one with devices in the order
+    of nodes, and one with devices interleaved across nodes. Otherwise there is one pair.
     """
     groups = tuple(
         tuple(range(first, first + width)) for first in range(run.start, run.stop, width)
@@ -123,15 +126,17 @@ def _group_orders(cluster: Cluster, run: range, width: int) -> list[tuple[tuple[
 def constrained_meshes(
     cluster: Cluster, stages: int | None, resolved: Sequence[ResolvedConstraint]
 ) -> tuple[Mesh, ...]:
-    """Return the meshes of `cluster` that satisfy the constraints on devices; only those with
-    `stages` stages unless it is None.
+    """Return the meshes of `cluster` that satisfy the constraints on devices. If `stages` is not
+    None, only meshes with `stages` stages are returned.
 
-    Each group of devices that constraints require is the group of a stage, in the required order of
-    devices. If no equal grouping contains all required groups, the required groups themselves are
-    the stages. Raise ConfigurationError with a constraint if no mesh satisfies them.
+    Each group of devices that constraints require must be the group of a stage, and has the
+    required order of devices. If no division into equal groups contains all required groups, the
+    required groups themselves are the stages. Raise ConfigurationError, which names a constraint,
+    if no mesh satisfies the constraints.
     """
     found = tuple(meshes(cluster, stages))
-    # Groups are ordered by their required stage, or otherwise by their first node.
+    # The required groups are sorted by their required stage, or by their first node if no stage is
+    # required.
     ranks: dict[frozenset[int], tuple[tuple[int, int], Group]] = {}
     for each in resolved:
         if each.devices is not None:
@@ -166,8 +171,8 @@ def constrained_meshes(
 
 
 class Bounds:
-    """Lower bounds and estimates of the step of a mesh, for all micro-batch sizes up to the
-    problem's (`StepSeconds`).
+    """Lower bounds and estimates of the seconds of a step with a mesh, for all micro-batch sizes up
+    to the size of the problem (see `StepSeconds`).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -178,8 +183,8 @@ class Bounds:
         )
 
     def check_memory(self) -> None:
-        """Raise InfeasibleError if parameters and optimizer state, split over all devices, exceed
-        memory.
+        """Raise InfeasibleError if parameters, gradients and optimizer state exceed the memory even
+        if they are divided evenly among all devices.
         """
         check_least(
             self.problem,
@@ -189,12 +194,12 @@ class Bounds:
         )
 
     def step_s(self, mesh: Mesh, micro_batches: int) -> float:
-        """Return a lower bound on the seconds of a step for all partitions of the nodes into the
-        mesh's stages.
+        """Return a lower bound on the seconds of a step that holds for all partitions of the nodes
+        into the mesh's stages.
 
         The slowest stage takes at least the weighted mean of all stages' times, for any weights.
         The weights are the stages' speeds, where speed = 1 / (seconds for the full model). For each
-        node, the minimum weight · seconds over the device types is counted:
+        node, the minimum of weight · seconds over the device types is counted:
 
             bound = micro_batches · sum over nodes of
                 min over types (speed / total speed · seconds of the node)
@@ -204,7 +209,8 @@ class Bounds:
         if len(groups_by_type) == 1:
             return micro_batches * float(seconds[0].sum()) / mesh.stages
         totals = [float(each.sum()) for each in seconds]
-        if 0.0 in totals:  # The graph only moves data.
+        # A device type computes all nodes in no time, because the graph only moves data.
+        if 0.0 in totals:
             return 0.0
         speeds = [1 / total for total in totals]
         total_speed = sum(
@@ -216,10 +222,11 @@ class Bounds:
         return micro_batches * float(minimum.sum())
 
     def divided_s(self, mesh: Mesh, micro_batches: int, stages: Nodes) -> float:
-        """Return a lower bound on the seconds of a step for a given partition.
+        """Return a lower bound on the seconds of a step for the given nodes of each stage.
 
         A stage computes all its micro-batches one after the other. Before its first task, one
-        micro-batch passes through the stages before it, and after its last task, one passes back.
+        micro-batch passes forward through the stages before it, and after its last task, one
+        micro-batch passes backward through them.
         """
         stage_seconds = [
             float(self._node_s(group, micro_batches)[list(nodes)].sum())
@@ -236,14 +243,14 @@ class Bounds:
     def estimate_s(self, mesh: Mesh, micro_batches: int) -> float:
         """Return the estimated seconds of a step if all stages take equally long.
 
-        p stages in a row process m micro-batches in m + p - 1 times the seconds of one stage and
-        one micro-batch. The estimate adds the accumulation of gradients, split evenly over the
-        stages, and their all-reduce.
+        p stages in a row process m micro-batches in m + p - 1 times the seconds of one stage for
+        one micro-batch. The estimate adds the accumulation of gradients, divided evenly among the
+        stages, and the gradient all-reduce.
         """
         problem = self.problem
         kinds = self._kinds(mesh)
         totals = [float(self._node_s(groups[0], micro_batches).sum()) for groups in kinds]
-        even = 0.0  # If the graph only moves data, its nodes take no time.
+        even = 0.0  # This remains 0 if the nodes take no time, because the graph only moves data.
         if 0.0 not in totals:
             even = 1 / sum(len(groups) / total for groups, total in zip(kinds, totals, strict=True))
         share = self._state.gradient_bytes / mesh.stages
@@ -257,7 +264,9 @@ class Bounds:
         return (micro_batches + mesh.stages - 1) * even + end
 
     def _kinds(self, mesh: Mesh) -> list[list[Group]]:
-        """Return the groups, grouped by device types and number of devices."""
+        """Return the groups of the mesh in lists: all groups of a list have equal device types and
+        equally many devices.
+        """
         found: dict[Hashable, list[Group]] = {}
         for group in mesh.groups:
             found.setdefault(
@@ -266,15 +275,17 @@ class Bounds:
         return list(found.values())
 
     def _node_s(self, group: Group, micro_batches: int) -> Seconds:
-        """Return the seconds of each node of the full model for one micro-batch, split evenly over
-        the devices of `group`.
+        """Return the seconds of each node of the full model for one micro-batch, if it is divided
+        evenly among the devices of `group`.
         """
         parts = len(group) * micro_batches // self.problem.micro_batches
         return self._seconds.of(self.problem.cluster.device_types_among(group), parts)
 
 
 def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
-    """Return a placement with these stages and no splits."""
+    """Return a placement in which each stage has the given nodes and the devices of the mesh, and
+    no node is split.
+    """
     size = problem.micro_batch_size
     again = problem.recomputes_all
     groups = zip(stages, mesh.groups, strict=True)
@@ -282,8 +293,8 @@ def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
 
 
 _PATIENCE_S = 10.0
-"""Maximum seconds for one integer program without a time limit. 96 layers in 16 stages take 3
-seconds on an idle CPU core.
+"""Maximum seconds for one integer program without a time limit. For comparison, 96 layers in 16
+stages take 3 seconds on an idle CPU core.
 """
 
 
@@ -297,13 +308,13 @@ class MeshTrial:
     """Seconds of a step; infinite if no placement was found."""
     placement: Placement | None = None
     least_s: float = 0.0
-    """A lower bound on the seconds of a step if the trial was skipped because of it;
+    """If the trial was skipped because of a lower bound on the seconds of a step: this bound;
     otherwise 0.
     """
     late: bool = False
     """True if the trial was skipped because the time limit was reached."""
     refused: AutopipeError | None = None
-    """The error because of which there is no placement."""
+    """The error if there is no placement; None otherwise, and for skipped trials."""
 
 
 @dataclass(eq=False)
@@ -314,11 +325,15 @@ class Outer:
     solver: Level
     imbalance_tolerance: float
     end: float | None = None
-    """The time (`time.monotonic`) at which to stop once there is a placement; None for no limit."""
+    """The time (`time.monotonic`) at which the search stops if a placement was found; None for no
+    limit.
+    """
     trials: list[MeshTrial] = field(default_factory=list)
     best: MeshTrial | None = None
     undivided: dict[str, str] = field(default_factory=dict)
-    """By the name of a mesh: why one of the partition methods was not possible; '' if all were."""
+    """By the name of a mesh: why one of the two partition methods gave no partition; '' if both
+    did.
+    """
 
     def __post_init__(self) -> None:
         self.bounds = Bounds(self.problem)
@@ -326,13 +341,14 @@ class Outer:
         self._even: dict[Hashable, Nodes | InfeasibleError] = {}
 
     def _in_micro_batches(self, count: int) -> IntraStageSearch:
+        """Return the search for splits on `count` micro-batches per step."""
         return IntraStageSearch(
             resized(self.problem, self.problem.batch_size // count), self.solver
         )
 
     def run(self, meshes: Iterable[Mesh], sizes: Iterable[int]) -> MeshTrial:
         """Return the best trial over all `meshes` and micro-batches of `sizes` samples. Raise the
-        most relevant error if there is no placement.
+        error that explains best why there is no placement.
         """
         self.bounds.check_memory()
         counts = sorted(self.problem.batch_size // size for size in sizes)
@@ -342,7 +358,8 @@ class Outer:
         for mesh, seconds in sorted(estimates.items(), key=lambda item: min(item[1])):
             climb(counts, seconds.index(min(seconds)), partial(self._try, mesh))
         if self.best is None:
-            # An InfeasibleError if there is one, otherwise the error of the most promising mesh.
+            # Prefer an InfeasibleError; otherwise raise the error of the mesh with the shortest
+            # estimate.
             refusals = [each.refused for each in self.trials if each.refused is not None]
             if self.problem.known_s < math.inf:
                 refusals.append(
@@ -358,11 +375,11 @@ class Outer:
         return self.best
 
     def _try(self, mesh: Mesh, count: int) -> float | None:
-        """Try one mesh with `count` micro-batches, and return the seconds of its best step for
-        `climb`.
+        """Try one mesh with `count` micro-batches, store the trial, and return the seconds of its
+        best step for the function `climb`.
 
-        Return None if the trial is infeasible: smaller micro-batches may fit into memory. Return
-        infinity if the mesh cannot improve on the best step.
+        Return None if the trial is infeasible, because smaller micro-batches may still fit into
+        memory. Return infinity if the mesh cannot improve on the best step.
         """
         bound = self.bounds.step_s(mesh, count)
         late = self.best is not None and self.end is not None and time.monotonic() > self.end
@@ -384,8 +401,8 @@ class Outer:
         return None if isinstance(found.refused, InfeasibleError) else found.step_s
 
     def _divided(self, inside: IntraStageSearch, mesh: Mesh) -> Iterable[Nodes]:
-        """Return the distinct partitions of the nodes into stages. Raise the first method's error
-        if there is none.
+        """Return the distinct partitions of the nodes into the mesh's stages, by two methods: along
+        a chain, and by an integer program. Raise the error of the first method if both fail.
         """
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
@@ -403,11 +420,12 @@ class Outer:
     def _evenly(
         self, problem: Problem, groups: Sequence[Group], fixed_stages: dict[int, int]
     ) -> Nodes:
-        """Return balanced stages with the fewest bytes between them, cached by number of stages;
-        the batch does not matter.
+        """Return the nodes of balanced stages with the fewest bytes between stages, by an integer
+        program. Results are cached by number of stages and `fixed_stages`, because the batch size
+        does not matter.
 
         Raise InfeasibleError if the imbalance tolerance permits no partition; the message contains
-        the minimum that does.
+        the minimum tolerance that does. Raise it also for stages on different device types.
         """
         if len({problem.cluster.devices[group[0]] for group in groups}) > 1:
             raise InfeasibleError(
@@ -433,8 +451,8 @@ class Outer:
         return found
 
     def _placed(self, inside: IntraStageSearch, mesh: Mesh, count: int, stages: Nodes) -> MeshTrial:
-        """Return the best placement of the given stages. Raise ConfigurationError for required
-        splits that a stage's devices cannot execute.
+        """Return the trial with the best placement whose stages have the given nodes. Raise
+        ConfigurationError for required splits that the devices of a stage cannot execute.
         """
         problem = inside.problem
         known_s = self._known_s()
@@ -460,11 +478,14 @@ class Outer:
         return min(found, key=lambda each: each.step_s, default=no_placement)
 
     def _known_s(self) -> float:
+        """Return the seconds of the best step so far, or the known step of the problem if there is
+        none.
+        """
         return self.problem.known_s if self.best is None else self.best.step_s
 
 
 def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
-    """Return one line per mesh, the fastest first: its step, or why it has none."""
+    """Return one line of text per mesh, the fastest mesh first: its step, or why it has none."""
     by_mesh: dict[str, list[MeshTrial]] = {}
     for each in sorted(outer.trials, key=lambda each: each.step_s):
         by_mesh.setdefault(each.mesh.name, []).append(each)
@@ -476,8 +497,8 @@ def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
 
 
 def _result_text(trials: list[MeshTrial], best: MeshTrial) -> str:
-    """Return the text for the fastest trial, which is the first one, or the reason why no trial has
-    a step.
+    """Return the text about one mesh: the step of its fastest trial, which is the first of
+    `trials`, or the reason why no trial has a step.
     """
     fastest = trials[0]
     step = (
@@ -491,19 +512,20 @@ def _result_text(trials: list[MeshTrial], best: MeshTrial) -> str:
     refused = next((each.refused for each in trials if each.refused), None)
     beaten = [each for each in trials if each.least_s]
     if beaten or refused is None:
-        beaten = beaten or trials  # If no work takes time, each bound is 0.
+        beaten = beaten or trials  # If the nodes of the graph take no time, all lower bounds are 0.
         why = ", skipped because time was up" if any(each.late for each in beaten) else ""
         return f"at least {_ms(min(each.least_s for each in beaten))}{why}"
     return str(refused).partition("\n")[0]
 
 
 def _ms(seconds: float) -> str:
+    """Return a time as text, in seconds from 1 s on and otherwise in milliseconds."""
     return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 @dataclass(frozen=True, slots=True)
 class TePDist:
-    """Search all ways to partition the devices into stages with a mesh each, and split all
+    """Search all divisions of the devices into stages with a mesh each, and the splits of all
     operators inside the stages.
 
     The number of micro-batches is searched too if it is not given. The placement with the shortest
@@ -512,27 +534,28 @@ class TePDist:
 
     level: LevelName = "O2"
     """Search for splits inside a stage. `O2`: segments between critical operators, combined by
-    dynamic programming. `O3`: one integer program over all cones. `O4`: one integer program over
-    all operators.
+    dynamic programming. `O3`: one integer program over all cones, in which cheap operators are
+    contracted into their neighbours. `O4`: one integer program over all operators.
     """
     stages: int | None = None
-    """Number of pipeline stages with equal groups of devices. Default: all numbers that divide the
-    devices are tried.
+    """Number of pipeline stages, with equal groups of devices. Default: all possible numbers are
+    tried.
     """
     imbalance_tolerance: Annotated[float, FormerKey("unbalance")] = 0.08
-    """Maximum fraction by which a stage's computation may exceed the mean in the partition by the
-    integer program, which minimises the bytes between stages. The alternative partition of a chain
-    of operators, which minimises the slowest stage, has no such limit.
+    """Maximum fraction by which a stage's computation may exceed the mean of all stages, in the
+    partition by the integer program, which minimises the bytes between stages. The alternative
+    partition along a chain of operators, which minimises the slowest stage, has no such limit.
     """
 
     name: ClassVar[str] = "tepdist"
 
     def division(self, graph: Graph) -> Division:
+        """Return `Division.OWN`: the strategy chooses the micro-batch size."""
         return Division.OWN
 
     def requires(self, problem: Problem) -> None:
-        """Raise ConfigurationError for options out of range, and InfeasibleError for an empty
-        model.
+        """Raise ConfigurationError for options that are out of range, and InfeasibleError for a
+        model without operators.
         """
         if self.imbalance_tolerance < 0:
             raise ConfigurationError(
@@ -541,7 +564,8 @@ class TePDist:
                 where="strategy",
             )
         if self.stages is not None:
-            # Groups of devices that constraints require need not be equal.
+            # If constraints require groups of devices, the groups need not be equal, so other
+            # numbers of stages are possible.
             has_device_constraints = any(constraint.devices for constraint in problem.constraints)
             counts = sorted({mesh.stages for mesh in meshes(problem.cluster)})
             if self.stages < 1 or (self.stages not in counts and not has_device_constraints):
@@ -555,12 +579,13 @@ class TePDist:
         check_operators(problem)
 
     def run(self, problem: Problem) -> Placement:
-        """Return the placement with the shortest simulated step. Raise InfeasibleError if none fits
-        into memory, and ConfigurationError for constraints that cannot be satisfied.
+        """Return the placement with the shortest simulated step. Raise InfeasibleError if no
+        placement fits into memory, and ConfigurationError for constraints that cannot be satisfied.
         """
         found = best_order(problem, self._placed)
         count = len(found.stages)
-        # If only some device types are used, the option cannot express the number of stages.
+        # If only some device types are used, the number of stages may not be a valid value of
+        # option `stages`.
         is_option = any(mesh.stages == count for mesh in meshes(problem.cluster))
         return (
             replace(found, options=(("stages", count),))
@@ -569,6 +594,9 @@ class TePDist:
         )
 
     def _placed(self, problem: Problem) -> Placement:
+        """Return the best placement if the devices are used in the order of the problem's cluster.
+        Raise as `run` does.
+        """
         resolved = resolved_constraints(problem, own_sizes=True)
         found = constrained_meshes(problem.cluster, self.stages, resolved)
         if not found:
