@@ -1,8 +1,8 @@
 """Definitions of all operators: iteration space, floating-point operations, tensors saved for
-backward, and facts that passes use.
+backward, and properties that planning passes use.
 
-Each module defines one operator family, except `operator`, which has the class of definitions, and
-`unsupported`, which has the reasons why operators without a definition are not supported.
+Each module defines one operator family, except `operator`, which contains the class of definitions,
+and `unsupported`, which lists operators without a definition and the reasons for this.
 
 These modules may import the rest of `ir`.
 """
@@ -61,14 +61,14 @@ def operator_of(node: Node) -> Operator | None:
 
 
 def operators_with(fact: Callable[[Operator], object]) -> frozenset[str]:
-    """Return the names of the operators for whose definition `fact` is true, as keys of
-    `OPERATORS`.
+    """Return the names of the operators for which `fact`, a function of the definition, is true.
+    The names are keys of `OPERATORS`.
     """
     return frozenset(name for name, row in OPERATORS.items() if fact(row))
 
 
 def is_label_loss(node: Node) -> bool:
-    """True if a node computes the loss of class labels (see `Operator.loss`)."""
+    """Return True if a node computes a loss of class labels (see `Operator.loss`)."""
     row = operator_of(node)
     return row is not None and row.loss
 
@@ -79,16 +79,18 @@ def space_of(graph: Graph, node: Node) -> Space:
 
 
 def keys_of_nodes(graph: Graph) -> tuple[Hashable, ...]:
-    """Return a key per node. Two nodes with equal keys have equal iteration spaces and FLOPs.
+    """Return a key for each node of the graph, in the order of the nodes. Two nodes with equal keys
+    have equal iteration spaces and equal FLOPs.
 
-    A key consists of the operator, the attributes, the body, the types of the operands and results,
-    and the constants among the operands.
+    A key consists of the operator, the attributes, the digest of a loop's body, the types of the
+    operands and results, and the data of constant operands.
     """
     constants = {
         each.value.name: (each.array.dtype.str, each.array.tobytes()) for each in graph.constants
     }
 
     def types(names: tuple[str, ...]) -> Hashable:
+        """Return the element type and shape of each value; None for an absent value."""
         found = (graph.type_of(name) if name else None for name in names)
         return tuple([value and (value.dtype.name, value.shape) for value in found])
 
@@ -107,8 +109,9 @@ def keys_of_nodes(graph: Graph) -> tuple[Hashable, ...]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def spaces_of(graph: Graph) -> Callable[[int], Space]:
-    """Return a function from a node's index to its iteration space. Nodes with equal keys (see
-    `keys_of_nodes`) share one space. The function raises KeyError if an operator is not supported.
+    """Return a function from the index of a node to its iteration space. The spaces are computed at
+    the first use and shared by nodes with equal `keys_of_nodes`. The function raises KeyError for a
+    node whose operator is not supported.
     """
     keys = keys_of_nodes(graph)
     known = dict[Hashable, Space]()

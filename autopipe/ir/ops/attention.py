@@ -1,7 +1,8 @@
-"""Attention, rotary embeddings and linear attention, and operators of ONNX Runtime's domain
-com.microsoft that exporters write.
+"""Definitions of attention, rotary embeddings and linear attention, and of operators of ONNX
+Runtime's domain com.microsoft that exporters write.
 
-A head dimension (h r) consists of h key-value heads and, for each, r query heads.
+Iteration spaces are written in the notation of `autopipe.ir.space`. A head dimension (h r) consists
+of h key-value heads with r query heads each.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from autopipe.ir.ops.operator import (
 from autopipe.ir.space import Space
 
 DTYPE_BY_ONNX_CODE = {1: DType.FLOAT32, 10: DType.FLOAT16, 16: DType.BFLOAT16, 11: DType.FLOAT64}
-"""Element types by the value of ONNX's TensorProto.DataType."""
+"""Floating-point element types by their numbers in ONNX (`TensorProto.DataType`)."""
 
 
 def is_positional(signature: Signature) -> bool:
-    """True if the keys that a query attends to depend on the position of the query (causal mask or
-    window).
+    """Return True if the keys that a query attends to depend on the query's position, because the
+    attention is causal or has a window.
     """
     node = signature.node
     windows = (node.integer("left_window_size", -1), node.integer("right_window_size", -1))
@@ -43,30 +44,32 @@ def is_positional(signature: Signature) -> bool:
 
 
 def softmax_type(node: Node, dtype: DType) -> DType | None:
-    """Return the type in which an attention node computes the softmax, or None if it is `dtype`,
-    the type of the operands, or not stated.
+    """Return the type in which an attention node computes the softmax, if this type is stated and
+    differs from `dtype`, the type of the operands. Otherwise return None.
     """
     found = DTYPE_BY_ONNX_CODE.get(node.integer("softmax_precision"))
     return None if found is dtype else found
 
 
 def needs_stepwise_softmax(node: Node, dtype: DType) -> bool:
-    """True if no attention kernel of torch computes the node: it has a soft cap, a sink, scores as
-    a result, or a softmax in another type than `dtype`, the type of the operands.
+    """Return True if no fused attention kernel of torch computes the node: the node has a soft cap,
+    a sink, the attention scores as a result, or a softmax in a type other than `dtype`, the type of
+    the operands.
     """
     special = any(node.inputs[7:]) or any(node.outputs[3:]) or softmax_type(node, dtype) is not None
     return special or bool(node.number("softcap"))
 
 
 def attention(signature: Signature) -> Space:
-    """Return the iteration space `b (h r) q d, b h k d, b h k v -> b (h r) q v`, with d and k
-    unsplittable.
+    """Return the iteration space `b (h r) q d!, b h k! d, b h k v -> b (h r) q v`: each device has
+    all keys, with all of their features.
 
-    b: batch, q: queries, k: keys, d and v: features of a key and a value. If the mask depends on
-    positions, each device gets its coordinate along q. Each device has all keys and values.
+    b: batch, q: queries, k: keys, d and v: features of a key and of a value. If the mask depends on
+    positions, or if the node has further results, q is marked `=`, so that each device gets its
+    coordinate along q.
 
-    The operands may include a sink after the operands of ONNX: a score per head that is part of the
-    softmax and has no value (Xiao et al. 2023).
+    An additional last operand is the sink: one score per head that takes part in the softmax but
+    has no value (Xiao et al. 2023).
     """
     query, key, value = (signature.operand(index).shape for index in range(3))
     q = (
@@ -102,8 +105,8 @@ def attention(signature: Signature) -> Space:
 
 
 def _attention_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of two matmuls: queries by all keys, including the p cached keys of earlier
-    calls, and probabilities by values.
+    """Return the FLOPs of the two matmuls of an attention: queries times all keys (including the p
+    cached keys of earlier calls), and probabilities times values.
     """
     axes = space.axis_sizes()
     scores = axes["b"] * axes["h"] * axes["r"] * axes["q"] * (axes["k"] + axes.get("p", 0))
@@ -111,8 +114,10 @@ def _attention_flops(signature: Signature, space: Space) -> float:
 
 
 def _space_of_heads(signature: Signature, s: str, heads: int, *others: str) -> Space:
-    """Return the iteration space with data `b h s d` or `b s (h d)`, and d unsplittable. `heads` is
-    the number of heads of the second form.
+    """Return the iteration space of an operator whose first operand and result have dimensions `b h
+    s d` or, with three dimensions, `b s (h d)`. The features d cannot be split. `s` is the axis of
+    positions with its mark, `heads` the size of h for three dimensions, and `others` the words of
+    the other operands.
     """
     shape = signature.operand(0).shape
     if len(shape) == 4:
@@ -125,8 +130,9 @@ def _space_of_heads(signature: Signature, s: str, heads: int, *others: str) -> S
 
 
 def rotary_embedding(signature: Signature) -> Space:
-    """Return the iteration space `b h s d, b s 1, b s 1, b s -> b h s d`, with d unsplittable. If
-    the node has position ids, no axis indexes the cosine and sine tables.
+    """Return the iteration space of a RotaryEmbedding: `b h s d!, b s 1, b s 1, b s -> b h s d`
+    with batch b, heads h, positions s and features d. If the node has position ids (the last
+    operand), no axis indexes the tables of cosines and sines.
     """
     others = ("1 1", "1 1", "b s") if signature.present(3) else ("b s 1", "b s 1")
     return _space_of_heads(signature, "s", signature.node.integer("num_heads"), *others)
@@ -134,7 +140,8 @@ def rotary_embedding(signature: Signature) -> Space:
 
 def _rotary(signature: Signature) -> Space:
     """Return the iteration space `*x d!, *x 1, *x 1 -> *x d` of a fused rotary embedding. The
-    cosines and sines broadcast to the data.
+    operands are the data, the cosines and the sines, which broadcast to the data; d are the
+    features of a head.
     """
     words = axis_names(signature.rank - 1, "x")
     shape = signature.operand(0).shape
@@ -146,8 +153,10 @@ def _rotary(signature: Signature) -> Space:
 
 
 def linear_attention(signature: Signature) -> Space:
-    """Return the iteration space `b t (h r d), b t (h d), b t (h v), b h d v -> b t (h r v), b h d
-    v`, with t and d unsplittable.
+    """Return the iteration space of a LinearAttention: `b t! (h r d!), b t! (h d!), b t! (h v), b h
+    d! v -> b t! (h r v), b h d! v`. The operands are queries, keys, values and the state.
+
+    b: batch, t: positions, d and v: features of a key and of a value.
     """
     node = signature.node
     key = signature.operand(1).shape
@@ -170,8 +179,9 @@ def linear_attention(signature: Signature) -> Space:
 
 
 def _linear_attention_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of one write of the state per key and one read per query. The delta rule
-    adds one read per key.
+    """Return the FLOPs of a LinearAttention: per position, one update of the state for each key and
+    one multiplication by the state for each query. The delta rule multiplies by the state once more
+    for each key.
     """
     axes = space.axis_sizes()
     reads = axes["r"] + 1 + signature.present(5)
@@ -179,7 +189,9 @@ def _linear_attention_flops(signature: Signature, space: Space) -> float:
 
 
 def _table_positions(signature: Signature, slot: int) -> Range | None:
-    """Return the range of the positions in the tables of cosines and sines: operand 3."""
+    """Return the range of the position ids (operand 3), which index the tables of cosines and
+    sines; None for other operands.
+    """
     return (0, signature.operand(1).shape[0]) if slot == 3 else None
 
 
@@ -213,7 +225,8 @@ ATTENTION = (
         recomputes=0.5,
     ),
     *(
-        # Multiply by the cosines, then add the product of the swapped halves with the sines.
+        # Three FLOPs per element: a product with the cosines, a product of the exchanged halves
+        # with the sines, and their sum.
         Operator(
             name,
             space,
@@ -233,7 +246,9 @@ ATTENTION = (
 
 
 def _fused_matmul(signature: Signature) -> Space:
-    """Return the iteration space of a MatMul whose operands may be transposed."""
+    """Return the iteration space of a FusedMatMul: that of MatMul, with the last two dimensions of
+    an operand exchanged if it is transposed.
+    """
     swapped = [bool(signature.node.integer(name)) for name in ("transA", "transB")]
     shapes = [signature.operand(index).shape for index in (0, 1)]
     plain = [
@@ -252,7 +267,10 @@ def _fused_matmul(signature: Signature) -> Space:
 
 
 def _skip_layer_norm(signature: Signature) -> Space:
-    """Return the iteration space `*b x, *b x, x … -> *b x, *b 1, *b 1, *b x`, with x marked `=`."""
+    """Return the iteration space `*b x=, *b x, x … -> *b x, *b 1, *b 1, *b x`: the data, the skip
+    connection, and vectors such as the scale; the result, two statistics, and the sum of the data
+    and the skip connection.
+    """
     words = mark_words(signature.words, [signature.rank - 1], "=")
     shape = signature.operand(1).shape
     skip = [
@@ -267,9 +285,9 @@ def _skip_layer_norm(signature: Signature) -> Space:
 
 
 def _rotary_embedding(signature: Signature) -> Space:
-    """Return the iteration space `b h s d, b s, 1 1, 1 1 -> b h s d`, or with data `b s (h d)`. If
-    the only position id is that of the first token, each device derives its positions from its
-    coordinate along s.
+    """Return the iteration space of com.microsoft's RotaryEmbedding: `b h s d!, b s, 1 1, 1 1 -> b
+    h s d`, or with data `b s (h d!)`. The second operand has the position ids. If it has only the
+    first position, s is marked `&`: each device derives its positions from its coordinate along s.
     """
     shape = signature.operand(0).shape
     positions = signature.operand(1).shape
@@ -287,6 +305,9 @@ _DOMAIN = "com.microsoft."
 
 
 def _skip_norm_operator(name: str, cost: float, statistics: Statistics) -> Operator:
+    """Return the definition of a norm of the sum of two tensors, in com.microsoft's domain. `cost`
+    is the number of FLOPs per element of the result.
+    """
     flops = per_result(cost)
     return Operator(
         _DOMAIN + name, _skip_layer_norm, "normalization", flops, 2.0, ("0",), statistics=statistics
@@ -294,8 +315,9 @@ def _skip_norm_operator(name: str, cost: float, statistics: Statistics) -> Opera
 
 
 def _contributed_table_positions(signature: Signature, slot: int) -> Range | None:
-    """Return the range of the positions in the tables of cosines and sines: operand 1. If the
-    operand has one element, it is the first position, from which the positions count up.
+    """Return the range of the positions of com.microsoft's RotaryEmbedding (operand 1), which index
+    the tables of cosines and sines; None for other operands. An operand with one element is the
+    first of consecutive positions.
     """
     if slot != 1:
         return None

@@ -1,7 +1,7 @@
-"""Elementwise operators with broadcasting: arithmetic, activations and logic.
+"""Definitions of elementwise operators with broadcasting: arithmetic, activations and logic.
 
-The module also contains small families: random values, quantization, generated tensors, spectra,
-and image sampling.
+The module also contains smaller families: random numbers, quantization, generated tensors, spectra,
+and sampling of images. Iteration spaces are written in the notation of `autopipe.ir.space`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from autopipe.ir.space import Space
 
 
 def broadcast(signature: Signature) -> Space:
-    """Return the iteration space `*x, *x -> *x`. Trailing dimensions are aligned. A dimension of
-    size 1 or a missing dimension is broadcast.
+    """Return the iteration space `*x, *x -> *x` of an operator with broadcasting. Dimensions are
+    aligned at the end. No axis indexes a dimension of an operand that is broadcast.
     """
     result = signature.result().shape
     words = axis_names(len(result), "x")
@@ -46,8 +46,8 @@ def broadcast(signature: Signature) -> Space:
 
 
 first_operand = space_from_notation("*x -> *x")
-"""Iteration space of operators whose result has the shape of the first operand. No axis indexes the
-other operands, which are settings or provide a type.
+"""Function that returns the iteration space of an operator whose result has the shape of its first
+operand. No axis indexes the other operands, which are settings or only state a type.
 """
 
 
@@ -63,8 +63,9 @@ def pointwise(
     moved: Move | None = None,
     adds: bool = False,
 ) -> list[Operator]:
-    """Return definitions of the elementwise operators named in `operators` (separated by blanks),
-    with `cost` FLOPs per element of the result.
+    """Return one definition for each operator in `operators`, names separated by blanks. The
+    operators are elementwise, with `cost` FLOPs per element of the result. The other parameters are
+    fields of `Operator`: `flows` is `differentiable`.
     """
     return [
         Operator(
@@ -85,8 +86,8 @@ def pointwise(
 
 
 def _masks(operators: str, *, compare: bool = False) -> list[Operator]:
-    """Return definitions of the elementwise operators named in `operators` (separated by blanks),
-    whose results are booleans.
+    """Return one definition for each operator in `operators`, names separated by blanks. The
+    operators are elementwise with Boolean results. `compare` is the field `Operator.comparison`.
     """
     return [
         replace(row, mask=True, comparison=compare)
@@ -95,12 +96,15 @@ def _masks(operators: str, *, compare: bool = False) -> list[Operator]:
 
 
 def _variadic_flops(signature: Signature, space: object) -> float:
+    """Return the FLOPs of an operator that combines any number of operands elementwise: one per
+    element of the result and operand after the first.
+    """
     return float(max(1, len(signature.operands) - 1) * signature.result().elements)
 
 
 def per_channel(signature: Signature) -> Space:
-    """Return the iteration space of PRelu. From opset 7 on, the slope broadcasts. Before, there is
-    one slope per channel (axis 1) or one slope for all channels.
+    """Return the iteration space of a PRelu. From opset 7 on, the slope broadcasts. Before opset 7,
+    there is one slope per channel (axis 1), or one slope in all.
     """
     slope = signature.operand(1).shape
     if signature.opset >= 7:
@@ -111,7 +115,9 @@ def per_channel(signature: Signature) -> Space:
 
 
 def _chosen(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
-    """Return the elements of a Where: those of operands 1 and 2, none of the condition."""
+    """Return the elements of operand 1 or 2 of a Where at their positions in the result, or None
+    for the condition (see `Move`).
+    """
     return broadcast_to_result(signature, slot, result, array) if slot else None
 
 
@@ -151,7 +157,7 @@ ELEMENTWISE = (
     Operator("Cast", broadcast, "elementwise", linear="together", moved=reshaped),
     Operator("CastLike", first_operand, "elementwise"),
     Operator("BitCast", broadcast, "view", backward=0.0, differentiable=False),
-    # The identity; backward passes no gradient.
+    # StopGradient is the identity in forward, and passes no gradient in backward.
     Operator(
         "autopipe.StopGradient",
         broadcast,
@@ -163,7 +169,7 @@ ELEMENTWISE = (
 )
 
 ACTIVATION = (
-    # The derivatives of these operators are zero, except at the steps.
+    # The derivatives of these operators are zero, except at the steps of their values.
     *pointwise("Ceil Floor Round Sign", keeps=(), backward=0.0),
     *pointwise("Neg", keeps=(), linear="together"),
     *pointwise("Abs", moved=reshaped),
@@ -193,8 +199,8 @@ ACTIVATION = (
     *pointwise("Exp Tan", 4.0, keeps=(">0",), finite_at=((0, 0),)),
     *pointwise("Sigmoid Tanh", 4.0, keeps=(">0",)),
     *(
-        # Backward computes the activation again, its derivative, and one multiplication per
-        # operand.
+        # The factor 2.2 of backward: it computes the activation again, its derivative, and one
+        # multiplication per operand.
         Operator(name, broadcast, "elementwise", per_result(6.0), 2.2, ("0", "1"), kernels=2)
         for name in ("SwiGLU", "autopipe.GatedUnit")
     ),
@@ -204,8 +210,9 @@ ACTIVATION = (
 def _generator_operator(
     name: str, static: tuple[int, ...] = (), cost: float = 0.0, sizes: tuple[int, ...] = ()
 ) -> Operator:
-    """Return the definition of an operator that generates a tensor whose elements depend on their
-    index. The operator cannot be split.
+    """Return the definition of an operator that creates a tensor whose elements depend on their
+    index. It cannot be split. `cost` is the number of FLOPs per element; `static` and `sizes` are
+    fields of `Operator`.
     """
     return Operator(
         name,
@@ -260,10 +267,10 @@ SAMPLING = (
 
 
 def linear_quantization(signature: Signature) -> Space:
-    """Return the iteration space `*x, scale, zero point -> *x` of linear quantization.
+    """Return the iteration space `*x, scale, zero point -> *x` of a linear quantization.
 
-    There is one scale per tensor, per slice along `axis`, or per block along `axis`. A block cannot
-    be split.
+    There is one scale per tensor, per index of the dimension `axis`, or per block of elements along
+    `axis`. A block cannot be split.
     """
     words = signature.words
     axis = signature.axis(1)
@@ -274,6 +281,9 @@ def linear_quantization(signature: Signature) -> Space:
         return space_from_words(signature, [blocks, *others], [blocks], j=blocked)
 
     def scales(scale: tuple[int, ...]) -> list[str]:
+        """Return the words of a scale or zero point of shape `scale`, if scales do not have blocks
+        that divide the axis.
+        """
         if blocked:
             return replace_words(words, [axis])
         return [words[axis]] if len(scale) == 1 and scale != (1,) else unindexed_words(scale)
@@ -285,8 +295,8 @@ def linear_quantization(signature: Signature) -> Space:
 
 
 def _unpack(signature: Signature) -> Space:
-    """Return the iteration space `*d n -> *d (n p)`, with p elements per byte. The operator cannot
-    be split if rows do not fill complete bytes.
+    """Return the iteration space `*d n -> *d (n p)` of `autopipe.Unpack`, with n bytes of p
+    elements. The operator cannot be split if the elements of a row do not fill all bytes.
     """
     words = signature.words
     shape = signature.result().shape
@@ -322,8 +332,8 @@ QUANTIZATION = (
 
 
 def transformed_axis(signature: Signature) -> int:
-    """Return the axis of a DFT, counted from the front: an attribute before opset 20, a constant
-    operand from opset 20 on.
+    """Return the axis of a DFT, counted from the front. It is an attribute before opset 20, and a
+    constant operand from opset 20 on.
     """
     if signature.opset < 20:
         return signature.axis(1)
@@ -332,8 +342,8 @@ def transformed_axis(signature: Signature) -> int:
 
 
 def _transform_flops(signature: Signature, space: Space) -> float:
-    """Return 5 n log2 n FLOPs per fast Fourier transform of n points, or 2/3 n³ for the LU
-    factorization of Det.
+    """Return the FLOPs of a DFT or STFT, 5 n log2 n per transform of n points, or of a Det, 2/3 n³
+    for the LU factorization.
     """
     if signature.node.op == "Det":
         return 2 / 3 * signature.operand(0).shape[-1] * signature.operand(0).elements
@@ -367,14 +377,16 @@ SPECTRAL = (
     Operator("Det", _det, "elementwise", _transform_flops, keeps=("0", ">0")),
 )
 
-# Regions are independent of one another. Each device has all images, and indexes the image of
-# each region.
+# Regions (r) can be split, because they are independent. Images (n) cannot, because each region may
+# be in any image.
 _ROI_ALIGN = space_from_notation("n! c i0! i1!, r 1, r -> r c o0! o1!")
 _ROI_POOL = space_from_notation("n! c i0! i1!, r 1 -> r c o0! o1!")
 
 
 def _suppression_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of comparing each selected box with all boxes."""
+    """Return the FLOPs of a non-maximum suppression, which compares each selected box with all
+    boxes.
+    """
     rows = (
         math.prod(signature.result().shape[:-1] or (1,))
         if signature.node.domain
@@ -403,7 +415,8 @@ REGIONS = (
         static=(2,),
         differentiable=False,
     ),
-    # Results: per image and class, the indices of the selected boxes, padded with -1.
+    # autopipe's operator returns, per image and class, the indices of the selected boxes, padded
+    # with -1 to a fixed number.
     Operator(
         "autopipe.NonMaxSuppression",
         space_from_notation("b 1 1, b c 1 -> b c 1"),
@@ -414,12 +427,15 @@ REGIONS = (
 )
 
 _FLOPS_PER_RANDOM_VALUE = 25.0
-"""FLOPs per random value: ten rounds of Philox generate four values."""
+"""FLOPs per random number. The generator Philox computes four numbers in ten rounds."""
 
 
 def _random_operator(
     name: str, notation: Callable[[Signature], Space], cost: float, kind: str = "elementwise"
 ) -> Operator:
+    """Return the definition of an operator that generates random numbers. `cost` is the number of
+    FLOPs per result element in addition to the generation of the number.
+    """
     return Operator(
         name,
         notation,
@@ -431,11 +447,11 @@ def _random_operator(
 
 
 def may_drop_elements(signature: Signature) -> bool:
-    """True if a Dropout node may drop elements.
+    """Return True if a Dropout node may drop elements.
 
-    Before opset 7 the attribute `is_test` decides. In opsets 7 to 11 Dropout is always inactive.
-    From opset 12 on the third operand decides: the node is inactive if this operand is absent or a
-    constant false.
+    Before opset 7, the attribute `is_test` decides. In opsets 7 to 11, Dropout is the identity.
+    From opset 12 on, the third operand decides: Dropout is the identity if this operand is absent
+    or constantly false.
     """
     if signature.opset < 7:
         return not signature.node.integer("is_test")

@@ -1,10 +1,10 @@
-"""Mixture-of-experts operators (Shazeer et al., "Outrageously Large Neural Networks", 2017): MoE
-and QMoE of ONNX Runtime, and two operators of autopipe. Each token is computed by the k experts
-that its scores select, and the results are added with weights.
+"""Definitions of mixture-of-experts operators (Shazeer et al., "Outrageously Large Neural
+Networks", 2017): MoE and QMoE of ONNX Runtime, and two operators of autopipe. The router scores of
+a token select k experts. Each of them computes the token, and the results are added with weights.
 
-The operands of `autopipe.Experts` contain the selected experts and their weights, of shape [tokens,
-k] each, instead of scores. The router is therefore not part of this operator.
-`autopipe.ListedExperts` has three separate weight matrices per expert, instead of stacked matrices.
+`autopipe.Experts` does not include the router: its operands are the selected experts and their
+weights, of shape [tokens, k] each, instead of the scores. `autopipe.ListedExperts` has three
+matrices per expert as separate operands, instead of matrices that are stacked over the experts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
 
 @dataclass(frozen=True, slots=True)
 class LayerOperands:
-    """Operand indices of one layer of all experts. `scales` and `points` (zero points) are None if
-    the operator has no such operand.
+    """Operand indices of one layer of the experts. `scales` and `points` are the indices of the
+    scales and zero points of quantized weights; None if the operator has no such operands.
     """
 
     weight: int
@@ -40,8 +40,8 @@ class LayerOperands:
 
 
 def layers_of(signature: Signature) -> tuple[LayerOperands, LayerOperands, LayerOperands]:
-    """Return the operand indices of the first layer, the second layer and the gate of the first
-    layer. The node may lack the operands of the gate.
+    """Return the operand indices of three layers: the first layer, the second layer, and the gate
+    that multiplies the result of the first layer. A node may lack the operands of the gate.
     """
     if signature.node.op == "MoE":
         return LayerOperands(2, 3), LayerOperands(4, 5), LayerOperands(6, 7)
@@ -60,8 +60,8 @@ def experts_per_token(signature: Signature) -> int:
 
 
 def bits_of_experts(signature: Signature) -> int:
-    """Return the number of bits per weight of QMoE, or 8 for the other operators. Raise ValueError
-    for a number other than 2, 4 or 8, or if a layer has its own number.
+    """Return the number of bits per weight of a QMoE, or 8 for other operators. Raise ValueError if
+    the number is not 2, 4 or 8, or if the node states a number per layer.
     """
     bits = signature.node.integer("expert_weight_bits", 4) if signature.node.op == "QMoE" else 8
     if bits not in (2, 4, 8) or any(
@@ -72,8 +72,8 @@ def bits_of_experts(signature: Signature) -> int:
 
 
 def activation_of(signature: Signature) -> str:
-    """Return the name of the activation. Raise ModelError if the activation or another attribute is
-    not supported.
+    """Return the name of the activation of the experts, an element of `ACTIVATIONS`. Raise
+    ModelError if the activation, or the value of another attribute, is not supported.
     """
     node = signature.node
     unread = [name for name in ("use_sparse_mixer", "weights_prepacked") if node.integer(name) > 0]
@@ -87,21 +87,22 @@ def activation_of(signature: Signature) -> str:
 
 
 def has_interleaved_gate_rows(signature: Signature) -> bool:
-    """True if the rows of the first layer alternate between a row of the gate and the row that it
-    gates.
+    """Return True if the rows of the first layer's matrix alternate between a row of the gate and
+    the row that is multiplied by it.
     """
     return activation_of(signature) == "swiglu" and signature.node.integer("swiglu_fusion") == 1
 
 
 def mixture(signature: Signature) -> Space:
-    """Return the iteration space `*m h, t c, e i h, e i, e h i, e h -> *m h`; for `Experts`, `t k`
-    twice instead of `t c`.
+    """Return the iteration space `*m 1, t 1, e& i& 1, e i, e 1 i, e 1 -> *m 1` (notation:
+    `autopipe.ir.space`) of MoE and QMoE: tokens, scores, and weight and bias of two layers. For
+    `autopipe.Experts`, two operands `t 1` take the place of the scores.
 
-    t: tokens, h: features, c: experts in the scores, e: experts, i: hidden units.
+    *m or t: tokens, e: experts, i: hidden units. No axis indexes the features and the scores.
 
-    A split along e or i gives partial sums: each device adds up its experts, or its hidden units of
-    each expert. The bias of the second layer is added once. QMoE, and a fused gate whose rows are
-    not interleaved, can be split along e but not along i.
+    A split along e or i gives partial sums, because each device adds up its own experts, or its own
+    hidden units of each expert; one device adds the bias of the second layer. QMoE, and a gate that
+    is fused with the first layer without interleaved rows, can be split along e but not along i.
     """
     _check_shapes(signature)
     lead = ["b", "s"][: signature.rank - 1] if signature.rank > 2 else ["t"]
@@ -131,7 +132,9 @@ def mixture(signature: Signature) -> Space:
 
 
 def _check_shapes(signature: Signature) -> None:
-    """Raise ValueError if the shapes of the layers, scores and tokens do not fit together."""
+    """Raise ValueError if the shapes of the layers, the scores and the tokens do not match one
+    another.
+    """
     (tokens, experts) = signature.operand(1).shape
     hidden = signature.operand(0).shape[-1]
     per = 8 // bits_of_experts(signature)
@@ -162,7 +165,9 @@ def _check_shapes(signature: Signature) -> None:
 
 
 def _mixture_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of the matmuls of each token with the layers of its experts."""
+    """Return the FLOPs of a mixture of experts: the matmuls of each token with the layers of its k
+    experts.
+    """
     layers = [
         signature.operand(each.weight)
         for each in layers_of(signature)
@@ -175,8 +180,10 @@ def _mixture_flops(signature: Signature, space: Space) -> float:
 
 
 def _listed_experts(signature: Signature) -> Space:
-    """Return the iteration space `t h, t k, t k, h i, h i, i h, … -> t h`, with three matrices per
-    expert. A split along i gives each device a shard of the hidden units of every expert.
+    """Return the iteration space `t 1, t 1, t 1, 1 i&, 1 i, i 1, … -> t 1` (notation:
+    `autopipe.ir.space`) of `autopipe.ListedExperts`: tokens t and hidden units i, with three
+    matrices per expert. A split along i gives each device a shard of the hidden units of every
+    expert, and partial sums.
     """
     if (len(signature.operands) - 3) % 3 or len(signature.operands) < 6:
         raise ValueError("the number of expert weights is not a multiple of three")
@@ -186,6 +193,9 @@ def _listed_experts(signature: Signature) -> Space:
 
 
 def _listed_flops(signature: Signature, space: Space) -> float:
+    """Return the FLOPs of `autopipe.ListedExperts`: three matmuls of each token per selected
+    expert.
+    """
     tokens, k = signature.operand(1).shape
     return 2.0 * tokens * k * sum(signature.operand(place).elements for place in (3, 4, 5))
 

@@ -33,38 +33,48 @@ LOOP = "autopipe.Loop"
 
 @dataclass(frozen=True, slots=True)
 class LoopPort:
-    """The name in the body of an operand or result of a loop. If each iteration has a slice of this
-    operand or result, also the axis and direction of the slices.
+    """An operand or result of a loop: the name of the corresponding value in the body and, if each
+    iteration has one slice, the axis of the slices and their direction (`backwards`: from the last
+    slice to the first).
     """
 
     name: str
     axis: int | None = None
+    """Axis of the operand or result that is sliced, one slice per iteration; None for a value
+    without slices.
+    """
     backwards: bool = False
 
     def places(self, rank: int) -> list[tuple[str, int] | None]:
-        """Return, for each of the `rank` dimensions of the operand or result, the dimension of the
-        body's value. The entry of the axis of iterations is None.
+        """Return, for each of the `rank` dimensions of the operand or result, the corresponding
+        dimension (name, index) of the body's value; None for the axis of the slices.
         """
         inner = [(self.name, place) for place in range(rank - (self.axis is not None))]
         return [*inner] if self.axis is None else [*inner[: self.axis], None, *inner[self.axis :]]
 
 
 def body_of(node: Node) -> Graph:
+    """Return the body of a loop node."""
     assert node.body is not None, f"{node.op} has no body"
     return node.body
 
 
 def operand_ports(node: Node) -> tuple[LoopPort, ...]:
+    """Return the ports of the loop's operands, in order."""
     body = body_of(node)
     return _ports(node, "scan", [*body.inputs[1:], *(each.value for each in body.constants)])
 
 
 def result_ports(node: Node) -> tuple[LoopPort, ...]:
+    """Return the ports of the loop's results, in order."""
     body = body_of(node)
     return _ports(node, "gather", [body.type_of(name) for name in body.outputs])
 
 
 def _ports(node: Node, title: str, values: list[Value]) -> tuple[LoopPort, ...]:
+    """Return the ports of the operands (`title` "scan") or results (`title` "gather") of a loop.
+    `values` are the corresponding values of the body.
+    """
     states = node.integer("states")
     axes = node.integers(f"{title}_axes")
     names = [value.name for value in values]
@@ -78,17 +88,19 @@ def _ports(node: Node, title: str, values: list[Value]) -> tuple[LoopPort, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SplittableLoopAxis:
-    """An axis along which a loop can be split into independent loops, such as the batch."""
+    """An axis along which a loop can be split into independent loops, such as the batch. `extent`
+    is its size.
+    """
 
     name: str
     extent: int
     dimensions: dict[str, int]
-    """Index of the dimension that the axis indexes, by the name of each value of the body that has
-    the axis.
+    """For each value of the body that has the axis: the index of its dimension, by the name of the
+    value.
     """
     nodes: dict[int, str]
-    """Name of the axis in the iteration space of each node of the body that has the axis, by node
-    index.
+    """For each node of the body that has the axis: the name of the axis in the node's iteration
+    space, by the index of the node.
     """
 
 
@@ -97,34 +109,36 @@ BodyDimension = tuple[str, int]
 
 
 class _DimensionSets:
-    """Union-find over dimensions of values and axes of nodes. Each set is a candidate for an axis
-    of the loop.
+    """Disjoint sets (union-find) of dimensions of values and axes of nodes. Members of a set must
+    be split together, so each set is a candidate for an axis of the loop.
     """
 
     def __init__(self) -> None:
         self.following: dict[BodyDimension, BodyDimension] = {}
 
     def first(self, place: BodyDimension) -> BodyDimension:
+        """Return the representative of the set that contains `place`."""
         while (following := self.following.setdefault(place, place)) != place:
             place = following
         return place
 
     def join(self, one: BodyDimension, other: BodyDimension) -> None:
+        """Merge the sets of two dimensions."""
         self.following[self.first(other)] = self.first(one)
 
 
 @memoize(MAX_CACHED_GRAPHS)
 def splittable_axes(node: Node) -> tuple[SplittableLoopAxis, ...]:
-    """Return the axes along which a loop can be split.
+    """Return the axes along which a loop can be split into independent loops.
 
-    The dimensions of the body's values and the axes of the nodes that index these dimensions form
-    sets. A set is an axis of the loop if:
+    The dimensions of the body's values and the axes of the nodes that index them form sets that
+    must be split together. A set is an axis of the loop if all of the following hold:
 
-    - it contains no axis of a node that is not parallel, no dimension without an axis, and no inner
-      axis of a merged dimension
-    - it contains at most one dimension of each value and one axis of each node
+    - no axis in it has a kind other than parallel, no dimension in it lacks an axis, and it
+      contains no inner axis of a merged dimension
+    - it contains at most one dimension of each value and at most one axis of each node
     - its dimensions of the loop's operands and results have one common size, which is not 1
-    - this size divides the sizes of all its dimensions and axes
+    - this size divides the sizes of all of its dimensions and axes
     """
     body = body_of(node)
     spaces = _body_spaces(body_of(node))
@@ -163,7 +177,7 @@ def splittable_axes(node: Node) -> tuple[SplittableLoopAxis, ...]:
         (extent,) = reached
         extents = [body.type_of(name).shape[at] for name, at in values]
         extents += [spaces[index].axis(axis).size for index, axis in axes]
-        # A dimension that merges several axes has this axis outermost.
+        # Sizes may be multiples, because in a merged dimension this axis is the outermost one.
         if not any(each % extent for each in extents):
             found.append(SplittableLoopAxis(f"d{len(found)}", extent, dict(values), dict(axes)))
     return tuple(found)
@@ -171,14 +185,15 @@ def splittable_axes(node: Node) -> tuple[SplittableLoopAxis, ...]:
 
 @memoize(MAX_CACHED_GRAPHS)
 def _body_spaces(body: Graph) -> tuple[Space, ...]:
+    """Return the iteration space of each node of a loop's body."""
     return tuple(
         OPERATORS[qualified_name(node)].space(signature_of(body, node)) for node in body.nodes
     )
 
 
 def _loop_space(signature: Signature) -> Space:
-    """Return the iteration space of the loop, with the axes of `splittable_axes`. The axis of
-    iterations and all other dimensions are not indexed.
+    """Return the iteration space of a loop. Its axes are those of `splittable_axes`; no axis
+    indexes the other dimensions or the dimension of the iterations.
     """
     names = {
         place: axis.name
@@ -189,6 +204,9 @@ def _loop_space(signature: Signature) -> Space:
     def dimension_words(
         ports: tuple[LoopPort, ...], values: tuple[Value | None, ...]
     ) -> list[list[str]]:
+        """Return the notation of each operand or result: for each dimension, the name of its axis
+        or "1".
+        """
         places = (
             port.places(len(value.shape) if value else 0)
             for port, value in zip(ports, values, strict=False)
@@ -205,6 +223,7 @@ def _loop_space(signature: Signature) -> Space:
 
 
 def _loop_flops(signature: Signature, space: Space) -> float:
+    """Return the FLOPs of all iterations of a loop."""
     body = body_of(signature.node)
     flops = (
         OPERATORS[qualified_name(node)].flops(signature_of(body, node), own)

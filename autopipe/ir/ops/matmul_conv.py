@@ -1,7 +1,8 @@
-"""Matmuls, convolutions, pooling and recurrent layers.
+"""Definitions of matmuls, convolutions, pooling and recurrent layers. Iteration spaces are written
+in the notation of `autopipe.ir.space`.
 
-Conv, MaxPool, AveragePool and LpPool can be split along spatial axes (see `conv` and `pool`). The
-devices then get the elements at the edges from their neighbors (halo exchange).
+Conv, MaxPool, AveragePool and LpPool can be split along spatial axes (see `conv` and `pool`). Each
+device then receives the elements at the edges of its shard from its neighbours (halo exchange).
 """
 
 from __future__ import annotations
@@ -32,21 +33,26 @@ from autopipe.ir.space import Space
 
 
 def is_matmul_of_matrices(signature: Signature) -> bool:
-    """True if the node is an ONNX MatMul whose second operand is a matrix (rank 2)."""
+    """Return True if the node is an ONNX MatMul whose second operand is a matrix. The first operand
+    may have any rank.
+    """
     node = signature.node
     return node.op == "MatMul" and not node.domain and len(signature.operand(1).shape) == 2
 
 
 def can_fuse_bias(product: Value, bias: Value) -> bool:
-    """True if the addition of `bias` can be fused with the matmul that computes `product`."""
+    """Return True if the addition of `bias` can be fused with the matmul that computes `product`:
+    the bias has one element per column of the product and the product's type, and the product has
+    at least two dimensions.
+    """
     return (
         len(product.shape) > 1 and bias.shape == product.shape[-1:] and bias.dtype is product.dtype
     )
 
 
 def matmul(signature: Signature) -> Space:
-    """Return the iteration space `*b m k, *b k n -> *b m n`. Vectors and leading dimensions follow
-    the rules of numpy.matmul.
+    """Return the iteration space `*b m k+, *b k n -> *b m n` of a MatMul, with batch dimensions *b.
+    Vectors and batch dimensions follow the rules of numpy.matmul.
     """
     first, second, result = batched_matmul_words(
         signature.operand(0).shape, signature.operand(1).shape, signature.result().shape
@@ -57,8 +63,8 @@ def matmul(signature: Signature) -> Space:
 def batched_matmul_words(
     left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, ...], k: str = "k+"
 ) -> list[str]:
-    """Return the words of the two operands and the result of a batched matmul. `k` is the
-    contracted axis with its mark.
+    """Return the notation of the two operands and the result of a batched matmul with the given
+    shapes. `k` is the contracted axis with its mark.
     """
     row = ["m"] * (len(left) > 1)
     column = ["n"] * (len(right) > 1)
@@ -73,8 +79,8 @@ def batched_matmul_words(
 
 
 def gemm(signature: Signature) -> Space:
-    """Return the iteration space `m k, k n, *m *n -> m n`. Either matrix may be transposed. If k is
-    split, the first device along k adds the bias C.
+    """Return the iteration space `m k, k n, *m *n -> m n` of a Gemm. Either matrix may be
+    transposed. If k is split, only the first device along k adds the bias.
     """
     biased = has_bias(signature)
     k = "k&" if biased else "k+"
@@ -89,12 +95,15 @@ def gemm(signature: Signature) -> Space:
 
 
 def has_bias(signature: Signature) -> bool:
+    """Return True if a Gemm adds its third operand."""
     return signature.present(2) and signature.node.number("beta", 1.0) != 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """An Einsum equation without blanks and with an explicit result. "." represents an ellipsis."""
+    """An Einsum equation: the letters of each operand and of the result. "." stands for an
+    ellipsis.
+    """
 
     operands: tuple[str, ...]
     result: str
@@ -104,8 +113,8 @@ class Equation:
 
 
 def equation_of(signature: Signature) -> Equation:
-    """Return the Einsum equation of a node. Raise ModelError if it is invalid or does not fit the
-    operands.
+    """Return the Einsum equation of a node, with a result even if the attribute omits it. Raise
+    ModelError if the equation is invalid or does not fit the operands.
     """
     text = signature.node.text("equation").replace(" ", "").replace("...", ".")
     left, arrow, right = text.partition("->")
@@ -129,11 +138,11 @@ def equation_of(signature: Signature) -> Equation:
 
 
 def einsum(signature: Signature) -> Space:
-    """Return the iteration space of an Einsum, with an axis per letter and per dimension of the
-    ellipsis.
+    """Return the iteration space of an Einsum, with one axis per letter of the equation and one per
+    dimension of the ellipsis.
 
-    Letters that are absent from the result are summed. A letter that occurs twice in an operand is
-    unsplittable.
+    A letter that the result lacks is summed, so its axis is marked `+`. The axis of a letter that
+    occurs twice in one operand cannot be split.
     """
     equation = equation_of(signature)
     result = signature.result().shape
@@ -143,6 +152,7 @@ def einsum(signature: Signature) -> Space:
     diagonal = {letter for word in equation.operands for letter in word if word.count(letter) > 1}
 
     def operand_words(word: str, shape: tuple[int, ...]) -> str:
+        """Return the notation of a tensor with letters `word` and the given shape."""
         dims: list[str] = []
         hidden = len(shape) - len(word.replace(".", ""))
         for letter in word:
@@ -165,9 +175,9 @@ def einsum(signature: Signature) -> Space:
 
 
 def _quantized_matmul_space(signature: Signature, second: int, k: str) -> Space:
-    """Return the iteration space of a quantized matmul, whose other operands are scales and zero
-    points. The axes of the factors are splittable only if each scale and zero point is a single
-    number.
+    """Return the iteration space of a matmul of quantized integers. `second` is the index of the
+    second matrix, and `k` the contracted axis with its mark; the other operands are scales and zero
+    points. No axis can be split if a scale or zero point has more than one element.
     """
     scales = [
         value
@@ -189,6 +199,7 @@ def _quantized_matmul_space(signature: Signature, second: int, k: str) -> Space:
 
 
 def _factor_flops(signature: Signature, space: Space) -> float:
+    """Return the FLOPs of an Einsum: one per point of the iteration space and operand."""
     return float(space.points * max(len(signature.operands), 1))
 
 
@@ -251,11 +262,12 @@ MATMULS = (
 def spatial_window_words(
     signature: Signature, kernel: tuple[int, ...], indexed: bool = False, *, averages: bool = False
 ) -> tuple[str, str]:
-    """Return the words (operand, result) of the spatial axes of a convolution or pooling.
+    """Return (operand, result): the notation of the spatial dimensions of a convolution or pooling
+    with window size `kernel`.
 
-    The axes are unsplittable if `indexed`, because the result then contains indices into the full
-    tensor. If `averages` is true, an axis is unsplittable if its windows do not all count equally
-    many elements.
+    The axes cannot be split if `indexed`, because the result then contains indices into the full
+    tensor. If `averages` is set, an axis cannot be split if the number of averaged elements differs
+    between windows.
     """
     extents = signature.operand(0).shape[2:], signature.result().shape[2:]
     window = window_of(signature.node, kernel, *extents)
@@ -274,11 +286,11 @@ def spatial_window_words(
 
 
 def conv(signature: Signature) -> Space:
-    """Return the iteration space `n (g c) *[o], (g m) c *k, (g m) -> n (g m) *o`. Each o reads a
-    window of the operand.
+    """Return the iteration space `n (g c) *[o], (g m) c *k!, (g m) -> n (g m) *o` of a convolution.
+    Each spatial position o of the result reads a window of the operand.
 
-    g: groups, c and m: input and output channels per group. With a bias, c is a joint axis, so that
-    one device adds the bias.
+    n: batch, g: groups, c and m: input and output channels per group, k: positions of the kernel.
+    With a bias, c is marked `&`, so that only one device adds the bias.
     """
     weight = signature.operand(1).shape
     read, written = spatial_window_words(signature, weight[2:])
@@ -290,7 +302,9 @@ def conv(signature: Signature) -> Space:
 
 
 def conv_transpose(signature: Signature) -> Space:
-    """Return the iteration space `n (g c) *i, (g c) m *k, (g m) -> n (g m) *o`."""
+    """Return the iteration space `n (g c) *i!, (g c) m *k!, (g m) -> n (g m) *o!` of a transposed
+    convolution, with the letters of `conv`. The spatial axes i and o cannot be split.
+    """
     weight = signature.operand(1).shape
     groups = signature.node.integer("group", 1)
     c = "c&" if signature.present(2) else "c+"
@@ -301,8 +315,9 @@ def conv_transpose(signature: Signature) -> Space:
 
 
 def conv_integer(signature: Signature) -> Space:
-    """Return the iteration space of ConvInteger: a convolution with zero points. If the weights
-    have one zero point per output channel, the axes g and m index these zero points.
+    """Return the iteration space of a ConvInteger: that of a convolution whose spatial axes cannot
+    be split, with zero points. If there is one zero point per output channel, the axes g and m
+    index the zero points.
     """
     tensors: list[DimensionWords] = ["n (g c+) *i!", "(g m) c *k!"]
     if len(signature.operands) > 3 and signature.operand(3).shape not in ((), (1,)):
@@ -312,8 +327,9 @@ def conv_integer(signature: Signature) -> Space:
 
 
 def conv_quantized(signature: Signature) -> Space:
-    """Return the iteration space of QLinearConv: a convolution with bias. The weights may have one
-    scale and one zero point per output channel.
+    """Return the iteration space of a QLinearConv: that of a convolution with bias, whose spatial
+    axes cannot be split. Scale, zero point and bias of the weights may have one element per output
+    channel.
     """
     extents = _channel_sizes(signature, 3)
     tensors: list[DimensionWords] = []
@@ -327,8 +343,9 @@ def conv_quantized(signature: Signature) -> Space:
 
 
 def deform_conv(signature: Signature) -> Space:
-    """Return the iteration space `n c *i, m c *k, n *offset *o, m, n *mask *o -> n m *o`. m is
-    splittable if there is one group.
+    """Return the iteration space `n c! *i!, m c! *k!, n q! *o!, m, n r! *o! -> n m *o!` of a
+    DeformConv: data, weights, offsets, bias and mask. The output channels m can be split if there
+    is one group.
     """
     m, c = ("m", "c!") if signature.node.integer("group", 1) == 1 else ("m!", "d!")
     return space_from_words(
@@ -337,8 +354,8 @@ def deform_conv(signature: Signature) -> Space:
 
 
 def _channel_sizes(signature: Signature, weight: int) -> dict[str, int]:
-    """Return the sizes of g (groups), c (input channels per group) and m (output channels per
-    group).
+    """Return the sizes of the axes g (groups), c (input channels per group) and m (output channels
+    per group). `weight` is the operand index of the weights.
     """
     outputs, c, *_ = signature.operand(weight).shape
     groups = signature.operand(0).shape[1] // c
@@ -346,10 +363,8 @@ def _channel_sizes(signature: Signature, weight: int) -> dict[str, int]:
 
 
 def _conv_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of a convolution: per element of the result, two for each weight of an
-    output channel.
-
-    For a transposed convolution: per element of the operand, two for each weight of an input
+    """Return the FLOPs of a convolution: two per element of the result and weight of an output
+    channel. For a transposed convolution: two per element of the operand and weight of an input
     channel.
     """
     weight = signature.operand(3 if signature.node.op == "QLinearConv" else 1).shape
@@ -385,11 +400,12 @@ CONVOLUTION = (
 
 
 def pool(signature: Signature) -> Space:
-    """Return the iteration space `n c *[o] -> n c *o`. Each o reads a window of the operand.
+    """Return the iteration space `n c *[o] -> n c *o` of a pooling. Each spatial position o of the
+    result reads a window of the operand.
 
-    All axes are unsplittable if the node has a result with indices into the full tensor. A spatial
-    axis of AveragePool is unsplittable if the divisor changes at the edges, because pads do not
-    count.
+    No axis can be split if the node also returns indices, which refer to the full tensor. A spatial
+    axis of AveragePool cannot be split if windows at the edges divide by a smaller number, because
+    pads do not count.
     """
     indexed = any(value is not None for value in signature.results[1:])
     kernel = signature.node.integers("kernel_shape")
@@ -402,10 +418,12 @@ def pool(signature: Signature) -> Space:
 
 
 def _window_flops(signature: Signature, space: Space) -> float:
+    """Return the FLOPs of a pooling with windows: one per element of each window."""
     return float(signature.result().elements * math.prod(signature.node.integers("kernel_shape")))
 
 
 def _source_flops(signature: Signature, space: Space) -> float:
+    """Return the FLOPs of a pooling over all positions: one per element of the operand."""
     return float(signature.operand(0).elements)
 
 
@@ -438,7 +456,7 @@ POOLING = (
         2.0,
         keeps=("0", ">0"),
     ),
-    # The indices of MaxUnpool refer to the full tensor.
+    # No axis can be split, because the indices of MaxUnpool refer to the full tensor.
     Operator(
         "MaxUnpool",
         space_from_notation("n! c! *i!, n! c! *i! -> n c *o!"),
@@ -463,16 +481,19 @@ ACTIVATIONS = {
     "tanh",
     "thresholdedrelu",
 }
-"""Activations of recurrent layers, in lower case because their names are not case-sensitive."""
+"""Supported activations of recurrent layers, in lower case because ONNX ignores the case of their
+names.
+"""
 
 
 def recurrent(signature: Signature) -> Space:
-    """Return the iteration space `s b i, e gh i, e gh k, e bias, b, e b k, e b h -> s e b h, e b h,
-    e b h`. With layout 1, b is the first dimension of the data and states.
+    """Return the iteration space of a recurrent layer with layout 0: `s! b i!, e! gh! i!, e! gh!
+    k!, e! gates!, b, e! b k!, e! b h&, e! peepholes! -> s! e! b h&, e! b h&, e! b h&`. With layout
+    1, b is the first dimension of the data and states.
 
-    s: steps, b: batch, i: input features, e: directions, h: hidden units, k: the hidden units that
-    a step reads. If h is split, each device has the full weights, because the rows of its hidden
-    units are not contiguous (the weights are stacked by gate).
+    s: steps, b: batch, i: input features, e: directions, h: hidden units, k: hidden units that a
+    step reads. If h is split, each device still has the full weights, because they are stacked by
+    gate, so that the rows of some hidden units are not contiguous.
     """
     node = signature.node
     if (direction := node.text("direction", "forward")) not in (
@@ -509,8 +530,8 @@ def recurrent(signature: Signature) -> Space:
 
 
 def _recurrent_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of two matmuls per step, direction and gate: one of the input and one of the
-    state.
+    """Return the FLOPs of a recurrent layer: per step, direction and gate, a matmul of the input
+    and one of the state.
     """
     shape = signature.operand(0).shape
     directions, rows, hidden = signature.operand(2).shape
@@ -522,9 +543,10 @@ def _recurrent_collectives(
 ) -> tuple[OperatorCollective, ...]:
     """Return the collectives of a recurrent layer that is split along its hidden units.
 
-    An all-gather before each step except the first collects the outputs of all hidden units. A GRU
-    that applies its reset gate before the matmul also gathers the reset outputs in each step. In
-    backward, there is a reduce-scatter per all-gather.
+    Before each step except the first, an all-gather collects the outputs of all hidden units. In
+    each step of a GRU that applies its reset gate before the matmul, another all-gather collects
+    the outputs after their multiplication by this gate. Backward has one reduce-scatter per
+    all-gather.
     """
     axes = joint_splits(space, degrees)
     if not axes:
@@ -540,7 +562,7 @@ def _recurrent_collectives(
         * space.axis("h").size
         * signature.operand(2).dtype.itemsize
     )
-    # Operand 4 has the number of steps per sample, and no gradient.
+    # Operand 4, the number of steps of each sample, has no gradient.
     operands = tuple(index for index in range(len(signature.operands)) if index != 4)
     return (
         OperatorCollective(axes, size, "all_gather", times=times),
@@ -566,7 +588,7 @@ RECURRENT = tuple(
     for name, gates, weights in (
         ("RNN", 1, (1, 2, 3)),
         ("GRU", 3, (1, 2, 3)),
-        ("LSTM", 4, (1, 2, 3, 7)),  # Operand 7 has the peephole weights.
+        ("LSTM", 4, (1, 2, 3, 7)),  # 7: the peephole weights
     )
 )
 

@@ -1,5 +1,5 @@
-"""Operators that move elements: by fixed indices, by indices in a tensor, by resizing, and by
-reshaping.
+"""Definitions of operators that move elements: by fixed indices, by indices in a tensor, by
+resizing, and by reshaping. Iteration spaces are written in the notation of `autopipe.ir.space`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from autopipe.ir.space import Space
 
 
 def transpose_permutation(signature: Signature) -> tuple[int, ...]:
-    """Return the attribute `perm` of a Transpose. Without the attribute, the dimensions are
-    reversed.
+    """Return the attribute `perm` of a Transpose; without it, the permutation that reverses the
+    dimensions.
     """
     return signature.node.integers("perm", tuple(range(signature.rank - 1, -1, -1)))
 
@@ -57,8 +57,8 @@ def _expand(signature: Signature) -> Space:
 
 
 def slice_ranges(signature: Signature) -> tuple[tuple[int, int, int], ...]:
-    """Return the range that a Slice takes of each dimension: (first index, number of elements,
-    step). The step may be negative.
+    """Return (first index, number of elements, step) for each dimension of the operand of a Slice.
+    The step may be negative.
     """
     shape = signature.operand(0).shape
     if signature.opset < 10:
@@ -92,8 +92,8 @@ def _slice(signature: Signature) -> Space:
 
 
 def pad_widths(signature: Signature) -> tuple[tuple[int, int], ...]:
-    """Return the number of elements that a Pad adds (before, after) each dimension. A negative
-    number removes elements.
+    """Return (before, after) for each dimension: the number of elements that a Pad adds at both
+    ends. A negative number removes elements.
     """
     flat = (
         signature.node.integers("pads") if signature.constant(1) is None else signature.integers(1)
@@ -114,7 +114,8 @@ def _tile(signature: Signature) -> Space:
 
 def _depth_and_space(signature: Signature) -> Space:
     """Return the iteration space of DepthToSpace or SpaceToDepth, which converts between `b (c r!
-    s!) h w` and `b c (h r!) (w s!)`.
+    s!) h w` and `b c (h r!) (w s!)`, with r and s of the block size. In mode DCR, the channels are
+    (r! s! c).
     """
     block = signature.node.integer("blocksize")
     deep = "b (c r! s!) h w" if signature.node.text("mode", "DCR") == "CRD" else "b (r! s! c) h w"
@@ -145,6 +146,7 @@ def _compress(signature: Signature) -> Space:
 
 
 def _concatenated(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return `array` at its position in the result of a Concat, with -1 elsewhere (see `Move`)."""
     axis = nonnegative_axis(signature.node.integer("axis"), array.ndim)
     start = sum(signature.operand(before).shape[axis] for before in range(slot))
     joined = np.full(signature.result(result).shape, -1)
@@ -153,7 +155,7 @@ def _concatenated(signature: Signature, slot: int, result: int, array: Integers)
 
 
 def _divided(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
-    """Return the elements of one result of a Split."""
+    """Return the part of `array` that one result of a Split contains (see `Move`)."""
     if slot:
         return None
     axis = nonnegative_axis(signature.node.integer("axis"), array.ndim)
@@ -164,6 +166,7 @@ def _divided(signature: Signature, slot: int, result: int, array: Integers) -> I
 
 
 def _sliced(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return the part of `array` that a Slice takes (see `Move`)."""
     if slot:
         return None
     for axis, (first, count, step) in enumerate(slice_ranges(signature)):
@@ -172,6 +175,9 @@ def _sliced(signature: Signature, slot: int, result: int, array: Integers) -> In
 
 
 def _padded(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return `array` with -1 at the positions that a Pad adds, or None if the pads are not known or
+    copy elements (see `Move`).
+    """
     pads = signature.constant(1)
     if (
         slot
@@ -189,6 +195,7 @@ def _padded(signature: Signature, slot: int, result: int, array: Integers) -> In
 
 
 def _repeated(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return `array` repeated as a Tile repeats its operand (see `Move`)."""
     if slot:
         return None
     shapes = zip(signature.result(result).shape, array.shape, strict=True)
@@ -196,6 +203,7 @@ def _repeated(signature: Signature, slot: int, result: int, array: Integers) -> 
 
 
 def _transposed(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
+    """Return `array` with the dimensions in the order of a Transpose's result (see `Move`)."""
     return None if slot else array.transpose(transpose_permutation(signature))
 
 
@@ -253,7 +261,8 @@ MOVEMENT = (
     Operator("DepthToSpace", _depth_and_space, "memory"),
     Operator("SpaceToDepth", _depth_and_space, "memory"),
     Operator("ReverseSequence", _reverse_sequence, "memory", keeps=("1",), reads_axis=True),
-    # Each device gets the indices of its rows and columns from its coordinates.
+    # The last two dimensions are marked `&`: each device derives the indices of its rows and
+    # columns from its coordinates.
     Operator(
         "Trilu",
         lambda use: space_along_axes(use, [use.rank - 2, use.rank - 1], "&"),
@@ -266,11 +275,12 @@ MOVEMENT = (
 
 
 def _gather(signature: Signature) -> Space:
-    """Return the iteration space `a v& b, i -> a i b`.
+    """Return the iteration space `a v& b, i -> a i b` of a Gather: i are the indices into v, the
+    dimension `axis` of the table.
 
-    If v is split, a device contributes the rows of its shard of the table, and zeros for the other
-    rows; the results are added. v is unsplittable if the indices are constant, or if the table is
-    not floating-point.
+    If v is split, a device returns the rows of its own shard of the table, and zeros for all
+    others; the results are added. v cannot be split if the indices are constant or the table is not
+    floating-point.
     """
     mark = "&" if signature.constant(1) is None and signature.operand(0).dtype.is_floating else "!"
     data = signature.words
@@ -284,8 +294,9 @@ def _gather(signature: Signature) -> Space:
 
 
 def _words_of_equal_dimensions(signature: Signature) -> list[str]:
-    """Return the words that data and indices share. A dimension has an axis if the sizes of both
-    tensors are equal and the dimension is not the one of the attribute `axis`.
+    """Return the axis names that data and indices have in common, one per dimension of the data. A
+    dimension has an axis if both tensors have one size there and it is not the dimension of the
+    attribute `axis`; otherwise its word is "1".
     """
     shapes = zip(signature.operand(0).shape, signature.operand(1).shape, strict=True)
     apart = [
@@ -297,8 +308,9 @@ def _words_of_equal_dimensions(signature: Signature) -> list[str]:
 
 
 def _gather_elements(signature: Signature) -> Space:
-    """Return the iteration space of GatherElements. If the table is split along the gathered axis,
-    a device contributes the elements of its shard, and zeros for the others.
+    """Return the iteration space of a GatherElements. If the table is split along the gathered
+    dimension v, a device returns the elements of its own shard, and zeros for all others; the
+    results are added.
     """
     axis = signature.axis()
     table = _words_of_equal_dimensions(signature)
@@ -314,8 +326,9 @@ def _scatter_elements(signature: Signature) -> Space:
 
 
 def _gather_nd(signature: Signature) -> Space:
-    """Return the iteration space `b v! t, b i 1 -> b i t`. The last dimension of the indices
-    contains an index for each dimension in v.
+    """Return the iteration space `b 1 t, b i 1 -> b i t` of a GatherND: batch b, positions i of the
+    indices, and remaining dimensions t. The last dimension of the indices has one index for each
+    dimension of the data that is not indexed.
     """
     batch = signature.node.integer("batch_dims")
     data = signature.operand(0).shape
@@ -332,7 +345,9 @@ def _gather_nd(signature: Signature) -> Space:
 
 
 def _scatter_nd(signature: Signature) -> Space:
-    """Return the iteration space `1 t, 1 1, 1 t -> 1 t`."""
+    """Return the iteration space `1 t, 1 1, 1 t -> 1 t` of a ScatterND: only the dimensions t,
+    which the indices do not address, have axes.
+    """
     data = signature.operand(0).shape
     indices = signature.operand(1).shape
     rest = axis_names(len(data) - indices[-1], "t")
@@ -345,8 +360,8 @@ def _scatter_nd(signature: Signature) -> Space:
 
 
 def _one_hot(signature: Signature) -> Space:
-    """Return the iteration space `*i, 1, 1 -> *i v&`. If v is split, each device gets the range of
-    its classes from its coordinate.
+    """Return the iteration space `*i, 1, 1 -> *i v&` of a OneHot. If the classes v are split, each
+    device derives the range of its classes from its coordinate.
     """
     rank = len(signature.result().shape)
     axis = nonnegative_axis(signature.node.integer("axis", -1), rank)
@@ -355,7 +370,9 @@ def _one_hot(signature: Signature) -> Space:
 
 
 def _tensor_scatter(signature: Signature) -> Space:
-    """Return the iteration space of writing into a cache `b … s! …` at one position per sample."""
+    """Return the iteration space of a TensorScatter, which writes an update into a cache at one
+    position per sample. No axis indexes the dimension of the positions.
+    """
     cache = replace_words(signature.words, [signature.axis(-2)])
     return space_from_words(
         signature, [cache, cache, *([["d0"]] if signature.present(2) else [])], [cache]
@@ -363,8 +380,8 @@ def _tensor_scatter(signature: Signature) -> Space:
 
 
 def _axis_range(signature: Signature, slot: int) -> Range | None:
-    """Return the range of indices along an axis of the first operand. A negative index counts from
-    the end.
+    """Return the range of operand 1, the indices along the dimension `axis` of operand 0; None for
+    other operands. A negative index counts from the end.
     """
     table = signature.operand(0).shape
     if slot != 1 or not table:
@@ -374,8 +391,9 @@ def _axis_range(signature: Signature, slot: int) -> Range | None:
 
 
 def _row_range(signature: Signature, slot: int) -> Range | None:
-    """Return the range of the indices of a Gather. Indices into an embedding table, a
-    floating-point matrix that is indexed along its first axis, are taken to be nonnegative.
+    """Return the range of operand 1 of a Gather, the indices; None for other operands. Indices into
+    an embedding table, a floating-point matrix that is indexed along its first axis, are assumed to
+    be nonnegative.
     """
     found = _axis_range(signature, slot)
     table = signature.operand(0)
@@ -384,8 +402,8 @@ def _row_range(signature: Signature, slot: int) -> Range | None:
 
 
 def _element_range(signature: Signature, slot: int) -> Range | None:
-    """Return the range of the indices of GatherND or ScatterND. The last dimension of the indices
-    has one index per dimension of the first operand.
+    """Return the range of operand 1 of a GatherND or ScatterND, the indices, with one bound per
+    dimension that they address; None for other operands.
     """
     if slot != 1:
         return None
@@ -396,7 +414,9 @@ def _element_range(signature: Signature, slot: int) -> Range | None:
 
 
 def _cache_range(signature: Signature, slot: int) -> Range | None:
-    """Return the range of the positions in a cache at which an update fits."""
+    """Return the range of operand 2 of a TensorScatter: the positions at which an update fits into
+    the cache; None for other operands.
+    """
     if slot != 2:
         return None
     axis = signature.axis(-2)
@@ -404,13 +424,17 @@ def _cache_range(signature: Signature, slot: int) -> Range | None:
 
 
 def _class_range(signature: Signature, slot: int) -> Range | None:
-    """Return the range of the classes of a OneHot with constant depth."""
+    """Return the range of operand 0 of a OneHot, the classes; None for other operands, or if the
+    number of classes is not constant.
+    """
     depth = signature.constant(1)
     return None if slot or depth is None else (0, int(depth.reshape(-1)[0]))
 
 
 def _gathered(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
-    """Return the elements at constant indices: exporters write `x[:, 3]` as Gather."""
+    """Return the elements of `array` that a Gather with constant indices takes, or None if its
+    indices are not constant (see `Move`). Exporters write `x[:, 3]` as such a Gather.
+    """
     indices = signature.constant(1)
     if slot or indices is None:
         return None
@@ -468,11 +492,11 @@ INDEXING = (
 
 
 def reshape_space(signature: Signature) -> Space:
-    """Return the iteration space of a reshape, such as `(a b) c -> a b c`: the common refinement of
-    both shapes, with an axis per factor.
+    """Return the iteration space of a reshape, such as `(a b) c -> a b c`. Both shapes are divided
+    into factors that they have in common; each factor has an axis.
 
-    Dimensions without a common refinement (4 3 -> 6 2) are not indexed. Raise ModelError if the
-    numbers of elements differ.
+    Dimensions without common factors in their order, such as 4 3 -> 6 2, have no axes. Raise
+    ModelError if the numbers of elements differ.
     """
     source = signature.operand(0).shape
     target = signature.result().shape
@@ -484,8 +508,8 @@ def reshape_space(signature: Signature) -> Space:
     left = unindexed_words(source)
     right = unindexed_words(target)
     extents: dict[str, int] = {}
-    # `ends` contains the cumulative products of each shape. A segment ends at each product that
-    # both shapes have.
+    # `ends` has the cumulative products of the sizes of both shapes. Segments of dimensions end at
+    # the products that are in both lists.
     ends = [list(itertools.accumulate(shape, int.__mul__)) for shape in (source, target)]
     common = sorted({1, *ends[0]} & {1, *ends[1]}) if signature.operand(0).elements else []
     for first, last in itertools.pairwise(common):
@@ -503,8 +527,8 @@ def reshape_space(signature: Signature) -> Space:
 
 
 def _regrouping(name: str, shape: tuple[int, ...] = (1,), sizes: tuple[int, ...] = ()) -> Operator:
-    """Return the definition of an operator that changes only the shape. The operands `shape`
-    determine the shape, and the operands `sizes` have its sizes.
+    """Return the definition of an operator that changes only the shape of its operand. `shape` has
+    the indices of operands that determine the new shape, and `sizes` those that contain its sizes.
     """
     return Operator(
         name,
@@ -529,8 +553,8 @@ REGROUP = (
 
 @dataclass(frozen=True, slots=True)
 class ResizedAxis:
-    """An axis that a Resize changes, with its sizes and scale. `region` is the range of the axis
-    that is read, in fractions of its size from 0 to 1.
+    """An axis that a Resize changes: its index, its sizes before and after, and the scale. `region`
+    is the part of the axis that is read, as fractions of its size.
     """
 
     axis: int
@@ -542,7 +566,7 @@ class ResizedAxis:
 
 def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
     """Return the axes that a Resize or Upsample changes. Raise ModelError if neither the scales nor
-    the sizes are constants.
+    the sizes are constant.
     """
     source = signature.operand(0).shape
     result = signature.result().shape
@@ -563,8 +587,9 @@ def resized_axes(signature: Signature) -> tuple[ResizedAxis, ...]:
 
 
 def _axis_scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
-    """Return the scale of each axis in `axes`, as stated or derived from the sizes. All scales are
-    equal if the sizes are stated and the aspect ratio is kept.
+    """Return the scale of each axis in `axes`, as the node states it or as the ratio of the sizes.
+    If the node states sizes and preserves the aspect ratio, all scales are equal. Raise ModelError
+    if neither the scales nor the sizes are constant.
     """
     if signature.node.has("scales"):
         return signature.node.numbers("scales")
@@ -586,6 +611,7 @@ def _axis_scales(signature: Signature, axes: list[int]) -> tuple[float, ...]:
 
 
 def _constant_floats(signature: Signature, index: int) -> tuple[float, ...]:
+    """Return the elements of the constant operand `index`, or () if it is not a constant."""
     array = signature.constant(index)
     return () if array is None else tuple(array.astype(np.float64).reshape(-1).tolist())
 
@@ -608,8 +634,9 @@ _ALLOWED_ATTRIBUTE_TEXTS = {
 
 
 def resize(signature: Signature) -> Space:
-    """Return the iteration space `*d i -> *d o`, with i and o unsplittable. Raise ModelError if a
-    text attribute has a value that ONNX does not define.
+    """Return the iteration space `*d i! -> *d o!` of a Resize or Upsample: the axes i and o that it
+    changes cannot be split. Raise ModelError if a text attribute has a value that ONNX does not
+    define.
     """
     for name, words in _ALLOWED_ATTRIBUTE_TEXTS.items():
         if signature.node.has(name) and signature.node.text(name) not in words:
@@ -626,8 +653,9 @@ def resize(signature: Signature) -> Space:
 
 
 def _resize_flops(signature: Signature, space: Space) -> float:
-    """Return the FLOPs of interpolation: a multiply-add per tap, with two taps per axis for linear
-    and four for cubic.
+    """Return the FLOPs of interpolation: a multiply-add per interpolated element of the operand, of
+    which there are two per axis in mode linear, and four in mode cubic. The FLOPs of mode nearest
+    are 0.
     """
     taps = {"linear": 2, "cubic": 4}.get(signature.node.text("mode", "nearest"), 0)
     return (

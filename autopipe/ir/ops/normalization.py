@@ -1,5 +1,6 @@
-"""Operators that reduce along axes which may be split over devices: normalizations, reductions, and
-losses over classes. The devices then exchange statistics.
+"""Definitions of operators that reduce along axes: normalizations, reductions, and losses over
+classes. If such an axis is split, devices exchange statistics. Iteration spaces are written in the
+notation of `autopipe.ir.space`.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ from autopipe.ir.space import Space
 
 
 def uses_batch_statistics(signature: Signature) -> bool:
-    """True if a node is a BatchNormalization that normalizes by the statistics of the batch."""
+    """Return True if a node is a BatchNormalization in training mode, which normalizes by the
+    statistics of the batch.
+    """
     if signature.node.op != "BatchNormalization":
         return False
-    if signature.opset >= 14:  # Before opset 14, several results mean training.
+    if signature.opset >= 14:  # Before opset 14, a node in training mode has several results.
         return bool(signature.node.integer("training_mode"))
     return any(value is not None for value in signature.results[1:])
 
 
 def batch_norm(signature: Signature) -> Space:
-    """Return the iteration space `n c *i, c, c, c, c -> n c *i, c, c`. In training mode, the
-    statistics include the samples of all devices.
+    """Return the iteration space `n c *i, c, c, c, c -> n c *i, c, c` of a BatchNormalization:
+    batch n, channels c, positions *i. In training mode, n and *i are marked `=`, because the
+    statistics are those of all devices.
     """
     mark = "=" if uses_batch_statistics(signature) else ""
     first = f"n{mark} c *i{mark}"
@@ -51,14 +55,17 @@ def batch_norm(signature: Signature) -> Space:
 
 
 def normalized_axes(signature: Signature) -> range:
-    """Return the axes over which LayerNormalization or RMSNormalization normalizes: from `axis` to
-    the last.
+    """Return the axes over which a LayerNormalization or RMSNormalization normalizes: from the
+    attribute `axis` to the last.
     """
     return range(signature.axis(-1), signature.rank)
 
 
 def layer_norm(signature: Signature) -> Space:
-    """Return the iteration space `*b *x=, *x, *x -> *b *x, *b 1, *b 1`."""
+    """Return the iteration space `*b *x=, *x, *x -> *b *x, *b 1, *b 1` of a layer norm or RMS norm,
+    which normalizes over *x. The operands are the data, scale and bias; further results are
+    statistics.
+    """
     shape = signature.operand(0).shape
     words = signature.words
     axes = normalized_axes(signature)
@@ -72,8 +79,9 @@ def layer_norm(signature: Signature) -> Space:
 
 
 def group_norm(signature: Signature) -> Space:
-    """Return the iteration space `n (g c=) *i=, (g c), (g c) -> n (g c) *i`. Before opset 21, there
-    is one scale and one bias per group.
+    """Return the iteration space `n (g c=) *i=, (g c), (g c) -> n (g c) *i` of a
+    GroupNormalization: batch n, groups g, channels c per group, positions *i. Before opset 21,
+    scale and bias have one element per group.
     """
     groups = signature.node.integer("num_groups")
     channels = signature.operand(0).shape[1]
@@ -84,7 +92,7 @@ def group_norm(signature: Signature) -> Space:
 
 
 def variance_axes(signature: Signature) -> tuple[int, ...]:
-    """Return the axes of MeanVarianceNormalization, counted from the front."""
+    """Return the axes over which a MeanVarianceNormalization normalizes, counted from the front."""
     return tuple(
         nonnegative_axis(axis, signature.rank)
         for axis in signature.node.integers("axes", (0, 2, 3))
@@ -92,8 +100,8 @@ def variance_axes(signature: Signature) -> tuple[int, ...]:
 
 
 def softmax_axes(signature: Signature) -> range:
-    """Return the axes over which Softmax, LogSoftmax or Hardmax normalizes: one axis from opset 13
-    on; before, all axes from `axis` to the last.
+    """Return the axes over which a Softmax, LogSoftmax or Hardmax normalizes: the axis `axis` from
+    opset 13 on; before, all axes from `axis` to the last.
     """
     if signature.opset < 13:
         return range(signature.axis(1), signature.rank)
@@ -107,18 +115,22 @@ def _softmax(signature: Signature) -> Space:
 
 
 BYTES_OF_MOMENTS = (), (2,), (16,)
-"""Statistics per row: in forward the mean and the second moment in double precision (16 bytes), in
-backward two sums.
+"""Arguments of `per_row` for norms with a mean: per row, forward reduces the mean and the second
+moment in double precision (16 bytes), and backward reduces two sums.
 """
 BYTES_OF_NORM = (1,), (1,)
-"""Statistics per row: in forward the sum of squares or absolute values, in backward a sum."""
+"""Arguments of `per_row` for norms without a mean: per row, forward reduces a sum of squares or
+absolute values, and backward reduces one sum.
+"""
 _MOMENTS = per_row(*BYTES_OF_MOMENTS)
 _NORM = per_row(*BYTES_OF_NORM)
 _SOFTMAX = per_row((1, 1), (1,))
-"""Statistics per row: in forward the maximum and the sum, in backward a sum."""
+"""Collectives of a split softmax: per row, forward reduces the maximum and the sum, and backward
+one sum.
+"""
 extreme_statistics = per_row((1,), (2,))
-"""Statistics per row: in forward the maximum or minimum, in backward a sum and the number of
-elements that equal the maximum or minimum.
+"""Collectives of a split maximum or minimum: per row, forward reduces the maximum or minimum.
+Backward reduces a sum, and the number of elements that equal the maximum or minimum.
 """
 
 
@@ -132,6 +144,10 @@ def _normalization(
     weights: tuple[int, ...] = (),
     affine: tuple[int, ...] = (),
 ) -> Operator:
+    """Return the definition of a normalization. `cost` is the number of FLOPs per element, and
+    `mixes` the field `mixes_samples`. `affine` has the operand indices of scale and bias, and
+    `weights` those of all weights of the layer, if there are others.
+    """
     flops = per_result(cost)
     return Operator(
         name,
@@ -196,7 +212,7 @@ NORMALIZATION = (
 
 
 def reduced_axes(signature: Signature) -> tuple[int, ...]:
-    """Return the axes of a Reduce operator in ascending order. Without stated axes, return all
+    """Return the axes of a Reduce operator in ascending order. If the node states none, return all
     axes, or () if the attribute `noop_with_empty_axes` is set.
     """
     if given := axes_of(signature, 1):
@@ -205,8 +221,9 @@ def reduced_axes(signature: Signature) -> tuple[int, ...]:
 
 
 def _reduction_space(signature: Signature, axes: tuple[int, ...], mark: str) -> Space:
-    """Return the iteration space `a r+ -> a 1`, or `a r+ -> a` without `keepdims`. `mark` is the
-    mark of the reduced axes. Integers are unsplittable along axes marked `=` or `~`.
+    """Return the iteration space `a r+ -> a 1` of a reduction over r, or `a r+ -> a` without
+    `keepdims`. `mark` is the mark of the reduced axes. Axes marked `=` or `~` cannot be split if
+    the elements are integers.
     """
     own = "!" if mark in "=~" and not signature.operand(0).dtype.is_floating else mark
     result = replace_words(signature.words, axes)
@@ -216,7 +233,7 @@ def _reduction_space(signature: Signature, axes: tuple[int, ...], mark: str) -> 
 
 
 def cumulative_axis(signature: Signature) -> int:
-    """Return the axis of CumSum or CumProd, which is a constant operand."""
+    """Return the axis of a CumSum or CumProd, a constant operand, counted from the front."""
     array = signature.constant(1)
     assert array is not None, f"{signature.node.op} needs a known axis"
     return nonnegative_axis(int(array.reshape(())), signature.rank)
@@ -234,6 +251,7 @@ def _top_k(signature: Signature) -> Space:
 
 
 def _per_operand(coefficient: float) -> Callable[[Signature, Space], float]:
+    """Return a function for `Operator.flops`: `coefficient` FLOPs per element of operand 0."""
     return lambda signature, space: coefficient * signature.operand(0).elements
 
 
@@ -248,6 +266,10 @@ def _reduce_operator(
     linear: str = "",
     finite_at: tuple[tuple[int, int], ...] = (),
 ) -> Operator:
+    """Return the definition of an operator that reduces along axes. `mark` is the mark of the
+    reduced axes, and `cost` the number of FLOPs per element of the operand; the other parameters
+    are fields of `Operator`.
+    """
     return Operator(
         name,
         lambda signature: _reduction_space(signature, reduced_axes(signature), mark),
@@ -264,8 +286,8 @@ def _reduce_operator(
 
 
 def _index_operator(name: str, neutral: float) -> Operator:
-    """Return the definition of ArgMax or ArgMin. Devices exchange the maximum or minimum of each
-    row, then its index, a 64-bit integer.
+    """Return the definition of ArgMax or ArgMin. If the axis is split, devices exchange the maximum
+    or minimum of each row, and then its 64-bit index. `neutral` is a field of `Operator`.
     """
     return Operator(
         name,
@@ -334,8 +356,9 @@ def loss_reduction(signature: Signature) -> str:
 
 
 def may_weight_labels(signature: Signature) -> bool:
-    """True if a mean loss may divide by a number other than the number of labels. The loss of the
-    batch is then not the average of the losses of its parts.
+    """Return True if a mean loss may divide by a number other than that of the labels, because it
+    has class weights or an ignored label. The loss of a batch is then not the average of the losses
+    of its parts.
     """
     return loss_reduction(signature) == "mean" and (
         signature.present(2) or signature.node.has("ignore_index")
@@ -343,19 +366,22 @@ def may_weight_labels(signature: Signature) -> bool:
 
 
 def label_axis_mark(signature: Signature) -> str:
-    """Return the mark of the axes of the labels."""
+    """Return the mark (see `autopipe.ir.space`) of the axes of a loss's labels. It depends on the
+    reduction.
+    """
     return {"none": "", "sum": "+", "mean": "&" if may_weight_labels(signature) else "~"}[
         loss_reduction(signature)
     ]
 
 
 def class_loss(signature: Signature) -> Space:
-    """Return the iteration space `n c *d, n *d, 1 -> n *d`. With a reduction, the first result is a
-    scalar. The second result is `n c *d`.
+    """Return the iteration space `n c *d, n *d, 1 -> n *d` of a loss over classes c: scores, labels
+    and class weights. With a reduction, the first result is a scalar. The second result,
+    log-probabilities, is `n c *d`.
 
-    If c is split, each device contributes the loss of the labels in its range of classes. If a mean
-    has weighted or ignored labels and the labels are split, the devices add up the weights of their
-    labels, by which the mean divides.
+    If c is split, each device contributes the losses of the labels in its range of classes. If the
+    labels of a mean with weighted or ignored labels are split, the devices add up the weights of
+    their labels, by which the mean divides.
     """
     mark = label_axis_mark(signature)
     labels = f"n{mark} *d{mark}"
@@ -368,12 +394,16 @@ def class_loss(signature: Signature) -> Space:
 
 
 def label_axes(signature: Signature) -> tuple[str, ...]:
+    """Return the names of the axes of a loss's labels."""
     return ("n", *(f"d{axis}" for axis in range(len(signature.operand(1).shape) - 1)))
 
 
 def _weight_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[OperatorCollective, ...]:
+    """Return the all-reduce that adds up the weights of the labels; () if the axes of the labels
+    are not split or not joint.
+    """
     axes = joint_splits(space, degrees, label_axes(signature))
     return all_reduces_of_statistics(
         axes, 1, (bytes_per_statistic(signature.operand(0).dtype),), ()
@@ -383,9 +413,10 @@ def _weight_statistics(
 def class_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int], through: tuple[int, ...] = (0,)
 ) -> tuple[OperatorCollective, ...]:
-    """Return the collectives of a class loss: per label the maximum score and the sum in forward,
-    and a sum in backward. A further all-reduce sums the weights of all labels if their axes are
-    joint and split.
+    """Return the collectives of a loss over classes. If the classes are split, forward reduces the
+    maximum score and the sum for each label, and backward one sum. If the axes of the labels are
+    joint and split, a further all-reduce adds up the weights of the labels. `through` is a field of
+    `OperatorCollective`.
     """
     width = bytes_per_statistic(signature.operand(0).dtype)
     labels = local_points(space, degrees, label_axes(signature))
@@ -396,7 +427,9 @@ def class_statistics(
 
 
 def _label_range(signature: Signature, slot: int) -> Range | None:
-    """Return the range of labels: below the number of classes."""
+    """Return the range of operand 1, the labels: from 0 to below the number of classes. Return None
+    for other operands.
+    """
     return (0, signature.operand(0).shape[1]) if slot == 1 else None
 
 

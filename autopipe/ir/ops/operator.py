@@ -1,8 +1,9 @@
-"""Operator definitions (class `Operator`) and the functions from which they are built.
+"""The class `Operator`, a definition of an operator, and functions from which definitions are
+built.
 
-An operator definition consists of data and small pure functions: the iteration space, the
-floating-point operations, the tensors that are saved for backward, the communication, and facts
-that passes use, such as linearity. The PyTorch code of an operator is in the backends.
+A definition consists of data and small pure functions: the iteration space, the floating-point
+operations, the tensors that are saved for backward, the communication, and properties that planning
+passes use, such as linearity. The PyTorch code of an operator is part of the backends.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from autopipe.ir.space import NotationError, Space, parse_notation
 
 @dataclass(frozen=True, slots=True)
 class OperatorCollective:
-    """One collective that the implementation of an operator runs `times` times in a forward pass,
-    over the devices along the split `axes` (in the order of the iteration space).
+    """A collective inside an operator that is split. The operator runs it `times` times per
+    forward, over the devices along the split `axes`, which are in the order of the iteration space.
 
-    If `backward` is true, the collective belongs to backward instead. It then runs only if an
-    operand in `through` gets a gradient.
+    If `backward` is true, it runs in backward instead, and only if an operand in `through` gets a
+    gradient.
     """
 
     axes: tuple[str, ...]
     bytes: int
-    """Bytes of the tensor that is reduced, or of the full tensor that is gathered."""
+    """Bytes of the tensor that is reduced, or of the full tensor that is gathered or scattered."""
     kind: str = "all_reduce"
     backward: bool = False
     times: int = 1
@@ -42,8 +43,8 @@ class OperatorCollective:
 def joint_splits(
     space: Space, degrees: Mapping[str, int], names: Iterable[str] | None = None
 ) -> tuple[str, ...]:
-    """Return the names of the joint axes that are split, restricted to `names` unless `names` is
-    None.
+    """Return the names of the split axes of a joint kind, in which devices exchange statistics. If
+    `names` is given, only these axes are considered. `degrees` has the split degree of each axis.
     """
     chosen = {axis.name for axis in space.axes} if names is None else set(names)
     return tuple(
@@ -54,8 +55,8 @@ def joint_splits(
 
 
 def local_points(space: Space, degrees: Mapping[str, int], names: Iterable[str]) -> int:
-    """Return the number of points of the axes in `names` on one device: the product of their local
-    sizes.
+    """Return the number of points of the axes `names` on one device: the product of the axis sizes,
+    divided by the split degrees.
     """
     return math.prod(space.axis(name).size // degrees.get(name, 1) for name in names)
 
@@ -67,8 +68,9 @@ def all_reduces_of_statistics(
     backward: Iterable[int],
     through: tuple[int, ...] = (0,),
 ) -> tuple[OperatorCollective, ...]:
-    """Return one all-reduce of `elements` elements for each entry of `forward` and `backward`. An
-    entry is the number of bytes per element. Return () if `axes` is empty.
+    """Return one all-reduce over `axes` for each entry of `forward` and `backward`; an entry is the
+    number of bytes per element. Each all-reduce has `elements` elements. Return () if `axes` is
+    empty.
     """
     if not axes:
         return ()
@@ -82,20 +84,20 @@ def all_reduces_of_statistics(
 
 
 def bytes_per_statistic(dtype: DType) -> int:
-    """Return the bytes per element of a statistic: 8 (double precision) for float64 values, 4
-    (single precision) for all other types.
+    """Return the bytes per element of a statistic that devices exchange: 8 (double precision) for
+    values of type float64, otherwise 4 (single precision).
     """
     return 8 if dtype is DType.FLOAT64 else 4
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One use of an operator: a node, the types of its operands and results, and the constants
-    among its operands.
+    """One use of an operator: its node, the types of its operands and results, and the data of its
+    constant operands.
 
-    `operands[i]` and `results[i]` are None if an optional tensor is absent. `constants[i]` is the
-    data of operand i, or None if the operand is not a constant. `opset` is the version of the
-    default ONNX domain.
+    `operands[i]` and `results[i]` are None if the optional tensor is absent. `constants[i]` is the
+    data of operand i, or None if it is not a constant. `opset` is the version of ONNX's default
+    domain.
     """
 
     node: Node
@@ -106,36 +108,43 @@ class Signature:
 
     @property
     def rank(self) -> int:
+        """Number of dimensions of the first operand."""
         return len(self.operand(0).shape)
 
     @property
     def words(self) -> list[str]:
-        """The axis names of the first operand, one per dimension: d0 d1 …"""
+        """Names of the axes of the first operand, one per dimension: d0, d1, …"""
         return axis_names(self.rank)
 
     def axis(self, default: int = 0) -> int:
-        """Return the attribute `axis` as a nonnegative axis of the first operand."""
+        """Return the attribute `axis` (or `default`) as an axis of the first operand, counted from
+        the front.
+        """
         return nonnegative_axis(self.node.integer("axis", default), self.rank)
 
     def operand(self, index: int) -> Value:
+        """Return the type of operand `index`, which must be present."""
         value = self.operands[index]
         assert value is not None, f"{self.node.op} lacks operand {index}"
         return value
 
     def result(self, index: int = 0) -> Value:
+        """Return the type of result `index`, which must be present."""
         value = self.results[index]
         assert value is not None, f"{self.node.op} lacks result {index}"
         return value
 
     def present(self, index: int) -> bool:
+        """Return True if operand `index` is present."""
         return index < len(self.operands) and self.operands[index] is not None
 
     def constant(self, index: int) -> np.ndarray | None:
+        """Return the data of operand `index`, or None if it is absent or not a constant."""
         return self.constants[index] if index < len(self.constants) else None
 
     def integers(self, index: int) -> tuple[int, ...]:
-        """Return the constant operand `index` as a flat tuple of integers, or () if the operand is
-        not a constant.
+        """Return the elements of the constant operand `index` as integers, in row-major order; ()
+        if the operand is not a constant.
         """
         array = self.constant(index)
         return () if array is None else tuple(int(each) for each in array.reshape(-1))
@@ -143,8 +152,8 @@ class Signature:
     def sharded(
         self, operands: tuple[Value | None, ...], results: tuple[Value | None, ...]
     ) -> Signature:
-        """Return the signature for local shards of the operands and results. A constant stays known
-        only if the shard has the shape of the full constant.
+        """Return the signature of a device, with the given local shards of operands and results. A
+        constant whose shard differs in shape from the full constant is no longer known.
         """
         constants = tuple(
             None if value is None or array is None or value.shape != array.shape else array
@@ -154,6 +163,7 @@ class Signature:
 
 
 def signature_of(graph: Graph, node: Node) -> Signature:
+    """Return the signature of a node of the graph."""
     constants = [graph.constant(name) if name else None for name in node.inputs]
     return Signature(
         node=node,
@@ -165,16 +175,19 @@ def signature_of(graph: Graph, node: Node) -> Signature:
 
 
 DimensionWords = str | Sequence[str]
-"""The dimensions of a tensor in iteration-space notation: a sequence of words, one per dimension,
-or one string of words separated by blanks.
+"""The dimensions of a tensor in the notation of `autopipe.ir.space`: a sequence of words, one per
+dimension, or one string of words separated by blanks.
 
-In a string, `*x!` expands to the axes x0! x1! … of the dimensions that no other word describes.
-`*1` expands to 1 (no axis) for each of these dimensions.
+In a string, `*x!` stands for the axes x0! x1! … of all dimensions that no other word describes.
+`*1` stands for dimensions without axes.
 """
 _WORD_PATTERN = re.compile(r"\([^)]*\)|\[[^\]]*\]|\S+")
 
 
 def _notation_of_tensor(value: Value | None, words: DimensionWords | None) -> str:
+    """Return the notation of a tensor as one string, with words such as `*x` expanded. It is "?"
+    for an absent tensor. Without `words`, no axis indexes the tensor.
+    """
     if value is None or words is None:
         return "?" if value is None else " ".join(unindexed_words(value.shape))
     if not isinstance(words, str):
@@ -202,12 +215,12 @@ def space_from_words(
     fill: float = 0.0,
     **extents: int,
 ) -> Space:
-    """Return the iteration space of a node from the words of its tensors, and from the sizes of
-    axes that the shapes do not determine (`extents`).
+    """Return the iteration space of a node, given the notation of its operands and results.
+    `extents` has the sizes of axes that the shapes do not determine.
 
-    No axis indexes the operands after the last entry of `operands`. The results after the last
-    entry of `results` have the words of the last entry. `fill` is the value of elements that a
-    window reads outside of a tensor.
+    No axis indexes operands beyond the last entry of `operands`. Results beyond the last entry of
+    `results` have the notation of this entry. `fill` is the value that a window reads outside of a
+    tensor.
     """
     sides = zip_longest(signature.operands, operands[: len(signature.operands)])
     left = [_notation_of_tensor(value, words) for value, words in sides]
@@ -225,57 +238,62 @@ def space_from_words(
 
 Integers = npt.NDArray[np.int64]
 Range = tuple[int | Integers, int | Integers]
-"""The range [least, below) of integers: one range for all elements of a tensor, or an array with
-the bound of each element.
+"""A range [least, below) of integers: one range for all elements of a tensor, or two arrays with
+the bounds of each element.
 """
 IndexRange = Callable[[Signature, int], Range | None]
-"""Function that returns the range of the elements of an operand if they are indices or labels, and
-None for other operands. The arguments are the signature and the index of the operand.
+"""Function of a signature and an operand index that returns the valid range of the operand's
+elements if they are indices or labels, otherwise None.
 """
 Move = Callable[[Signature, int, int, Integers], Integers | None]
-"""Function that moves the elements of an array as the operator moves the elements of an operand.
+"""Function that shows where a node's result contains elements of an operand, for example to
+propagate indices.
 
-The arguments are the signature, the index of the operand, the index of the result, and an array of
-the operand's shape. The function returns an array of the result's shape, with -1 at positions that
-hold other elements. It returns None if the result holds no element of the operand, or if the
-positions are not known.
+Its arguments are the signature, the index of the operand, the index of the result, and an array of
+the operand's shape. It returns an array of the result's shape with the entries of the given array
+at the positions to which the operator moves the operand's elements, and -1 at all other positions.
+It returns None if the result contains no element of the operand, or if the positions are not known.
 """
 
 
 def no_index_range(signature: Signature, slot: int) -> Range | None:
-    """Return None: the operand has no indices."""
+    """Return None: the elements of the operand are neither indices nor labels (see `IndexRange`)."""
     return None
 
 
 def reshaped(signature: Signature, slot: int, result: int, array: Integers) -> Integers | None:
-    """Return the array of the first operand in the result's shape (see `Move`)."""
+    """Return the array of the first operand in the shape of the result; None for other operands
+    (see `Move`).
+    """
     return None if slot else array.reshape(signature.result(result).shape)
 
 
 def broadcast_to_result(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the array of an operand, broadcast to the result's shape (see `Move`)."""
+    """Return the array of an operand, broadcast to the shape of the result (see `Move`)."""
     return np.broadcast_to(array, signature.result(result).shape)
 
 
 def first_broadcast(
     signature: Signature, slot: int, result: int, array: Integers
 ) -> Integers | None:
-    """Return the array of the first operand, broadcast to the result's shape (see `Move`)."""
+    """Return the array of the first operand, broadcast to the shape of the result; None for other
+    operands (see `Move`).
+    """
     return None if slot else broadcast_to_result(signature, slot, result, array)
 
 
 Statistics = Callable[[Signature, Space, Mapping[str, int]], tuple[OperatorCollective, ...]]
-"""Function that returns the collectives of a node from its signature, its iteration space, and the
-degree of each split axis.
+"""Function of a signature, its iteration space and the split degree of each axis that returns the
+collectives inside the operator.
 """
 
 
 def no_statistics(
     signature: Signature, space: Space, degrees: Mapping[str, int]
 ) -> tuple[OperatorCollective, ...]:
-    """Return (): the operator runs no collective."""
+    """Return (): the operator contains no collective (see `Statistics`)."""
     return ()
 
 
@@ -286,11 +304,11 @@ def per_row(
     through: tuple[int, ...] = (0,),
 ) -> Statistics:
     """Return the `Statistics` function of an operator that reduces the rows of its first operand
-    along the joint axes of this operand.
+    along joint axes.
 
-    Each all-reduce in forward sends, per row, n statistics for an entry n of `forward` or n bytes
-    for an entry n of `fixed`. Each all-reduce in backward sends n statistics per row for an entry n
-    of `backward`.
+    Each entry n of `forward` is an all-reduce in forward of n statistics per row; each entry n of
+    `fixed` is one of n bytes per row. Each entry n of `backward` is an all-reduce in backward of n
+    statistics per row. `through` is a field of `OperatorCollective`.
     """
 
     def statistics(
@@ -312,22 +330,28 @@ def per_row(
 
 @dataclass(frozen=True, slots=True)
 class Operator:
+    """The definition of an operator. Functions in the fields are called with the signature of one
+    use of the operator.
+    """
+
     name: str
-    """Operator type, preceded by the domain if it is not ONNX's default domain:
+    """Name of the operator, with its domain unless this is ONNX's default domain, such as
     `com.microsoft.Gelu`.
     """
     notation: Callable[[Signature], Space]
-    """Function that returns the iteration space of a node (see `autopipe.ir.space`)."""
+    """Function that returns the iteration space of one use of the operator (see
+    `autopipe.ir.space`).
+    """
     kind: str
-    """Class for the cost model: matmul, convolution, recurrent, normalization, reduction,
-    elementwise, memory (copies), or view (no work and no memory traffic: the result aliases the
-    operand).
+    """Class of the operator for the cost model: matmul, convolution, recurrent, normalization,
+    reduction, elementwise, memory (copies), or view (neither computation nor memory traffic,
+    because the result aliases the operand).
     """
     flops: Callable[[Signature, Space], float] = lambda signature, space: 0.0
     """Floating-point operations of one forward pass. A multiply-add counts as two operations."""
     backward: float = 1.0
-    """Floating-point operations of backward, as a multiple of forward. A matmul has 2: one matmul
-    for the gradient of each operand.
+    """FLOPs of backward, as a multiple of those of forward. A matmul has 2, because the gradient of
+    each operand is a matmul.
     """
     keeps: tuple[str, ...] = ()
     """Tensors that are saved for backward:
@@ -335,45 +359,50 @@ class Operator:
     - "0", "1", …: the operand at this index; ">0", …: the result at this index; "*": all operands
     - "mask": one byte per element of the first result
     - "places": eight bytes per element of the first result (the index of a maximum)
-    - "probabilities": a tensor like the first operand
-    - "rows": the label, weight and logarithm of each element of the second operand
+    - "probabilities": a tensor of the size of the first operand
+    - "rows": label, weight and logarithm for each element of the second operand
 
-    A tensor that several consumers save counts once. Parameters and constants are in memory anyway.
+    A tensor that several nodes save counts once. Parameters and constants do not count, because
+    they are in memory anyway.
     """
     kernels: int = 1
-    """Kernels of a forward pass. Each kernel except the last writes as many bytes as the result
-    has, and the next kernel reads them.
+    """Number of kernels of a forward. Each kernel except the last one writes an intermediate tensor
+    of the size of the result, which the next kernel reads.
     """
     static: tuple[int, ...] = ()
-    """Operands that must be constants when the model is compiled (the shape operand of Reshape)."""
+    """Operands that must be constant when a program is generated, such as the shape operand of
+    Reshape.
+    """
     shaping: tuple[int, ...] = ()
-    """Operands of `static` that determine only the shapes of results. The result shapes that a
-    model file states can replace the data of these operands.
+    """Operands in `static` that determine nothing but the shapes of results. If their data are not
+    known, the result shapes that a model file states are used instead.
     """
     computable: tuple[int, ...] = ()
     """Operands of `static` that may also be computed when the program runs."""
     random: bool = False
-    """True if the operator draws random values. The values differ between forward passes and
+    """True if the operator generates random numbers, which differ between forward passes and
     between nodes.
     """
     differentiable: bool = True
     mixes_samples: Callable[[Signature], bool] = lambda signature: False
-    """True if the result for one sample depends on other samples of the batch, so that splitting
-    the batch into micro-batches changes the result (BatchNormalization in training mode, or a mean
-    loss that ignores some labels). The frontend warns about such nodes.
+    """Function that returns True if the result for a sample depends on other samples of the batch,
+    so that a division of the batch into micro-batches changes the result. Examples are
+    BatchNormalization in training mode, and a mean loss that ignores some labels. The frontend
+    warns about such nodes.
     """
     statistics: Statistics = no_statistics
-    """Collectives that the implementation runs if it is split along joint axes, in order of
-    execution. The arguments are the signature of the unsharded tensors, the iteration space, and
-    the degrees of all splits by axis.
+    """Function that returns the collectives inside the operator, in order of execution, if it is
+    split along joint axes. Its arguments are the signature of the unsharded tensors, the iteration
+    space, and the split degree of each axis.
     """
     weights: tuple[int, ...] = ()
-    """Operands whose gradient is computed by a separate matmul (or by a scatter, for a lookup). If
-    such an operand is a parameter, a split backward computes its gradient in backward_weight.
+    """Operands whose gradient is computed by a separate matmul (for a lookup, a scatter). If such
+    an operand is a parameter, a split backward computes its gradient in its second half,
+    `backward_weight`.
     """
     recomputes: float = 0.0
-    """Fraction of `backward`, as a multiple of forward, that recomputes values of forward. It is
-    not part of the model FLOPs.
+    """Part of `backward`, also as a multiple of the FLOPs of forward, that computes values of
+    forward again. It does not count as model FLOPs.
     """
     same_elements: bool = False
     """True if the result has the elements of the first operand in the same row-major order. Only
@@ -395,64 +424,69 @@ class Operator:
     comparison: bool = False
     """True if the operator compares the elements of two operands. `mask` is true, too."""
     loss: bool = False
-    """True for the loss of class labels: operand 1 has the labels, operand 2 a weight per class."""
+    """True for a loss of class labels. Operand 1 has the labels, and operand 2 one weight per
+    class.
+    """
     lookup: bool = False
     """True if the operator selects slices of operand 0 by the indices in operand 1, as an embedding
     selects rows of its table.
     """
     gates: int = 0
-    """Number of gates of a recurrent layer: rows of a weight per hidden unit. 0 if the operator is
-    not a recurrent layer.
+    """Number of gates of a recurrent layer, which is the number of rows of a weight matrix per
+    hidden unit; 0 for other operators.
     """
     neutral: float | None = None
-    """For an operator that combines the elements along an axis: the element that changes no result
-    if it is added along this axis, except that a mean divides by the number of all elements. None
-    for other operators, or if it is not stated.
+    """For an operator that combines the elements along an axis: the element that leaves the results
+    unchanged if it is appended along this axis (a mean also counts the appended elements). None for
+    other operators, or if the element is not stated.
     """
     finite_at: tuple[tuple[int, int], ...] = ()
-    """Pairs of an operand and an element of this operand for which the result and its gradient are
-    finite. Stated for operands for which other elements give infinite or undefined results.
+    """Pairs (operand, value): if all elements of the operand have the value, result and gradient
+    are finite. Stated for operands for which other values may give infinite or undefined results.
     """
     layer_weights: tuple[int, ...] = ()
-    """Operands that are weights of a layer if they do not depend on the inputs of the model."""
+    """Operands that count as weights of a layer if they do not depend on the inputs of the model.
+    """
     scales_and_biases: tuple[int, ...] = ()
-    """Operands of `layer_weights` that are scales, biases or slopes. In a new layer, all elements
-    of such an operand are equal.
+    """Operands in `layer_weights` that are scales, biases or slopes. All of their elements are
+    equal in a new layer.
     """
 
     reads_axis: bool = False
     """True for reductions, cumulative sums and products, sorts, and operators along a sequence:
-    each result depends on elements at other positions of an axis. If this axis is not splittable
-    and holds the samples of a batch, the results mix samples. False for windows and normalizations.
+    each result depends on elements at other positions of an axis. If this axis cannot be split and
+    contains the samples of a batch, the operator mixes samples. False for windows and
+    normalizations.
     """
     sizes: tuple[int, ...] = ()
-    """Operands of `static` that are sizes or positions, which files compute from the number of
-    selected rows.
+    """Operands in `static` that are sizes or positions, and that a model may compute from the
+    data-dependent number of selected rows.
     """
     index_range: IndexRange = no_index_range
-    """Ranges of the operands that are indices or labels."""
+    """Function that returns the valid range of an operand of indices or labels."""
     moved: Move | None = None
-    """How the results hold elements of the operands. None if the operator computes other elements,
-    or if the movement is not stated. Abs, Clip, Max, Min, Mod and Where may replace elements.
+    """Function that shows where a result contains elements of an operand. None if the operator
+    computes new elements, or if the movement is not stated. For Abs, Clip, Max, Min, Mod and Where,
+    an element at such a position may also be another value.
     """
 
     copied_weights: tuple[int, ...] = ()
-    """Operands that may be 16-bit copies of parameters in generated code."""
+    """Operands for which generated code may read a 16-bit copy of a parameter."""
     interpolation: str = ""
-    """Default of the attribute `mode` of an operator that interpolates at computed coordinates; ""
-    for other operators.
+    """For an operator that interpolates at computed coordinates: the default of its attribute
+    `mode`. "" for other operators.
     """
 
     @property
     def has_zero_gradient(self) -> bool:
-        """True if the derivative is 0 wherever it exists."""
+        """True if the operator is differentiable with derivative 0 everywhere, except at steps."""
         return self.differentiable and self.backward == 0.0
 
     def space(self, signature: Signature) -> Space:
-        """Return the iteration space of a node.
+        """Return the iteration space of one use of the operator.
 
-        Raise NotationError, a ModelError, if the notation does not fit the shapes of the tensors.
-        Raise ModelError if the attributes of the node are invalid for its operands.
+        Raise NotationError, a subclass of ModelError, if the notation does not fit the shapes of
+        the tensors. Raise ModelError if the attributes of the node do not fit its operands.
         """
         where = repr(signature.node.name)
         try:
@@ -474,14 +508,16 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def qualified_name(node: Node) -> str:
-    """Return the name of a node's operator as a key of `OPERATORS`: the operator type, preceded by
-    the domain unless the domain is ONNX's default domain.
+    """Return the name of a node's operator, as in the keys of `OPERATORS`: the operator type, with
+    its domain unless this is ONNX's default domain.
     """
     return f"{node.domain}.{node.op}" if node.domain not in ("", "ai.onnx") else node.op
 
 
 def space_from_notation(text: str) -> Callable[[Signature], Space]:
-    """Return a function that applies one fixed line of notation to each signature."""
+    """Return a function that returns the iteration space of a signature from the fixed notation
+    `text`, in which words such as `*x` stand for several dimensions (see `DimensionWords`).
+    """
     left, _, right = text.partition("->")
     operands, results = (
         [words.strip() for words in side.split(",") if side.strip()] for side in (left, right)
@@ -490,25 +526,29 @@ def space_from_notation(text: str) -> Callable[[Signature], Space]:
 
 
 def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
-    """Return a FLOPs function: `coefficient` operations per point of the iteration space."""
+    """Return a function for `Operator.flops`: `coefficient` FLOPs per point of the iteration space."""
     return lambda signature, space: coefficient * space.points
 
 
 def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
-    """Return a FLOPs function: `coefficient` operations per element of the first result."""
+    """Return a function for `Operator.flops`: `coefficient` FLOPs per element of the first result."""
     return lambda signature, space: coefficient * math.prod(signature.result().shape)
 
 
 def axis_names(rank: int, prefix: str = "d") -> list[str]:
-    """Return one axis name per dimension: d0 d1 … for the default prefix."""
+    """Return `rank` names of axes that consist of `prefix` and a number, such as d0, d1, …"""
     return [f"{prefix}{axis}" for axis in range(rank)]
 
 
 def unindexed_words(shape: Sequence[int]) -> list[str]:
+    """Return the notation of a tensor that no axis indexes: "1" for each dimension."""
     return ["1"] * len(shape)
 
 
 def mark_words(words: Sequence[str], axes: Iterable[int], mark: str) -> list[str]:
+    """Return `words` with `mark` appended to those of the dimensions `axes`. A word "1", which is
+    no axis, gets no mark.
+    """
     chosen = set(axes)
     return [
         word + mark if axis in chosen and word != "1" else word for axis, word in enumerate(words)
@@ -516,15 +556,15 @@ def mark_words(words: Sequence[str], axes: Iterable[int], mark: str) -> list[str
 
 
 def replace_words(words: Sequence[str], axes: Iterable[int], word: str = "1") -> list[str]:
+    """Return `words` with `word` in place of those of the dimensions `axes`."""
     chosen = set(axes)
     return [word if axis in chosen else each for axis, each in enumerate(words)]
 
 
 def broadcast_words(shape: Sequence[int], result: Sequence[int], words: Sequence[str]) -> list[str]:
-    """Return the words of an operand of shape `shape` that broadcasts to shape `result`.
-
-    `words` are the words of the result. Trailing dimensions are aligned. A dimension whose size
-    differs from the result's gets the word "1".
+    """Return the notation of an operand of shape `shape` that broadcasts to a result of shape
+    `result` with notation `words`. Dimensions are aligned at the end. A dimension that is broadcast
+    has no axis, so its word is "1".
     """
     offset = len(result) - len(shape)
     return [
@@ -534,7 +574,7 @@ def broadcast_words(shape: Sequence[int], result: Sequence[int], words: Sequence
 
 
 def unsplittable_space(signature: Signature) -> Space:
-    """Return an iteration space without axes, for an operator that cannot be split."""
+    """Return the iteration space of an operator that cannot be split: it has no axes."""
     return space_from_words(
         signature,
         [],
@@ -543,31 +583,34 @@ def unsplittable_space(signature: Signature) -> Space:
 
 
 def space_along_axes(signature: Signature, axes: Iterable[int], mark: str) -> Space:
-    """Return the iteration space of an operator whose first operand and results have equal shapes.
-    The axes in `axes` carry `mark`. No axis indexes the other operands.
+    """Return the iteration space of an operator whose results have the shape of its first operand.
+    The axes of the dimensions `axes` have the mark `mark`. No axis indexes the other operands.
     """
     return space_from_words(signature, [mark_words(signature.words, axes, mark)], [signature.words])
 
 
 def space_with_changed_axes(signature: Signature, axes: Iterable[int], operands: int = 1) -> Space:
     """Return the iteration space of an operator whose first `operands` operands and all results
-    differ in shape only along `axes`. No axis indexes these dimensions or the other operands.
+    differ in shape only in the dimensions `axes`. No axis indexes these dimensions and the other
+    operands.
     """
     words = replace_words(signature.words, axes)
     return space_from_words(signature, [words] * operands, [words])
 
 
 def nonnegative_axis(axis: int, rank: int) -> int:
-    """Return `axis` counted from the front. A negative axis counts from the back."""
+    """Return the index from the front of an axis, which may be negative (counted from the back), of
+    a tensor with `rank` dimensions.
+    """
     return axis + rank if axis < 0 else axis
 
 
 def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
-    """Return the axes from the constant operand `operand` or, if there is none, from the attribute
-    `axes`. Return None if the node has neither.
+    """Return the axes that the constant operand `operand` states or, without such a constant, the
+    attribute `axes`. Return None if the node has neither.
 
-    The axes are nonnegative. Negative axes count from the end of the larger of the first operand
-    and the first result, because some operators add dimensions.
+    The result counts axes from the front. Negative axes are relative to the larger rank of the
+    first operand and the first result, because some operators add dimensions.
     """
     rank = max(signature.rank, len(signature.result().shape))
     if signature.constant(operand) is not None:
@@ -581,8 +624,8 @@ def axes_of(signature: Signature, operand: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class SpatialWindow:
-    """The window of a convolution or pooling, with one entry per spatial axis in each field.
-    `begin` and `end` are the pads, as stated by the node or derived from `auto_pad`.
+    """The window of a convolution or pooling. Each field has one entry per spatial axis. `begin`
+    and `end` are the pads, as the node states them or as `auto_pad` defines them.
     """
 
     kernel: tuple[int, ...]
@@ -593,14 +636,18 @@ class SpatialWindow:
 
     @property
     def reach(self) -> tuple[int, ...]:
-        """The size that a window covers along each axis, including the gaps of dilation."""
+        """Number of elements from the first to the last one that a window reads, along each axis;
+        dilation leaves gaps in between.
+        """
         return tuple(
             dilation * (size - 1) + 1
             for size, dilation in zip(self.kernel, self.dilations, strict=True)
         )
 
     def inside(self, is_split: Callable[[str], bool]) -> SpatialWindow:
-        """Return the window without pads along each axis o0, o1, … that is split."""
+        """Return the window without the pads of spatial axes that are split. `is_split` is called
+        with the name of the axis, o0, o1 and so on.
+        """
         begin, end = (
             tuple(0 if is_split(f"o{axis}") else pad for axis, pad in enumerate(side))
             for side in (self.begin, self.end)
@@ -608,8 +655,8 @@ class SpatialWindow:
         return replace(self, begin=begin, end=end)
 
     def words(self, axis: int, source: int, result: int, splits: bool = True) -> tuple[str, str]:
-        """Return the words (operand, result) of a spatial axis that has size `source` in the
-        operand and `result` in the result. If `splits` is false, the axis is unsplittable.
+        """Return (operand, result): the notation of one spatial dimension, with size `source` in
+        the operand and `result` in the result. Unless `splits` is true, the axis cannot be split.
         """
         word = f"o{axis}"
         stride = self.strides[axis]
@@ -621,8 +668,8 @@ class SpatialWindow:
         return word if is_same else f"[{word} {stride} {-begin} {reach}]", word
 
     def spread(self, source: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sizes that `source` windows cover. A transposed convolution has a result of
-        these sizes before cropping.
+        """Return, for each axis, the size that `source` consecutive windows cover. The result of a
+        transposed convolution has this size before it is cropped.
         """
         return tuple(
             (count - 1) * stride + reach
@@ -630,8 +677,8 @@ class SpatialWindow:
         )
 
     def needed(self, source: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the pads at the end with which `result` windows fit exactly. A pad is negative if
-        the windows do not read the last elements.
+        """Return, for each axis, the pads at the end with which `result` windows exactly cover an
+        operand of size `source`. A pad is negative if the windows do not read the last elements.
         """
         covered = zip(self.spread(result), source, self.begin, strict=True)
         return tuple(whole - extent - begin for whole, extent, begin in covered)
@@ -640,8 +687,8 @@ class SpatialWindow:
 def window_of(
     node: Node, kernel: tuple[int, ...], source: tuple[int, ...], result: tuple[int, ...]
 ) -> SpatialWindow:
-    """Return the window of a convolution or pooling whose spatial sizes are `source` in the operand
-    and `result` in the result.
+    """Return the window of a convolution or pooling node. `kernel` is the size of the window;
+    `source` and `result` are the spatial sizes of operand and result.
     """
     rank = len(kernel)
     policy = node.text("auto_pad", "NOTSET")

@@ -1,5 +1,6 @@
-"""Operators of ONNX Runtime with quantized weights of 2, 4 or 8 bits, in blocks that share a scale.
-A byte contains several weights, lowest bits first. A split never divides a byte or a block.
+"""Definitions of operators of ONNX Runtime with quantized weights of 2, 4 or 8 bits. A byte
+contains several weights, the first in its lowest bits. Blocks of weights share a scale. A split
+never divides a byte or a block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ MICROSOFT_DOMAIN = "com.microsoft."
 
 
 def bits_per_weight(signature: Signature, default: int = 4) -> int:
-    """Return the number of bits per weight. Raise ValueError if it is not 2, 4 or 8."""
+    """Return the attribute `bits`, the number of bits per weight (`default` if it is absent). Raise
+    ValueError if it is not 2, 4 or 8.
+    """
     bits = signature.node.integer("bits", default)
     if bits not in (2, 4, 8):
         raise ValueError(f"a weight consists of {bits} bits, expected 2, 4 or 8")
@@ -29,11 +32,13 @@ def bits_per_weight(signature: Signature, default: int = 4) -> int:
 def _words_of_blocks(
     signature: Signature, points: int, blocks: int
 ) -> tuple[str, str, dict[str, int]] | None:
-    """Return (words of the blocks, words of the zero points, axis sizes). `points` is the index of
-    the zero-point operand.
+    """Return (axes of the blocks, axes of the zero points, axis sizes) in the notation of
+    `autopipe.ir.space`. `points` is the operand index of the zero points, and `blocks` the number
+    of blocks per row.
 
-    Zero points that share a byte are in one axis z and are not split. Return None if the last byte
-    of zero points is not full.
+    If several zero points share a byte, z is the axis of the bytes and p the axis in a byte, which
+    is not split. Return None if the last byte of a row is not full; its blocks then cannot be
+    split.
     """
     per = 8 // bits_per_weight(signature)
     if (
@@ -46,8 +51,11 @@ def _words_of_blocks(
 
 
 def matmul_nbits(signature: Signature) -> Space:
-    """Return the iteration space `*m (q j), n q r, n q, n q -> *m n`: q blocks of j weights in r
-    bytes. With packed zero points, q is (z p): p zero points per byte.
+    """Return the iteration space `*m (q j), n q r, n q, n q -> *m n` (notation:
+    `autopipe.ir.space`) of MatMulNBits: q blocks of j weights, stored in r bytes each. With packed
+    zero points, q is (z p), with p zero points per byte. The inner dimension cannot be split if it
+    is not a multiple of the block size, if its zero points do not fill all bytes, or if the node
+    has operand 4 (`g_idx`).
     """
     node = signature.node
     blocks = signature.operand(1).shape[1]
@@ -74,12 +82,15 @@ def matmul_nbits(signature: Signature) -> Space:
 
 
 def _matmul_flops(signature: Signature, space: Space) -> float:
+    """Return the FLOPs of a MatMulNBits."""
     return 2.0 * signature.result().elements * signature.operand(0).shape[-1]
 
 
 def gather_blocks(signature: Signature) -> Space:
-    """Return the iteration space `v (q r), *i, v q, v q -> *i (q j)`. If v is split, a device
-    contributes the rows of its shard of the table, and zeros for the others.
+    """Return the iteration space `v (q r), *i, v q, v q -> *i (q j)` (notation:
+    `autopipe.ir.space`) of GatherBlockQuantized: a table of v rows with q blocks of j elements,
+    stored in r bytes each. If v is split, a device returns the rows of its own shard of the table,
+    and zeros for all others; the results are added.
     """
     block = signature.node.integer("block_size", 128)
     blocks = signature.operand(2).shape[1]

@@ -33,7 +33,9 @@ REASONS = {
     ),
     "com.microsoft.YieldOp": GRADIENT,
 }
-"""Reason by unsupported operator, with its domain as prefix except for ONNX's default domain."""
+"""Reason why an operator is not supported, by the name of the operator. The name includes the
+domain, except for ONNX's default domain.
+"""
 REASONS_BY_DOMAIN = {
     "ai.onnx.ml": _CLASSICAL,
     "ai.onnx.preview.training": _OPTIMIZER,
