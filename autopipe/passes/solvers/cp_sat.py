@@ -1,4 +1,5 @@
-"""CP-SAT of OR-tools with one worker: limits, result and proven bound.
+"""Run CP-SAT, the constraint solver of OR-tools, with one worker: its limits, and its result with a
+proven bound.
 
 The values of a result are unchecked. Callers check them against their problem before they use them.
 """
@@ -26,33 +27,35 @@ if TYPE_CHECKING:
 __all__ = ["CpResult", "Limit", "OnSolution", "Status", "solve"]
 
 OnSolution = Callable[[int, int], None]
-"""Called with the objective and its bound for each solution that is better than all before."""
+"""Callback of a run: called with (objective, lower bound of the objective) of each solution that is
+better than all earlier solutions.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Limits and seed of a run."""
+    """Limits and random seed of one run of CP-SAT. The limit that is reached first ends the run."""
 
     seconds: float
-    """Maximum seconds of the clock."""
+    """Maximum wall-clock time in seconds."""
     work: float
-    """Maximum deterministic time of the solver. On a fast machine it ends the run, always with the
-    same result.
+    """Maximum deterministic time of the solver, which counts its operations. If this limit ends the
+    run, the result does not depend on the speed of the machine.
     """
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CpResult:
-    """Result of a run. Without an objective, any values are optimal."""
+    """Result of one run of CP-SAT. Without an objective, all valid values count as optimal."""
 
     status: Status
     values: tuple[int, ...] = ()
     """Values of the requested variables, in their order; () if none were found."""
     bound: int | None = None
-    """Lower bound of the objective; None without an objective or without a bound."""
+    """Lower bound of the objective; None if there is no objective or no bound was found."""
     work: float = 0.0
-    """Deterministic time of the run."""
+    """Deterministic time that the run took, in the unit of `Limit.work`."""
 
     @property
     def found(self) -> bool:
@@ -67,12 +70,13 @@ def solve(
     on_solution: OnSolution | None = None,
     relax: bool = False,
 ) -> CpResult:
-    """Run CP-SAT with one search worker and return the result.
+    """Run CP-SAT with one search worker, and return the result with the values of `variables`.
 
-    Equal models and seeds give equal results as long as `limit.work` ends the run. `relax` adds
-    linear relaxations, for models with decisive sums; for orders of blocks the relaxations are weak
-    and take most of the time. Raise AutopipeError for a model that the solver rejects, and
-    KeyboardInterrupt after Ctrl-C.
+    Equal models and seeds give equal results, unless `limit.seconds` ends the run. `relax` adds
+    linear relaxations. They help if sums decide the objective. For models that order tasks they are
+    weak and take most of the time. `on_solution` is called for each better solution.
+
+    Raise AutopipeError for a model that the solver rejects, and KeyboardInterrupt after Ctrl-C.
     """
     from ortools.sat.python import cp_model
 
@@ -80,6 +84,8 @@ def solve(
         return CpResult(Status.UNKNOWN)
 
     class SolutionCallback(cp_model.CpSolverSolutionCallback):
+        """Passes each solution that CP-SAT reports to `on_solution`."""
+
         def on_solution_callback(self) -> None:
             if on_solution is not None:
                 on_solution(
@@ -112,12 +118,12 @@ _STOP_S = 0.05
 def _search(
     solver: CpSolver, model: CpModel, callback: CpSolverSolutionCallback | None
 ) -> CpSolverStatus:
-    """Return the status of a run that Ctrl-C ends with KeyboardInterrupt.
+    """Run CP-SAT in such a way that Ctrl-C raises KeyboardInterrupt, and return the status.
 
-    OR-tools' own SIGINT handler would end the run without an error and leave SIGINT at its default
-    action, so the next Ctrl-C would kill the process. Without it, Python's handler runs, but only
-    while the main thread executes Python code. The run therefore has its own thread, and the
-    caller's thread waits.
+    The SIGINT handler of OR-tools would end the run without an error and then leave SIGINT at its
+    default action, so that the next Ctrl-C would kill the process. It is disabled here. Python's
+    own handler runs only while the main thread executes Python code. The solver therefore runs in
+    another thread, and the caller's thread waits.
     """
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(max_workers=1) as threads:
@@ -125,14 +131,15 @@ def _search(
         try:
             return search.result()
         finally:
-            # A request to stop has no effect if the run has not begun, so it is repeated.
+            # A request to stop has no effect before the solver has begun, so it is repeated until
+            # the solver's thread ends.
             while not search.done():
                 solver.stop_search()
                 wait([search], _STOP_S)
 
 
 def _rounded_up(bound: float) -> int | None:
-    """Return the smallest integer that is not below `bound`, up to rounding errors; None if it is
-    infinite.
+    """Return `bound` rounded up to an integer; None if it is infinite. A bound that exceeds an
+    integer by at most 1e-6, a rounding error, gives this integer.
     """
     return math.ceil(bound - 1e-6) if math.isfinite(bound) else None

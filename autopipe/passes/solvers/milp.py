@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _INTEGRALITY_TOLERANCE = 1e-5
 """Maximum distance from an integer that a solver may leave an integer variable."""
 _ROW_TOLERANCE = 1e-6
-"""Maximum violation of a row, relative to the largest term of the row (at least 1)."""
+"""Maximum violation of a row, relative to the largest absolute term of the row, or to 1 if all
+terms are smaller.
+"""
 _TEXT_TOLERANCE = 1e-6
 """Maximum distance from an integer at which a value read from a solver's text file is rounded to
 that integer.
@@ -33,8 +35,9 @@ that integer.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Model:
-    """Minimise `cost · x` subject to `lower <= x <= upper` and `row_lower <= matrix x <=
-    row_upper`. `integral` is True for the variables that must be integers.
+    """An integer linear program: minimise `cost · x` subject to `lower <= x <= upper` and
+    `row_lower <= matrix x <= row_upper`. `integral` is True for the variables that must be
+    integers.
     """
 
     cost: NDArray[np.float64]
@@ -55,8 +58,8 @@ class Model:
         return float(self.cost @ x)
 
     def violation(self, x: NDArray[np.float64]) -> str:
-        """Return a description of the first constraint that `x` violates beyond rounding errors, or
-        "".
+        """Return a description of the first constraint that `x` violates, or "" if it violates none.
+        Rows may be violated by rounding errors, integers and bounds of variables may not.
         """
         if x.shape != (self.variables,) or not np.isfinite(x).all():
             return (
@@ -84,7 +87,7 @@ class Model:
 
 
 class Builder:
-    """Collects variables and rows of a `Model`, many at a time."""
+    """Builds a `Model` from variables and rows, which are added many at a time."""
 
     def __init__(self) -> None:
         self._variables: list[tuple[NDArray[np.float64], ...]] = []
@@ -101,8 +104,8 @@ class Builder:
         upper: ArrayLike = 1.0,
         integral: ArrayLike = True,
     ) -> NDArray[np.int64]:
-        """Return the indices of `count` new variables. Each property is one value per variable, or
-        one for all.
+        """Add `count` variables and return their indices. Each property is an array with one value
+        per variable, or one value for all of them.
         """
         self._variables.append(
             tuple(_broadcast(each, count) for each in (cost, lower, upper, integral))
@@ -119,10 +122,11 @@ class Builder:
         upper: ArrayLike = np.inf,
         count: int | None = None,
     ) -> None:
-        """Add `count` rows (by default, the largest entry of `row` plus 1).
+        """Add `count` rows, by default the largest entry of `row` plus 1.
 
-        Entry i adds the term `values[i]` * variable `columns[i]` to the new row `row[i]`, counted
-        from 0. Repeated entries add up.
+        Entry i adds the term `values[i]` * variable `columns[i]` to the new row `row[i]`; the first
+        new row is 0. Entries with equal row and variable add up. `lower` and `upper` are the bounds
+        of the rows: one value per row, or one value for all of them.
         """
         rows = np.asarray(row, dtype=np.int64).ravel()
         variables = np.asarray(columns, dtype=np.int64).ravel()
@@ -134,8 +138,8 @@ class Builder:
         self._rows += count
 
     def model(self) -> Model:
-        """Return the model. Raise AutopipeError for a row with a variable that does not exist, and
-        for costs or coefficients that are not finite.
+        """Return the model. Raise AutopipeError if a row has a variable that does not exist, or if
+        a cost or a coefficient is not finite.
         """
         from scipy.sparse import coo_array
 
@@ -148,7 +152,7 @@ class Builder:
         if not np.isfinite(cost).all() or not np.isfinite(values).all():
             raise AutopipeError("a cost or coefficient of the integer program is infinite or NaN")
         positions = rows.astype(np.int64), columns.astype(np.int64)
-        # tocsr() adds up repeated entries; HiGHS rejects a program that contains them.
+        # HiGHS rejects a program with several entries of one row and variable. tocsr() adds them up.
         matrix = coo_array((values, positions), shape=(self._rows, self._count)).tocsr()
         return Model(
             cost, lower, upper, integral.astype(bool), matrix, *_concatenated(self._bounds, 2)
@@ -156,13 +160,16 @@ class Builder:
 
 
 def _broadcast(values: ArrayLike, count: int) -> NDArray[np.float64]:
+    """Return `values`, one number or `count` numbers, as a new vector of `count` numbers."""
     return np.broadcast_to(np.asarray(values, dtype=np.float64), (count,)).copy()
 
 
 def _concatenated(
     parts: Sequence[tuple[NDArray[Any], ...]], width: int
 ) -> list[NDArray[np.float64]]:
-    """Concatenate the arrays at each of the `width` positions of the tuples."""
+    """Return `width` arrays. Array i is the concatenation of the arrays at position i of all tuples
+    in `parts`.
+    """
     return [
         np.concatenate([np.zeros(0), *(part[position] for part in parts)])
         for position in range(width)
@@ -170,17 +177,22 @@ def _concatenated(
 
 
 _LARGEST_COST = 2.0**14
-"""Costs are scaled to about this maximum, because solver tolerances (about 1e-6) are absolute."""
+"""Approximate maximum to which the costs are scaled before a solver runs, because the tolerances of
+solvers (about 1e-6) are absolute.
+"""
 _SAME = 1e-9
-"""Relative difference up to which two costs are equal."""
+"""Relative difference between a cost and its bound up to which both count as equal."""
 
 
 class Status(Enum):
+    """What a solver found and proved."""
+
     OPTIMAL = "optimal"
     """The values are proven optimal within the requested gap."""
     FEASIBLE = "feasible"
+    """Values were found, but they are not proven optimal."""
     INFEASIBLE = "infeasible"
-    """It is proven that no values exist."""
+    """It is proven that no values satisfy all constraints."""
     UNKNOWN = "unknown"
     """Neither values nor a proof were found within the limits."""
 
@@ -214,7 +226,9 @@ class MilpResult:
 
     @property
     def gap(self) -> float:
-        """Fraction of the cost by which it may exceed the minimum; infinite if unknown."""
+        """Maximum fraction of the cost by which the cost exceeds the minimum; infinite if there are
+        no values or no bound.
+        """
         if not self.found or self.bound == -np.inf:
             return np.inf
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
@@ -224,17 +238,21 @@ _OPTIMAL = 0
 _INFEASIBLE = 2
 _UNBOUNDED = 3
 _OTHER = 4
-"""Codes of `scipy.optimize.milp`."""
+"""The last of four status codes of `scipy.optimize.milp`. It stands for results that the other
+codes do not describe, for example numerical difficulties.
+"""
 _NO_MINIMUM = "the objective of the integer program has no minimum: some variable lacks a bound"
 
 
 def solve_with_highs(
     model: Model, seconds: float, gap: float, nodes: int | None, presolve: bool
 ) -> MilpResult | None:
-    """Return the unchecked result of HiGHS on one thread, or None if HiGHS cannot state its result.
+    """Return the unchecked result of HiGHS on one thread, within `seconds` and, unless it is None,
+    `nodes` search nodes. The search ends when the relative gap is at most `gap`.
 
-    HiGHS in scipy accepts no start values. Raise AutopipeError for a model that HiGHS rejects, and
-    for an objective without a minimum.
+    None if HiGHS runs with presolve and cannot classify its result. Start values do not exist,
+    because HiGHS in scipy does not accept any. Raise AutopipeError for a model that HiGHS rejects,
+    and for an objective without a minimum.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -256,7 +274,8 @@ def solve_with_highs(
     if found.status == _UNBOUNDED:
         raise AutopipeError(_NO_MINIMUM)
     if found.status == _INFEASIBLE:
-        # The code is the same for an infeasible model and for a model that HiGHS rejects.
+        # scipy has one code for infeasible models and for models that HiGHS rejects. Only the
+        # message tells which of both it is.
         if "infeasible" not in found.message.lower():
             raise AutopipeError(f"HiGHS rejects the integer program: {found.message}")
         return MilpResult(Status.INFEASIBLE)
@@ -273,13 +292,15 @@ def _solve_with_pulp(
     model: Model, solver: str, seconds: float, gap: float, nodes: int | None, presolve: bool
 ) -> MilpResult | None:
     """Return the unchecked result of `solver` through PuLP, or None if the solver reports neither
-    values nor a proof.
+    values nor a proof that there are none. The limits are those of `solve_with_highs`.
 
-    PuLP returns no bound. If the solver states that its values are optimal within `gap`, the bound
-    is their objective minus that gap. Executables write values with few digits, so a value close to
-    an integer is rounded to it; `solve` rejects values for which this is wrong. Raise
-    ConfigurationError if the solver is not installed or fails, and AutopipeError if the objective
-    has no minimum.
+    PuLP returns no bound. If the solver states that its values are optimal within the relative
+    `gap`, the bound is their objective minus this gap; otherwise it is -infinity. Some solvers are
+    executables that write values with few digits, so a value close to an integer is rounded to this
+    integer. If that makes the values invalid, `solve` rejects them.
+
+    Raise ConfigurationError if the solver is not installed or fails, and AutopipeError if the
+    objective has no minimum.
     """
     program = {
         "cost": model.cost,
@@ -305,8 +326,8 @@ def _solve_with_pulp(
         (model.cost > 0) & np.isneginf(model.lower)
     )
     if result.status == "Infeasible" and may_decrease.any():
-        # Some interfaces report an objective without a minimum as infeasible. Without costs, only
-        # the rows decide.
+        # Some interfaces report "Infeasible" although values exist and the objective has no
+        # minimum. A second run without costs tells both cases apart.
         rows = replace(model, cost=np.zeros_like(model.cost))
         without_costs = _solve_with_pulp(rows, solver, seconds, gap, nodes, presolve)
         if without_costs is not None and without_costs.found:
@@ -327,12 +348,13 @@ def solve(
     solver: str = AUTO,
 ) -> MilpResult:
     """Return the values with the minimum cost, or the best values found within `time_limit` seconds
-    and `nodes` search nodes.
+    and, unless it is None, `nodes` search nodes.
 
-    Values are optimal if their cost exceeds the bound by at most the fraction `gap`. The result is
-    at least as good as the values `start`, if given. `solver` is `auto` (HiGHS inside scipy) or
-    another name of `pulp_client.SOLVER_NAMES`. Solvers use one thread, so that equal programs have
-    equal results unless the time limit ends a run.
+    Values count as optimal if the difference of their cost and its lower bound is at most the
+    fraction `gap` of their cost. If the values `start` are given, the result is at least as good as
+    they are. `solver` is `auto` (HiGHS inside scipy) or another name of
+    `pulp_client.SOLVER_NAMES`. Solvers use one thread, so that equal programs have equal results
+    unless the time limit ends a run.
 
     Raise AutopipeError if `start` violates a constraint or the objective has no minimum, and
     ConfigurationError if the solver is not installed or fails.
@@ -349,8 +371,9 @@ def solve(
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
-    # With presolve, HiGHS sometimes cannot distinguish an infeasible program from one without a
-    # minimum, or returns an invalid result. The second run is without presolve.
+    # With presolve, a solver is faster, but HiGHS sometimes cannot distinguish an infeasible
+    # program from one without a minimum, or returns invalid values. If the first run gives no
+    # valid result, the second run is without presolve.
     for presolve in (True, False):
         left_s = end - time.monotonic()
         unchecked = None
@@ -370,10 +393,13 @@ def solve(
 
 
 def _checked(model: Model, result: MilpResult, gap: float) -> MilpResult | None:
-    """Return the result with its values rounded and checked, or None if they are invalid."""
+    """Return the result with valid values, their cost and their status, or None if its values
+    violate a constraint. Values are first rounded to integers and clipped to their bounds. A result
+    without values is returned unchanged.
+    """
     if not result.found:
         return result
-    # Round integer variables exactly, and clip all values to their bounds.
+    # Solvers return integer variables with a tolerance, but the check requires exact integers.
     integers = np.rint(result.values)
     is_close = np.abs(result.values - integers) <= _INTEGRALITY_TOLERANCE
     rounded = np.where(model.integral & is_close, integers, result.values)
@@ -385,7 +411,9 @@ def _checked(model: Model, result: MilpResult, gap: float) -> MilpResult | None:
 
 
 def _with_status(result: MilpResult, gap: float) -> MilpResult:
-    """Return the result with status OPTIMAL if its bound proves it within `gap`, else FEASIBLE."""
+    """Return the result with status OPTIMAL if its cost is proven to be within the fraction `gap`
+    of the minimum, and otherwise with status FEASIBLE.
+    """
     if result.objective - result.bound <= _SAME * abs(result.objective) + 1e-300:
         result = replace(result, bound=result.objective)
     return replace(result, status=Status.OPTIMAL if result.gap <= gap else Status.FEASIBLE)

@@ -1,9 +1,9 @@
-"""Integer programs that a chosen solver solves through PuLP, in a separate process.
+"""Solve integer programs through PuLP, by a solver that the user chooses, in a separate process.
 
-The process (`solvers/pulp_worker.py`) separates `highspy` from OR-tools, which contains another
-version of HiGHS. It also isolates solvers that crash or ignore their time limit: `_run_worker`
-kills the process and the solver that it started. `milp.solve` checks the values that the process
-returns against every row.
+The process (`solvers/pulp_worker.py`) separates the library `highspy` from OR-tools, which contains
+another version of HiGHS. It also isolates solvers that crash or ignore their time limit:
+`_run_worker` kills the process and the solver that it started. `milp.solve` checks the values that
+the process returns against every row.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from autopipe.ir.output_files import scratch_folder
 from autopipe.passes.solvers.pulp_worker import SOLVERS
 
 AUTO: Final = "auto"
-"""Solver `auto`: HiGHS inside scipy, in this process and without PuLP. It was the fastest in
-autopipe's measurements.
+"""Name of the solver HiGHS inside scipy, which runs in this process and without PuLP. It was the
+fastest solver in autopipe's measurements.
 """
 SOLVER_NAMES: Final = (AUTO, *SOLVERS)
-"""Values of the option `solver`."""
+"""Allowed values of the option `solver`."""
 _MODULE: Final = "autopipe.passes.solvers.pulp_worker"
 _START_S: Final = 60.0
 """Seconds, in addition to the time limit, in which the process must start, build the program and
@@ -44,8 +44,8 @@ _ERROR_LENGTH: Final = 200
 
 @cache
 def installed_solvers() -> dict[str, str | None]:
-    """Return the PuLP interface that runs each solver on this machine, or None if the solver is not
-    installed. Raise AutopipeError if PuLP cannot be loaded.
+    """Return, for each solver of `SOLVERS` by name, the PuLP interface that can run it on this
+    machine, or None if the solver is not installed. Raise AutopipeError if PuLP cannot be loaded.
     """
     found: dict[str, str | None] = json.loads(_run_worker("--list", _START_S))
     return found
@@ -69,7 +69,7 @@ def check_installed(solver: str) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PulpResult:
-    """Result of a solver through PuLP, unchecked."""
+    """Result of a solver that ran through PuLP. Its values are not checked against the program."""
 
     status: str
     """PuLP's name of the status: "Optimal", "Infeasible", "Unbounded", "Not Solved" or "Undefined".
@@ -88,12 +88,12 @@ def solve_with_pulp(
     nodes: int | None,
     presolve: bool,
 ) -> PulpResult:
-    """Return the result of `solver` for a program, found within `seconds` and, if the solver
-    supports such a limit, `nodes` search nodes.
+    """Return the result of `solver` for an integer program, found within `seconds` and, if `nodes`
+    is not None and the solver supports such a limit, within `nodes` search nodes.
 
-    `program` contains the NumPy arrays that `pulp_worker.build_problem` reads. Raise
-    ConfigurationError if the solver is not installed or fails, for example because it has no
-    license.
+    `program` contains the NumPy arrays that `pulp_worker.build_problem` reads. `gap` is the relative
+    gap at which a solver may stop. Raise ConfigurationError if the solver is not installed or
+    fails, for example because it has no license.
     """
     check_installed(solver)
     request = {
@@ -103,7 +103,7 @@ def solve_with_pulp(
         "nodes": nodes,
         "presolve": presolve,
     }
-    # PuLP does not remove its files if the solver fails, so it writes them to a scratch folder.
+    # PuLP leaves its files behind if the solver fails. In a scratch folder they are removed.
     with scratch_folder("milp") as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.savez(folder / "program.npz", **program)
@@ -111,7 +111,7 @@ def solve_with_pulp(
             _run_worker(
                 str(folder), seconds + _START_S, {"TMPDIR": str(folder), "TMP": str(folder)}
             )
-        except subprocess.TimeoutExpired:  # The solver ignores its time limit.
+        except subprocess.TimeoutExpired:  # The solver ignored its time limit and was killed.
             return PulpResult("Not Solved", is_optimal=False, values=None)
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
         if answer["status"] == "failed":
@@ -124,8 +124,8 @@ def solve_with_pulp(
 
 
 def _run_worker(argument: str, seconds: float, environment: Mapping[str, str] | None = None) -> str:
-    """Run the worker process, with `environment` added to the environment of this process, and
-    return its standard output.
+    """Run the worker process with the command-line argument `argument`, and return its standard
+    output. `environment` contains environment variables in addition to those of this process.
 
     The worker and the solver that it starts form a process group. The group is killed when the time
     is over or this process is interrupted. Raise TimeoutExpired after `seconds`, and AutopipeError

@@ -42,16 +42,18 @@ SOLVERS: Final[Mapping[str, tuple[str, ...]]] = {
     "copt": ("COPT", "COPT_CMD"),
     "cuopt": ("CUOPT",),
 }
-"""PuLP interfaces of each solver. The first one that is installed is used."""
+"""By name of a solver, the PuLP interfaces that can run it. The first interface that is installed is
+used.
+"""
 
 _PARENT_CHECK_S: Final = 0.5
-"""Seconds between two checks that the parent process exists."""
+"""Seconds between two checks whether the parent process still exists."""
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 def installed_interface(name: str) -> str | None:
-    """Return the first PuLP interface of solver `name` that is installed, or None."""
+    """Return the first PuLP interface of solver `name` that is installed and usable, or None."""
     import pulp
 
     silent = {"msg": False, "_skip_v4_deprecation": True}
@@ -80,8 +82,12 @@ def _accepted_options(interface: str, options: Mapping[str, object]) -> dict[str
 
 
 def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
-    """Return (problem, variables): the program in PuLP's form, and its variables in the order of
-    `cost`. A row with two different finite bounds becomes two constraints.
+    """Return (problem, variables): the integer program as PuLP problem, and its variables in the
+    order of `arrays["cost"]`.
+
+    `arrays` contains the fields of `solvers/milp.Model` by name, with the matrix as compressed
+    sparse rows `indptr`, `indices` and `data`. A row with two different finite bounds becomes two
+    constraints.
     """
     import pulp
 
@@ -119,8 +125,8 @@ def build_problem(arrays: Arrays) -> tuple[Any, list[Any]]:
 
 
 def solve(folder: Path) -> dict[str, Any]:
-    """Solve the request in `folder` and return the content of `answer.json`. Write `values.npy` if
-    values were found.
+    """Solve the request in `folder`, and return the content of `answer.json` for `main` to write.
+    Write `values.npy` if values were found.
     """
     import pulp
 
@@ -165,8 +171,8 @@ def solve(folder: Path) -> dict[str, Any]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process group, including the solver, when process `parent` is no longer the parent
-    of this process.
+    """Wait until the process with id `parent` has ended, and then kill this process group, which
+    includes the solver. Run this in a thread of its own.
     """
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
@@ -174,7 +180,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Run the command line and return the exit code."""
+    """Run the worker with the command-line arguments `words`, and return the exit code."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     if words == ["--list"]:
         sys.stdout.write(json.dumps({name: installed_interface(name) for name in SOLVERS}) + "\n")

@@ -1,4 +1,5 @@
-"""Pairwise min-sum models and exact solvers, with numpy only.
+"""Pairwise min-sum models and exact solvers, with numpy only. In such a model, each node chooses one
+configuration, and the sum of the costs of nodes and of pairs of nodes is minimised.
 
     model = MinSum(
         costs=(vector, ...),                       # per node: cost of each configuration
@@ -13,9 +14,9 @@ Costs are int64 or float64 arrays. Integers give an exact int as cost; float64 i
 and faster. `np.inf` forbids a configuration or a pair. Use one array object for repeated layers:
 equal work is then done once.
 
-If no choice fits in memory, the result is the choice with the least memory found, and `fits` is
-False; `proven` is True if no choice needs less memory. If the time limit ends the search before it
-finds a choice, the cost is inf.
+If no choice fits in memory, the result is the choice with the smallest memory that was found, and
+`fits` is False; `proven` is then True if no choice needs less memory. If the time limit ends the
+search before it finds a choice without a forbidden configuration or pair, the cost is inf.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ def solve(
     time_limit: float | None = None,
     patience: float = DEFAULT_WORK_S,
 ) -> Assignment:
-    """Return the cheapest choice whose memory is at most `memory_limit` bytes.
+    """Return the cheapest choice whose memory is at most `memory_limit` bytes; None is no limit. If
+    no choice fits, return the choice with the smallest memory.
 
-    The budget is counted in work, not time: the work of `time_limit` seconds or, without a time
-    limit, of `patience` seconds. The clock only ends a search that a slow machine cannot finish
-    within the time limit. A result without proof has the best bound found. Raise InfeasibleError if
-    every choice is forbidden.
+    The budget of the search is an amount of work, so that equal models have equal results: the work
+    that a machine is assumed to do in `time_limit` seconds or, without a time limit, in `patience`
+    seconds. If the machine is slower, the clock ends the search after `time_limit` seconds. If the
+    budget does not suffice for a proof, the result is the best choice found, with the best lower
+    bound found. Raise InfeasibleError if every choice is forbidden.
     """
     budget = Budget(time_limit, patience)
     simple = merge_edges(model)

@@ -1,12 +1,13 @@
 """Branch and bound for min-sum models without a memory limit: dual bound, pruning of
-configurations, elimination of the remaining ones, and branching.
+configurations, exact elimination of nodes, and branching.
 
-A part (`Subproblem`) is a set of configurations of each node. Sweeps of the dual raise a lower
-bound of each configuration: the cost of any choice with it. Configurations whose bound exceeds the
-best known cost are dropped. The configurations up to a threshold are then solved exactly by
-elimination. If the result costs no more than the threshold, it is optimal for the part, because
-each choice with another configuration costs more. Otherwise the part is split in two, and the part
-with the lowest bound is next.
+A part of the search (`Subproblem`) contains a set of configurations of each node. Sweeps of the
+dual raise a lower bound per configuration: on the cost of any choice that contains it.
+Configurations whose bound exceeds the best known cost are dropped. The part restricted to the
+configurations whose bound is at most a threshold is then solved exactly by elimination. If the
+result costs no more than the threshold, it is optimal for the whole part, because each choice with
+another configuration costs more. Otherwise the part is split in two, and the part with the lowest
+bound is searched next.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from autopipe.passes.solvers.min_sum.model import (
 )
 
 ROUNDING = 1e-11
-"""Relative rounding error of a sum of many terms, assumed as an upper bound; a sum of two terms
-loses at most 1e-16.
+"""Assumed maximum of the relative rounding error of a sum of many terms. The error of a sum of two
+terms is about 1e-16.
 """
 
 
@@ -86,7 +87,7 @@ class Dual:
     """Upper bound of the rounding error of `bound` and `configuration_bounds`."""
 
     def __init__(self, model: MinSum) -> None:
-        """Make the dual of a merged model."""
+        """Make the dual of `model`, which must be merged (`merge_edges`)."""
         floats: dict[int, Array] = {}
         self._costs = [costs.astype(np.float64) for costs in model.costs]
         self._matrices = [
@@ -105,7 +106,9 @@ class Dual:
                 row_minima[id(matrix)] = matrix.min(axis=1)
         to_source = [row_minima[id(matrix)].copy() for matrix in self._matrices]
         self._messages = to_source, [np.zeros(matrix.shape[1]) for matrix in self._matrices]
-        """Per edge, the costs that were moved to its source, and to its target."""
+        """(to sources, to targets): two lists with one vector per edge, the costs that were moved
+        from the edge to each configuration of its source, and of its target.
+        """
         parts = [costs.min() for costs in self._costs] + [costs.min() for costs in to_source]
         self.rounding = ROUNDING * float(np.abs(parts).sum())
         self.bound = 0.0
@@ -114,18 +117,21 @@ class Dual:
 
     @property
     def work(self) -> int:
-        """Work of a sweep, in sums that are formed and compared, including overhead."""
+        """Work of one sweep, in the unit of `Budget`: sums that are formed and compared, and
+        overhead.
+        """
         return self.cells([len(costs) for costs in self._costs]) + CALL_OVERHEAD * (
             len(self._ends) + len(self._costs)
         )
 
     def cells(self, sizes: Sequence[int]) -> int:
-        """Return the number of sums of a sweep for these numbers of configurations."""
+        """Return the number of sums that a sweep forms if node i has `sizes[i]` configurations."""
         return sum(sizes[source] * sizes[target] for source, target in self._ends)
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
-        """Sweep forward or backward. Return a choice: each node takes its cheapest configuration,
-        given the configurations of the nodes visited before it.
+        """Sweep in ascending order of the nodes if `forward`, otherwise in descending order. Return
+        a choice: each node takes its cheapest configuration, given the configurations of the nodes
+        visited before.
         """
         choice = [0] * len(self._costs)
         for node, visited, unvisited in self._visits(forward):
@@ -145,8 +151,8 @@ class Dual:
                 self._visit(node, visited, unvisited, forward)
 
     def pair_bounds(self) -> list[Array]:
-        """Sweep backward, and return per edge a matrix of lower bounds of all choices with both
-        configurations.
+        """Sweep backward. Return one matrix per edge, with a lower bound for each pair of
+        configurations: on the cost of all choices that contain both.
         """
         pair_bounds = list(self._matrices)
         for node, visited, unvisited in self._visits(forward=False):
@@ -168,8 +174,8 @@ class Dual:
             )
 
     def _visit(self, node: int, visited: list[int], unvisited: list[int], forward: bool) -> Array:
-        """Perform the three steps of a sweep (see `Dual`) for one node. Return the rest r of step
-        2.
+        """Perform the three steps of a sweep (see `Dual`) for one node, whose edges to nodes that the
+        sweep has and has not visited are given. Return the rest r of step 2.
         """
         collected = self._messages[forward]
         distributed = self._messages[not forward]
@@ -186,7 +192,7 @@ class Dual:
         return rest
 
     def copy(self) -> Dual:
-        """Return a copy that shares no array which is changed in place."""
+        """Return a copy. Changes of the copy do not change this dual, and vice versa."""
         other = copy.copy(self)
         other._matrices = list(self._matrices)
         other._costs, other.configuration_bounds, *messages = (
@@ -197,7 +203,9 @@ class Dual:
         return other
 
     def restrict(self, kept: Sequence[Array]) -> None:
-        """Restrict each node to the configurations at these ascending indices."""
+        """Restrict each node to some of its present configurations. `kept` contains their indices
+        per node, ascending.
+        """
         changed = [len(keep) < len(costs) for keep, costs in zip(kept, self._costs, strict=True)]
         for node, keep in enumerate(kept):
             if changed[node]:
@@ -212,7 +220,9 @@ class Dual:
                     messages[edge] = messages[edge][kept[end]]
 
     def _extract_minimum(self, node: int) -> Array:
-        """Perform step 2 of a sweep (see `Dual`) for one node. Return the rest r."""
+        """Perform step 2 of a sweep (see `Dual`) for one node: move the minimum of its costs to
+        `bound`. Return the rest r, one value per configuration.
+        """
         total = self._costs[node].copy()
         for edge in self._out[node]:
             total += self._messages[0][edge]
@@ -226,8 +236,8 @@ class Dual:
 
 
 def minimum_difference(matrix: Array, vector: Array, axis: int) -> Array:
-    """Return the minimum along `axis` of the matrix minus the vector. The vector has an entry per
-    index of that axis.
+    """Return the minimum along `axis` of `matrix - vector`. The vector has one entry per index of
+    this axis. The difference is formed in blocks that fit in the CPU cache.
     """
     if matrix.size <= BLOCK_ENTRIES:
         difference = matrix - (vector if axis == 1 else vector[:, None])
@@ -245,13 +255,16 @@ def minimum_difference(matrix: Array, vector: Array, axis: int) -> Array:
 
 
 class Subproblem:
-    """A part of the search: a set of configurations of a merged model, and its dual."""
+    """A part of the search: a merged model with only some configurations of each node, and the dual
+    of this restricted model.
+    """
 
     kept: KeptConfigurations
+    """The configurations of each node that are in the part."""
 
     def __init__(self, model: MinSum, kept: KeptConfigurations) -> None:
-        """Make a part with the configurations `kept`. Raise InfeasibleError if a node has no
-        configuration with allowed pairs for all neighbours.
+        """Make a part of `model` with the configurations `kept`, without those that no allowed
+        choice of neighbours permits. Raise InfeasibleError if a node has none left.
         """
         self._support = AllowedConfigurations(model)
         self.kept = self._support.of_kept(kept)
@@ -273,7 +286,9 @@ class Subproblem:
         )
 
     def sweep(self, forward: bool) -> tuple[int, ...]:
-        """Sweep the dual once, and return the choice that it found."""
+        """Sweep the dual once, in ascending order of the nodes if `forward`, and return the choice
+        that the sweep found.
+        """
         return configurations_at(self.kept, self.dual.sweep(forward))
 
     def within(self, threshold: float) -> list[Array]:
@@ -286,12 +301,13 @@ class Subproblem:
         ]
 
     def at(self, positions: KeptConfigurations) -> list[Array]:
-        """Return the configurations at these positions."""
+        """Return, per node, the configurations at these positions of `kept`."""
         return [keep[places] for keep, places in zip(self.kept, positions, strict=True)]
 
     def drop_above(self, threshold: float) -> None:
-        """Drop configurations whose lower bound exceeds `threshold`, if this at least halves the
-        work of a sweep. Raise InfeasibleError if a node has none left.
+        """Drop configurations whose lower bound exceeds `threshold`, if this more than halves the
+        work of a sweep. Raise InfeasibleError if the bounds of all configurations of a node exceed
+        the threshold.
         """
         positions = self.within(threshold)
         sizes = [len(of_node) for of_node in positions]
@@ -301,8 +317,9 @@ class Subproblem:
             self._restrict_to(positions)
 
     def _restrict_to(self, positions: KeptConfigurations) -> None:
-        """Restrict the part to these positions, and drop configurations without an allowed pair for
-        a neighbour. Raise InfeasibleError if a node has none left.
+        """Restrict the part to the configurations at `positions` of `kept`, and drop configurations
+        that have no allowed pair with some neighbour. Raise InfeasibleError if a node has no
+        configuration left.
         """
         kept = self._support.of_kept(self.at(positions))
         self.dual.restrict(
@@ -311,8 +328,8 @@ class Subproblem:
         self.kept = kept
 
     def subset(self, positions: KeptConfigurations) -> Subproblem:
-        """Return a new part with the configurations at these positions. Raise InfeasibleError if a
-        node has none left.
+        """Return a new part with the configurations at `positions` of `kept`. Raise InfeasibleError
+        if a node has no configuration left.
         """
         part = copy.copy(self)
         part.dual = self.dual.copy()
@@ -320,11 +337,13 @@ class Subproblem:
         return part
 
     def split(self) -> list[Subproblem]:
-        """Split the part in two at one node: its configurations with the lower bounds, and those
-        with the higher bounds. Return the parts that are feasible.
+        """Return up to two parts that divide this part at one node: one part has the half of the
+        node's configurations with the lower bounds, the other part has the other half. A part
+        without an allowed choice is omitted.
 
-        The node has many configurations and many neighbours that are not fixed. If all nodes are
-        fixed, return no part; a sweep has then found the only choice.
+        A node with many configurations and many undecided neighbours is preferred. A node is
+        undecided if it has more than one configuration. Without undecided nodes the result is
+        empty; a sweep has then found the only choice.
         """
         open_nodes = {node for node, keep in enumerate(self.kept) if len(keep) > 1}
         if not open_nodes:
@@ -344,26 +363,26 @@ class Subproblem:
 
 
 GAP_FRACTIONS = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Thresholds for elimination, as fractions of the gap between bound and best cost. The first one
-whose work is allowed is used.
+"""Thresholds for elimination, as fractions of the gap between lower bound and best cost, in the
+order in which they are tried. The first threshold whose work is allowed is used.
 """
 
 
 class Incumbent:
-    """The best known choice of a merged model within a memory limit in bytes."""
+    """The best known choice of a merged model whose memory is at most `limit` bytes."""
 
     def __init__(self, model: MinSum, limit: Number = math.inf, bound: float = -math.inf) -> None:
         self.model = model
         self.limit = limit
         self.bound = bound
         self.choice: tuple[int, ...] = ()
-        """() if none is known."""
+        """The best known choice; () if there is none."""
         self.cost: Number = math.inf
         self.memory: Number = 0
-        """Bytes of the choice; 0 without a memory limit."""
+        """Bytes of the best known choice; 0 if there is no memory limit."""
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Store the choice if it fits in memory and costs less than the stored one."""
+        """Store `choice` if it fits in memory and costs less than the stored choice."""
         cost = self.model.cost_of(choice)
         if self.choice and cost >= self.cost:
             return
@@ -375,27 +394,32 @@ class Incumbent:
 
 
 class Objective(Incumbent):
-    """Goal of a search without a memory limit: the minimum cost of a merged model. `bound` is a
-    lower bound of all choices in the model that is searched.
+    """Goal of a search without a memory limit: the choice with the minimum cost in a merged model,
+    and the best choice known so far. `bound` is a lower bound of all choices in the model that is
+    searched.
     """
 
     @property
     def cutoff(self) -> float:
-        """Cost, in the model that is searched, from which a part cannot contain a better choice."""
+        """The best known cost, in the model that is searched. A part whose bound reaches it contains
+        no better choice.
+        """
         return float(self.cost)
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """Solve the part restricted to its cheapest configurations by elimination, and offer the
-        result.
+        """Solve the part, restricted to configurations with bounds up to a threshold, by elimination,
+        and offer the result as best choice. Return (bound, work).
+
+        bound: a lower bound of all choices in the part that are better than the best known choice.
+        work: the work that was done, in sums; 0 if no threshold was possible.
 
         `low` is a known lower bound of the part. The threshold is low + fraction * (top - low) for
-        the first of `GAP_FRACTIONS` whose work is at most `work`; top is the best known cost, or
-        the largest configuration bound if this is smaller. Return (bound, work): a lower bound of
-        all choices in the part that are better than the best known one, and the work that was done.
+        the first of `GAP_FRACTIONS` whose elimination needs at most `work` sums. `top` is the best
+        known cost, or the largest configuration bound if this is smaller.
 
-        If no choice of the restricted part is better, each better choice contains a configuration
-        above the threshold, so the threshold is such a bound. For fraction 1, no better choice
-        contains such a configuration, so the bound is the cutoff.
+        Each choice that is not in the restricted part contains a configuration above the threshold.
+        So after the elimination, all better choices cost at least the threshold. For fraction 1, no
+        better choice can contain a configuration above the threshold, so the bound is the cutoff.
         """
         top = min(
             self.cutoff,
@@ -418,19 +442,22 @@ class Objective(Incumbent):
 
 
 MIN_PROGRESS = 0.1
-"""Sweeps continue as long as a forward and a backward sweep close this fraction of the gap."""
+"""Minimum fraction of the gap that a forward and a backward sweep must close. Otherwise the sweeps
+of a part end.
+"""
 STALLED_WORK_FACTOR = 50
-"""If sweeps make no progress, elimination may do this multiple of the sweeps' work before the part
-is split.
+"""Maximum work of the last elimination before a part is split, as a multiple of the work of the
+part's sweeps.
 """
 ALWAYS_ALLOWED_WORK = 1e5
 """Work that is always allowed for an elimination, in sums."""
 
 
 def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
-    """Search for the goal's best choice in the part `root`. Return a lower bound, in the model that
-    is searched, of all choices better than the stored one. If it reaches the goal's cutoff, the
-    stored choice is optimal.
+    """Search for the goal's best choice in the part `root`, and store it in `goal`. Return a lower
+    bound, in the model that is searched, of all choices that are better than the stored choice. If
+    the bound reaches the goal's cutoff, the stored choice is optimal. It does not if the budget
+    ends first.
     """
     parts = [(max(goal.bound, root.bound), 0, root)]
     created = 0
@@ -449,8 +476,9 @@ def search(root: Subproblem, goal: Objective, budget: Budget) -> float:
 
 
 def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> float:
-    """Sweep and eliminate in a part to improve the goal's choice and the part's bound. Return the
-    bound; it is the cutoff if the part contains no better choice.
+    """Improve the goal's choice and the lower bound `bound` of a part by sweeps and eliminations,
+    until the sweeps make too little progress. Return the improved bound; it is the goal's cutoff if
+    the part contains no better choice.
     """
     work = 0.0
     before = -math.inf
@@ -478,21 +506,23 @@ def _refine(part: Subproblem, bound: float, goal: Objective, budget: Budget) -> 
 
 
 class ReducedStart:
-    """A merged model without its nodes of at most two neighbours (`reduced`), as the first part of
-    a search.
+    """The first part of a search: a merged model from which nodes with at most two neighbours were
+    eliminated (`reduced`).
     """
 
     def __init__(self, model: MinSum, budget: Budget) -> None:
-        """Reduce the model. Raise InfeasibleError if a node has no allowed configuration."""
+        """Reduce the model, with work from `budget`. Raise InfeasibleError if a node of the reduced
+        model has no allowed configuration.
+        """
         self._model = model
         self.reduction = reduced(model, sum(edge.costs.size for edge in model.edges))
         budget.spend(self.reduction.work)
         self.part = Subproblem(self.reduction.model, all_configurations(self.reduction.model))
 
     def solve(self, budget: Budget) -> Assignment:
-        """Return the cheapest choice without a memory limit. If the budget ends first, return the
-        best choice found with its bound; its cost is inf if none was found. Raise InfeasibleError
-        if every choice is forbidden.
+        """Return the cheapest choice of the original model without a memory limit. If the budget
+        ends first, return the best choice found with a lower bound; its cost is inf if each choice
+        that was found is forbidden. Raise InfeasibleError if every choice is forbidden.
         """
         goal = Objective(self.reduction.model)
         bound = search(self.part, goal, budget)

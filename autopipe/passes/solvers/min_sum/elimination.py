@@ -11,9 +11,9 @@ The dependent set D(i) is the set of the other nodes of these factors, all of th
 order. F_i is a factor of the remaining nodes. Going through the order backwards, the best
 configuration of v(i) follows from those of D(i).
 
-With K configurations per node, an elimination takes O(K^(1 + max |D(i)|)) time per node. Nodes with
-one or two neighbours never leave a table larger than a matrix. `reduced` eliminates them first, and
-the tables of one of several equal layers serve all of them.
+With K configurations per node, an elimination takes O(K^(1 + max |D(i)|)) time per node. The
+elimination of a node with one or two neighbours leaves a vector or a matrix. `reduced` eliminates
+such nodes first, and computes the tables of several equal layers once.
 
 Example: in a chain a - b - c, eliminating a leaves a vector over b, eliminating b a vector over c.
 The minimum of the last vector is the minimum cost.
@@ -47,11 +47,11 @@ from autopipe.passes.solvers.min_sum.model import (
 )
 
 Neighbours: TypeAlias = list[set[int]]
-"""The neighbours of each node, i.e. the nodes with a common edge."""
+"""A graph: for each node, its neighbours, which are the nodes with a common edge."""
 
 
 def neighbours(model: MinSum) -> Neighbours:
-    """Return the neighbours of each node of a model."""
+    """Return the neighbours of each node of `model`: the nodes with which it has an edge."""
     neighbours_of: Neighbours = [set() for _ in model.costs]
     for edge in model.edges:
         if edge.source != edge.target:
@@ -61,8 +61,8 @@ def neighbours(model: MinSum) -> Neighbours:
 
 
 def with_choice(neighbours_of: Neighbours, sizes: Sequence[int]) -> Neighbours:
-    """Return the graph of the nodes with more than one configuration. The other nodes have no
-    neighbours.
+    """Return the graph without the edges of nodes that have a single configuration. `sizes` contains
+    the number of configurations of each node.
     """
     free = {node for node, elimination_size in enumerate(sizes) if elimination_size > 1}
     return [
@@ -77,7 +77,7 @@ def breadth_first(neighbours_of: Neighbours) -> tuple[int, ...]:
     for start in range(len(neighbours_of)):
         component = [] if start in seen else [start]
         seen.add(start)
-        for node in component:  # The loop visits nodes that it appends.
+        for node in component:  # The loop also visits the nodes that it appends to `component`.
             found = sorted(neighbours_of[node] - seen)
             component += found
             seen.update(found)
@@ -95,11 +95,12 @@ def generate_seq(neighbours_of: Neighbours) -> tuple[int, ...]:
 
 
 def min_fill(neighbours_of: Neighbours) -> tuple[int, ...]:
-    """Return an order in which the next node is one whose elimination adds the fewest edges between
-    its neighbours.
+    """Return an elimination order in which the next node is the one whose elimination adds the
+    fewest edges between its neighbours; ties go to the lowest index.
     """
 
     def fill(graph: Neighbours, node: int) -> int:
+        """Return the number of pairs of neighbours of `node` that have no edge."""
         return sum(two not in graph[one] for one, two in combinations(graph[node], 2))
 
     return _greedy_order(
@@ -110,8 +111,9 @@ def min_fill(neighbours_of: Neighbours) -> tuple[int, ...]:
 
 
 def smallest_table(neighbours_of: Neighbours, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return an order in which the next node is one whose elimination leaves the smallest table,
-    given the numbers of configurations.
+    """Return an elimination order in which the next node is the one whose elimination leaves the
+    smallest table; ties go to the lowest index. `sizes` contains the number of configurations of
+    each node.
     """
     bits = [math.log2(size) for size in sizes]
     return _greedy_order(
@@ -126,12 +128,12 @@ def _greedy_order(
     score: Callable[[Neighbours, int], float],
     touched: Callable[[Neighbours, set[int]], Iterable[int]],
 ) -> tuple[int, ...]:
-    """Return the order that repeatedly eliminates the node with the lowest score; ties go to the
-    lowest index.
+    """Return the elimination order in which the next node is the one with the lowest score; ties go
+    to the lowest index.
 
-    `score(graph, node)` is the score of a node in the graph of the remaining nodes. Eliminating a
-    node connects its neighbours with each other; `touched(graph, neighbours)` returns the nodes
-    whose score may change by this.
+    `score(graph, node)` returns the score of a node in the graph of the remaining nodes. An
+    elimination connects the neighbours of the eliminated node with each other;
+    `touched(graph, neighbours)` then returns the nodes whose score may have changed.
     """
     graph = [set(adjacent) for adjacent in neighbours_of]
     scores = [score(graph, node) for node in range(len(graph))]
@@ -153,8 +155,8 @@ def _greedy_order(
 
 
 def _eliminate_from_graph(graph: Neighbours, node: int) -> set[int]:
-    """Remove a node from the graph and connect its neighbours with each other. Return the
-    neighbours.
+    """Change `graph`: remove the edges of `node` and connect its neighbours with each other. Return
+    the neighbours.
     """
     connected = graph[node]
     for other in connected:
@@ -181,10 +183,13 @@ class TableTooLargeError(AutopipeError):
 def elimination_size(
     neighbours_of: Neighbours, configurations: Sequence[int], order: Sequence[int]
 ) -> tuple[int, int]:
-    """Return (entries, work) of eliminating the nodes in this order.
+    """Return (entries, work) of an elimination of all nodes in the order `order`.
 
-    - entries: number of entries of all tables, 8 bytes each, which are held until the end.
+    - entries: number of entries of all tables together. An entry has 8 bytes, and all tables stay
+      in memory until the end.
     - work: number of sums that are formed and compared.
+
+    `configurations` contains the number of configurations of each node.
     """
     graph = [set(adjacent) for adjacent in neighbours_of]
     entries = work = 0
@@ -196,7 +201,9 @@ def elimination_size(
 
 
 class Factor(NamedTuple):
-    """A table over the nodes `scope`, in the order of their elimination."""
+    """A table with one axis per node of `scope`, in the order in which these nodes are
+    eliminated.
+    """
 
     scope: tuple[int, ...]
     table: Array
@@ -205,12 +212,12 @@ class Factor(NamedTuple):
 def eliminate(
     model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES
 ) -> Assignment:
-    """Return the cheapest choice, by eliminating the nodes in one of the `ORDERINGS`. Memory is not
-    limited.
+    """Return the cheapest choice of `model`, without a memory limit, by eliminating the nodes in the
+    order of `ORDERINGS[ordering]`.
 
     Raise TableTooLargeError, before any table is computed, if the tables need more than `max_bytes`
-    in total; InfeasibleError if every choice is forbidden; ConfigurationError for an unknown
-    ordering.
+    bytes in total. Raise InfeasibleError if every choice is forbidden, and ConfigurationError for
+    an unknown ordering.
     """
     simple = absorb_fixed_nodes(merge_edges(model))
     if ordering not in ORDERINGS:
@@ -222,16 +229,19 @@ def eliminate(
 
 
 def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYTES) -> Assignment:
-    """Return the cheapest choice of a merged model, by eliminating its nodes in `order`. Raise the
-    errors of `eliminate`.
+    """Return the cheapest choice of a merged model, by eliminating its nodes in the order `order`.
 
-    Each factor is stored in the bucket of the first of its nodes in `order`. When a node is next,
-    its bucket therefore contains all factors with this node. By induction, minimising their sum
-    over the node also minimises over all nodes before it.
+    Each node has a bucket, a list of factors. A factor is stored in the bucket of the first of its
+    nodes in `order`. When a node is eliminated, its bucket therefore contains all remaining factors
+    with this node. By induction, the minimum of their sum over the node is also the minimum over
+    all nodes that were eliminated before and contribute to them.
+
+    Raise TableTooLargeError, before any table is computed, if the tables need more than `max_bytes`
+    bytes in total, and InfeasibleError if every choice is forbidden.
     """
     needed = 8 * elimination_size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
-        # For hundreds of operators, the number exceeds all units.
+        # With hundreds of operators, the number of bytes can exceed all units of `bytes_text`.
         needed_text = bytes_text(needed) if needed < 2**70 else f"2^{needed.bit_length() - 1} B"
         raise TableTooLargeError(
             f"elimination requires {needed_text} of tables, above the maximum of "
@@ -269,10 +279,11 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
 def _minimum_over_first(
     factors: list[Factor], axes: tuple[int, ...], known: dict[tuple[object, ...], Array]
 ) -> Array:
-    """Return the minimum of the sum of the factors over the first node of `axes`, as a table over
-    the others.
+    """Return the minimum over the first node of `axes` of the sum of `factors`, as a table over the
+    other nodes of `axes`.
 
-    `known` caches results by the memory locations of the tables, which are all held until the end.
+    `known` caches results by the memory locations of the factors' tables. The locations stay valid
+    because all tables stay in memory until the end of the elimination.
     """
     tables = []
     for factor in factors:
@@ -285,15 +296,15 @@ def _minimum_over_first(
 
 
 def memory_location(table: Array) -> tuple[object, ...]:
-    """Return (address, shape, strides, type) of an array. Different arrays that are both held have
-    different results.
+    """Return (address, shape, strides, type) of an array. The results of two arrays in memory are
+    equal only if both are views of the same data.
     """
     return table.ctypes.data, table.shape, table.strides, table.dtype.char
 
 
 def minimum_of_sum(tables: list[Array]) -> Array:
-    """Return the minimum over the first axis of the sum of tables, which are broadcast against each
-    other. The sum is formed block by block.
+    """Return the minimum over the first axis of the sum of `tables`, which are broadcast to a common
+    shape. The sum is formed in blocks that fit in the CPU cache.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     tables = sorted(tables, key=lambda table: table.size)
@@ -301,8 +312,8 @@ def minimum_of_sum(tables: list[Array]) -> Array:
     inner = math.prod(shape[2:])
 
     def current(table: Array) -> Array:
-        """Return the part of `table` for the indices `rows` of axis 0 and `block` of axis 1. An
-        axis of size 1 is broadcast and returned in full.
+        """Return the part of `table` at the indices `rows` of axis 0 and `block` of axis 1, which
+        the loops below set. An axis of size 1 is broadcast, so it is returned in full.
         """
         return table[
             rows if table.shape[0] > 1 else slice(None),
@@ -326,9 +337,11 @@ Table = TypeVar("Table")
 
 
 class Contraction(Generic[Table]):
-    """A merged model from which nodes with one or two neighbours are eliminated one by one.
+    """The state of an elimination of nodes with one or two neighbours from a merged model: the
+    remaining nodes and edges, with their tables.
 
-    Tables of nodes and edges may be of any type that `transpose` and `add` support.
+    Tables may be of any type; the function `transpose` exchanges the two nodes of an edge's table,
+    and the function `add` adds two tables.
     """
 
     def __init__(
@@ -340,8 +353,8 @@ class Contraction(Generic[Table]):
     ) -> None:
         self.node_tables = dict(enumerate(node_tables))
         self.neighbours_of: dict[int, dict[int, Table]] = {node: {} for node in self.node_tables}
-        """Per remaining node, the table [configurations of the node, of the neighbour] of each
-        neighbour.
+        """Per remaining node: by neighbour, the table of their edge, of shape [configurations of
+        the node, configurations of the neighbour].
         """
         self._transpose = transpose
         self._add = add
@@ -349,15 +362,18 @@ class Contraction(Generic[Table]):
             self._link(first, second, table)
 
     def tables(self, node: int) -> list[Table]:
-        """Return the tables that contain a node: its own, then that of each neighbour by ascending
-        index.
+        """Return the table of the node `node`, then the tables of its edges by ascending index of
+        the neighbour.
         """
         edge_tables = self.neighbours_of[node]
         return [self.node_tables[node], *(edge_tables[end] for end in sorted(edge_tables))]
 
     def eliminate(self, node: int, minimum: Table) -> tuple[int, ...]:
-        """Remove a node, and add `minimum`, its minimum over the configurations, to its one or two
-        neighbours. Return the neighbours in ascending order.
+        """Remove the node `node`, and return its one or two neighbours in ascending order.
+
+        `minimum` is the minimum, over the configurations of the node, of the sum of its tables. It
+        is added to the table of the only neighbour, or to the table of the edge between both
+        neighbours.
         """
         ends = tuple(sorted(self.neighbours_of.pop(node)))
         del self.node_tables[node]
@@ -371,8 +387,8 @@ class Contraction(Generic[Table]):
         return ends
 
     def remaining(self) -> tuple[tuple[int, ...], list[tuple[int, int, Table]]]:
-        """Return (nodes, edges): the remaining nodes, and their edges (index, index, table) by
-        position in `nodes`.
+        """Return (nodes, edges): the remaining nodes, and triples (node, node, table) of their
+        edges. Nodes of an edge are given by their positions in `nodes`.
         """
         nodes = tuple(self.node_tables)
         position = {node: index for index, node in enumerate(nodes)}
@@ -384,35 +400,39 @@ class Contraction(Generic[Table]):
         ]
 
     def _link(self, first: int, second: int, table: Table) -> None:
+        """Set the table of the edge between two nodes; its first axis belongs to `first`."""
         self.neighbours_of[first][second] = table
         self.neighbours_of[second][first] = self._transpose(table)
 
 
 class Eliminated(NamedTuple):
-    """An eliminated node."""
+    """An eliminated node, with all that determines its configuration once its neighbours have
+    theirs.
+    """
 
     node: int
     ends: tuple[int, ...]
-    """Its one or two neighbours, ascending."""
+    """The one or two neighbours of the node at its elimination, ascending."""
     tables: list[Array]
-    """Its tables, in the order of `Contraction.tables`."""
+    """The tables of the node at its elimination, in the order of `Contraction.tables`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A smaller model with the same minimum cost."""
+    """A smaller model whose minimum cost equals that of the original model."""
 
     model: MinSum
+    """The smaller model."""
     nodes: tuple[int, ...]
-    """Index of each node in the original model."""
+    """For each node of the smaller model, its index in the original model."""
     eliminated: tuple[Eliminated, ...]
-    """Eliminated nodes, in order."""
+    """Nodes of the original model that were eliminated, in the order of their elimination."""
     work: int
-    """Number of sums that were formed and compared."""
+    """Number of sums that were formed and compared for the reduction."""
 
     def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Return the choice for all original nodes that follows from a choice for the smaller
-        model.
+        """Return the cheapest choice for the original model that agrees with `choice`, a choice for
+        the smaller model.
         """
         best = dict(zip(self.nodes, choice, strict=True))
         for each in reversed(self.eliminated):
@@ -424,18 +444,20 @@ class Reduction:
 
 
 def reduced(model: MinSum, work: float) -> Reduction:
-    """Return a merged model reduced by eliminating nodes with at most two neighbours. Its memory is
-    dropped.
+    """Return the reduction of a merged model from which nodes with one or two neighbours are
+    eliminated. The smaller model has no memory.
 
-    The next node is one whose tables result from the smallest number of successive eliminations,
-    and of these the one with the least work, so that equal layers stay equal as long as possible.
-    Elimination stops when the total work would exceed `work`.
+    The next node is one whose tables result from the fewest successive eliminations, and among
+    these the one with the least work. So equal layers stay equal as long as possible, and their
+    tables are computed once. Elimination stops before the total work exceeds `work`, a number of
+    sums.
     """
     cache = ResultCache(memory_location)
     edges = ((edge.source, edge.target, edge.costs) for edge in model.edges)
     contraction = Contraction(model.costs, edges, np.transpose, partial(cache, np.add))
 
     def sums(node: int) -> int:
+        """Return the number of sums that the elimination of `node` would form."""
         return math.prod(
             len(contraction.node_tables[other])
             for other in (node, *contraction.neighbours_of[node])
@@ -470,8 +492,11 @@ def reduced(model: MinSum, work: float) -> Reduction:
 
 
 def _minimum_over_node(node_tables: Array, first: Array, second: Array | None = None) -> Array:
-    """Return the minimum, over the configurations of a node, of the sum of all its tables, per
-    choice of its one or two neighbours.
+    """Return, for each configuration of one neighbour or pair of configurations of two neighbours,
+    the minimum over the configurations of a node of the sum of its tables.
+
+    `node_tables` are the node's own costs. `first` and `second` are the tables of its edges, with
+    the node as first axis; `second` is None if the node has one neighbour.
     """
     if second is None:
         return minimum_of_sum([node_tables[:, None], first])

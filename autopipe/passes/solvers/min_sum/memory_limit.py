@@ -5,9 +5,11 @@ The search has two steps:
 1. Lagrangian relaxation. For a multiplier `rate` >= 0, in cost per byte, let g(rate) be the minimum
    of the relaxed cost, cost + rate * memory, over all choices. Each choice within the limit costs
    at least g(rate) - rate * limit. `_best_rate` searches the rate with the highest such bound.
-2. Branch and bound over the choices whose relaxed cost is below that of the best known choice. Its
-   elimination uses lists of labels instead of tables. A label is a pair (cost, memory) of choices
-   that agree on the scope. A label is dropped if another one dominates it.
+2. Branch and bound over the choices whose relaxed cost is below the best known cost + rate * limit.
+   Its elimination uses lists of labels instead of tables. A label is the (cost, memory) of one
+   choice of some nodes. The scope of a list are those of its nodes that are not eliminated yet. A
+   label is dropped if another label with equal configurations of the scope dominates it: that label
+   costs no more and needs no more memory.
 """
 
 from __future__ import annotations
@@ -42,18 +44,20 @@ from autopipe.passes.solvers.min_sum.model import (
 )
 
 RELATIVE_TOLERANCE = 1e-9
-"""Relative cost difference below which a choice does not improve on the current hull edge."""
+"""Relative difference of costs up to which a choice counts as being on the line of a hull edge, not
+below it.
+"""
 
 
 @dataclass(slots=True)
 class HullEdge:
     """Two choices, one above the memory limit and one within it, as points (memory, cost) in a
-    plane. The slope of the line between them is the next Lagrange multiplier.
+    plane. The negative slope of the line through both points is the next Lagrange multiplier.
 
-    For a multiplier, the best choice is the point where a line with this slope touches the lower
+    The best choice for a multiplier is a point where a line with this slope touches the lower
     convex hull of all points. If this point is below the line through the two choices, it replaces
-    the one on its side of the limit. If no point is below, the line is an edge of the hull, and its
-    slope is the multiplier with the highest bound.
+    the choice on its side of the limit. If no point is below the line, the line is an edge of the
+    hull, and its negative slope is the multiplier with the highest bound.
     """
 
     limit: Number
@@ -64,8 +68,8 @@ class HullEdge:
 
     @property
     def is_open(self) -> bool:
-        """True if the choice above the limit costs less and needs more memory, so that the slope is
-        positive.
+        """True if the choice above the limit costs less and needs more memory than the choice within
+        the limit, so that `rate` is positive.
         """
         return self.over.cost < self.under.cost and self.over.memory > self.under.memory
 
@@ -75,14 +79,14 @@ class HullEdge:
         return float(self.under.cost - self.over.cost) / float(self.over.memory - self.under.memory)
 
     def is_improved_by(self, cost: Number, rate: float) -> bool:
-        """True if a choice with this cost in the model with multiplier `rate` is below the line
-        through both choices, where `rate` is the slope.
+        """True if a choice with the relaxed cost `cost` (cost + rate * memory) is below the line
+        through both choices. `rate` is the negative slope of this line.
         """
         line = self.over.cost + rate * self.over.memory
         return cost < line - RELATIVE_TOLERANCE * abs(line)
 
     def move(self, point: Assignment) -> None:
-        """Replace the choice on the same side of the limit by `point`."""
+        """Replace the choice that is on the same side of the memory limit as `point` by `point`."""
         if point.memory <= self.limit:
             self.under = point
         else:
@@ -90,31 +94,37 @@ class HullEdge:
 
 
 MAX_JOIN_FACTOR = 16
-"""A join may form this multiple of the number of labels that a list may contain."""
+"""Maximum number of labels that a join may form, as a multiple of the maximum number of labels of a
+list.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParetoFront:
-    """Labels, as columns of equal length. A label represents one choice of all nodes that were
-    joined into the list.
+    """A list of labels, as columns of equal length. A label is the cost and memory of one choice of
+    some nodes. The scope are those of these nodes that are not eliminated yet.
     """
 
     configurations: dict[int, Array]
-    """Configuration of each node of the scope."""
+    """For each node of the scope, its configuration in each label."""
     cost: Array
+    """Cost of each label."""
     memory: Array
+    """Bytes of each label."""
     bounds: Array
-    """Lower bound, in the relaxed model, of all choices that contain the label."""
+    """For each label, a lower bound on the relaxed cost of all choices that contain it."""
     rows: dict[int, Array]
-    """Per eliminated node, the row of its list from which the label was made."""
+    """For some eliminated nodes: for each label, the position in the node's own list of the label
+    from which it was made.
+    """
     minimum_bytes: Number
-    """Minimum bytes of all nodes that `memory` includes."""
+    """Sum of the minimum bytes of all nodes whose memory is part of `memory`."""
 
     def __len__(self) -> int:
         return len(self.cost)
 
     def take(self, labels: Array) -> ParetoFront:
-        """Return the labels at these indices."""
+        """Return a list of the labels at these indices."""
         configurations, rows = (
             {node: column[labels] for node, column in each.items()}
             for each in (self.configurations, self.rows)
@@ -131,22 +141,24 @@ class ParetoFront:
 
 @dataclass(slots=True)
 class LabelPruning:
-    """Joins lists of labels, and drops labels that cannot become the cheapest choice within the
-    memory limit.
+    """Joins lists of labels, and drops labels that cannot become part of the cheapest choice within
+    the memory limit.
     """
 
     sizes: Sequence[int]
     """Number of configurations of each node."""
     limit: Number
-    """Maximum bytes of all nodes together."""
+    """Memory limit: maximum bytes of a choice."""
     minimum_bytes: Number
-    """Minimum bytes of all nodes together."""
+    """Sum of the minimum bytes of all nodes."""
     rate: float
-    """Lagrange multiplier, in cost per byte, of the relaxed model."""
+    """Lagrange multiplier of the relaxed cost (cost + rate * memory), in cost per byte."""
     configuration_bounds: Sequence[Array]
-    """Per node and configuration, a lower bound of all choices with it in the relaxed model."""
+    """Per node and configuration, a lower bound on the relaxed cost of all choices that contain the
+    configuration.
+    """
     bound: float
-    """Lower bound of all choices in the relaxed model."""
+    """Lower bound on the relaxed cost of all choices."""
     max_labels: int
     """Maximum number of labels of a list."""
     threshold: float
@@ -157,8 +169,11 @@ class LabelPruning:
     """Number of labels formed so far."""
 
     def join(self, first: ParetoFront, second: ParetoFront) -> ParetoFront:
-        """Return all pairs of labels that agree on the common nodes and leave enough memory for the
-        other nodes.
+        """Return one label per pair of a label of `first` and a label of `second` that have equal
+        configurations of their common nodes. A pair is omitted if the minimum memory of all other
+        nodes would exceed the rest of the memory limit.
+
+        While there are too many pairs, the threshold is lowered, which drops labels.
         """
         shared = [node for node in second.configurations if node in first.configurations]
         while True:
@@ -191,17 +206,18 @@ class LabelPruning:
         )
 
     def prune(self, front: ParetoFront, scope: Iterable[int]) -> ParetoFront:
-        """Return the labels that may be part of the cheapest choice.
+        """Return the labels of `front` that may be part of the cheapest choice.
 
-        Labels with equal configurations of the scope form a group: each can replace the others. A
-        label is dropped if
+        Labels with equal configurations of the nodes `scope` form a group: in any choice, each of
+        them can be replaced by another label of the group. A label is dropped in two cases:
 
-        - another label of its group costs no more and needs no more memory (dominance), or
-        - its lower bound reaches the threshold. The bound is the maximum of its previous bound and,
-          over the nodes of the scope, of the configuration's bound plus the label's excess of
-          relaxed cost over the cheapest label of its group.
+        - Another label of its group costs no more and needs no more memory (dominance).
+        - Its lower bound reaches the threshold. This bound is the maximum of two bounds. One is its
+          previous bound. The other is the maximum of the bounds of its configurations of `scope`,
+          plus the difference of its relaxed cost and that of the cheapest label of its group.
 
-        If more than `max_labels` labels remain, the threshold is lowered until they fit.
+        If more than `max_labels` labels remain, the threshold is lowered until the rest is at most
+        `max_labels`.
         """
         groups, inverse = np.unique(self._keys(front, scope), return_inverse=True)
         relaxed_cost = front.cost + self.rate * front.memory
@@ -227,7 +243,9 @@ class LabelPruning:
         return replace(front, bounds=bounds).take(labels)
 
     def _keys(self, front: ParetoFront, scope: Iterable[int]) -> Array:
-        """Return one integer per label that identifies its configurations of the scope."""
+        """Return one integer per label. Labels have equal integers only if they have equal
+        configurations of the nodes `scope`.
+        """
         keys = np.zeros(len(front), np.int64)
         for node in scope:
             keys = keys * self.sizes[node] + front.configurations[node]
@@ -240,10 +258,13 @@ def eliminate_within(
     """Return the cheapest choice within the memory limit whose relaxed cost is below the final
     threshold of `pruning`, or None if there is none.
 
-    The model must be merged. `pair_bounds` contains, for each edge, a matrix of lower bounds of all
-    choices with a pair of configurations. As in `eliminate_in`, a list of labels is stored in the
-    bucket of the first of its nodes in `order`; when this node is eliminated, the list is passed on
-    without it.
+    The model must be merged. `order` is the elimination order. `pair_bounds` contains one matrix
+    per edge, with a lower bound for each pair of configurations: on the relaxed cost of all choices
+    that contain both.
+
+    As in `eliminate_in`, each node has a bucket, and a list of labels is stored in the bucket of the
+    first of its nodes in `order`. When a node is eliminated, the lists in its bucket are joined, and
+    the result moves on to the bucket of its next node.
     """
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
@@ -255,8 +276,9 @@ def eliminate_within(
         configuration_bounds: Array,
         minimum_bytes: Number,
     ) -> None:
-        """Store the entries of a vector or matrix that are allowed and below the threshold as
-        labels.
+        """Store a list of labels in its bucket: one label per entry of `costs`, the vector of a node
+        or the matrix of an edge. Forbidden entries, and entries whose bound reaches the threshold,
+        are omitted.
         """
         allowed = np.nonzero((configuration_bounds < pruning.threshold) & np.isfinite(costs))
         bytes_of_labels = np.zeros(len(allowed[0]), np.int64) if memory is None else memory[allowed]
@@ -305,7 +327,8 @@ def eliminate_within(
             return None
     if not len(roots):
         return None
-    # Follow the rows of the cheapest label to the configurations of all nodes.
+    # A label contains only positions of the labels from which it was made. Follow them from the
+    # cheapest label to the configurations of all nodes.
     cheapest = int(np.argmin(roots.cost))
     found = [0] * len(order)
     waiting = [(node, int(rows[cheapest])) for node, rows in roots.rows.items()]
@@ -317,30 +340,37 @@ def eliminate_within(
 
 
 LABEL_WORK = 100
-"""Work of a label, in sums."""
+"""Assumed work of forming one label, as a number of sums (the unit of `Budget`)."""
 MAX_CELLS = 1e7
-"""Maximum number of pairs of configurations for elimination with labels."""
+"""Maximum number of pairs of configurations, over all edges of a model, for which elimination with
+labels is tried.
+"""
 MAX_LABELS = 200_000
 """Maximum number of labels of a list."""
 
 
 class MemoryLimitedObjective(Objective):
-    """Goal of a search with a memory limit. The searched model has costs increased by `rate` per
-    byte.
+    """Goal of a search with a memory limit: the cheapest choice that fits in memory, and the best
+    such choice known so far. The model that is searched has the costs of the merged model plus
+    `rate` per byte of memory.
     """
 
     rate = 0.0
-    """Lagrange multiplier of the searched model, in cost per byte."""
+    """Lagrange multiplier of the model that is searched, in cost per byte."""
 
     @property
     def cutoff(self) -> float:
-        """Best known cost plus `rate` times the memory limit."""
+        """Best known cost plus `rate` times the memory limit. A part of the searched model whose
+        bound reaches it contains no better choice within the limit.
+        """
         return float(self.cost) + self.rate * self.limit
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """Solve the part restricted to its cheapest configurations by elimination with labels, and
-        offer the result. Parameters and result are those of `Objective.eliminate`; the threshold is
-        lowered if lists become too long.
+        """Solve the part, restricted to configurations with bounds up to a threshold, by elimination
+        with labels, and offer the result as best choice.
+
+        Parameters and result are those of `Objective.eliminate`. The threshold is lowered if lists
+        of labels become too long.
         """
         for fraction in GAP_FRACTIONS:
             threshold = low + fraction * (self.cutoff - low)
@@ -377,25 +407,28 @@ class MemoryLimitedObjective(Objective):
 
 
 MIN_SHRINK_FACTOR = 4
-"""The model is restricted to the remaining configurations when this makes it smaller by this
-factor. Before, equal layers stay equal.
+"""Minimum factor by which the model must become smaller if it is restricted to the remaining
+configurations. Smaller reductions are not made, because a restriction can make equal layers
+different, so that their tables are computed separately.
 """
 RATE_WORK_FRACTION = 0.1
-"""Fraction of the remaining work for the search with one multiplier. Its bound is valid even if the
-result is not proven.
+"""Fraction of the remaining work that the search with one multiplier may do. The bound of this
+search is valid even if its result is not proven.
 """
 COARSE_GAP = 0.02
-"""As long as the gap is larger than this fraction of the cost, only two sweeps are done per
-multiplier.
+"""Fraction of the best known cost. If the gap is larger, the search with a multiplier first does
+only two sweeps and a small elimination. It continues only if these do not improve the hull edge.
 """
 SWEEP_ROUNDS = 3
-"""Forward and backward sweeps of the reduced model before the final search."""
+"""Number of times that the reduced model is swept forward and backward before the final search."""
 
 
 def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget) -> Assignment:
     """Return the cheapest choice of a merged model that needs at most `limit` bytes, or the choice
-    with the least memory if none fits. `free` is the cheapest choice without a limit. Raise
-    InfeasibleError if every choice is forbidden.
+    with the smallest memory found if none fits.
+
+    If the budget ends first, the result is the best choice found, with a lower bound. `free` is the
+    cheapest choice without a memory limit. Raise InfeasibleError if every choice is forbidden.
     """
     least_memory = ReducedStart(memory_as_cost(model), budget).solve(budget)
     cost = model.cost_of(least_memory.choice)
@@ -405,7 +438,8 @@ def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget)
         )
     goal = MemoryLimitedObjective(model, limit, float(free.bound))
     goal.offer(least_memory.choice)
-    # Keep the configurations that fit if all other nodes have their minimum memory.
+    # A configuration can be part of a choice that fits only if it fits while all other nodes have
+    # their minimum memory. Drop all other configurations.
     spare = limit - sum(model.minimum_memory())
     kept = [
         np.arange(len(costs)) if memory is None else np.flatnonzero(memory - memory.min() <= spare)
@@ -416,7 +450,8 @@ def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget)
     )
     proven = bound >= goal.cost
     if not proven and budget.left:
-        # Search the choices whose relaxed cost, with the best multiplier, is below the cutoff.
+        # The bound of the best multiplier is not a proof. A better choice within the limit has a
+        # relaxed cost below the cutoff, so search only these choices.
         start = ReducedStart(add_memory_cost(restrict(model, kept), goal.rate), budget)
         for _ in range(SWEEP_ROUNDS):
             remaining = _sweep_and_prune(start, goal, goal.rate, kept, budget)
@@ -435,8 +470,13 @@ def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget)
 def _best_rate(
     goal: MemoryLimitedObjective, kept: list[Array], edge: HullEdge, budget: Budget
 ) -> tuple[float, list[Array]]:
-    """Return (bound, kept): the highest bound of any multiplier, and the configurations that may be
-    part of a better choice. The goal gets the multiplier with this bound.
+    """Search for the Lagrange multiplier with the highest lower bound, and store it in `goal`.
+    Return (bound, kept).
+
+    bound: the highest lower bound that was found for choices within the memory limit.
+    kept: the configurations of `kept` that may be part of a better choice than the best known one.
+
+    `edge` contains the cheapest choice and the choice with the smallest memory.
     """
     model = goal.model
     bound = float(edge.over.bound)
@@ -476,8 +516,10 @@ def _sweep_and_prune(
     kept: KeptConfigurations,
     budget: Budget,
 ) -> list[Array] | None:
-    """Sweep forward and backward. Return the configurations of `kept` that may be part of a better
-    choice, or None if a node has none.
+    """Sweep the part of `start` forward and backward, and offer the choices found to `goal`. Return
+    the configurations of `kept` that may be part of a better choice, or None if a node has none.
+
+    `start` is the model restricted to `kept`, with costs increased by `rate` per byte.
     """
     part = start.part
     reduction = start.reduction

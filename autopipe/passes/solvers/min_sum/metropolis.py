@@ -1,5 +1,6 @@
-"""Random walk over choices, the search of FlexFlow (Jia et al., "Beyond Data and Model Parallelism
-for Deep Neural Networks", 2018, section 6). It proves nothing and serves as a baseline.
+"""Random walk over the choices of a min-sum model by the Metropolis algorithm, the search of
+FlexFlow (Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks", 2018, section
+6). It proves no bound and serves as a baseline.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ def walk(
     followers: int = 0,
     memory_limit: float | None = None,
 ) -> Assignment:
-    """Return the best choice of `iterations` proposals from `start` on. A proposal is a random
-    configuration of one random node.
+    """Return the best choice of a random walk that begins with the choice `start` and makes up to
+    `iterations` proposals. A proposal is a random configuration of one random node.
 
-    A proposal that raises the cost by d is accepted with probability exp(-d / t), where t is
-    `temperature` times the average cost of a node at the start. The walk ends when half of
-    `iterations` have passed without a better choice. The last `followers` nodes are not proposed:
-    each takes its cheapest configuration whenever a neighbour changes. If a proposal exceeds
-    `memory_limit`, it is accepted only if it needs less memory than the current choice. The bound
-    of the result is minus infinity. Raise InfeasibleError if the start is forbidden.
+    The last `followers` nodes get no proposals: each takes its cheapest configuration at the start,
+    and again when a proposal changes a neighbour. A proposal that raises the cost by d is accepted
+    with probability exp(-d / t). Here t is `temperature` times the cost at the start divided by the
+    number of nodes that get proposals. A proposal that exceeds `memory_limit` bytes is accepted
+    only if it needs less memory than the current choice. The walk ends early if half of
+    `iterations` pass without a better choice.
+
+    The lower bound of the result is minus infinity. Raise InfeasibleError if `start` is forbidden.
     """
     walker = _Walker(
         model,
@@ -68,7 +71,9 @@ def walk(
 
 
 class _Walker:
-    """Current choice of a walk, with its cost and memory. Nodes from `free` on are followers."""
+    """The current choice of a walk, with its cost and its memory in bytes. Nodes with indices from
+    `free` on are followers, which get no proposals.
+    """
 
     def __init__(self, model: MinSum, start: Sequence[int], free: int, limit: float) -> None:
         self.model = merge_edges(model)
@@ -76,7 +81,7 @@ class _Walker:
         self.free = free
         self.limit = limit
         self.around: list[list[Edge]] = [[] for _ in model.costs]
-        """Edges of each node, with the node as source."""
+        """For each node, its edges, turned so that the node is the source."""
         for edge in self.model.edges:
             self.around[edge.source].append(edge)
             self.around[edge.target].append(edge.reversed)
@@ -87,14 +92,16 @@ class _Walker:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Order of choices, smaller is better: choices that fit by cost, then the others by
-        memory.
+        """Sort key of the current choice; smaller is better. Choices within the memory limit come
+        first, by cost; then other choices, by memory.
         """
         return (True, self.memory) if self.memory > self.limit else (False, self.cost)
 
     def step(self, node: int, proposed: int, scale: float, chance: float) -> bool:
-        """Change a node to the proposed configuration if this is accepted; return True if it was.
-        `chance` is a random number from 0 to 1.
+        """Accept or reject configuration `proposed` for `node`. If it is accepted, change the
+        current choice and return True; otherwise return False.
+
+        `scale` is the t of `walk`, a cost. `chance` is a random number from 0 to 1.
         """
         if proposed == self.choice[node]:
             return False
@@ -115,8 +122,8 @@ class _Walker:
         return accepted
 
     def _cheapest(self, node: int, changed: dict[int, int]) -> int:
-        """Return the cheapest configuration of a node, given the current choice with the changes
-        `changed`.
+        """Return the cheapest configuration of `node` if all other nodes have their configurations
+        in `changed` or, without an entry, in the current choice.
         """
         total = self.model.costs[node]
         for edge in self.around[node]:
@@ -124,7 +131,9 @@ class _Walker:
         return int(total.argmin())
 
     def _difference(self, changed: dict[int, int]) -> tuple[float, float]:
-        """Return (cost, bytes) by which the changed choice exceeds the current one."""
+        """Return (cost, bytes) by which the current choice would increase if the nodes in `changed`
+        had the configurations given there.
+        """
         cost = memory = 0.0
         for node, configuration in changed.items():
             before = self.choice[node]
@@ -135,7 +144,7 @@ class _Walker:
                 )
             for edge in self.around[node]:
                 if edge.target in changed and edge.target < node:
-                    continue  # Counted from the other end.
+                    continue  # The edge counts once, for its changed node with the lower index.
                 current = self.choice[edge.target]
                 old_pair = (before, current)
                 new_pair = (configuration, changed.get(edge.target, current))

@@ -19,19 +19,21 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 
 Array: TypeAlias = NDArray[Any]
-"""int64 or float64. float64 represents integers below 2^53 exactly, and inf for what is
-forbidden.
+"""Array of int64 or float64. float64 represents integers below 2^53 exactly, and can contain inf for
+forbidden configurations and pairs.
 """
 Number: TypeAlias = int | float
 KeptConfigurations: TypeAlias = Sequence[Array]
-"""Ascending indices of the configurations of each node."""
+"""For each node, the ascending indices of the configurations to which a model is restricted."""
 Result = TypeVar("Result")
 
 
 class ResultCache:
-    """Cache of functions of arrays, so that equal results of repeated layers are computed once and
-    are one object. `mark` identifies an argument, by default by its object identity. The cache
-    holds all arguments, so that their marks stay unique.
+    """Cache of the results of functions of arrays. Results for repeated layers, which share their
+    arrays, are computed once and are one object.
+
+    `mark` returns a key of an argument, by default its object identity. The cache stores all
+    arguments, so that their keys stay unique.
     """
 
     def __init__(self, mark: Callable[[Any], Hashable] = id) -> None:
@@ -39,14 +41,15 @@ class ResultCache:
         self._known: dict[Hashable, tuple[tuple[Any, ...], Any]] = {}
 
     def key(self, function: Callable[..., object], *arguments: object) -> Hashable:
-        """Return the key of a call."""
+        """Return the key of the call `function(*arguments)` in the cache."""
         return function, *map(self._mark, arguments)
 
     def knows(self, function: Callable[..., object], *arguments: object) -> bool:
-        """True if the result of a call is in the cache."""
+        """True if the result of `function(*arguments)` is in the cache."""
         return self.key(function, *arguments) in self._known
 
     def __call__(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Return `function(*arguments)`, computed at the first call."""
         key = self.key(function, *arguments)
         if key not in self._known:
             self._known[key] = arguments, function(*arguments)
@@ -56,14 +59,14 @@ class ResultCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """Joint cost and memory of the choices of two nodes."""
+    """Cost and memory of each pair of configurations of the nodes `source` and `target`."""
 
     source: int
     target: int
     costs: Array
-    """Matrix [configurations of source, configurations of target]."""
+    """Cost of each pair, of shape [configurations of source, configurations of target]."""
     memory: Array | None = None
-    """Bytes, of the same shape, not negative; None means 0."""
+    """Bytes of each pair, not negative, of the same shape as `costs`; None means 0."""
 
     @property
     def reversed(self) -> Edge:
@@ -75,7 +78,9 @@ class Edge:
     def map_arrays(
         self, once: ResultCache, function: Callable[..., Array], *arguments: object
     ) -> Edge:
-        """Return the edge with each of its arrays replaced by `function(array, *arguments)`."""
+        """Return the edge with each of its arrays replaced by `function(array, *arguments)`, which
+        the cache `once` computes once per array.
+        """
         memory = None if self.memory is None else once(function, self.memory, *arguments)
         return replace(self, costs=once(function, self.costs, *arguments), memory=memory)
 
@@ -123,7 +128,9 @@ class MinSum:
 
     @property
     def node_memory(self) -> tuple[Array | None, ...]:
-        """The memory vector of each node; None for all nodes if `memory` is None."""
+        """For each node, the vector of the bytes of its configurations; None for each node if
+        `memory` is None.
+        """
         return self.memory or (None,) * len(self.costs)
 
     @property
@@ -132,14 +139,16 @@ class MinSum:
         return [len(costs) for costs in self.costs]
 
     def cost_of(self, choice: Sequence[int]) -> Number:
-        """Return the cost of a choice: an exact int if all costs are integers."""
+        """Return the cost of a choice, which contains one configuration per node. It is an exact int
+        if all costs are integers.
+        """
         parts = [costs[x] for costs, x in zip(self.costs, choice, strict=True)]
         return _total(
             parts + [edge.costs[choice[edge.source], choice[edge.target]] for edge in self.edges]
         )
 
     def memory_of(self, choice: Sequence[int]) -> Number:
-        """Return the bytes of a choice."""
+        """Return the bytes of a choice, which contains one configuration per node."""
         known = ((edge, edge.memory) for edge in self.edges)
         parts = [
             memory[choice[edge.source], choice[edge.target]]
@@ -151,32 +160,40 @@ class MinSum:
         return _total(parts)
 
     def minimum_memory(self) -> list[Number]:
-        """Return the minimum bytes of each node, without edges."""
+        """Return, for each node, the minimum of the bytes of its configurations, without the bytes
+        of edges.
+        """
         return [0 if memory is None else memory.min().item() for memory in self.node_memory]
 
     def cells(self, sizes: Sequence[int]) -> int:
-        """Return the number of pairs of configurations on all edges for these numbers of
+        """Return the number of pairs of configurations of all edges if node i has `sizes[i]`
         configurations.
         """
         return sum(sizes[edge.source] * sizes[edge.target] for edge in self.edges)
 
 
 def _total(parts: list[Any]) -> Number:
+    """Return the sum of NumPy numbers: an exact int if all are integers, otherwise a correctly
+    rounded float.
+    """
     if all(isinstance(part, np.integer) for part in parts):
         return sum(int(part) for part in parts)
     return math.fsum(float(part) for part in parts)
 
 
 def all_forbidden() -> InfeasibleError:
+    """Return the error for a model in which every choice is forbidden."""
     return InfeasibleError(
         "every choice contains a forbidden configuration or a forbidden pair of configurations"
     )
 
 
 def merge_edges(model: MinSum) -> MinSum:
-    """Return an equal model with at most one edge between two nodes, from the lower to the higher
-    index, and without edges from a node to itself. Unchanged arrays stay the same objects, and
-    equal changes are computed once.
+    """Return a merged model, in which each choice has the cost and memory that it has in `model`.
+
+    A merged model has at most one edge between two nodes, from the lower to the higher index, and
+    no edge from a node to itself. Unchanged arrays stay the same objects, and equal changes are
+    computed once.
     """
     once = ResultCache()
     costs = list(model.costs)
@@ -205,8 +222,8 @@ def merge_edges(model: MinSum) -> MinSum:
 
 
 def restrict(model: MinSum, kept: KeptConfigurations) -> MinSum:
-    """Return the model with only the configurations `kept`. Arrays that were one object and are
-    restricted equally are one object again.
+    """Return the model with only the configurations `kept` of each node. Arrays that are one object
+    in `model` and are restricted equally are one object in the result.
     """
     once = ResultCache()
     shared: dict[bytes, Array] = {}
@@ -216,10 +233,12 @@ def restrict(model: MinSum, kept: KeptConfigurations) -> MinSum:
     ]
 
     def vectors(arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """Return the vector of each node, restricted to the node's kept configurations."""
         pairs = zip(arrays, indices, strict=True)
         return tuple(array if keep is None else once(np.take, array, keep) for array, keep in pairs)
 
     def taken(array: Array, rows: Array | None, columns: Array | None) -> Array:
+        """Return these rows and columns of a matrix; None means all."""
         found = array if rows is None else array.take(rows, 0)
         return found if columns is None else found.take(columns, 1)
 
@@ -233,8 +252,9 @@ def restrict(model: MinSum, kept: KeptConfigurations) -> MinSum:
 
 
 def absorb_fixed_nodes(model: MinSum) -> MinSum:
-    """Return the model with the edges of nodes with a single configuration removed; their costs and
-    memory are added to the neighbours. The model must be merged (`merge_edges`).
+    """Return the model without the edges of nodes that have a single configuration. The costs and
+    memory of such an edge are added to those of the other node. The model must be merged
+    (`merge_edges`).
     """
     once = ResultCache()
     costs = list(model.costs)
@@ -258,8 +278,8 @@ def absorb_fixed_nodes(model: MinSum) -> MinSum:
 
 
 def add_memory_cost(model: MinSum, rate: float) -> MinSum:
-    """Return the model with costs increased by `rate` times the memory. `rate` is the Lagrange
-    multiplier of a memory limit, in cost per byte.
+    """Return the model whose costs are those of `model` plus `rate` times the bytes of memory.
+    `rate` is the Lagrange multiplier of a memory limit, in cost per byte.
     """
     return _with_costs(
         model, lambda costs, memory: costs if memory is None else costs + rate * memory
@@ -272,6 +292,7 @@ def memory_as_cost(model: MinSum) -> MinSum:
     """
 
     def memory_or_inf(costs: Array, memory: Array | None) -> Array:
+        """Return the bytes of a node or edge, with inf at forbidden entries."""
         forbidden = np.isinf(costs)
         memory_bytes = np.zeros(costs.shape, np.int64) if memory is None else memory
         return np.where(forbidden, np.inf, memory_bytes) if forbidden.any() else memory_bytes
@@ -281,8 +302,8 @@ def memory_as_cost(model: MinSum) -> MinSum:
 
 
 def _with_costs(model: MinSum, function: Callable[[Array, Array | None], Array]) -> MinSum:
-    """Return the model with the costs of each node and edge replaced by `function(costs,
-    memory)`.
+    """Return the model with the costs of each node and edge replaced by `function(costs, memory)`,
+    computed once per pair of arrays.
     """
     once = ResultCache()
     return replace(
@@ -298,26 +319,32 @@ def _with_costs(model: MinSum, function: Callable[[Array, Array | None], Array])
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A choice of one configuration per node, with a bound of the minimum cost."""
+    """Result of a solver: a choice of one configuration per node, and a lower bound."""
 
     choice: tuple[int, ...]
+    """Index of the configuration of each node."""
     cost: Number
-    """Exact int if all costs are integers."""
+    """Cost of the choice: an exact int if all costs are integers."""
     bound: Number
-    """Lower bound of the cost of all choices within the memory limit, if there is one."""
+    """Lower bound of the cost of all choices within the memory limit or, without a memory limit, of
+    all choices.
+    """
     proven: bool
-    """True if no choice that fits costs less. If `fits` is False: True if no choice needs less
-    memory.
+    """True if no choice within the memory limit costs less. If `fits` is False: True if no choice
+    needs less memory.
     """
     memory: Number = 0
+    """Bytes of the choice."""
     fits: bool = True
-    """True if the memory is within the limit. If False, the choice has the least memory that was
+    """True if the memory is within the limit. If False, the choice has the smallest memory that was
     found.
     """
 
     @property
     def gap(self) -> float:
-        """Fraction of the cost by which it may exceed the minimum; 0 if proven."""
+        """Maximum fraction of the cost by which the cost exceeds the minimum; 0 if the choice is
+        proven optimal.
+        """
         if self.proven or self.cost == self.bound:
             return 0.0
         return float(self.cost - self.bound) / abs(self.cost) if self.cost else float("inf")
@@ -337,8 +364,8 @@ def reported_bound(lower_bound: float, cost: Number, proven: bool) -> Number:
 
 
 def recount(result: Assignment, model: MinSum) -> Assignment:
-    """Return the result with cost and memory recomputed in `model`. The solved model may have
-    rounded them differently.
+    """Return the result with the cost and memory that its choice has in `model`. The solver computed
+    them in a transformed model, whose rounding errors differ.
     """
     cost = model.cost_of(result.choice)
     bound = cost if result.proven and result.fits else result.bound
@@ -346,18 +373,24 @@ def recount(result: Assignment, model: MinSum) -> Assignment:
 
 
 SUMS_PER_SECOND = 4e8
-"""Work per second of a time limit, in sums that are formed and compared. Machines of 2024 do twice
-as many.
+"""Work that a search may do per second of its time limit, in sums that are formed and compared.
+Machines of 2024 do twice as many per second.
 """
 CALL_OVERHEAD = 5000
-"""Overhead of processing an edge or a node, in sums."""
+"""Time to process an edge or a node, apart from its sums, as an equivalent number of sums."""
 DEFAULT_WORK_S = 60.0
-"""Seconds of work if no time limit is given. The clock is not used then."""
+"""Work of a search without a time limit, in seconds of `SUMS_PER_SECOND`. The clock is not used
+then.
+"""
 
 
 class Budget:
-    """Remaining work of a search, in sums that are formed and compared, so that equal requests give
-    equal results. The clock only ends what a slow machine cannot do in time.
+    """Remaining work of a search, in sums that are formed and compared. A limit on work instead of
+    time makes results reproducible. If there is a time limit, the clock ends a search that a slow
+    machine does not finish in time.
+
+    seconds: time limit; None is no limit.
+    patience: seconds of work without a time limit.
     """
 
     def __init__(self, seconds: float | None, patience: float = DEFAULT_WORK_S) -> None:
@@ -368,20 +401,22 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Sums that may still be compared; 0 if the time is over."""
+        """Number of sums that may still be formed and compared; 0 if the time is over."""
         if self._end is not None and time.monotonic() > self._end:
             return 0.0
         return max(0.0, self._work - self._spent)
 
     def spend(self, sums: float) -> None:
-        """Subtract work from this budget and from the budgets that it is part of."""
+        """Subtract `sums` sums of work from this budget and from the budgets of which it is a
+        part.
+        """
         self._spent += sums
         if self._parent is not None:
             self._parent.spend(sums)
 
     def fraction_of_rest(self, fraction: float) -> Budget:
-        """Return a budget with this fraction of the remaining work. Its work is subtracted from
-        this budget too.
+        """Return a budget with the fraction `fraction` of the remaining work. Work that is
+        subtracted from it is also subtracted from this budget.
         """
         budget = Budget(None)
         budget._end = self._end
@@ -391,12 +426,13 @@ class Budget:
 
 
 BLOCK_ENTRIES = 1 << 15
-"""Number of array entries that are processed at once: they fit in a core's cache."""
+"""Number of array entries that are processed at once, so that they fit in the cache of a CPU core."""
 
 
 def index_blocks(length: int, width: int) -> Iterator[slice]:
-    """Yield slices of indices below `length`, each with about `BLOCK_ENTRIES` entries if an index
-    has `width` entries.
+    """Yield consecutive slices that together cover the indices from 0 to `length` - 1. If there are
+    `width` array entries per index, a slice has at most `BLOCK_ENTRIES` entries, but at least one
+    index.
     """
     step = max(1, BLOCK_ENTRIES // max(1, width))
     for start in range(0, length, step):
@@ -404,18 +440,18 @@ def index_blocks(length: int, width: int) -> Iterator[slice]:
 
 
 def all_configurations(model: MinSum) -> list[Array]:
-    """Return the indices of all configurations of each node."""
+    """Return, for each node, the indices of all its configurations."""
     return [np.arange(size) for size in model.sizes]
 
 
 def configurations_at(kept: KeptConfigurations, positions: Sequence[int]) -> tuple[int, ...]:
-    """Return the configurations at these positions of `kept`."""
+    """Return, for each node, the index of the configuration at its entry of `positions` in `kept`."""
     return tuple(int(keep[x]) for keep, x in zip(kept, positions, strict=True))
 
 
 class AllowedConfigurations:
-    """Configurations of a model that are not forbidden by themselves or by all pairs with a
-    neighbour.
+    """The forbidden configurations and pairs of a model, from which the allowed configurations
+    follow.
     """
 
     def __init__(self, model: MinSum) -> None:
@@ -436,9 +472,9 @@ class AllowedConfigurations:
         ]
 
     def of_kept(self, kept: KeptConfigurations) -> list[Array]:
-        """Return the entries of `kept` that are not forbidden and have, for each neighbour, an
-        allowed pair with a remaining configuration of it (arc consistency). Raise InfeasibleError
-        if a node has none left.
+        """Return the configurations of `kept` that are not forbidden and that have, for each
+        neighbour, an allowed pair with one of the neighbour's remaining configurations (arc
+        consistency). Raise InfeasibleError if a node has no configuration left.
         """
         remaining = list(kept)
         for node, finite in self._nodes:
