@@ -1,6 +1,7 @@
-"""Immutable values that passes exchange: graph, problem, placement, schedule, plan and program.
+"""Immutable values that the planning passes exchange: graph, problem, placement, schedule, plan and
+program.
 
-`ir/ops` defines the operators; `ir/codec` reads and writes the values as JSON and YAML. This
+`ir/ops` defines the operators. `ir/codec` converts the values to JSON and YAML and back. This
 package imports no other package of autopipe.
 """
 

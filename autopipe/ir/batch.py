@@ -1,9 +1,9 @@
-"""Batch dimensions of all values of a graph, and the graph of a smaller micro-batch.
+"""Batch dimensions of all values of a graph, and conversion of the graph to a smaller micro-batch.
 
-The batch axes of the inputs are propagated through the iteration spaces of the nodes: forward to
-results, and backward to other operands, such as a mask that an exporter expanded to the batch. This
-includes dimensions that a Reshape merged. Micro-batches and data-parallel replicas both split the
-batch dimensions found here.
+The batch dimensions of the inputs are propagated through the iteration spaces of the nodes: forward
+to results, and backward to other operands, such as a mask that an exporter expanded to the batch.
+This includes the batch inside dimensions that a Reshape merged. Micro-batches and data-parallel
+replicas both divide the batch dimensions that this module finds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchDimension:
-    """The batch in one dimension of a value. The size of the dimension is outer · batch · inner,
-    row-major. After a Reshape of (batch, sequence) into one dimension, `outer` is 1 and `inner` is
-    the sequence length.
+    """A dimension of a value that contains the batch. Its size is outer · batch · inner, in
+    row-major order: after a Reshape of (batch, sequence) to one dimension, `outer` is 1 and `inner`
+    is the sequence length. `dimension` is its index.
     """
 
     dimension: int
@@ -39,8 +39,8 @@ class BatchDimension:
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis:
-    """The batch in one axis of a node's iteration space. The size of the axis is outer · batch ·
-    inner.
+    """An axis of a node's iteration space that contains the batch. Its size is outer · batch ·
+    inner, in row-major order. `kind` says how the operator behaves if the axis is split.
     """
 
     axis: str
@@ -51,16 +51,21 @@ class BatchAxis:
 
 @dataclass(frozen=True, slots=True)
 class BatchAxes:
+    """The batch dimensions of all values of a graph, and the batch axes of all nodes."""
+
     batch: int
     """Samples of one forward pass; 0 if no input has a batch dimension."""
     nodes: tuple[tuple[BatchAxis, ...], ...]
-    """Batch axes of each node, in the order of the axes of its iteration space."""
+    """For each node, the axes that contain the batch, in the order of the axes of its iteration
+    space.
+    """
     values: dict[str, tuple[BatchDimension, ...]]
-    """Batch dimensions of each value that has some, by name."""
+    """Batch dimensions by the name of the value. Values without a batch dimension are missing."""
 
     def axis(self, node: int) -> str | None:
-        """Return the axis along which a node is split over replicas: the first splittable axis in
-        which the batch is outermost. None if there is none.
+        """Return the name of the axis along which replicas split a node: the first axis that
+        contains the batch as its outermost part (`outer` is 1) and that can be split. Return None
+        if there is none.
         """
         own = self.nodes[node]
         return next(
@@ -73,8 +78,8 @@ class BatchAxes:
         )
 
     def value_without_batch_axis(self, graph: Graph, space: Space, node: int) -> str | None:
-        """Return a value of a node whose batch dimension is no axis of the node's iteration space,
-        or None if there is none.
+        """Return the name of an operand or result whose batch is not contained in one axis of the
+        node's iteration space `space`. Return None if there is none.
         """
         extents = space.axis_sizes()
         samples = _batch_dimensions_of_node(graph.nodes[node], space, self.values)
@@ -88,15 +93,15 @@ class BatchAxes:
         )
 
     def of(self, value: str) -> BatchDimension | None:
-        """Return the first batch dimension of a value, or None if it has none."""
+        """Return the first batch dimension of the value called `value`, or None if it has none."""
         found = self.values.get(value)
         return found[0] if found else None
 
 
 @memoize(MAX_CACHED_GRAPHS)
 def batch_axes_of(graph: Graph) -> BatchAxes:
-    """Return the batch dimensions of all values, propagated from `graph.batch_axes`. Nodes with
-    unknown operators stop the propagation.
+    """Return the batch dimensions of all values and nodes, propagated from `graph.batch_axes`.
+    Nodes with unsupported operators stop the propagation.
     """
     extents = [graph.type_of(name).shape[axis] for name, axis in graph.batch_axes]
     batch = extents[0] if extents else 0
@@ -111,7 +116,8 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
     spaces = spaces_of(graph)
     fixed = {value.name for value in graph.inputs}
     consumers = graph.consumers()
-    # One forward pass; only nodes whose values change by backward propagation are visited again.
+    # All nodes are visited once in order. Nodes whose values change by backward propagation are
+    # visited again.
     waiting = list(range(len(graph.nodes) - 1, -1, -1))
     queued = set(waiting)
     while waiting:
@@ -142,6 +148,9 @@ def batch_axes_of(graph: Graph) -> BatchAxes:
 def _tensors_and_dimensions(
     node: Node, space: Space
 ) -> tuple[tuple[str, tuple[Dimension, ...] | None], ...]:
+    """Return (value name, dimensions) for each operand and result of a node. A dimension is the
+    tuple of its axes; the dimensions of an absent tensor are None.
+    """
     return (
         *zip(node.inputs, space.operands, strict=True),
         *zip(node.outputs, space.results, strict=True),
@@ -151,8 +160,8 @@ def _tensors_and_dimensions(
 def _batch_dimensions_of_node(
     node: Node, space: Space, values: Mapping[str, Iterable[BatchDimension]]
 ) -> Iterator[tuple[str, Dimension, BatchDimension]]:
-    """Yield (value, dimension in axes, batch position) for each batch dimension of a node's
-    operands and results.
+    """Yield (value name, axes of the dimension, batch dimension) for each known batch dimension of
+    a node's operands and results.
     """
     for name, tensor in _tensors_and_dimensions(node, space):
         if tensor is not None:
@@ -162,8 +171,8 @@ def _batch_dimensions_of_node(
 def _infer_batch_axes(
     node: Node, space: Space, values: dict[str, set[BatchDimension]], batch: int
 ) -> tuple[BatchAxis, ...]:
-    """Return the batch axes of a node's iteration space, given the known batch dimensions of its
-    operands and results.
+    """Return the axes of a node's iteration space that contain the batch, given the known batch
+    dimensions `values` of all values.
     """
     extents = space.axis_sizes()
     tensors = _batch_dimensions_of_node(node, space, values)
@@ -186,8 +195,9 @@ def _infer_batch_axes(
 def _axis_containing_batch(
     dimension: Dimension, place: BatchDimension, extents: dict[str, int], batch: int
 ) -> tuple[str, int, int] | None:
-    """Return (axis, outer, inner) of the axis of `dimension` that contains the batch, with the
-    sizes outside and inside the batch within the axis. None if no single axis contains it.
+    """Return (axis, outer, inner) for the one axis of `dimension` that contains the batch: the size
+    of the axis is outer · batch · inner. Return None if no single axis contains it. `place` is the
+    batch in the dimension, and `extents` are the axis sizes.
     """
     below = 1
     for name in reversed(dimension):
@@ -202,7 +212,9 @@ def _axis_containing_batch(
 def _batch_dimensions_from_axes(
     node: Node, space: Space, found: tuple[BatchAxis, ...]
 ) -> list[tuple[str, BatchDimension]]:
-    """Return (value, batch position) in a node's operands and results for its batch axes."""
+    """Return (value name, batch dimension) for each batch dimension of a node's operands and
+    results that follows from its batch axes `found`.
+    """
     extents = space.axis_sizes()
     places: list[tuple[str, BatchDimension]] = []
     for samples, (name, tensor) in itertools.product(found, _tensors_and_dimensions(node, space)):
@@ -216,7 +228,7 @@ def _batch_dimensions_from_axes(
 
 
 SHAPE_OPERAND_OPERATORS = frozenset({"Reshape", "Expand"})
-"""Operators whose second operand is the shape of the result."""
+"""Operators whose operand 1 is the shape of the result."""
 _EXPORT_HINT = (
     "export the model with a symbolic batch dimension, or with a batch of one micro-batch"
 )
@@ -224,12 +236,12 @@ _EXPORT_HINT = (
 
 @memoize(MAX_CACHED_GRAPHS)
 def resize_batch(graph: Graph, size: int) -> Graph:
-    """Return the graph with a batch of `size` samples. Nodes keep their indices. Each batch
-    dimension, including merged ones, shrinks in proportion.
+    """Return the graph with a batch of `size` samples. Nodes keep their indices. Each dimension
+    that contains the batch becomes smaller in proportion.
 
     Raise ConfigurationError if `size` does not divide the batch of the graph. Raise ModelError if
-    micro-batches would differ: a constant differs between samples, or a parameter has a batch
-    dimension.
+    the samples cannot be separated: a constant differs between samples, a parameter has a batch
+    dimension, or an operator has no axis for the batch.
     """
     axes = batch_axes_of(graph)
     if axes.batch == size:
@@ -261,11 +273,12 @@ def resize_batch(graph: Graph, size: int) -> Graph:
     for name, places in axes.values.items():
         value = graph.type_of(name)
         shape = list(value.shape)
-        for place in places:  # A dimension may contain the batch twice.
+        for place in places:  # A dimension may contain the batch twice and then has two entries.
             shape[place.dimension] = shape[place.dimension] // axes.batch * size
         shrunk[name] = Value(name, value.dtype, tuple(shape))
 
     def resize_value(value: Value) -> Value:
+        """Return a value with its new shape."""
         return shrunk.get(value.name, value)
 
     constants, nodes = _resize_shape_operands(graph, shrunk)
@@ -284,7 +297,9 @@ def resize_batch(graph: Graph, size: int) -> Graph:
 
 
 def _resize_loop_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> Node:
-    """Return a loop with its body for `size` samples."""
+    """Return a loop node whose body computes `size` samples. Raise ModelError if an iteration does
+    not have a part of all samples.
+    """
     assert node.body is not None
     given = {value.name for value in node.body.inputs}
     places = []
@@ -309,8 +324,9 @@ def _resize_loop_body(graph: Graph, node: Node, axes: BatchAxes, size: int) -> N
 def _resize_shape_operands(
     graph: Graph, shrunk: dict[str, Value]
 ) -> tuple[list[Constant], tuple[Node, ...]]:
-    """Return constants and nodes with new shape operands for the nodes in
-    `SHAPE_OPERAND_OPERATORS`.
+    """Return (constants, nodes) of the graph with new constants as shape operands of the operators
+    in `SHAPE_OPERAND_OPERATORS`. `shrunk` has the values with new shapes by name. Constants that no
+    node reads any more are removed.
     """
     constants = list(graph.constants)
     nodes = []
@@ -334,8 +350,8 @@ def _resize_shape_operands(
 
 
 def _slice_constant(constant: Constant, axes: BatchAxes, size: int) -> Constant:
-    """Return a constant with the data of the first `size` samples. Raise ModelError if samples
-    differ.
+    """Return a constant with the data of its first `size` samples. Raise ModelError if the data
+    differ between samples.
     """
     array = constant.array
     for place in axes.values.get(constant.value.name, ()):
@@ -359,7 +375,9 @@ def _slice_constant(constant: Constant, axes: BatchAxes, size: int) -> Constant:
 
 
 def _check_operator_shapes(graph: Graph) -> None:
-    """Raise ModelError if a node is invalid for the smaller shapes."""
+    """Raise ModelError if an operator of the resized graph is not supported or does not support the
+    new shapes.
+    """
     spaces = spaces_of(graph)
     for index, node in enumerate(graph.nodes):
         if operator_of(node) is None:

@@ -1,10 +1,11 @@
-"""Problems and solutions of schedule search, independent of a model.
+"""Problems and solutions of the schedule search in a form that does not depend on models (Lin et
+al., "Tessel", HPCA 2024, section III). The file `schedule.json` contains such a schedule.
 
-A block graph has the blocks of one micro-batch, here called a unit. All units run the same blocks
-independently. A block runs for a fixed time on one device or on several at once, and changes the
-used memory of its devices when it starts (Lin et al., "Tessel", HPCA 2024, section III). Times and
-memory are integers in arbitrary units. `check_start_times` shares no code with the searches.
-`schedule.json` contains such a schedule.
+A block is a task of one micro-batch; it runs for a fixed time on one or several devices at once,
+and changes the used memory of its devices when it starts. A block graph contains the blocks of one
+micro-batch or of one group of micro-batches, called a unit. All units have the same blocks and are
+independent. Times and memory are integers in arbitrary units of measurement. `check_start_times`
+shares no code with the searches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autopipe.ir.words import plural
 
 SCHEDULE_FORMAT = "autopipe.schedule/1"
 _MAX_INTEGER = 2**53
-"""Maximum integer in a file; some JSON readers round larger ones."""
+"""Maximum integer in a file, because some JSON readers round larger integers."""
 NonNegativeInteger = Annotated[int, AtLeast(0), AtMost(_MAX_INTEGER)]
 SignedInteger = Annotated[int, AtLeast(-_MAX_INTEGER), AtMost(_MAX_INTEGER)]
 DeviceCount = Annotated[int, AtLeast(1), AtMost(4096)]
@@ -31,35 +32,40 @@ DeviceCount = Annotated[int, AtLeast(1), AtMost(4096)]
 
 @dataclass(frozen=True, slots=True)
 class Block:
+    """One task of each unit, on the devices `devices`, for `time` time units."""
+
     name: str
     devices: tuple[Index, ...]
     time: SignedInteger
     memory: SignedInteger = 0
-    """Change of the used memory on each of its devices when the block starts."""
+    """Change of the used memory of each of its devices when the block starts. Negative if the block
+    frees memory.
+    """
     after: tuple[Index, ...] = ()
-    """Indices of blocks of the same unit that must end before this block starts."""
+    """Indices of the blocks of the same unit that must have ended before this block starts."""
     delays: Annotated[tuple[NonNegativeInteger, ...], OmitDefault()] = ()
-    """Minimum time between the end of each block of `after` and the start, such as the time of a
-    message; () for 0.
+    """Minimum time between the end of each block in `after` and the start of this block, for
+    example the time of a message; () if all are 0.
     """
 
     def delay(self, position: int) -> int:
+        """Return the delay after the block at index `position` of `after`."""
         return self.delays[position] if self.delays else 0
 
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """The blocks of one unit, and the memory limits of the devices."""
+    """The blocks of one unit, the number of devices, and their memory limits."""
 
     devices: DeviceCount
     blocks: tuple[Block, ...]
     memory: tuple[NonNegativeInteger | None, ...]
-    """Memory limit of each device; None for no limit."""
+    """Memory limit of each device; None for a device without a limit."""
     micro_batches_per_unit: Annotated[int, AtLeast(1), OmitDefault()] = 1
 
     def verify(self) -> None:
-        """Raise ConfigurationError if a block has invalid devices, times or delays, or if blocks
-        wait for each other in a cycle.
+        """Raise ConfigurationError if a block has invalid devices, times, dependencies or delays,
+        or if blocks depend on one another in a cycle.
         """
         if not self.blocks:
             raise ConfigurationError("the placement has no blocks, expected at least one")
@@ -83,7 +89,7 @@ class BlockGraph:
             raise ConfigurationError(message, where=f"block {self.blocks[path[0]].name!r}")
 
     def _error_and_hint(self, block: Block) -> tuple[str, str]:
-        """Return (error, hint) for a block; ("", "") if the block is valid."""
+        """Return (error, hint) for an invalid block, or ("", "") for a valid one."""
         if not block.devices:
             return "the block is on no device", ""
         if len(set(block.devices)) != len(block.devices):
@@ -107,7 +113,9 @@ class BlockGraph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Indices of the blocks in topological order, except blocks in a cycle or after one."""
+        """Indices of the blocks in topological order. Blocks that are in a cycle or depend on one
+        are missing.
+        """
         left = [len(set(block.after)) for block in self.blocks]
         found = [index for index, count in enumerate(left) if count == 0]
         for index in found:
@@ -119,12 +127,13 @@ class BlockGraph:
 
     @cached_property
     def following(self) -> tuple[tuple[int, ...], ...]:
+        """For each block, the ascending indices of the blocks that depend on it directly."""
         return _invert_index_sets((block.after for block in self.blocks), len(self.blocks))
 
     @cached_property
     def waits(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each block, pairs (other, time): the block starts at least `time` after the start of
-        block `other`.
+        the block with index `other`.
         """
         return tuple(
             tuple(
@@ -136,15 +145,19 @@ class BlockGraph:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
+        """For each device, the ascending indices of its blocks."""
         return _invert_index_sets((block.devices for block in self.blocks), self.devices)
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
+        """For each device, the total time of its blocks of one unit."""
         return tuple(sum(self.blocks[index].time for index in members) for members in self.members)
 
 
 def _invert_index_sets(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tuple[int, ...], ...]:
-    """Return, for each number below `count`, the ascending indices of the sets that contain it."""
+    """Return, for each number from 0 to below `count`, the ascending indices of the sets that
+    contain it.
+    """
     found: list[list[int]] = [[] for _ in range(count)]
     for index, each in enumerate(sets):
         for number in set(each):
@@ -154,9 +167,9 @@ def _invert_index_sets(sets: Iterable[tuple[int, ...]], count: int) -> tuple[tup
 
 @dataclass(frozen=True, slots=True)
 class BlockRepetend:
-    """A steady state (Tessel: repetend): block i of unit n starts at `starts[i] + period * (n -
-    offsets[i])`. A repetition has each block once. `offsets[i]` is the unit of block i relative to
-    the oldest unit of the repetition (Tessel: micro-batch index).
+    """The steady state of a schedule (Tessel: repetend): block i of unit n starts at `starts[i] +
+    period * (n - offsets[i])`. Each repetition contains each block once. `offsets[i]` is the unit
+    of block i relative to the oldest unit of the repetition (Tessel: micro-batch index).
     """
 
     starts: tuple[Index, ...]
@@ -165,30 +178,34 @@ class BlockRepetend:
 
 @dataclass(frozen=True, slots=True)
 class BlockSchedule:
-    """Start times of all blocks of all units, with a bound and a proof of optimality."""
+    """Start times of all blocks of all units, with a lower bound and a proof of optimality."""
 
     graph: BlockGraph
     starts: tuple[tuple[int, ...], ...]
     """`starts[n][i]`: start of block i of unit n."""
     period: int | None = None
-    """Time between units in the steady state; None if there is no steady state."""
+    """Time between the starts of consecutive units in the steady state; None if there is no steady
+    state.
+    """
     lower_bound: int = 0
-    """Lower bound of the period of schedules that repeat with each unit, or of the makespan if
-    `repetend` is None. Schedules that repeat with several units together can take less time per
-    unit if memory is limited and the period exceeds the largest load.
+    """Lower bound of the period of schedules whose repetitions contain one unit or, if `repetend`
+    is None, of the makespan. If memory is limited and the period exceeds the largest load of a
+    device, a schedule whose repetitions contain several units can take less time per unit than this
+    bound.
     """
     optimal: bool = False
-    """True if the period, or the makespan if `repetend` is None, is proven optimal."""
+    """True if the period or, if `repetend` is None, the makespan is proven optimal."""
     repetend: BlockRepetend | None = None
     search_time_s: float = 0.0
 
     @property
     def units(self) -> int:
+        """Number of units."""
         return len(self.starts)
 
     @property
     def makespan(self) -> int:
-        """End of the last block; the first start is 0."""
+        """End of the last block. Time starts at 0."""
         blocks = self.graph.blocks
         return max(
             start + block.time
@@ -198,7 +215,9 @@ class BlockSchedule:
 
     @property
     def gap(self) -> float:
-        """(value - lower bound) / value of the period, or of the makespan if `repetend` is None."""
+        """(value - lower bound) / value, where the value is the period or, if `repetend` is None,
+        the makespan; 0 if it is proven optimal.
+        """
         value = self.makespan if self.repetend is None or self.period is None else self.period
         return 0.0 if self.optimal else max(0.0, (value - self.lower_bound) / value)
 
@@ -219,6 +238,7 @@ class BlockSchedule:
 
     @property
     def peak_memory(self) -> tuple[int, ...]:
+        """For each device, the maximum memory in use."""
         memory = [block.memory for block in self.graph.blocks]
         return tuple(
             max(accumulate((memory[index] for _, _, index in tasks), initial=0))
@@ -227,7 +247,9 @@ class BlockSchedule:
 
 
 def check_start_times(schedule: BlockSchedule) -> None:
-    """Raise InfeasibleError for the first block that cannot start at its scheduled time."""
+    """Raise InfeasibleError for the first block that starts before a block on which it depends has
+    ended, while its device runs another block, or without sufficient memory.
+    """
     blocks = schedule.graph.blocks
 
     def block_title(unit: int, index: int) -> str:
@@ -272,6 +294,7 @@ def check_start_times(schedule: BlockSchedule) -> None:
 
 
 def task_order_json(tasks: Iterable[tuple[int, int, float]]) -> list[dict[str, object]]:
+    """Return the tasks (block, unit, start) of a device as JSON objects."""
     return [{"block": block, "unit": unit, "start": start} for block, unit, start in tasks]
 
 
@@ -354,7 +377,7 @@ def read_block_schedule(path: Path) -> BlockSchedule:
 
 def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...], ...]:
     """Return the start of each block of each unit. Raise ConfigurationError unless each block is
-    once in the list of each of its devices, with one start time.
+    once in the task list of each of its devices, with one start time.
     """
     units = record.get("units", Count)
     orders = list(record.at("tasks").items())
@@ -374,7 +397,8 @@ def _read_starts(record: JsonRecord, graph: BlockGraph) -> tuple[tuple[int, ...]
             if (unit, index, device) in found:
                 task.reject("a task that occurs once in the schedule")
             found[unit, index, device] = task.get("start", NonNegativeInteger)
-    # A file can declare far more units than it has tasks; the first incomplete unit ends this loop.
+    # A file can declare far more units than it has tasks. The loop ends at the first incomplete
+    # unit.
     for unit in range(units):
         for index, block in enumerate(graph.blocks):
             starts = {found.get((unit, index, device)) for device in block.devices}

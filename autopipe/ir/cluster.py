@@ -1,4 +1,4 @@
-"""Clusters: devices, links, and the GPU memory that NCCL buffers and CUDA contexts occupy."""
+"""Clusters: devices and the links between them, and the GPU memory that NCCL's buffers occupy."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ _NCCL_BUFFER_BYTES_PER_CHANNEL = 524_288 + 4_915_200 + 4_194_304
 """Bytes of receive buffers per channel (one CTA of a kernel) of an NCCL communicator, for the
 protocols LL, LL128 and Simple: DEFAULT_LL_BUFFSIZE, DEFAULT_LL128_BUFFSIZE and DEFAULT_BUFFSIZE
 (NCCL_BUFFSIZE) in src/init.cc and src/include/device.h of NCCL 2.21. NCCL allocates the buffers of
-a connection at its first use (NCCL_RUNTIME_CONNECT).
+a connection at the first use of the connection (NCCL_RUNTIME_CONNECT).
 """
 MAX_P2P_CTAS = 32
-"""Maximum number of CTAs of all P2P communicators of a rank together. A kernel that waits for a
-message occupies one multiprocessor per CTA, and large GPUs have about a hundred multiprocessors.
+"""Maximum number of CTAs (thread blocks) of all P2P communicators of a rank together. Each CTA of a
+kernel that waits for a message occupies one multiprocessor, and large GPUs have about a hundred
+multiprocessors.
 """
 _MAX_CHANNELS_PER_GROUP = 24
-"""Maximum number of channels of a process group's communicator: NCCL opens 24 with NVSwitch, 12
-with the NVLinks of a V100, 2 with PCIe only.
+"""Maximum number of channels of the communicator of a process group. NCCL opens 24 channels with
+NVSwitch, 12 with the NVLinks of a V100, and 2 with PCIe only.
 """
 _PROCESS_GROUPS_PER_RANK = 3
-"""Process groups of a rank with collectives: one of replicas, one of a stage, and one of tied
-weights or all ranks.
+"""Number of process groups with collectives per rank: the replicas of a stage, the devices of a
+stage, and the devices with tied weights or all ranks.
 """
 
 
 def max_nccl_buffer_bytes(ranks: int) -> int:
-    """Return an upper bound of the bytes of NCCL buffers on each of `ranks` ranks."""
+    """Return an upper bound of the bytes of NCCL's buffers on each of `ranks` ranks; 0 for one
+    rank.
+    """
     return (
         0
         if ranks < 2
@@ -44,12 +47,13 @@ def max_nccl_buffer_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator, or one CPU, with its roofline parameters and its measured costs.
+    """An accelerator or a CPU: its roofline parameters and its measured costs.
 
-    `peak_flops` are FLOP/s per precision; a multiply-add counts as two operations. `efficiency` is
-    the fraction of the peak, or of the memory bandwidth, that each operator class reaches. The
-    measured costs are: `tasks`, costs of a step except operators; `collectives`, of ranks in one
-    node; `post`, CPU time to post a message; `follow`, CPU time for each further message of a task.
+    `peak_flops` has the FLOP/s per precision; a multiply-add counts as two operations. `efficiency`
+    is the fraction of the peak, or of the memory bandwidth, that operators of each class reach.
+    Measured costs are: `tasks`, the costs of a step except its operators; `collectives`, of ranks
+    in one node; `post`, the CPU time for the first send or receive of a task; `follow`, the CPU
+    time for each further one.
     """
 
     name: str
@@ -67,7 +71,7 @@ class Device:
     """Bytes of GPU memory of the CUDA context."""
     host_launch_s: float = 0.0
     """Host time in seconds to launch one operator of an eager program. `cost/host.py` counts the
-    operators. 0 if the host never limits, for example because the host is the device.
+    operators. 0 if the host never limits the speed, for example because the device is the CPU.
     """
 
     def __hash__(self) -> int:
@@ -75,8 +79,8 @@ class Device:
         return hash((self.name, self.memory_bytes, self.peak_flops, self.bandwidth_bytes_per_s))
 
     def peak(self, precision: str) -> float:
-        """Return the peak FLOP/s in `precision`. For tf32, fp16 and bf16 without a declared peak,
-        return the fp32 peak. Raise ConfigurationError if neither is declared.
+        """Return the peak FLOP/s in `precision`. If tf32, fp16 or bf16 has no declared peak, return
+        the peak of fp32. Raise ConfigurationError if that is not declared either.
         """
         declared = dict(self.peak_flops)
         narrow = (
@@ -87,14 +91,17 @@ class Device:
         return self._declared_value(declared, "fp32" if narrow else precision, "peak FLOP/s for")
 
     def efficiency_of(self, operator_class: str) -> float:
-        """Return the fraction of peak or bandwidth that operators of a class reach. Raise
-        ConfigurationError if the device does not declare it.
+        """Return the fraction of the peak or of the memory bandwidth that operators of the class
+        `operator_class` reach. Raise ConfigurationError if it is not declared.
         """
         return self._declared_value(
             dict(self.efficiency), operator_class, "efficiency for operators of class"
         )
 
     def _declared_value(self, values: dict[str, float], name: str, what: str) -> float:
+        """Return the value called `name`. Raise ConfigurationError if the device does not declare
+        it; `what` names the kind of value.
+        """
         if name not in values:
             hint = f"use one of {', '.join(values) or 'none'}"
             raise ConfigurationError(f"device {self.name} does not declare the {what} {name}", hint)
@@ -103,7 +110,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection between two devices. Sending n bytes takes `latency_s + n /
+    """A connection between two devices. A message of n bytes takes `latency_s + n /
     bandwidth_bytes_per_s` seconds.
     """
 
@@ -111,13 +118,14 @@ class Link:
     bandwidth_bytes_per_s: float
 
     def seconds(self, size_bytes: float) -> float:
+        """Return the seconds of a message of `size_bytes` bytes."""
         return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the hierarchy: `size` groups of the level below, or devices at the lowest level,
-    connected by `link`.
+    """A level of the cluster's hierarchy: `size` groups of the level below (for the innermost
+    level, devices) that `link` connects.
     """
 
     name: str
@@ -127,7 +135,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """A device pool: consecutive devices of a mixed cluster with separate nodes and links."""
+    """A pool of a mixed cluster: `size` consecutive devices with their own nodes and links."""
 
     name: str = field(compare=False)
     size: int
@@ -139,21 +147,21 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices 0, 1, … in a hierarchy of levels. Nodes are filled in order; the last group of a
-    level may be incomplete. A cluster with `groups` has the devices of each group in order, and one
-    level that connects the groups.
+    """Devices 0, 1, … in a hierarchy of levels, such as nodes. Groups are filled in order, so the
+    last group of a level may be incomplete. A mixed cluster has pools (`groups`): its devices are
+    those of the pools in order, and its one level connects the pools.
     """
 
     name: str
     devices: tuple[Device, ...]
     levels: tuple[Level, ...]
-    """Levels from the innermost (devices in a node) to the outermost (nodes in the cluster). With
-    `groups`, the level that connects the groups.
+    """Levels from the innermost (devices in a node) to the outermost (nodes in the cluster). In a
+    mixed cluster, the one level that connects the pools.
     """
     groups: tuple[DevicePool, ...] = ()
-    """Device pools of a mixed cluster; () if all nodes and links are equal."""
+    """Pools of a mixed cluster; () if all nodes and links are equal."""
     allow_mixed_stages: bool = False
-    """True if strategies may make stages whose devices are of different types. If it is false, only
+    """True if strategies may make stages with devices of different types. If false, only the user's
     constraints can make such a stage.
     """
 
@@ -175,25 +183,28 @@ class Cluster:
 
     @property
     def size(self) -> int:
+        """Number of devices."""
         return len(self.devices)
 
     def __hash__(self) -> int:
-        # Clusters are dict keys; hashing thousands of devices per lookup would be slow.
+        # Clusters are keys of dicts, and hashing thousands of devices at each lookup would be slow.
         return hash((self.name, len(self.devices), self.levels, self.groups))
 
     @property
     def kinds(self) -> tuple[Device, ...]:
+        """Distinct device types of the cluster, in order of first occurrence."""
         return self.device_types_among(range(self.size))
 
     def device_types_among(self, devices: Iterable[int]) -> tuple[Device, ...]:
         """Return the distinct device types of `devices`, in order of first occurrence."""
-        # Equal devices are usually one object, so identity avoids most comparisons.
+        # Equal devices are usually one object, so comparing identities first avoids most
+        # comparisons of values.
         found = {id(kind): kind for kind in map(self.devices.__getitem__, devices)}
         return tuple(dict.fromkeys(found.values()))
 
     @property
     def devices_per_node(self) -> int:
-        """Number of devices in a full node; the minimum over the groups of a mixed cluster."""
+        """Number of devices in a full node. In a mixed cluster, the minimum over the pools."""
         return (
             min(group.levels[0].size for group in self.groups)
             if self.groups
@@ -202,9 +213,11 @@ class Cluster:
 
     @property
     def node_count(self) -> int:
+        """Number of nodes."""
         return self.node(self.size - 1) + 1
 
     def node(self, device: int) -> int:
+        """Return the index of the node that contains `device`."""
         first, levels = self.part(device)
         before = sum(
             -(-group.size // group.levels[0].size)
@@ -214,8 +227,8 @@ class Cluster:
         return before + (device - first) // levels[0].size
 
     def part(self, device: int) -> tuple[int, tuple[Level, ...]]:
-        """Return (first, levels): the first device and the levels of the group that contains
-        `device`, or 0 and the levels of the cluster if there are no groups.
+        """Return (first device, levels) of the pool that contains `device`. In a cluster without
+        pools, return 0 and the levels of the cluster.
         """
         self._check_device(device)
         if not self.groups:
@@ -228,7 +241,7 @@ class Cluster:
         return start, group.levels
 
     def level(self, first: int, second: int) -> Level | None:
-        """Return the innermost level that contains both devices, or None if they are one device."""
+        """Return the innermost level that connects two devices, or None if both are one device."""
         start, levels = self.part(first)
         if first == second:
             return None
@@ -256,21 +269,22 @@ class Cluster:
         )
 
     def slowest_link(self, group: Sequence[int]) -> Link:
-        """Return the link with the lowest bandwidth between any two devices of `group`. Ties: the
-        highest latency.
+        """Return the link with the lowest bandwidth between any two devices of `group`. Of links
+        with equal bandwidth, return the one with the highest latency.
         """
         members = sorted(set(group))
         if not members:
             raise ConfigurationError("the slowest link of a group of 0 devices is undefined")
         if len(members) == 1:
             return self.link(members[0], members[0])
-        # If two members are in different groups of a level, so are two members with consecutive
-        # positions in sorted order.
+        # Comparing neighbours in sorted order suffices: if two members are in different groups of a
+        # level, then so are two neighbours between them.
         return slowest_of(self.link(first, second) for first, second in pairwise(members))
 
     def take(self, count: int) -> Cluster:
-        """Return a cluster of the first `count` devices, with level sizes reduced accordingly.
-        Raise InfeasibleError if there are fewer devices, ConfigurationError if `count` is below 1.
+        """Return the cluster of the first `count` devices, with the sizes of levels reduced
+        accordingly. Raise InfeasibleError if there are fewer devices, and ConfigurationError if
+        `count` is below 1.
         """
         if count < 1:
             raise ConfigurationError(
@@ -304,8 +318,8 @@ class Cluster:
         )
 
     def with_bandwidth(self, factor: float, inside_nodes: bool) -> Cluster:
-        """Return the cluster with the bandwidth of some links multiplied by `factor`: the links
-        inside nodes if `inside_nodes`, otherwise all other links.
+        """Return the cluster with the bandwidth of some links multiplied by `factor`: links inside
+        nodes if `inside_nodes` is true, otherwise all other links.
         """
 
         def scale_levels(levels: tuple[Level, ...], first: int) -> tuple[Level, ...]:
@@ -322,12 +336,12 @@ class Cluster:
         groups = tuple(
             replace(group, levels=scale_levels(group.levels, 0)) for group in self.groups
         )
-        # The level that connects groups is above the nodes.
+        # The level that connects pools is above the nodes, so its links are outside of nodes.
         return replace(self, groups=groups, levels=scale_levels(self.levels, 1 if groups else 0))
 
     def reordered(self, order: Sequence[int]) -> tuple[Cluster, tuple[int, ...]]:
-        """Return (cluster, indices): the cluster with its groups in `order`, and the index in this
-        cluster of each device of the new one.
+        """Return (cluster, devices): the mixed cluster with its pools in the order `order`, and for
+        each of its devices the index of this device in the present cluster.
         """
         placed = list(self._pools_with_first_device())
         groups, starts = zip(*(placed[each] for each in order), strict=True)
@@ -341,11 +355,12 @@ class Cluster:
         ), old
 
     def _pools_with_first_device(self) -> Iterable[tuple[DevicePool, int]]:
-        """Return pairs (group, index of its first device)."""
+        """Return pairs (pool, index of its first device)."""
         starts = accumulate((group.size for group in self.groups), initial=0)
         return zip(self.groups, starts, strict=False)
 
     def _check_device(self, device: int) -> None:
+        """Raise ConfigurationError if the cluster has no device with this index."""
         if not 0 <= device < self.size:
             raise ConfigurationError(
                 f"device {device} does not exist in cluster {self.name}",
@@ -354,12 +369,16 @@ class Cluster:
 
 
 def slowest_of(links: Iterable[Link]) -> Link:
-    """Return the link with the lowest bandwidth. Ties: the highest latency."""
+    """Return the link with the lowest bandwidth. Of links with equal bandwidth, return the one with
+    the highest latency.
+    """
     return min(set(links), key=lambda link: (link.bandwidth_bytes_per_s, -link.latency_s))
 
 
 def _check_level_capacity(who: str, count: int, levels: Sequence[Level]) -> None:
-    """Raise ConfigurationError unless the levels can hold `count` devices or groups."""
+    """Raise ConfigurationError unless the levels can connect `count` devices or pools. `who` names
+    the cluster or pool in the message.
+    """
     if count < 1 or not levels:
         raise ConfigurationError(
             f"{who} requires a device and a level, but the number of devices is {count} and the "
@@ -375,7 +394,7 @@ def _check_level_capacity(who: str, count: int, levels: Sequence[Level]) -> None
 
 
 def _shrink_levels(levels: Sequence[Level], count: int) -> tuple[Level, ...]:
-    """Return the levels with sizes reduced to the sizes that `count` innermost members require."""
+    """Return the levels with sizes that are no larger than `count` devices or pools require."""
     found = []
     for level in levels:
         found.append(replace(level, size=min(level.size, count)))

@@ -1,4 +1,6 @@
-"""Degrees of parallelism of a plan: its pipeline of device groups, and the degrees in a group."""
+"""Degrees of parallelism of a plan: the number of device groups in its pipeline, and the degrees
+inside a group.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +12,44 @@ from autopipe.ir.codec import Count, Index, NonEmpty, OmitDefault
 from autopipe.ir.words import plural
 
 Interval = tuple[Count, Count]
-"""Minimum and maximum of a degree over the stages and their products."""
+"""Minimum and maximum of a degree over the stages of a plan and the matmuls in them."""
 
 _MAX_LISTED_GROUPS = 6
-"""Maximum number of groups whose sizes the text lists one by one."""
+"""Maximum number of groups whose sizes `PlanDegrees.text` lists individually."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDegrees:
-    """Degrees of a plan, derived from its placement.
+    """Degrees of parallelism of a plan, derived from its placement.
 
-    A group is a set of devices that run the same stages. In a group, `data` × `sequence` × `tensor`
-    × `copies` is the number of devices. The four are degrees of products (matrix products,
-    convolutions, recurrent operators), which are most of the work; a product counts if it belongs
-    to the 99% of its stage's FLOPs with the most frequent degrees.
+    A group is a set of devices that run the same stages. Its size is `data` × `sequence` × `tensor`
+    × `copies`. These four are degrees of matmuls, convolutions and recurrent operators, which are
+    most of the computation. In each stage, operators with rare degrees that have at most 1% of its
+    FLOPs together are not counted.
     """
 
     groups: Annotated[tuple[Count, ...], NonEmpty]
-    """Number of devices of each group, in the order of the first stages."""
+    """Number of devices of each group. Groups are in the order of their first stages."""
     stages_per_group: Interval
-    """Number of stages of a group in one pipeline."""
+    """Number of stages of a group in each pipeline."""
     data: Interval
-    """Degree of data parallelism: shards of the samples of a micro-batch."""
+    """Degree of data parallelism: the number of shards into which the samples of a micro-batch are
+    divided.
+    """
     tensor: Interval
-    """Degree of tensor parallelism: shards of the weights."""
+    """Degree of tensor parallelism: the number of shards into which the weights are divided."""
     sequence: Annotated[Interval, OmitDefault()] = (1, 1)
-    """Shards of the positions or pixels of a sample; each shard reads all weights."""
+    """Number of shards into which the positions or pixels of a sample are divided. Each shard
+    requires all weights.
+    """
     copies: Annotated[Interval, OmitDefault()] = (1, 1)
-    """Devices with equal computations (replicated compute)."""
+    """Number of devices that perform equal computations."""
     pipelines: Annotated[Count, OmitDefault()] = 1
-    """Pipelines that take micro-batches in turn, each with all layers."""
+    """Number of pipelines, each with all layers, between which the micro-batches alternate."""
     depth: Annotated[Index, OmitDefault()] = 0
-    """Number of stages on the longest path if there are parallel branches; otherwise 0."""
+    """Number of stages on the longest path through the stage graph if it has parallel branches,
+    otherwise 0.
+    """
     overlapping: Annotated[bool, OmitDefault()] = False
     """True if some devices belong to several groups."""
     zero_stage: Annotated[Index, OmitDefault()] = 0
@@ -50,22 +58,22 @@ class PlanDegrees:
     recomputed_stages: Annotated[Index, OmitDefault()] = 0
     """Number of stages that recompute their forward in backward."""
     settled: Annotated[tuple[str, ...], OmitDefault()] = ()
-    """Names of open options of the strategy, such as `tensor`."""
+    """Names of the strategy's open options, such as `tensor`, whose values the strategy chose."""
 
     @property
     def pipeline(self) -> int:
-        """Number of device groups."""
+        """Number of groups in the pipeline."""
         return len(self.groups)
 
     @property
     def has_replicas(self) -> bool:
-        """True if several devices have equal parameters."""
+        """True if several devices hold equal parameters."""
         replicated = (self.data, self.sequence, self.copies)
         return self.pipelines > 1 or any(most > 1 for _, most in replicated)
 
     @property
     def options(self) -> dict[str, int]:
-        """Values of the strategy's open options in this plan."""
+        """Values in this plan of the strategy's open options (`settled`), by name."""
         width = max(self.groups)
         values = {
             "pipeline": self.pipeline,
@@ -76,7 +84,9 @@ class PlanDegrees:
 
     @property
     def text(self) -> str:
-        """Text such as `pipeline 8 (2 stages per rank) × data 4 × tensor 2, ZeRO-1`."""
+        """Description of the degrees, such as `pipeline 8 (2 stages per rank) × data 4 × tensor 2,
+        ZeRO-1`.
+        """
         factors = [self._pipeline_text(), f"data {_interval_text(self.data)}"]
         factors += [f"sequence {_interval_text(self.sequence)}"] if self.sequence != (1, 1) else []
         factors.append(f"tensor {_interval_text(self.tensor)}")
@@ -92,6 +102,9 @@ class PlanDegrees:
         return ", ".join(told)
 
     def _pipeline_text(self) -> str:
+        """Return the description of the groups and stages, such as `pipeline 8 (2 stages per
+        rank)`.
+        """
         notes = []
         if self.stages_per_group != (1, 1):
             notes.append(f"{_interval_text(self.stages_per_group)} stages per rank")
@@ -109,14 +122,17 @@ class PlanDegrees:
 
 
 def _is_one(interval: Interval) -> bool:
+    """Return True if minimum and maximum are equal."""
     return interval[0] == interval[1]
 
 
 def _interval_text(interval: Interval) -> str:
+    """Return an interval as text: `2`, or `2–4` if minimum and maximum differ."""
     return str(interval[0]) if _is_one(interval) else f"{interval[0]}–{interval[1]}"
 
 
 def _sizes_text(sizes: Sequence[int]) -> str:
+    """Return a list of group sizes as text, or their minimum and maximum if there are many."""
     if len(sizes) > _MAX_LISTED_GROUPS:
         return f"{min(sizes)} to {max(sizes)}"
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

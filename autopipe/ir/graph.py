@@ -2,17 +2,15 @@
 
 Grammar::
 
-    Graph     = name, opset, inputs, parameters, constants,
-                nodes (in topological order), outputs
+    Graph     = name, opset, inputs, parameters, constants, nodes, outputs
     Node      = operator, attributes, names of the values that it reads and writes
-                ("" stands for an absent optional input)
     Value     = name, element type, static shape
-    Parameter = value + location of its data in the ONNX file
-                (the graph does not contain the data)
-    Constant  = value + its data (small, known at planning time)
+    Parameter = value, and the location of its data in the ONNX file
+    Constant  = value, and its data (small, known at planning time)
 
-Each value is written once. Names come from the model. They are untrusted text and are only used as
-keys and in messages.
+Nodes are in topological order. The name of an absent optional operand is "". The graph does not
+contain the data of parameters. Each value is written once. Names come from the model. They are
+untrusted text, so they are used only as keys and in messages.
 """
 
 from __future__ import annotations
@@ -63,25 +61,27 @@ class DType(enum.Enum):
 
     @property
     def itemsize(self) -> int:
+        """Bytes per element in memory."""
         return _ITEMSIZE[self]
 
     @property
     def stored(self) -> np.dtype:
-        """Little-endian NumPy type of stored elements. For bfloat16 and float8, an unsigned integer
-        type of equal size.
+        """Little-endian NumPy type in which elements are stored. For bfloat16 and 8-bit
+        floating-point types, it is an unsigned integer type of equal size.
         """
         bits = "uint16" if self is DType.BFLOAT16 else "uint8" if self.is_float8 else self.held
         return np.dtype(bits).newbyteorder("<")
 
     @property
     def packed_bits(self) -> int:
-        """Bits per element if a byte of a file stores several elements; otherwise 0."""
+        """Bits per element of a type of which a byte in a file holds several elements; otherwise 0."""
         return _BITS_OF_PACKED_TYPES.get(self, 0)
 
     @property
     def held(self) -> str:
-        """Name of the torch type of elements in memory. A type of less than a byte uses int8 or,
-        for unsigned types and the codes of float4, uint8.
+        """Name of the torch type that holds elements in memory. An element of less than a byte is
+        held in a byte: int8 for signed integers, uint8 for unsigned integers and for the codes of
+        float4.
         """
         if not self.packed_bits:
             return self.value
@@ -89,16 +89,19 @@ class DType(enum.Enum):
 
     @property
     def is_float8(self) -> bool:
-        """True for 8-bit floating-point types, which are only stored and not computed with."""
+        """True for 8-bit floating-point types, which are only stored; no operator computes with
+        them.
+        """
         return self.value.startswith("float8")
 
     @property
     def is_floating(self) -> bool:
+        """True for floating-point types of 16 bits or more."""
         return self in _FLOATING_TYPES
 
     @property
     def is_integer(self) -> bool:
-        """True for integer types; bool is not one."""
+        """True for signed and unsigned integer types, but not for bool."""
         return self.value.startswith(("int", "uint"))
 
 
@@ -113,8 +116,8 @@ _FLOATING_TYPES = frozenset(
 
 
 COUNTED_LABELS = "autopipe/counted_labels"
-"""Name of a graph output: the number of labels that are not ignored. The loss of the step is
-divided by its sum.
+"""Name of the graph output with the number of labels that are not ignored. The loss of a step is
+divided by the sum of this output over its micro-batches.
 """
 
 Int64 = Annotated[int, AtLeast(-(2**63))]
@@ -131,17 +134,19 @@ class Value:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
+        """Bytes in memory."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class FileSlice:
-    """Data stored little-endian and row-major at an offset of a file. `file` is relative to the
-    folder of the ONNX file; "" is the ONNX file. `offset` and `length` are in bytes.
+    """Data in a file, little-endian and row-major: `length` bytes from byte `offset` on. `file` is
+    a path relative to the folder of the ONNX file, or "" for the ONNX file itself.
     """
 
     file: str
@@ -151,7 +156,9 @@ class FileSlice:
 
 @dataclass(frozen=True, slots=True)
 class VarintSlice:
-    """16-bit data that the ONNX file stores as protobuf varints in `length` bytes from `offset`."""
+    """16-bit data in the ONNX file, stored as packed protobuf varints: `length` bytes from byte
+    `offset` on.
+    """
 
     offset: Index
     length: Index
@@ -159,25 +166,34 @@ class VarintSlice:
 
 @dataclass(frozen=True, slots=True)
 class FoldedSlice(FileSlice):
-    """Data that an exporter computed from a parameter, from which the parameter is recovered."""
+    """Data in a file that an exporter computed from a parameter. The fields say how the parameter
+    is recovered from the data.
+    """
 
     rows: tuple[Index, ...] = ()
-    """Offset, in elements, of each row of the parameter, a matrix; () for the stored order."""
+    """For a parameter that is a matrix, the offset of each of its rows in elements; () if the
+    elements are stored in order.
+    """
     step: int = 1
-    """Elements between consecutive elements of a row."""
+    """Distance, in stored elements, between consecutive elements of a row."""
     form: str = ""
-    """Function that recovers an element: "" for the identity, `log` or `log of the negative`."""
+    """Function by which an element of the parameter is computed from a stored element: "" for the
+    identity, `log`, or `log of the negative`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
+    """A parameter all of whose elements have one value."""
+
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """Initialisation of a parameter without stored data: `normal` (mean 0, standard deviation
-    `scale`), `uniform` (in [-scale, scale]), `zeros` or `ones`.
+    """Random or constant initial values of a parameter whose data no file contains. `scheme` is
+    `normal` (mean 0, standard deviation `scale`), `uniform` (in [-scale, scale]), `zeros` or
+    `ones`.
     """
 
     scheme: str
@@ -188,6 +204,7 @@ Storage = FileSlice | VarintSlice | Fill | Initializer
 
 
 def _write_storage(storage: Storage) -> dict[str, Any]:
+    """Return the location of a parameter's data as a JSON object."""
     kinds = {
         FileSlice: "file",
         FoldedSlice: "file",
@@ -199,9 +216,10 @@ def _write_storage(storage: Storage) -> dict[str, Any]:
 
 
 def _read_storage(record: Record) -> Storage:
+    """Return the location of a parameter's data from a JSON object."""
     kind = record.get("kind", Literal["file", "varints", "fill", "draw"])
     if kind == "fill":
-        # The value may be infinite, which the codec rejects for `float`.
+        # The value may be infinite or NaN, which the codec rejects for the type `float`.
         value = record.get("value", Any)
         try:
             return Fill(float(value))
@@ -215,7 +233,9 @@ def _read_storage(record: Record) -> Storage:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A value that persists between steps: a trained weight, or a buffer such as a running mean."""
+    """A value that persists between steps: a trained weight, or a buffer such as a running mean.
+    `storage` is the location of its data.
+    """
 
     value: Annotated[Value, Inline()]
     storage: Annotated[Storage, CustomCodec(_write_storage, _read_storage)]
@@ -225,7 +245,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A value known at planning time. `array` is read-only."""
+    """A value whose data are known at planning time. `array` has the data and is read-only."""
 
     value: Value
     array: np.ndarray
@@ -244,12 +264,12 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operator applied to values.
+    """One use of an operator in the graph.
 
-    `inputs` and `outputs` are names of values. "" stands for an absent optional operand; trailing
-    absent operands are removed. `attributes` are the attributes in the file as (name, value) pairs,
-    sorted by name, without defaults. `domain` is "" for the operators of ONNX, and for example
-    "com.microsoft" for others. `body` is the body of a loop.
+    `inputs` and `outputs` are names of values. "" stands for an absent optional operand; absent
+    operands at the end are removed. `attributes` are pairs (name, value) as in the file, without
+    default values, sorted by name. `domain` is "" for operators of ONNX, and for others a name such
+    as "com.microsoft". `body` is the body of a loop.
     """
 
     name: str
@@ -261,6 +281,9 @@ class Node:
     body: Graph | None = field(default=None, repr=False)
 
     def integer(self, name: str, default: int = 0) -> int:
+        """Return the integer attribute `name`, or `default` if it is absent. Like the following
+        methods, raise ModelError if the attribute has another type.
+        """
         return int(self._attribute(name, int, default))
 
     def number(self, name: str, default: float = 0.0) -> float:
@@ -279,9 +302,13 @@ class Node:
         return tuple(self._attribute(name, tuple, default))
 
     def has(self, name: str) -> bool:
+        """Return True if the node has the attribute `name`."""
         return any(key == name for key, _ in self.attributes)
 
     def _attribute(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+        """Return the attribute `name`, or `default` if it is absent. Raise ModelError if its type
+        is not `kind`.
+        """
         for key, value in self.attributes:
             if key == name:
                 if not isinstance(value, kind):
@@ -295,11 +322,12 @@ class Node:
 
 
 def tokens_per_sample(inputs: Iterable[tuple[Value, int | None]]) -> int | None:
-    """Return the tokens of a sample: the length of its longest row of integers. `inputs` have their
-    batch axes.
+    """Return the number of tokens of a sample: the maximum length of the rows of its
+    two-dimensional integer inputs. `inputs` are pairs of a value and its batch axis, which is None
+    for an input without samples.
 
-    None if an input with samples has floating-point elements, or if no sample has a row of two or
-    more integers.
+    Return None if an input with samples has floating-point elements, or if no row has two or more
+    integers.
     """
     with_samples = [(value, axis) for value, axis in inputs if axis is not None]
     if any(value.dtype.is_floating for value, _ in with_samples):
@@ -312,20 +340,20 @@ def tokens_per_sample(inputs: Iterable[tuple[Value, int | None]]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A model, with the shapes of one forward pass."""
+    """A model, with the shapes of one forward pass. The module docstring describes its parts."""
 
     name: str
     opset: int
-    """Version of the operators of domain ""."""
+    """Version of the operators of ONNX's default domain."""
     inputs: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
     constants: tuple[Constant, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     values: tuple[Value, ...]
-    """Types of the values that nodes write, in the order of writing."""
+    """Types of the values that nodes write, in the order in which they are written."""
     batch_axes: tuple[tuple[str, int], ...] = ()
-    """Pairs (input, batch axis) of the inputs with a batch dimension."""
+    """Pairs (input, axis of the batch) for the inputs with a batch dimension."""
     _types: dict[str, Value] = field(init=False, repr=False, compare=False)
     _producers: dict[str, int] = field(init=False, repr=False, compare=False)
     _held: dict[str, Parameter | Constant] = field(init=False, repr=False, compare=False)
@@ -344,26 +372,34 @@ class Graph:
         object.__setattr__(self, "_held", {each.value.name: each for each in kept})
 
     def type_of(self, name: str) -> Value:
+        """Return the value called `name`. Raise KeyError if there is none."""
         return self._types[name]
 
     def has(self, name: str) -> bool:
+        """Return True if the graph has a value called `name`."""
         return name in self._types
 
     def producer(self, name: str) -> int | None:
-        """Index of the node that writes `name`; None for inputs, parameters and constants."""
+        """Return the index of the node that writes the value `name`; None for inputs, parameters
+        and constants.
+        """
         return self._producers.get(name)
 
     def parameter(self, name: str) -> Parameter | None:
+        """Return the parameter called `name`, or None if there is none."""
         found = self._held.get(name)
         return found if isinstance(found, Parameter) else None
 
     def constant(self, name: str) -> Constant | None:
+        """Return the constant called `name`, or None if there is none."""
         found = self._held.get(name)
         return found if isinstance(found, Constant) else None
 
     @memoize(MAX_CACHED_GRAPHS)
     def consumers(self) -> dict[str, tuple[int, ...]]:
-        """Return, for each value, the distinct indices of the nodes that read it, ascending."""
+        """Return the ascending indices of the nodes that read a value, by the name of the value.
+        Values that no node reads are missing.
+        """
         found: dict[str, list[int]] = {}
         for index, node in enumerate(self.nodes):
             for name in dict.fromkeys(node.inputs):
@@ -373,8 +409,8 @@ class Graph:
 
     @memoize(MAX_CACHED_GRAPHS)
     def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Return, for each node, the distinct (value, index of the node that writes it) that it
-        reads.
+        """Return, for each node, pairs (value, index of the node that writes it) for the values
+        that it reads and that nodes write. A value that the node reads twice occurs once.
         """
         made = self._producers
         return tuple(
@@ -383,8 +419,8 @@ class Graph:
         )
 
     def verify(self) -> None:
-        """Raise ModelError unless each value is written once and before it is read, and each output
-        exists.
+        """Raise ModelError unless each value is written once, before it is read, and each output of
+        the graph exists.
         """
         known = {value.name for value in self.inputs} | self._held.keys()
         for node in self.nodes:
@@ -411,7 +447,9 @@ class Graph:
 
     @memoize(MAX_CACHED_GRAPHS)
     def digest(self) -> str:
-        """Return the SHA-256 of structure, types, constants and locations of parameters."""
+        """Return the SHA-256 of the graph: its structure, types, constants, and the locations of
+        its parameters' data.
+        """
         digest = hashlib.sha256()
         for part in (
             self.opset,

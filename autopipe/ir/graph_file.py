@@ -1,9 +1,9 @@
-"""`graph.json` of a plan folder: the graph that was planned, so that the ONNX file does not have to
-be read again.
+"""The file `graph.json` of a plan folder. It contains the planned graph, so that later commands do
+not have to read the ONNX file again.
 
-The file holds no weights. A parameter is stored as the place of its numbers in the model's files.
-Constants are stored with their numbers, compressed by zlib and written in base64. The file is
-untrusted: everything that is read is checked.
+The file contains no weights. A parameter is stored as the location of its data in the model's
+files. The data of constants are stored in base64, compressed by zlib. The file is untrusted, so all
+of its content is checked when it is read.
 """
 
 from __future__ import annotations
@@ -41,27 +41,30 @@ GRAPH_FILE: Final = "graph.json"
 FORMAT: Final = "autopipe.graph/1"
 _PLAN_AGAIN_HINT: Final = "plan again"
 _MAX_CONSTANT_BYTES: Final = 1 << 30
-"""Maximum bytes of all constants of a file together, as in the reader of ONNX files."""
+"""Maximum bytes of all constants in a file together. The reader of ONNX files has the same limit.
+"""
 _MAX_LOOP_DEPTH: Final = 64
-"""Maximum depth of loops that contain loops."""
+"""Maximum nesting depth of loops."""
 _ATTRIBUTE_INTEGERS: Final = range(-(2**63), 2**64)
-"""Integers that an attribute may have."""
+"""Range of the integers that an attribute may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedGraph:
-    """The graph of a plan, and the facts about the model's file that a plan needs besides."""
+    """The graph of a plan, with properties of the model file that later commands need."""
 
     graph: Graph
-    """The graph on the micro-batches of the step, in the form of the losses that was planned."""
+    """The graph for one micro-batch of the step, after the choice whether its losses keep or
+    recompute their logits.
+    """
     model_digest: str
-    """SHA-256 of the ONNX file without weights and annotations (`Source.digest`)."""
+    """SHA-256 of the ONNX file without its weights and annotations (`Source.digest`)."""
     loss: str
-    """Name of the output of the model that is the loss; "" if there is none."""
+    """Name of the model's output that is the loss; "" if the model has no loss."""
     scores: Scores = "keep"
-    """Form of the losses: they keep their logits for backward or recompute them."""
+    """Whether the losses keep their logits for backward or recompute them."""
     constraints: tuple[Constraint, ...] = ()
-    """Constraints that follow from the multi-device annotations of the ONNX file."""
+    """Constraints that the multi-device annotations of the ONNX file impose."""
 
 
 def write_graph(folder: Path, planned: PlannedGraph) -> None:
@@ -70,8 +73,8 @@ def write_graph(folder: Path, planned: PlannedGraph) -> None:
 
 
 def graph_text(planned: PlannedGraph) -> str:
-    """Return the text of `graph.json`: a JSON object with each node, value, parameter and constant
-    on a line of its own.
+    """Return the text of `graph.json`, a JSON object. Each node, value, parameter and constant is
+    on a separate line.
     """
     form = {
         "format": FORMAT,
@@ -86,12 +89,14 @@ def graph_text(planned: PlannedGraph) -> str:
 
 
 def _member_text(value: object) -> str:
+    """Return a value as JSON text; a list has each item on a separate line."""
     if not isinstance(value, list) or not value:
         return json.dumps(value, allow_nan=False)
     return "[\n " + ",\n ".join(json.dumps(each, allow_nan=False) for each in value) + "]"
 
 
 def _graph_json(graph: Graph) -> dict[str, Any]:
+    """Return a graph as a JSON object."""
     return {
         "name": graph.name,
         "opset": graph.opset,
@@ -117,10 +122,11 @@ def _parameter_json(parameter: Parameter) -> dict[str, Any]:
 
 
 def _constant_json(constant: Constant) -> dict[str, object]:
+    """Return a constant as a JSON object."""
     form: dict[str, object] = {"value": _value_json(constant.value)}
     dtype = constant.value.dtype
     if constant.array.dtype.newbyteorder("<") != dtype.stored:
-        # A type of the package ml_dtypes, such as bfloat16.
+        # The array has a type of the package ml_dtypes, such as bfloat16.
         form["type"] = constant.array.dtype.name
     form["data"] = base64.b64encode(zlib.compress(constant.array.tobytes())).decode()
     return form
@@ -140,6 +146,7 @@ def _node_json(node: Node) -> dict[str, object]:
 
 
 def _attribute_json(value: Attribute) -> object:
+    """Return an attribute for JSON. An infinity or a NaN, which JSON lacks, becomes an object."""
     if isinstance(value, tuple):
         return [_attribute_json(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -148,8 +155,8 @@ def _attribute_json(value: Attribute) -> object:
 
 
 def read_graph(path: Path) -> PlannedGraph:
-    """Return the graph in the file `path`. Raises ConfigurationError, with the file and the key, if
-    it cannot be read or is not a graph whose operators autopipe supports.
+    """Return the graph in the file `path`. Raise ConfigurationError, with file and key, if the file
+    cannot be read or is invalid, or if the graph has an operator that autopipe does not support.
     """
     record = read_json_record(path, FORMAT)
     try:
@@ -173,6 +180,9 @@ def read_graph(path: Path) -> PlannedGraph:
 
 
 def _read_graph(record: JsonRecord, depth: int) -> Graph:
+    """Return the graph that a JSON object represents. `depth` is the number of loops that contain
+    it.
+    """
     if depth > _MAX_LOOP_DEPTH:
         record.reject(f"a graph with loops nested up to {_MAX_LOOP_DEPTH} deep")
     inputs = tuple(map(_read_value, record.at("inputs").items()))
@@ -202,17 +212,22 @@ _DTYPES: Final[Mapping[str, DType]] = {each.value: each for each in DType}
 
 
 def _read_value(record: JsonRecord) -> Value:
+    """Return the value that a JSON list represents."""
     row = record.value
     if type(row) is list and len(row) == 3:
         name, dtype, shape = row
         is_shape = type(shape) is list and all(type(size) is int and size >= 0 for size in shape)
         if type(name) is str and type(dtype) is str and dtype in _DTYPES and is_shape:
             return Value(name, _DTYPES[dtype], tuple(shape))
-    value: Value = decode(record, Annotated[Value, AsList()])  # Raises an error that names the key.
+    # Slower, but raises an error with the key.
+    value: Value = decode(record, Annotated[Value, AsList()])
     return value
 
 
 def _read_parameter(record: JsonRecord) -> Parameter:
+    """Return the parameter that a JSON object represents. Raise ConfigurationError if its data
+    would be outside of the model's folder.
+    """
     parameter: Parameter = decode(record, Parameter)
     storage = parameter.storage
     if isinstance(storage, FileSlice) and storage.file and not _is_relative_inside(storage.file):
@@ -221,15 +236,15 @@ def _read_parameter(record: JsonRecord) -> Parameter:
 
 
 def _is_relative_inside(file: str) -> bool:
-    """Return True if a relative path names a file in a folder or below it."""
+    """Return True if the path `file` is relative and does not lead out of the folder."""
     path = PurePosixPath(file)
     has_odd_text = "\0" in file or "\\" in file or bool(Path(file).drive)
     return not has_odd_text and not path.is_absolute() and ".." not in path.parts
 
 
 def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
-    """Return a constant and subtract its bytes from the only item of `left`, the bytes that the
-    constants of the file may still have.
+    """Return the constant that a JSON object represents. The only item of `left` is the number of
+    bytes that further constants of the file may have; the size of this constant is subtracted.
     """
     value = _read_value(record.at("value"))
     dtype = value.dtype.stored
@@ -242,7 +257,8 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
     content = record.at("data")
     text = decode(content, str)
     try:
-        # One byte more than expected, so that data which are too long are recognised.
+        # One byte more than expected, so that data of excessive length are detected without
+        # decompressing all of them.
         data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
     except (ValueError, zlib.error):
         content.reject("data compressed by zlib, in base64")
@@ -252,7 +268,9 @@ def _read_constant(record: JsonRecord, left: list[int]) -> Constant:
 
 
 def _ml_dtypes_type(record: JsonRecord, dtype: DType) -> np.dtype[Any]:
-    """Return numpy's type for elements of `dtype` that only the package ml_dtypes defines."""
+    """Return the NumPy type of the package ml_dtypes for `dtype`. Raise ConfigurationError if the
+    file states another type.
+    """
     import ml_dtypes
 
     if record.value != dtype.value or not hasattr(ml_dtypes, dtype.value):
@@ -262,6 +280,9 @@ def _ml_dtypes_type(record: JsonRecord, dtype: DType) -> np.dtype[Any]:
 
 
 def _read_node(record: JsonRecord, depth: int) -> Node:
+    """Return the node that a JSON object represents. `depth` is the number of loops that contain
+    it.
+    """
     attributes: tuple[tuple[str, Attribute], ...] = ()
     if record.has("attributes"):
         members = record.at("attributes").members()
@@ -278,12 +299,14 @@ def _read_node(record: JsonRecord, depth: int) -> Node:
 
 
 def _read_texts(record: JsonRecord) -> tuple[str, ...]:
+    """Return the texts of a JSON list."""
     if type(record.value) is not list or not all(type(each) is str for each in record.value):
         record.reject("a list of texts")
     return tuple(record.value)
 
 
 def _read_attribute(record: JsonRecord) -> Attribute:
+    """Return the attribute that a JSON value represents: a scalar, or a list of values of one type."""
     if type(record.value) is not list:
         return _read_scalar(record)
     values = tuple(map(_read_scalar, record.items()))
@@ -294,6 +317,7 @@ def _read_attribute(record: JsonRecord) -> Attribute:
 
 
 def _read_scalar(record: JsonRecord) -> int | float | str:
+    """Return a number or text from a JSON value. An infinity or a NaN is an object."""
     value = record.value
     if type(value) is str:
         return value
@@ -308,7 +332,7 @@ def _read_scalar(record: JsonRecord) -> int | float | str:
 
 def _check_operators_of_nodes(graph: Graph) -> None:
     """Raise ModelError if a node of the graph, or of the body of a loop in it, has an unknown
-    operator or tensors that do not fit its operator.
+    operator or tensors that do not fit the operator.
     """
     graph.verify()
     space = spaces_of(graph)

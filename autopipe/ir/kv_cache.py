@@ -1,4 +1,4 @@
-"""Pairs of cache outputs and cache inputs of decoders that are exported with a key-value cache."""
+"""Names of the inputs and outputs of decoders that are exported with a key-value cache."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ TOKENS = "input_ids"
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 LOGITS = "logits"
-"""Names of the other inputs and of the logits output of exported decoders."""
+"""Name of the logits output of an exported decoder."""
 _PAST_PREFIX = "past"
 _CACHE_NAME_PREFIXES = (
     ("past_key_values", "present"),
     (_PAST_PREFIX, "present"),
     ("past_key_values", "present_key_values"),
 )
-"""Pairs (start of an input name, start of the output name) of exporters. Optimum names the output
-for `past_key_values.0.key` `present.0.key`; ONNX Runtime names the output for `past_0` `present_0`.
+"""Pairs (prefix of cache inputs, prefix of cache outputs) that exporters use. In files of Optimum,
+the output for the input `past_key_values.0.key` is `present.0.key`; in files of ONNX Runtime, the
+output for `past_0` is `present_0`.
 """
 
 
 def cache_pairs(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
-    """Return {cache input: cache output}. The input has keys or values of earlier tokens; the
-    output also has those of the current step. Return {} for a model without a cache.
+    """Return the cache output of each cache input, by name. The input has the keys or values of
+    earlier tokens; the output also has those of the current step. Return an empty mapping for a
+    model without a cache.
     """
     given = frozenset(outputs)
     found = {}
@@ -38,5 +40,5 @@ def cache_pairs(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]
 
 
 def is_cache_input(name: str) -> bool:
-    """True if `name` starts as the names of cache inputs do."""
+    """Return True if `name` begins like the name of a cache input."""
     return name.startswith(_PAST_PREFIX)
