@@ -1,20 +1,20 @@
-"""Check that no rank of a program waits forever, by running the instructions of all ranks without
+"""Check that no rank of a program waits forever. It runs the instructions of all ranks without
 computing anything.
 
-Objective: prove that every rank reaches the end of its step, whatever the speeds of the ranks.
+Objective: prove that each rank reaches the end of its step, whatever the speeds of the ranks.
 
 Model: each rank executes its instructions in order. A send never blocks. A receive is posted
-without blocking. A task blocks until its messages have been sent, and until every rank of its
-stage's group has reached the task. Messages from one rank to another arrive in the order in which
-they were sent.
+without blocking. A task blocks until the messages that it uses have been sent, and until each rank
+of its stage's group has reached the task. Messages from one rank to another arrive in the order in
+which they were sent.
 
-One execution is sufficient: in this model an instruction that can run stays able to run, whatever
-other ranks do. All execution orders therefore run the same set of instructions, and either every
-order reaches the end or none does. Each instruction runs once, so time and memory are linear in
-the number of instructions.
+One execution is sufficient: in this model, an instruction that can run stays able to run, whatever
+other ranks do. All execution orders therefore run the same set of instructions, and either each
+order reaches the end or none does. Each instruction runs once, so time and memory are linear in the
+number of instructions.
 
-This module does not share code with the modules that order instructions, so that a fault in those
-modules cannot hide itself here.
+This module shares no code with the modules that order instructions, so that it does not repeat a
+fault of those modules.
 
 The proof also covers a validation run, which executes only the forwards of a step and their
 messages, in the same order. A forward waits only for forwards. The waits of a validation are
@@ -37,17 +37,19 @@ from autopipe.ir.schedule import EVERY_MICRO_BATCH, MicroBatchSlice
 
 @dataclass(slots=True, eq=False)
 class Communicator:
-    """The messages from one rank to another rank. NCCL matches sends with receives of a pair of
-    ranks by their order alone.
+    """The messages from one rank to another rank, as (channel, number of the message), in the order
+    in which they are sent and in the order in which their receives are posted. NCCL matches the
+    sends and receives of a pair of ranks by their order alone.
     """
 
     sent: list[tuple[ProofChannel, int]] = field(default_factory=list)
     posted: list[tuple[ProofChannel, int]] = field(default_factory=list)
 
     def check_order(self) -> None:
-        """Compare the newest position that both ranks have reached.
+        """Check the newest position that both `sent` and `posted` have reached.
 
-        Raises CodegenError if the source sends another message there than the target receives.
+        Raises CodegenError if the source sends another message at this position than the target
+        receives.
         """
         last = min(len(self.sent), len(self.posted)) - 1
         if last >= 0 and self.sent[last] != self.posted[last]:
@@ -63,14 +65,14 @@ class Communicator:
 
 @dataclass(slots=True, eq=False)
 class ProofChannel:
-    """The messages of one channel in one direction. Each message has a number."""
+    """The messages of one channel of the program in one direction. Each message has a number."""
 
     communicator: Communicator
     channel: int
     source: int
     target: int
     sender: str
-    """Stage and phase of the task whose result is sent, such as `2F`."""
+    """Stage and phase of the task whose results are sent, such as `2F`."""
     sends: MicroBatchSlice
     """Micro-batches of the sender that produce the messages."""
     uses: MicroBatchSlice
@@ -78,21 +80,27 @@ class ProofChannel:
     sent: list[int] = field(default_factory=list)
     """Numbers of the messages sent so far, in order."""
     posted: list[int] = field(default_factory=list)
-    """Numbers of the messages whose receives are posted, in order."""
+    """Numbers of the messages whose receives have been posted so far, in order."""
     first_posted: dict[int, int] = field(default_factory=dict)
     """Position in `posted` of the first receive of each message."""
     used: int = 0
-    """Number of messages that tasks of the receiver have used."""
+    """Number of times that a task of the receiver has used a message."""
     sleeper: int | None = None
-    """Rank that waits for the next send, or None."""
+    """Rank that is blocked until the next send on this channel; None if there is none."""
 
     def send(self, message: int) -> None:
+        """Record that the source sends the message with this number. Raises CodegenError if the
+        target expects another message at this position.
+        """
         self.sent.append(message)
         self._check_order()
         self.communicator.sent.append((self, message))
         self.communicator.check_order()
 
     def post(self, message: int) -> None:
+        """Record that the target posts a receive for the message with this number. Raises
+        CodegenError if the source sends another message at this position.
+        """
         self.first_posted.setdefault(message, len(self.posted))
         self.posted.append(message)
         self._check_order()
@@ -100,9 +108,9 @@ class ProofChannel:
         self.communicator.check_order()
 
     def _check_order(self) -> None:
-        """Compare the newest position of the channel that both ends have reached.
+        """Check the newest position of the channel that both ends have reached.
 
-        Raises CodegenError if the ends have different messages there.
+        Raises CodegenError if the two ends have different messages there.
         """
         last = min(len(self.sent), len(self.posted)) - 1
         if last >= 0 and self.sent[last] != self.posted[last]:
@@ -114,35 +122,37 @@ class ProofChannel:
             )
 
     def task(self, message: int) -> str:
-        """Return the task that produces a message, such as `2F0`."""
+        """Return the name of the task that produces the message with this number, such as `2F0`."""
         return f"{self.sender}{self.sends.micro_batch(message)}"
 
 
 @dataclass(slots=True, eq=False)
 class Barrier:
-    """A task that all ranks of a group run at the same time, because its collectives need all of
-    them.
+    """A task that starts on all ranks of a group together, because its collectives need all of
+    these ranks.
     """
 
     ranks: tuple[int, ...]
     arrived: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Ranks that have reached the task, by micro-batch."""
+    """For each micro-batch, the ranks that have reached the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The reason why a rank is blocked in `task`: a message that has not been sent, or a barrier
-    that another rank has not reached.
+    """The reason why a rank is blocked in `task`. `awaited` is the channel of a message that has
+    not been sent, or a barrier that another rank has not reached.
     """
 
     task: str
     number: int
-    """Number of the message, or micro-batch at a barrier."""
+    """Number of the message on the channel, or the micro-batch of the task at the barrier."""
     awaited: ProofChannel | Barrier
 
     @property
     def rank(self) -> int:
-        """Rank that is waited for: the sender, or a rank that has not reached the barrier."""
+        """A rank for which the blocked rank waits: the sender of the message, or the first rank
+        that has not reached the barrier.
+        """
         if isinstance(self.awaited, ProofChannel):
             return self.awaited.source
         arrived = self.awaited.arrived[self.number]
@@ -151,14 +161,16 @@ class Wait:
 
 _Item = TypeVar("_Item")
 Periodic = tuple[tuple[_Item, ...], ...]
-"""Items of each micro-batch: entry `m % len(periodic)` has the items of micro-batch m."""
+"""Items of each micro-batch, with a period: micro-batch m has the items of entry `m %
+len(periodic)`.
+"""
 
 
 def periodic(items: Iterable[tuple[MicroBatchSlice, _Item]]) -> Periodic[_Item]:
-    """Return the items of each micro-batch, given pairs of a slice of micro-batches and an item.
+    """Return the items of each micro-batch, given pairs (slice of micro-batches, item).
 
-    A slice selects every n-th micro-batch. The result has the least common multiple of all n as
-    its length.
+    A slice selects every n-th micro-batch. The length of the result is the least common multiple of
+    all n.
     """
     pairs = tuple(items)
     period = math.lcm(*(micro_batches.of for micro_batches, _ in pairs))
@@ -169,41 +181,46 @@ def periodic(items: Iterable[tuple[MicroBatchSlice, _Item]]) -> Periodic[_Item]:
 
 
 LocalDependency = tuple[str, MicroBatchSlice, MicroBatchSlice]
-"""A task of the same rank whose result is used, such as `2F`; the micro-batches that produce the
-results; the micro-batches that use them.
+"""A dependency on another task of the same rank, as a triple: stage and phase of that task, such as
+`2F`; the slice of micro-batches that it runs on; the slice of micro-batches that use its results.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Action:
-    """An instruction of a rank for any micro-batch: post receives, run a task once its inputs have
-    arrived, or send a result.
+    """An instruction of a rank, for any micro-batch. It posts receives, runs a task when its inputs
+    have arrived, or sends the results of a task.
     """
 
     name: str = ""
-    """Stage and phase of the task that runs, or whose result is sent, such as `2F`."""
+    """Stage and phase of the task that runs or whose results are sent, such as `2F`. "" for an
+    instruction that posts receives.
+    """
     posts: Periodic[ProofChannel] = ((),)
-    """Channels of which a receive is posted."""
+    """Channels on which the action posts a receive."""
     after: Periodic[LocalDependency] = ((),)
-    """Tasks of the same rank that must have run before."""
+    """Tasks of the same rank that must have run before the action."""
     uses: Periodic[ProofChannel] = ((),)
-    """Channels whose message the task uses."""
+    """Channels of the messages that the task uses."""
     barrier: Barrier | None = None
     completes: tuple[str, ...] = ()
-    """Parts of the stage's step that have run afterwards: its forward (F), the half of its backward
-    that computes gradients of inputs (B), the half that computes gradients of weights (W).
+    """Parts of the stage's step that have run after the action: its forward (F), the half of its
+    backward that computes gradients of inputs (B), the half that computes gradients of weights (W).
+    For example, `2F`.
     """
     sends: Periodic[ProofChannel] | None = None
-    """Channels on which the result of the task `name` is sent."""
+    """Channels on which the results of the task `name` are sent; None if the action sends nothing.
+    """
 
     def run(
         self, micro_batch: int, done: Mapping[str, set[int]], rank: int, awake: list[int]
     ) -> Wait | None:
-        """Run the action, or return the reason why it cannot run yet.
+        """Run the action on a micro-batch and return None, or return the reason why it cannot run
+        yet.
 
-        `done` has the micro-batches of each part that the rank has run. The action appends to
-        `awake` the ranks that may be able to continue. Raises CodegenError if the action can
-        never run.
+        `done` has the micro-batches on which the rank has run each part, and is extended. The
+        action appends the ranks that may be able to continue to `awake`. Raises CodegenError if the
+        action can never run, or contradicts the instructions of another rank.
         """
         for channel in self.posts[micro_batch % len(self.posts)]:
             channel.post(channel.uses.message(micro_batch))
@@ -247,8 +264,8 @@ class Action:
         return None
 
     def resolves(self, wait: Wait, micro_batch: int) -> bool:
-        """True if this action on `micro_batch` sends the message, or reaches the barrier, that
-        `wait` needs.
+        """True if this action on `micro_batch` sends the message that `wait` is for, or reaches its
+        barrier.
         """
         if isinstance(wait.awaited, Barrier):
             return wait.awaited is self.barrier and wait.number == micro_batch
@@ -259,6 +276,9 @@ class Action:
         )
 
     def _reject(self, micro_batch: int, rank: int, reason: str) -> None:
+        """Raise CodegenError for the task on this micro-batch. `reason` is the predicate of the
+        message.
+        """
         raise CodegenError(f"{self.name}{micro_batch} {reason}", where=f"rank {rank}")
 
 
@@ -272,25 +292,27 @@ _LETTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """The channels, communicators and barriers that connect the ranks."""
+    """The channels, communicators and barriers of a program, which connect its ranks."""
 
     channels: dict[tuple[int, bool], ProofChannel] = field(default_factory=dict)
-    """By channel number, and True if the channel carries gradients."""
+    """By (number of the channel, True if it carries gradients)."""
     communicators: dict[tuple[int, int], Communicator] = field(default_factory=dict)
-    """By sending rank and receiving rank."""
+    """By (sending rank, receiving rank)."""
     barriers: dict[tuple[int, Opcode], Barrier] = field(default_factory=dict)
-    """By stage and phase."""
+    """By (stage, opcode of the task)."""
 
 
 class RankTrace:
-    """The actions of one rank in order, each with its micro-batch, and the position of the next
-    action to run.
+    """The execution of the instructions of one rank: pairs (action, micro-batch) in order, and the
+    position of the next one.
     """
 
     def __init__(self, rank: RankCode, program: Program, connections: Connections) -> None:
         self.rank = rank.rank
         self.done: defaultdict[str, set[int]] = defaultdict(set)
-        """Micro-batches that the rank has run, by part of a stage's step, such as `2F`."""
+        """For each part of a stage's step, such as `2F`, the micro-batches on which the rank has
+        run it.
+        """
         self.position = 0
         self._program = program
         self._connections = connections
@@ -299,9 +321,10 @@ class RankTrace:
         self.steps = list(self._unrolled(rank))
 
     def run(self, awake: list[int]) -> Wait | None:
-        """Run actions until one is blocked; return the reason, or None at the end of the step.
+        """Run actions until one is blocked, and return the reason, or None if the rank has reached
+        the end of the step.
 
-        Appends to `awake` the ranks that may be able to continue.
+        Appends the ranks that may be able to continue to `awake`.
         """
         while self.position < len(self.steps):
             action, micro_batch = self.steps[self.position]
@@ -312,6 +335,9 @@ class RankTrace:
         return None
 
     def _unrolled(self, rank: RankCode) -> Iterator[tuple[Action, int]]:
+        """Yield the pairs (action, micro-batch) of all instructions of the rank, with loops
+        unrolled.
+        """
         for item in (*rank.warm_up, *rank.repetend, *rank.cool_down):
             loop = item if isinstance(item, Loop) else Loop((item,), 1)
             strides = loop.strides or (loop.stride,) * len(loop.body)
@@ -325,6 +351,9 @@ class RankTrace:
     def _make_action(
         self, opcode: Opcode, stage: int, source: int | None, part: int | None
     ) -> Action:
+        """Return the action of the instructions with this opcode and stage. `source` and `part`
+        restrict a receive to one sending stage and to one slice of its micro-batches.
+        """
         receives = self._wired[stage].receives
         sends = self._wired[stage].sends
         forward = f"{stage}F"
@@ -356,7 +385,8 @@ class RankTrace:
                     completes=(forward,),
                 )
             case Opcode.BACKWARD_WEIGHT:
-                # The gradient all-reduce runs at the end of the step, so this task has no barrier.
+                # Weight gradients are all-reduced at the end of the step, so this task runs no
+                # collective and has no barrier.
                 return Action(
                     weights,
                     after=(((backward, EVERY_MICRO_BATCH, EVERY_MICRO_BATCH),),),
@@ -387,11 +417,11 @@ class RankTrace:
         source: int | None = None,
         part: int | None = None,
     ) -> Periodic[ProofChannel]:
-        """Return the channels that carry `pieces`, or their gradients, between this rank and other
-        ranks, by micro-batch of this rank.
+        """Return the channels on which `pieces`, or their gradients if `gradient`, are sent between
+        this rank and other ranks, by micro-batch of this rank.
 
-        `source` restricts the channels to the stage at the other end, `part` to the slice of
-        micro-batches with this index.
+        `source` restricts the channels to those from the stage `source`, `part` to those of the
+        slice of the sender's micro-batches with this index.
         """
         return periodic(
             (
@@ -406,6 +436,7 @@ class RankTrace:
         )
 
     def _channel(self, piece: MessageSlice, gradient: bool) -> ProofChannel:
+        """Return the channel of a message in one direction, creating it at the first call."""
         key = piece.channel, gradient
         connections = self._connections
         if key not in connections.channels:
@@ -422,6 +453,9 @@ class RankTrace:
         return connections.channels[key]
 
     def _barrier(self, stage: int, opcode: Opcode) -> Barrier | None:
+        """Return the barrier of the tasks of a stage with this opcode, creating it at the first
+        call. None if the stage is on one rank.
+        """
         ranks = self._program.stages[stage].devices
         return (
             self._connections.barriers.setdefault((stage, opcode), Barrier(ranks))
@@ -433,15 +467,15 @@ class RankTrace:
 def prove(program: Program) -> tuple[RankTrace, ...]:
     """Return the trace of each rank after all ranks have reached the end of the step.
 
-    The check establishes that:
+    The check establishes these conditions:
 
-    - no ranks wait for each other in a cycle;
-    - a task uses a message only after its receive was posted, and a result of its own rank only
-      after that result was computed;
-    - each channel is received in the order in which it is sent, and each message is sent and
-      received once;
-    - each task of the step runs once;
-    - the ranks of a group start the gradient all-reduces of their stages in the same order.
+    - No ranks wait for each other in a cycle.
+    - A task uses a message only after its receive was posted, and a result of its own rank only
+      after that result was computed.
+    - The messages of each channel are received in the order in which they are sent, and each
+      message is sent and received once.
+    - Each task of the step runs once.
+    - The ranks of a group start the gradient all-reduces of their stages in one order.
 
     Raises CodegenError, with the names of the tasks, if one of these conditions is violated. Time
     and memory are linear in the number of instructions.
@@ -484,13 +518,15 @@ def prove(program: Program) -> tuple[RankTrace, ...]:
 
 
 def _check_waits(waits: dict[int, Wait], traces: Sequence[RankTrace]) -> None:
-    """Raise CodegenError if ranks are blocked at the end of the execution.
+    """Raise CodegenError if a rank is still blocked when no rank can continue. `waits` has the
+    reason for each blocked rank.
 
-    The error names a message or barrier that no later instruction provides, or else a cycle of
-    ranks that wait for each other.
+    The error names a message or barrier that no later instruction provides. If there is none, it
+    names a cycle of ranks that wait for each other.
     """
 
     def description(rank: int) -> str:
+        """Return a clause that says for what a blocked rank waits."""
         wait = waits[rank]
         awaited = f"rank {wait.rank} to reach the same task"
         if isinstance(wait.awaited, ProofChannel):
@@ -515,11 +551,12 @@ def _check_waits(waits: dict[int, Wait], traces: Sequence[RankTrace]) -> None:
 
 
 def _check_reductions(program: Program, traces: Sequence[RankTrace]) -> None:
-    """Raise CodegenError if ranks of a group would start its gradient all-reduces in different
-    orders.
+    """Raise CodegenError if two ranks of a group would start the group's gradient all-reduces in
+    different orders.
 
-    The all-reduce of a stage's gradients starts after the stage's last backward of the step if
-    that backward runs on all ranks of the group.
+    A rank starts the all-reduce of a shard with a home stage (`ParameterShard.home`) after the last
+    backward of that stage in the step. Shards without a home stage are reduced at the end of the
+    step and are not checked.
     """
     orders: dict[tuple[int, ...], tuple[int, list[int]]] = {}
     for rank, trace in zip(program.ranks, traces, strict=True):

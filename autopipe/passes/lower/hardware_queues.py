@@ -10,13 +10,13 @@ before it can send the message.
 Objective: show that all kernels of all ranks end with a given number of queues per device. The
 check executes the kernels on a model of the queues:
 
-- the first kernel of a queue starts as soon as all kernels that it waits for have ended;
-- a kernel of a communicator ends as soon as the kernels at the same position of the communicator
-  have started on all member ranks; every other kernel ends as soon as it starts.
+- The first kernel of a queue starts as soon as all kernels for which it waits have ended.
+- A kernel of a communicator ends as soon as the kernels at the same position of the communicator
+  have started on all member ranks. Each other kernel ends as soon as it starts.
 
 A kernel that can start stays able to start, so the order of execution does not matter: if one
-execution starts all kernels, every execution does. If each stream has a queue of its own, no
-queue blocks and the check is skipped; `deadlock_check` has then shown that the ranks end.
+execution starts all kernels, each execution does. If each stream has its own queue, no queue blocks
+and the check is skipped; `deadlock_check` has then shown that the ranks end.
 """
 
 from __future__ import annotations
@@ -46,24 +46,28 @@ class _Kernel:
     title: str
     stream: Hashable
     after: tuple[_Kernel, ...]
-    """Kernels that must end before this kernel starts: the previous kernel of the stream, and the
-    kernels whose events it waits for.
+    """Kernels that must end before this kernel starts: the previous kernel of the stream, the
+    previous computation, and the kernels whose events this kernel waits for.
     """
     members: tuple[int, ...] = ()
-    """Ranks of the communicator, or () for a kernel that waits for no other rank."""
+    """Ranks of the communicator to which the kernel belongs; () for a kernel that waits for no
+    other rank.
+    """
     started: bool = False
     ended: bool = False
     counterparts: list[_Kernel] = field(default_factory=list)
-    """The kernel of each member rank, itself included, that takes part in the same operation."""
+    """The kernels of the member ranks, including this kernel, that take part in the same operation.
+    """
 
 
 def check_hardware_queues(
     program: Program, traces: Sequence[RankTrace], queues: int = HARDWARE_QUEUES
 ) -> None:
-    """Check that all kernels end if each GPU has `queues` hardware queues.
+    """Raise CodegenError if a kernel would wait forever on GPUs with `queues` hardware queues. The
+    error names the kernel.
 
-    `traces` is the result of `deadlock_check.prove`. Raises CodegenError, with the name of a kernel
-    that would wait forever, or if a rank receives on more than 64 communicators.
+    `traces` is the result of `deadlock_check.prove`. Also raises CodegenError if a rank receives on
+    more than `_MAX_RECEIVING_COMMUNICATORS` communicators.
     """
     for trace, code in zip(traces, program.ranks, strict=True):
         incoming = {
@@ -101,17 +105,20 @@ def check_hardware_queues(
 
 
 _Groups = Mapping[int, tuple[tuple[int, ...], ...]]
-"""By stage, the process groups of a rank whose collectives run inside the stage's tasks. A group is
-a tuple of ascending ranks.
+"""For each stage of a rank, the process groups whose collectives run inside the stage's tasks. A
+group is a tuple of ranks in ascending order.
 """
 
 
 def _groups(program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: RankCode) -> _Groups:
+    """Return, for each stage of a rank, the process groups of its collectives. `meshes` has the
+    mesh axes over which each stage communicates.
+    """
     found = {}
     for wired in code.stages:
         devices = program.stages[wired.stage].devices
         own = (group_members(axes, devices.index(code.rank)) for axes in meshes[wired.stage])
-        # The groups follow the order of the mesh axes, which is equal on all ranks.
+        # The order of the groups is that of the mesh axes, which is equal on all ranks.
         found[wired.stage] = tuple(
             dict.fromkeys(tuple(sorted(devices[each] for each in places)) for places in own)
         )
@@ -146,11 +153,17 @@ def _kernels(
     def launch(
         title: str, stream: Hashable, members: tuple[int, ...] = (), *after: _Kernel
     ) -> _Kernel:
+        """Return a new kernel, which waits for the newest kernel of its stream, the newest
+        computation, and the kernels `after`.
+        """
         before = (newest[key] for key in {stream, _COMPUTE} if key in newest)
         newest[stream] = kernel = _Kernel(code.rank, title, stream, (*before, *after), members)
         return kernel
 
     def gradient_reductions(home: int | None) -> Iterator[_Kernel]:
+        """Yield the gradient all-reduces of the shards with this home stage
+        (`ParameterShard.home`). With `home` None, yield those of the shards without one.
+        """
         summing = {shard.gradient_ranks for shard in code.shards if shard.home == home}
         for ranks in sorted(each for each in summing if len(each) > 1):
             yield launch("the gradient all-reduce", ("group", *sorted(ranks)), ranks)
@@ -174,8 +187,8 @@ def _kernels(
                 (),
                 *(received[each, each.uses.message(micro_batch)] for each in uses),
             )
-            # Only tasks with a barrier run collectives. The task that computes the gradients of
-            # weights has none.
+            # Only tasks with a barrier run collectives, which the task that computes weight
+            # gradients does not.
             for ranks in groups[int(action.name[:-1])] if action.barrier is not None else ():
                 collective = launch(title, ("group", *ranks), ranks)
                 yield collective
@@ -201,8 +214,8 @@ _COMPUTE = "compute"
 
 
 def _connect_counterparts(launched: Sequence[Sequence[_Kernel]]) -> None:
-    """Set `counterparts` of each kernel of a communicator: the kernels at the same position of the
-    communicator on its member ranks.
+    """Set `counterparts` of each kernel of a communicator. `launched` has the kernels of each rank
+    in the order of launch.
     """
     streams: dict[tuple[Hashable, int], list[_Kernel]] = defaultdict(list)
     for kernel in (kernel for kernels in launched for kernel in kernels if kernel.members):
@@ -214,7 +227,9 @@ def _connect_counterparts(launched: Sequence[Sequence[_Kernel]]) -> None:
 
 
 def _queued(kernels: Sequence[_Kernel], queues: int) -> list[list[_Kernel]]:
-    """Return the kernels of each hardware queue that has any, in reverse order of launch."""
+    """Return the kernels of each non-empty hardware queue of a rank, in reverse order of launch.
+    `kernels` are in the order of launch.
+    """
     numbers: dict[Hashable, int] = {}
     found: list[list[_Kernel]] = [[] for _ in range(queues)]
     for kernel in kernels:
@@ -223,7 +238,9 @@ def _queued(kernels: Sequence[_Kernel], queues: int) -> list[list[_Kernel]]:
 
 
 def _run(devices: Sequence[list[list[_Kernel]]]) -> None:
-    """Start and end kernels until no queue can make progress."""
+    """Start and end kernels until no queue of any device can make progress. `devices` has the
+    queues of each device, whose last kernel is the next.
+    """
     progress = True
     while progress:
         progress = False

@@ -1,7 +1,7 @@
-"""Lower a plan to a `Program`.
+"""Lowering of a plan to a `Program`.
 
 The program has the stages on local shards, the messages between stages, and the instructions of
-each rank: the tasks in the order of the schedule, with receives before and sends after them.
+each rank: the tasks in the order of the schedule, with receives before and sends after the tasks.
 Repeated instructions are folded into loops, so that the size of a rank's code does not depend on
 the number of micro-batches.
 """
@@ -85,17 +85,18 @@ class Parts:
     shards: tuple[tuple[ParameterShard, ...], ...]
     """For each rank, its shards of parameters."""
     differentiable: frozenset[str]
-    """Values that have a gradient; empty for inference."""
+    """Names of the values that have a gradient; empty for inference."""
 
 
 def parts_of(
     graph: Graph, placement: Placement, devices: int, loss: str | None, precision: str = "fp32"
 ) -> Parts:
-    """Return the parts of the program that trains with `loss`, or that computes all outputs of the
-    graph if `loss` is None.
+    """Return the parts of a program that do not depend on its schedule. The program trains with the
+    value `loss`, or computes all outputs of the graph if `loss` is None. `devices` is the number of
+    ranks.
 
-    A parameter that stages would shard differently is replicated in all of them, so that its
-    gradient is a sum over equal shards. Raises CodegenError for splits and micro-batches that
+    If stages would shard a parameter differently, it is replicated in all of them, so that its
+    gradient is a sum over equal shards. Raises CodegenError for splits and micro-batch sizes that
     cannot be executed.
     """
     wanted = wanted_values(graph, loss)
@@ -106,6 +107,7 @@ def parts_of(
     batch = batch_axes_of(graph)
 
     def shard_stages(replicated: frozenset[str]) -> tuple[ShardedStage, ...]:
+        """Return the local code of all stages. The parameters in `replicated` are not sharded."""
         return tuple(
             shard_stage(own, number, stage, nodes, replicated, unread, batch, precision)
             for number, (own, stage, nodes) in enumerate(
@@ -122,7 +124,8 @@ def parts_of(
     for own, stage, ratio in zip(graphs, stages, ratios, strict=True):
         code = replace(stage.code, ratio=ratio)
         if own is not graph:
-            # Constants are numbered over all graphs. The constants of `graph` keep their indices.
+            # Graphs for other micro-batch sizes have other constants. Constants are numbered over
+            # all graphs, and those of `graph` keep their indices.
             constants = [
                 (numbers.setdefault(id(each), len(numbers)), each) for _, each in code.constants
             ]
@@ -138,10 +141,11 @@ def parts_of(
 
 
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
-    """Return the values that a program computes.
+    """Return the names of the values that a program computes.
 
-    A training program computes the loss and, if the loss ignores labels, the number of labels that
-    are not ignored. An inference program computes all outputs of the graph.
+    A training program computes `loss` and, if the graph counts labels that are not ignored, their
+    number (`COUNTED_LABELS`). An inference program, whose `loss` is None, computes all outputs of
+    the graph.
     """
     if loss is None:
         return tuple(dict.fromkeys(graph.outputs))
@@ -149,8 +153,8 @@ def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
 
 
 def labels_of(graph: Graph) -> int | None:
-    """Return the number of labels of one micro-batch, ignored labels included; None if the program
-    does not count labels.
+    """Return the number of labels of one micro-batch, including ignored labels. Return None if the
+    graph does not count labels, or if no node computes their number.
     """
     index = graph.producer(COUNTED_LABELS) if graph.has(COUNTED_LABELS) else None
     return None if index is None else graph.type_of(graph.nodes[index].inputs[0]).elements
@@ -166,15 +170,16 @@ def lower(
     precision: str = "fp32",
     loss_division: LossDivision = AVERAGED_LOSS,
 ) -> Program:
-    """Return the program that runs `graph` by `placement` and `schedule`.
+    """Return the program that runs `graph` with `placement` and `schedule`.
 
-    loss: the value to train with; None for inference, which computes all outputs of the graph.
+    loss: name of the value with which to train; None for inference, which computes all outputs of
+    the graph.
     shard: shard the optimizer state over the ranks that hold equal parameters (ZeRO stage 1).
     proven: check that no rank waits forever. The check takes long for many ranks.
-    precision: determines the types of messages.
-    loss_division: how the loss of the step follows from the losses of its micro-batches.
+    precision: the precision of the program, which determines the types of messages.
+    loss_division: how the loss of the step is computed from the losses of its micro-batches.
 
-    Raises CodegenError if the placement or the schedule cannot be executed or a rank would wait
+    Raises CodegenError if the placement or the schedule cannot be executed, or if a rank would wait
     forever. Raises InfeasibleError if the micro-batch sizes of stages would change the result.
     """
     if loss is not None and math.prod(graph.type_of(loss).shape) != 1:
@@ -240,8 +245,8 @@ def lower(
 
 
 def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningStatisticCalls, ...]:
-    """Return the calls of BatchNormalization that update running statistics held by several stages
-    of one pipeline, by parameter and pipeline.
+    """Return the calls of BatchNormalization that update the running statistics held by several
+    stages of one pipeline. There is one entry per pair of such a statistic and pipeline.
     """
     indices = {each.value.name: index for index, each in enumerate(graph.parameters)}
     holders: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -274,9 +279,10 @@ def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningStat
 def _split_backwards(
     graph: Graph, codes: tuple[StageCode, ...], schedule: Schedule
 ) -> tuple[StageCode, ...]:
-    """Set `deferred` of each stage whose backward the schedule divides into two tasks.
+    """Return the stages, with `deferred` set for each stage whose backward the schedule divides
+    into two tasks.
 
-    `deferred` are the nodes whose parameter gradients the second task computes.
+    `deferred` are the nodes whose weight gradients the second task computes.
     """
     split = {
         task.stage
@@ -287,6 +293,7 @@ def _split_backwards(
     waiting = waiting_operands(graph)
 
     def deferred(code: StageCode) -> tuple[int, ...]:
+        """Return the nodes of the stage whose weight gradients can be computed in a separate task."""
         computed = (each.node for each in code.operations if isinstance(each, Compute))
         return tuple(node for node in computed if waiting[node])
 
@@ -298,9 +305,12 @@ def _split_backwards(
 def _steps(
     wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]
 ) -> list[RankStep]:
+    """Return the instructions of each rank for one step. `ratios` has the number of micro-batches
+    of each stage per micro-batch of the program.
+    """
     orders = SendingOrders(schedule)
 
-    @cache  # Most ranks of a group have equal tasks and peers.
+    @cache  # Most ranks of one stage have equal tasks and peers.
     def step(tasks: tuple[Task, ...], peers: RankPeers) -> RankStep:
         flat = instructions(tasks, peers, orders)
         return RankStep(flat, sections(flat, ratios), HeldMessages(flat))
@@ -312,7 +322,9 @@ def _steps(
 
 
 def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
-    """Return the stages of each rank, with their graph inputs, receives and sends."""
+    """Return the stages of each of `devices` ranks, with the graph inputs that they read, the
+    messages that they receive and the messages that they send.
+    """
     given = {value.name for value in graph.inputs}
     receives: dict[tuple[int, int], list[MessageSlice]] = defaultdict(list)
     sends: dict[tuple[int, int], list[MessageSlice]] = defaultdict(list)
@@ -333,6 +345,9 @@ def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
 
 
 def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
+    """Return the output `name` of the program: its type, its batch dimension, and the stages and
+    shards that provide it. `batch` has the batch dimensions of the values.
+    """
     giving: dict[int, ShardedStage] = {}
     for stage in parts.stages:
         if name in stage.outputs:
@@ -353,8 +368,8 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
     if batch.batch > 1:
         axis = samples.dimension if samples is not None and samples.outer == 1 else None
     else:
-        # The batch has one sample, so sizes do not identify the batch axis. An output whose first
-        # axis has size 1 is assumed to have its samples there.
+        # With a batch of one sample, the batch dimension cannot be identified by its size. If the
+        # first axis of an output has size 1, it is assumed to be the batch dimension.
         axis = 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
     return Output(graph.type_of(name), axis, tuple(places))
 
@@ -365,14 +380,14 @@ _TASK_VERBS = {
     Phase.INPUT_GRADIENT: (Opcode.BACKWARD_INPUT, Opcode.SEND_GRADIENT),
     Phase.WEIGHT_GRADIENT: (Opcode.BACKWARD_WEIGHT, None),
 }
-"""The instruction that computes a task, and the instruction that sends its results, if any."""
+"""For each phase: (instruction that runs the task, instruction that sends its results or None)."""
 
 
 def instructions(
     tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
 ) -> tuple[Instruction, ...]:
-    """Return the instructions of a rank for one step: its tasks in order, with receives before (see
-    `postings`) and sends after them.
+    """Return the instructions of a rank for one step. They are its tasks in order, with receives
+    before the tasks (see `postings`) and sends after them.
     """
     found: list[Instruction] = []
     for task, received in zip(tasks, postings(tasks, peers, orders), strict=True):
@@ -390,9 +405,10 @@ def sections(
     """Return (warm-up, steady state, cool-down) of a sequence of instructions.
 
     The steady state is the loop that covers the most instructions, or () if nothing repeats.
-    Repeated instructions before and after it are folded into loops again.
+    Repeated instructions before and after it are folded into further loops.
 
-    `ratios` has, for each stage, the number of its micro-batches per micro-batch of the program.
+    `ratios` has the number of micro-batches of each stage per micro-batch of the program; () if it
+    is 1 for all stages.
     """
     units = {stage: math.lcm(*ratios) // each for stage, each in enumerate(ratios)}
     before, loop, after = _largest_loop(flat, units)
@@ -400,6 +416,9 @@ def sections(
 
 
 def _folded(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
+    """Return the instructions with repeated instructions folded into loops. `units` is as in
+    `_largest_loop`.
+    """
     before, loop, after = _largest_loop(flat, units)
     return (*_folded(before, units), *loop, *_folded(after, units)) if loop else tuple(flat)
 
@@ -413,16 +432,14 @@ interleaved 1F1B on 32 devices has a few hundred instructions.
 def _largest_loop(
     flat: Sequence[Instruction], units: Mapping[int, int]
 ) -> tuple[Sequence[Instruction], tuple[Loop, ...], Sequence[Instruction]]:
-    """Return (before, loop, after): the loop that covers the most instructions, and the rest.
+    """Return (instructions before, loop, instructions after) for the loop that covers the most
+    instructions. Ties go to the shortest body. The loop is () if nothing repeats.
 
-    Among loops that cover equally many instructions, the one with the shortest body is returned.
-    The loop is () if nothing repeats.
-
-    A body of n instructions repeats if each instruction equals the one n positions earlier except
-    for its micro-batch, and all micro-batches advance by one distance. Stages may have
-    micro-batches of different sizes; `units` has the size of each stage's micro-batch relative to
-    the smallest common multiple, so that equal distances in samples are equal numbers. Time
-    O(length of `flat` times `_MAX_BODY`).
+    A body of n instructions repeats if each instruction equals the instruction n positions earlier
+    except for its micro-batch, and all micro-batches advance by one distance. Stages may have
+    micro-batches of different sizes. `units` has the size of the micro-batches of each stage in a
+    common unit, so that equal distances in samples are equal numbers. Time O(length of `flat` times
+    `_MAX_BODY`).
     """
     kinds: dict[tuple[int, Opcode, int | None, int | None], int] = {}
     keys = ((each.stage, each.opcode, each.source, each.part) for each in flat)
@@ -432,7 +449,9 @@ def _largest_loop(
     for length in range(1, min(_MAX_BODY, len(flat) // 2) + 1):
         same = codes[length:] == codes[:-length]
         if np.count_nonzero(same) < max(length, covered + 1 - length):
-            continue  # Too few instructions repeat for a loop that covers more.
+            # Too few instructions repeat at this length for a loop that covers more than the best
+            # one.
+            continue
         first, count, moved = longest_run(same, indices, length)
         if length * count > covered:
             covered = length * count
@@ -454,10 +473,10 @@ def one_device_program(
     loss: str | None,
     loss_division: LossDivision = AVERAGED_LOSS,
 ) -> Program:
-    """Return the program that runs `micro_batches` micro-batches one after the other on one device.
+    """Return the program that runs `micro_batches` micro-batches one after another on one device.
+    It trains with the value `loss`, or only runs forwards if `loss` is None.
 
-    The program trains if `loss` names a value, and only runs forwards if it is None. Raises
-    CodegenError as `lower` does.
+    `micro_batch_size` is in samples. Raises CodegenError as `lower` does.
     """
     stage = Stage(tuple(range(len(graph.nodes))), (0,), micro_batch_size)
     phases = (Phase.FORWARD, Phase.BACKWARD) if loss is not None else (Phase.FORWARD,)

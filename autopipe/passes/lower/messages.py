@@ -1,12 +1,12 @@
-"""Messages between stages: the shards that ranks exchange, the position of each receive among the
-tasks of a rank, and the number of buffers that a channel needs.
+"""Messages between stages: the slices of tensors that ranks exchange, the position of each receive
+among the tasks of a rank, and the number of buffers that a channel needs.
 
 NCCL matches the messages of a pair of ranks by their order alone. A rank therefore posts its
 receives from another rank in the order in which that rank sends (Lin et al., "Tessel", HPCA 2024,
 section IV-D), even if its own tasks use the messages in another order.
 
 A message occupies a buffer from the post of its receive to the end of the last task that may use
-it. A channel has as many buffers as messages occupy at the same time.
+it. A channel has one buffer for each of the messages that occupy buffers at the same time.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ def transfer_pieces(
     differentiable: frozenset[str],
     types: Mapping[str, DType],
 ) -> tuple[MessageSlice, ...]:
-    """Return the messages between stages in the order in which a task sends them.
+    """Return the messages between stages. Messages that one task sends are in the order in which it
+    sends them.
 
-    The order is by target stage, source stage, slice of micro-batches of the target and of the
-    source, value, and target rank. `types` has the element type of each value in a message.
+    The order is by target stage, source stage, slice of micro-batches of the target, slice of
+    micro-batches of the source, value, and target rank. `stages` are the stages on local shards,
+    `differentiable` are the values with a gradient, and `types` has the element type of each value
+    in a message.
 
     Raises CodegenError if a value leaves its stage as partial sums. Raises InfeasibleError if
     stages have different micro-batch sizes and a value cannot be divided by samples.
@@ -108,10 +111,11 @@ _LAST_USES = (Opcode.FORWARD, Opcode.BACKWARD, Opcode.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """The messages that a stage receives from another stage for a slice of its micro-batches.
+    """The messages that the stage `stage` receives from the stage `source`, for one slice of its
+    micro-batches.
 
-    They carry values if `opcode` is RECEIVE, and gradients of the stage's outputs if it is
-    RECEIVE_GRADIENT.
+    They carry values if `opcode` is RECV, and gradients of values that `stage` has sent if it is
+    RECV_GRADIENT.
     """
 
     stage: int
@@ -124,6 +128,9 @@ class Incoming:
 
     @staticmethod
     def of(piece: MessageSlice, gradient: bool) -> Incoming:
+        """Return the messages of which `piece` is a part. They carry its gradient, in the opposite
+        direction, if `gradient`.
+        """
         source = (piece.source_stage, piece.source_slice)
         target = (piece.target_stage, piece.target_slice)
         if gradient:
@@ -132,23 +139,28 @@ class Incoming:
 
     @property
     def part(self) -> int | None:
-        """Index of the slice of the source's micro-batches, None if all of them send."""
+        """Index of the slice of the source's micro-batches that send the messages; None if all
+        micro-batches do.
+        """
         return self.sent.index if self.sent.of > 1 else None
 
     def key(self) -> tuple[int, str, int, int, int]:
+        """Return the key by which a rank sorts its incoming messages."""
         return self.stage, self.opcode.value, self.source, self.own.index, self.sent.index
 
 
 _Receive = tuple[int, Opcode, int | None, int | None]
-"""Stage, opcode, source and part of a receive."""
+"""Identification of receive instructions: (stage, opcode, source, part). The source is None for all
+sources, the part is None for all micro-batches of the source.
+"""
 
 
 class HeldMessages:
-    """The spans of instructions during which the received messages of a rank occupy buffers.
+    """The intervals of a rank's instructions during which its received messages occupy buffers.
 
-    A span starts with the receive. It ends with the first task that uses the message if the task
-    copies the message into a larger tensor, and with the last task if the tasks use the buffer
-    itself.
+    An interval starts with the receive. If the task that first uses the message copies it into a
+    larger tensor, the interval ends with this task. If tasks use the buffer itself, the interval
+    ends with the last task of the same stage and micro-batch.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
@@ -168,7 +180,8 @@ class HeldMessages:
                     self._spans[receive, in_place].append((each.micro_batch, position, end))
 
     def buffers(self, incoming: Incoming, in_place: bool) -> int:
-        """Return the maximum number of messages that occupy buffers at the same time.
+        """Return the maximum number of the `incoming` messages that occupy buffers at the same
+        time.
 
         `in_place` is True if tasks use the buffers themselves (see `is_used_in_place`).
         """
@@ -180,16 +193,21 @@ class HeldMessages:
         )
 
     def _max_overlap(self, receive: _Receive, in_place: bool, own: MicroBatchSlice) -> int:
+        """Return the maximum number of intervals that overlap, for the receives `receive` on the
+        micro-batches `own`.
+        """
         spans = [each[1:] for each in self._spans.get((receive, in_place), ()) if own.has(each[0])]
-        # A span that starts at the position where another one ends does not overlap it: at equal
-        # positions, ends sort before starts.
+        # An interval that starts at the end of another one does not overlap it: at equal positions,
+        # ends sort before starts.
         changes = sorted(change for start, end in spans for change in ((start, 1), (end, -1)))
         return max(accumulate(change for _, change in changes), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """The instructions of a rank for one step, and the buffers that its messages occupy."""
+    """The instructions of a rank for one step, flat and folded into sections, and the intervals
+    during which its messages occupy buffers.
+    """
 
     instructions: tuple[Instruction, ...]
     sections: tuple[Section, Section, Section]
@@ -201,7 +219,8 @@ def channels_of(
 ) -> tuple[Channel, ...]:
     """Return the channels between different ranks, with the number of buffers at each end.
 
-    `wired` and `steps` are by rank.
+    `wired` has the stages of each rank, `stages` the code of all stages, and `steps` the
+    instructions of each rank.
     """
     found = []
     pieces = {each.channel: each for own in wired for stage in own for each in stage.sends}
@@ -223,8 +242,9 @@ def channels_of(
 
 
 def is_used_in_place(stages: Sequence[StageCode], piece: MessageSlice, gradient: bool) -> bool:
-    """True if tasks use the buffer of a message itself: the message is the complete local shard of
-    its value and has the value's element type.
+    """True if tasks use the buffer of a message itself, without a copy: the message is the complete
+    local shard of its value and has the element type of the value. `gradient` is True for the
+    gradient that is sent back.
     """
     values = stages[piece.source_stage].outputs if gradient else stages[piece.target_stage].inputs
     value = next(each for each in values if each.name == piece.tensor)
@@ -237,29 +257,29 @@ RECEIVED_BY = {
     Phase.BACKWARD: Opcode.RECV_GRADIENT,
     Phase.INPUT_GRADIENT: Opcode.RECV_GRADIENT,
 }
-"""The instruction that receives the input of a task. The sender is a task of equal phase on another
-stage.
+"""For each phase of a task: the instruction that receives its inputs. The sender is a task of the
+same phase on another stage.
 """
 
 
 class SendingOrders:
     """The order in which the stages of a schedule send their results.
 
-    All devices of a stage run its tasks in one order, so a stage has one order of sends.
+    All devices of a stage run its tasks in one order, so each stage has one order of sends.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self._positions: dict[tuple[int, Opcode], dict[int, int]] = defaultdict(dict)
-        """By stage and kind of receive: the position of each micro-batch's task in a joint order of
-        the tasks of all ranks.
+        """By (stage, opcode that receives its results): for each micro-batch, the position of the
+        sending task in a joint order of the tasks of all ranks.
         """
         for place, task in enumerate(_joint_order(dict.fromkeys(schedule.tasks))):
             if task.phase in RECEIVED_BY:
                 self._positions[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
 
     def reaching(self, incoming: Incoming) -> Iterator[tuple[int, int]]:
-        """Yield (position, micro-batch) of each message: the position of the task that sends it in
-        the joint order, and the micro-batch of the receiving stage.
+        """Yield (position, micro-batch) for each of the `incoming` messages: the position in the
+        joint order of the task that sends it, and the micro-batch of the receiving stage.
 
         If the step has fewer micro-batches than pipelines, the stages of some pipelines send no
         message.
@@ -272,14 +292,15 @@ class SendingOrders:
 
 
 def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
-    """Yield the tasks of all ranks in an order that agrees with the order of each rank.
+    """Yield the tasks of all ranks in one order that agrees with the order of each rank. `lists`
+    has the different task lists of ranks.
 
-    A task of several ranks is yielded once. The iteration ends early if the orders of the ranks
-    contradict each other.
+    A task that several ranks run is yielded once. The iteration ends early if the orders of the
+    ranks contradict each other.
     """
     ranks_of_task = Counter(task for tasks in lists for task in tasks)
     waiting = defaultdict[Task, list[Iterator[Task]]](list)
-    """By task, the remaining tasks of each rank whose next task this is."""
+    """For each task: the iterators over the remaining tasks of the ranks whose next task it is."""
     runnable = [iter(tasks) for tasks in lists]
     while runnable:
         for remaining in runnable:
@@ -292,17 +313,20 @@ def _joint_order(lists: Collection[tuple[Task, ...]]) -> Iterator[Task]:
 
 @dataclass(frozen=True, slots=True)
 class RankPeers:
-    """The messages that a rank exchanges with other ranks. Stages of one rank need no messages."""
+    """The messages that a rank exchanges with other ranks. Messages between two stages of one rank
+    are not sent and do not count.
+    """
 
     sends: frozenset[tuple[int, Opcode]]
-    """Pairs (stage, opcode) of the instructions that send at least one message."""
+    """Pairs (stage, opcode) of the instructions that send at least one message to another rank."""
     receives: tuple[tuple[Incoming, frozenset[int]], ...]
-    """The received messages in order, each with the numbers of the ranks that send them. Ranks are
-    numbered in order of appearance, so that two ranks with equal roles have equal `RankPeers`.
+    """Pairs (incoming messages, numbers of the ranks that send them), in order. Ranks are numbered
+    in order of appearance, so that two ranks with equal roles have equal `RankPeers`.
     """
 
     @staticmethod
     def of(wired: Iterable[StageOnRank]) -> RankPeers:
+        """Return the messages of a rank, given its stages."""
         sends: set[tuple[int, Opcode]] = set()
         receives: dict[Incoming, set[int]] = defaultdict(set)
         for stage in wired:
@@ -330,13 +354,13 @@ class RankPeers:
 def postings(
     tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
 ) -> list[list[Instruction]]:
-    """Return, for each task, the receives that the rank posts before the task computes.
+    """Return, for each task of a rank, the receives that the rank posts before the task runs.
 
     The receive of a task's input is posted one task ahead, so that the message arrives while the
-    previous task computes. The receive is posted earlier if the same rank sends a later message
-    whose receive is posted earlier, because receives follow the order of the sends. One instruction
-    receives from all sources of a stage if they send in one order and their ranks send no other
-    messages.
+    previous task computes. Receives from one rank follow the order of its sends. A receive is
+    therefore posted earlier if the sender sends another message later whose receive is posted
+    earlier. One instruction receives from all sources of a stage if these send in one order and
+    their ranks send no other messages to this rank.
     """
     used = {
         (task.stage, RECEIVED_BY[task.phase], task.micro_batch): position
@@ -348,7 +372,7 @@ def postings(
         for sent, micro_batch in orders.reaching(incoming):
             each = Instruction(incoming.opcode, incoming.stage, micro_batch, source, incoming.part)
             due.append((sent, each, ranks))
-    # A task sends to the stages of a rank in the order of stage numbers, and to each stage in the
+    # A task sends to the stages of a rank in the order of their numbers, and to each stage in the
     # order of its micro-batches.
     due.sort(key=lambda each: (each[0], each[1].stage, each[1].micro_batch))
     found: list[list[Instruction]] = [[] for _ in tasks]
@@ -364,11 +388,11 @@ def postings(
 def _receives(
     peers: RankPeers, orders: SendingOrders
 ) -> Iterator[tuple[Incoming, int | None, frozenset[int]]]:
-    """Yield (incoming, source, ranks) of each receive instruction.
+    """Yield (incoming messages, source, ranks) for each kind of receive instruction of a rank.
 
-    source: the stage that sends, or None if the instruction receives from all sources of the
-    stage. This is so if the stage has one source, or if all sources send in one order and their
-    ranks send no other messages.
+    source: the stage that sends, or None if the instruction receives from all sources of the stage.
+    It is None if the stage has one source, or if all sources send in one order and their ranks send
+    no other messages to this rank.
     ranks: the numbers of the ranks that send.
     """
     senders = Counter(
@@ -403,7 +427,9 @@ def _receives(
 def _sequence(
     entries: Iterable[tuple[Incoming, frozenset[int]]], orders: SendingOrders
 ) -> tuple[tuple[int, int | None], ...]:
-    """Return the micro-batch and part of each message, in the order of the sends."""
+    """Return (micro-batch, part) of each message in `entries`, in the order in which the messages
+    are sent.
+    """
     every = (
         (place, each, incoming.part)
         for incoming, _ in entries

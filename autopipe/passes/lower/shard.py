@@ -1,10 +1,10 @@
-"""The local shards of a stage: its operators on one device, the collectives that its splits
-require, and the shards of parameters of each rank.
+"""The local code of a stage: its operators on the shards of one device, the collectives that its
+splits require, and the parameter shards of each rank.
 
-The ranks of a group compute one function together. Invariant: the gradient of a replicated value on
-a rank is a partial sum; the sum over the ranks that hold the value is the full gradient. Therefore
-the backward of each collective is its transpose, and the gradient of a parameter is the sum over
-the ranks that hold it.
+The ranks of a group together compute the function of the stage. Invariant: the gradient of a
+replicated value on a rank is a partial sum, and the sum over the ranks that hold the value is the
+full gradient. Therefore the backward of each collective is its transpose, and the gradient of a
+parameter is the sum over the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from autopipe.passes.analysis.stage_nodes import StageNodes
 
 @dataclass(frozen=True, slots=True)
 class ShardedStage:
-    """The code of a stage, and the layouts of its inputs, parameters and outputs in its group."""
+    """The code of a stage on local shards, and the layouts of its inputs, parameters and outputs
+    over the devices of the stage.
+    """
 
     code: StageCode
     inputs: dict[str, Layout]
@@ -64,13 +66,15 @@ def shard_stage(
     batch: BatchAxes,
     precision: str,
 ) -> ShardedStage:
-    """Return the local forward of `stage`, which computes `nodes` at `precision`.
+    """Return the local forward of `stage`, which computes `nodes`, and its layouts. `number` is the
+    index of the stage.
 
-    batch: the batch axis of each value.
     replicated_parameters: parameters that are replicated even if a split would shard them.
-    unread: outputs that no node reads. Their scalars stay partial sums, because the loss is summed
-    over ranks when it is reported. Every other partial result is reduced immediately, to a
-    replicated or a sharded value.
+    unread: outputs that no node reads. If such an output is a scalar, it stays a partial sum,
+    because the loss is summed over ranks when it is reported. Each other partial result is reduced
+    immediately, to a replicated or a sharded value.
+    batch: the batch dimensions of the values.
+    precision: the precision of the program, which determines the bytes of collectives.
 
     Raises CodegenError for splits that cannot be executed.
     """
@@ -132,8 +136,8 @@ def shard_stage(
 
 
 def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: int) -> None:
-    """Raise CodegenError unless the splits divide the work of the node equally among the devices of
-    the group, one contiguous shard of each tensor per device.
+    """Raise CodegenError unless the splits divide the work of the node equally among the `group`
+    devices of a stage, so that each device has one contiguous shard of each tensor.
     """
     wanted = " ".join(map(str, splits))
     where = repr(node.name)
@@ -174,10 +178,11 @@ def _check_splits(node: Node, space: Space, splits: tuple[Split, ...], group: in
 
 
 class _LocalValues:
-    """The local shards of values on one device.
+    """The local shards of the values of a stage on one device.
 
-    A value may exist in several layouts, for example as a partial sum and after its reduction. The
-    layout in `layouts` has the value's name; other layouts have derived names.
+    A value may exist in several layouts, for example as a partial sum and after its reduction. In
+    the layout in `layouts`, the shard has the name of the value; in other layouts it has a derived
+    name.
     """
 
     def __init__(self, graph: Graph, taken: Mapping[str, Layout]) -> None:
@@ -189,10 +194,10 @@ class _LocalValues:
             self.add(name, layout)
 
     def add(self, name: str, layout: Layout, form: str | None = None) -> Value:
-        """Add a layout of a value and return its local shard.
+        """Add a layout of the value `name` and return its local shard.
 
         Without `form`, the shard has the name of the value. With `form`, such as `partial`, it has
-        a derived name that no value of the model has.
+        a derived name that no value of the graph has.
         """
         local = name
         if form is None:
@@ -209,6 +214,9 @@ class _LocalValues:
 
 
 def _collective(exchange: ValueRedistribution, held: _LocalValues, itemsize: int) -> Collective:
+    """Return the collective of a step that changes the layout of a value, and add its result to
+    `held`. `itemsize` is the bytes per element that are sent.
+    """
     step = exchange.step
     is_first = step.source.is_partial and not step.result.is_partial
     result = held.add(exchange.value, step.result, None if is_first else step.kind)
@@ -225,9 +233,10 @@ def _compute(
     reduced: set[str],
     batch: BatchAxes,
 ) -> Compute:
-    """Return the node as an operation on local shards.
+    """Return the node of `form` as an operation on local shards, and add its results to `held`.
 
-    Results in `reduced` are partial sums, which a collective after the node reduces.
+    Results in `reduced` are partial sums, which a collective after the node reduces. `batch` has
+    the batch dimensions of the values.
     """
     node = form.node
     global_signature = signature_of(graph, form.node)
@@ -243,8 +252,8 @@ def _compute(
     signature = global_signature.sharded(operands, results)
     degrees = {split.axis: split.degree for split in splits}
     joint: list[tuple[str, ...]] = [(axis,) for axis in joint_splits(space, degrees)]
-    # The operator needs a process group for each joint axis, and for the axes over which it reduces
-    # statistics.
+    # The operator communicates over each joint axis, and over the axes over which it reduces
+    # statistics. It needs a process group for each of these.
     if joint:
         joint += (each.axes for each in row.statistics(global_signature, space, degrees))
     samples = batch.of(next(filter(None, node.outputs))) if row.random else None
@@ -260,7 +269,9 @@ def _compute(
 
 @memoize(MAX_CACHED_GRAPHS)
 def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the index of each parameter and of each constant by name."""
+    """Return two mappings from names to indices: of the parameters and of the constants of the
+    graph.
+    """
     return (
         {parameter.value.name: index for index, parameter in enumerate(graph.parameters)},
         {constant.value.name: index for index, constant in enumerate(graph.constants)},
@@ -270,7 +281,7 @@ def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
 def parameter_shards(
     graph: Graph, devices: int, stages: tuple[ShardedStage, ...]
 ) -> tuple[tuple[ParameterShard, ...], ...]:
-    """Return the shards of parameters of each rank.
+    """Return the parameter shards of each of `devices` ranks.
 
     The ranks that hold a shard reduce its gradient together. All stages must shard a parameter
     equally (see `parameters_to_replicate` of passes/analysis).

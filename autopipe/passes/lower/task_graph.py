@@ -1,8 +1,8 @@
-"""The task graph of a rank and its predicted memory, for `autopipe show --tasks`.
+"""The task graph of a rank with its predicted memory, for `autopipe show --tasks`.
 
-The graph has the tasks of one step in the order in which the rank runs them, and the tasks that
-each task waits for. Loops are unrolled. Work that a line of the program implies has tasks of its
-own: the collectives of a stage's group, the accumulation of gradients, the update, and freeing
+The graph has the tasks of one step in the order in which the rank runs them, and for each task the
+tasks for which it waits. Loops are unrolled. Work that belongs to a line of the program has
+separate tasks: collectives inside a stage, the accumulation of gradients, the update, and freeing
 memory.
 """
 
@@ -40,9 +40,10 @@ from autopipe.passes.lower.traffic import (
 
 @dataclass(frozen=True, slots=True)
 class MessageEnd:
-    """One message of a send or receive task, and the task at its other end.
+    """One message of a send or receive task, as seen from one end.
 
-    `peer` is the rank at the other end, `task` the name of its task.
+    `peer` is the rank at the other end, and `task` the name of the task that receives or sends the
+    message there. `tensor` is the name of the value.
     """
 
     peer: int
@@ -57,19 +58,20 @@ class TaskNode:
     """One task of a rank.
 
     A task of the schedule has the name that it has in the rank's file, such as `2F0`: stage 2,
-    forward, micro-batch 0. The task that sends its result is `2SEND_F0`, the task that sends
+    forward, micro-batch 0. The task that sends its results is `2SEND_F0`, the task that sends
     gradients `2SEND_B0`. Receives are `2RECV_F0` and `2RECV_B0`, followed by `@1` if they receive
     from stage 1 only.
 
-    bytes: bytes moved, accumulated, updated or freed.
-    after: indices of the tasks of this rank that the task waits for.
-    group: ranks that take part in a collective, a reduction or a gather.
+    bytes: bytes that the task moves, accumulates, updates or frees.
+    after: indices of the tasks of this rank for which the task waits.
+    messages: the messages of a send or receive task.
+    group: ranks that take part in a collective, a gradient reduction or a gather of parameters.
     inside: index of the task during which a collective runs.
     """
 
     kind: str
-    """`receive`, `forward`, `send`, `backward`, `input_gradient`, `weight_gradient`, `collective`,
-    `accumulate`, `reduce`, `update`, `gather` or `free`.
+    """One of `receive`, `forward`, `send`, `backward`, `input_gradient`, `weight_gradient`,
+    `collective`, `accumulate`, `reduce`, `update`, `gather` and `free`.
     """
     name: str
     stage: int | None = None
@@ -80,27 +82,31 @@ class TaskNode:
     group: tuple[int, ...] = ()
     inside: int | None = None
     what: str = ""
-    """Description: the memory that is freed, the kind and value of a collective, or `shards` for a
-    reduce-scatter of gradients.
+    """Description: for `free`, the memory that is freed; for `collective`, its kind and value; for
+    `reduce`, `shards` if it is a reduce-scatter; otherwise "".
     """
 
 
 @dataclass(frozen=True, slots=True)
 class LoopedTasks:
-    """A loop of the program, or an instruction outside of loops (`count` is 1).
+    """The tasks of a loop of the program, or of an instruction outside of loops (`count` is 1).
 
-    The tasks of the first iteration have indices `start` to `end`, the tasks of the last iteration
-    start at index `last`.
+    The tasks of the first iteration have the indices `start` to `end` - 1. The tasks of the last
+    iteration begin at index `last`.
     """
 
     section: str
-    """`warm-up`, `repetend` (the steady state), `cool-down` or `end`."""
+    """Section of the program: `warm-up`, `repetend` (the steady state), `cool-down` or `end` (after
+    the last task).
+    """
     start: int
     end: int
     count: int = 1
-    """Number of iterations."""
+    """Number of iterations of the loop."""
     stride: int | None = 1
-    """Difference of micro-batches between two iterations; None if it differs between stages."""
+    """Difference between the micro-batches of two successive iterations; None if it differs between
+    stages.
+    """
     last: int = 0
 
 
@@ -108,8 +114,8 @@ class LoopedTasks:
 class TaskGraph:
     """The tasks of a rank in order, with the predicted memory in use.
 
-    memory_bytes: for each task, the bytes in use after the task, or the peak while a forward or
-    backward runs.
+    memory_bytes: for each task, the bytes in use after the task, or the peak during the task if it
+    needs temporary memory.
     static_bytes: bytes in use during the whole step, such as parameters and optimizer state.
     """
 
@@ -121,6 +127,7 @@ class TaskGraph:
 
     @property
     def peak_bytes(self) -> int:
+        """Maximum of the bytes in use during the step."""
         return max(self.memory_bytes, default=self.static_bytes)
 
 
@@ -135,8 +142,8 @@ _OF_GRADIENTS = (Opcode.RECV_GRADIENT, Opcode.SEND_GRADIENT)
 
 
 class TaskSource:
-    """Builds the task graph of each rank of a lowered plan. `costs` are the predictions of the
-    plan's stages.
+    """Builds the task graphs of the ranks of a lowered plan. `costs` are the predicted times and
+    bytes of the plan's stages.
     """
 
     def __init__(
@@ -149,23 +156,28 @@ class TaskSource:
             _by_verb(code, tuple(stage_exchanges(own, code, differentiable)))
             for own, code in zip(stage_graphs(graph, placement), program.stages, strict=True)
         ]
-        """For each stage, the collectives of its group for one micro-batch, by opcode, in order."""
+        """For each stage and opcode, the collectives inside the stage for one micro-batch, in
+        order.
+        """
         self.one_source = {
             (rank.rank, each.opcode, each.stage, each.source)
             for rank in program.ranks
             for item in (*rank.warm_up, *rank.repetend, *rank.cool_down)
             for each in (item.body if isinstance(item, Loop) else (item,))
         }
-        """Rank, opcode, stage and source of the receives; the source is None for a receive from all
-        sources.
+        """The receive and other instructions of all ranks, as (rank, opcode, stage, source). The
+        source of a receive is None if it receives from all sources.
         """
 
     def graph(self, rank: int) -> TaskGraph:
+        """Return the task graph of a rank."""
         return _Builder(self, self.program.ranks[rank]).build()
 
 
 class _Builder:
-    """Builds the tasks of one rank in order, with the memory in use after each task."""
+    """Builds the task graph of one rank: its tasks in order, with the memory in use after each
+    task.
+    """
 
     def __init__(self, source: TaskSource, code: RankCode) -> None:
         self.source = source
@@ -184,23 +196,27 @@ class _Builder:
             for piece in pieces
             if is_used_in_place(self.program.stages, piece, gradient)
         }
-        """Pairs (channel, is gradient) of the messages that tasks use in place."""
+        """Messages that tasks use in place, without a copy, as pairs (number of the channel, True
+        for gradients).
+        """
         self.done: dict[tuple[int, str, int], int] = {}
-        """Index of the task by (stage, letter, micro-batch). The letter is F for forward, B for
-        backward or its first half, W for the second half of a backward.
+        """Index of the newest task by (stage, letter, micro-batch). The letter is F for a forward,
+        B for a backward or its first half, W for a backward or its second half.
         """
         self.received: defaultdict[tuple[int, int, bool], list[int]] = defaultdict(list)
-        """Indices of the receives by (stage, micro-batch, is gradient)."""
+        """Indices of the receive tasks by (stage, micro-batch, True for gradients)."""
         self.accumulated: dict[int, int] = {}
-        """Index of the latest accumulation of gradients by stage."""
+        """For each stage, the index of its newest task that accumulates gradients."""
 
     def build(self) -> TaskGraph:
+        """Return the task graph of the rank."""
         loops = (*self._sections(), self._end())
         return TaskGraph(
             self.code.rank, tuple(self.nodes), tuple(self.memory_bytes), self.static_bytes, loops
         )
 
     def _sections(self) -> Iterator[LoopedTasks]:
+        """Append the tasks of all instructions, and yield the range of tasks of each loop."""
         code = self.code
         for title, section in (
             ("warm-up", code.warm_up),
@@ -225,7 +241,7 @@ class _Builder:
         """Append a task and return its index.
 
         allocated: bytes that stay in use after the task; negative if the task frees memory.
-        passing: additional bytes in use only while the task runs.
+        passing: additional bytes that are in use only while the task runs.
         """
         self.nodes.append(node)
         self.used_bytes += allocated
@@ -233,6 +249,7 @@ class _Builder:
         return len(self.nodes) - 1
 
     def _add(self, instruction: Instruction) -> None:
+        """Append the tasks of an instruction."""
         opcode = instruction.opcode
         stage = instruction.stage
         micro_batch = instruction.micro_batch
@@ -264,7 +281,9 @@ class _Builder:
             )
 
     def _messages(self, instruction: Instruction) -> Iterator[MessageEnd]:
-        """Yield the messages of a send or receive instruction."""
+        """Yield the messages of a send or receive instruction that have another rank at their other
+        end.
+        """
         opcode = instruction.opcode
         stage = instruction.stage
         gradient = opcode in _OF_GRADIENTS
@@ -290,8 +309,8 @@ class _Builder:
     def _pieces(
         self, stage: int, micro_batch: int, gradient: bool, receives: bool
     ) -> Iterator[tuple[MessageSlice, int, int]]:
-        """Yield (block, stage, micro-batch) of each block that a stage receives or sends for a
-        micro-batch, with the stage and micro-batch at the other end.
+        """Yield (message slice, stage at the other end, micro-batch at the other end) for each
+        slice that a stage receives (if `receives`) or sends for a micro-batch.
 
         Gradients travel in the opposite direction: a stage receives the gradients of the values
         that it sends.
@@ -310,6 +329,9 @@ class _Builder:
                 yield piece, there, other.micro_batch(own.message(micro_batch))
 
     def _compute(self, opcode: Opcode, stage: int, micro_batch: int) -> None:
+        """Append a forward, a backward or a half of a backward. Then append its collectives, the
+        accumulation of its gradients, and tasks that free memory.
+        """
         letter = _LETTERS[opcode]
         allocated, passing, freed = _memory(self.source.costs[stage], opcode, self.program.train)
         after = tuple(sorted(self._needed(opcode, stage, micro_batch)))
@@ -350,7 +372,8 @@ class _Builder:
             if opcode is not Opcode.FORWARD
             else 0
         )
-        # Autograd adds the gradients of this micro-batch to the gradients of earlier ones.
+        # Autograd adds the gradients of this micro-batch to those of earlier micro-batches, so
+        # accumulations of a stage follow one another.
         if size:
             after = (place, self.accumulated[stage]) if stage in self.accumulated else (place,)
             name = f"{stage}ACC{'' if letter == 'B' else f'_{letter}'}{micro_batch}"
@@ -366,7 +389,7 @@ class _Builder:
         self._free_messages(opcode, stage, micro_batch, place)
 
     def _needed(self, opcode: Opcode, stage: int, micro_batch: int) -> set[int]:
-        """Return the indices of the tasks whose results a task uses."""
+        """Return the indices of the tasks whose results are used by the task with this opcode."""
         if opcode is Opcode.BACKWARD_WEIGHT:
             return {self.done[stage, "B", micro_batch]}
         backward = opcode is not Opcode.FORWARD
@@ -379,7 +402,8 @@ class _Builder:
         return found
 
     def _free_messages(self, opcode: Opcode, stage: int, micro_batch: int, place: int) -> None:
-        """Append tasks that release the buffers of used messages for later messages.
+        """Append tasks that make the buffers of used messages available for later messages. The
+        task `place` is the last user of these messages.
 
         The buffers stay allocated during the whole step, so the memory in use does not change.
         """
@@ -410,7 +434,7 @@ class _Builder:
 
     def _end(self) -> LoopedTasks:
         """Append the tasks at the end of the step: gradient reductions, the update and, if the
-        optimizer state is sharded, the all-gathers of the updated parameters.
+        optimizer state is sharded, all-gathers of the updated parameters. Return their range.
         """
         start = len(self.nodes)
         if self.program.train and self.code.stages:
@@ -461,16 +485,16 @@ def _receive_name(
 ) -> str:
     """Return the name of a receive task, such as `2RECV_F0`.
 
-    `@1` follows if the task receives from stage 1 only, `.0` if it receives the first part of the
-    micro-batch.
+    The suffix `@1` is added if the task receives from stage 1 only (`source`). The suffix `.0` is
+    added if it receives only from the slice 0 of the sender's micro-batches (`part`).
     """
     suffix = f"{'' if source is None else f'@{source}'}{'' if part is None else f'.{part}'}"
     return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{suffix}"
 
 
 def _memory(cost: StagePrediction, opcode: Opcode, train: bool) -> tuple[int, int, int]:
-    """Return (allocated, passing, freed) bytes of a computation: bytes that later tasks use, bytes
-    in use only while it runs, and bytes that no later task uses.
+    """Return (allocated, passing, freed) bytes of a computation: bytes that stay in use for later
+    tasks, additional bytes in use only while it runs, and bytes that no later task uses.
     """
     kept = cost.kept_bytes
     waiting = cost.weight_kept_bytes
@@ -490,9 +514,11 @@ def _memory(cost: StagePrediction, opcode: Opcode, train: bool) -> tuple[int, in
 def _by_verb(
     code: StageCode, every: tuple[StageExchange, ...]
 ) -> dict[Opcode, tuple[StageExchange, ...]]:
-    """Return the collectives of a stage by opcode.
+    """Return the collectives of a stage by the opcode of the task in which they run. `every` are
+    the collectives of one forward and backward.
 
-    A recomputed segment repeats the collectives of its forward before those of its backward.
+    The backward of a segment that is recomputed first repeats the collectives of the segment's
+    forward.
     """
     forward = [each for each in every if not each.backward]
     backward = [each for each in every if each.backward]
@@ -509,14 +535,16 @@ def _by_verb(
 
 
 def _gradient_element_bytes(program: Program, parameter: int) -> int:
-    """Return the bytes per element of a parameter's gradient; 0 if it is not trainable."""
+    """Return the bytes per element of the gradient of the parameter with this index; 0 if the
+    parameter is not trained.
+    """
     found = program.parameters[parameter]
     return found.value.dtype.itemsize if found.trainable and found.value.dtype.is_floating else 0
 
 
 def _gradient_bytes(program: Program, code: StageCode, opcode: Opcode) -> int:
-    """Return the bytes of the parameter gradients that a backward, or one of its halves,
-    computes.
+    """Return the bytes of the parameter gradients that a stage computes in a task with this opcode:
+    a backward, or one of its halves.
     """
     nodes = set(code.deferred)
     deferred = {

@@ -1,7 +1,8 @@
-"""The bytes that the communication of a step moves, by kind.
+"""The bytes that the communication of a step moves, by kind of communication.
 
 The kinds are the collectives of `ir/program.py`, `send` for messages between stages, `gradient` for
-gradient all-reduces and `parameter` for the all-gathers of sharded optimizers.
+gradient all-reduces, and `parameter` for the all-gathers of parameters if the optimizer state is
+sharded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from autopipe.passes.lower.lower import parts_of
 def held_together(
     parameters: Sequence[Parameter], shards: Iterable[ParameterShard]
 ) -> Iterator[BucketShard]:
-    """Yield the blocks of trainable floating-point parameters that several ranks hold."""
+    """Yield the shards of trainable floating-point parameters that several ranks hold, and whose
+    gradients they therefore reduce together.
+    """
     for shard in shards:
         value = parameters[shard.parameter].value
         if (
@@ -49,11 +52,12 @@ def held_together(
 def exchanged_gradients(
     parameters: Sequence[Parameter], shards: Iterable[ParameterShard], shared: bool
 ) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
-    """Return the bytes of gradients by (home, ranks): `ranks` reduce the gradients, and the last
-    backward of stage `home` completes them; `home` is None if several stages contribute.
+    """Return the bytes of gradients by (home, ranks). The `ranks` reduce these gradients together.
+    The last backward of the stage `home` completes them; `home` is None if no single stage on
+    exactly these ranks does.
 
-    With `shared`, each rank keeps one shard of the optimizer state. The bytes then include the
-    padding of each bucket to shards of equal length.
+    `shared` is True if the optimizer state is sharded over the ranks. The bytes then include the
+    padding that makes the shards of a bucket equally long.
     """
     blocks = tuple(held_together(parameters, shards))
     found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
@@ -75,9 +79,9 @@ def communication_bytes(
     shard: bool = False,
     precision: str = "fp32",
 ) -> dict[str, int]:
-    """Return the bytes by kind that all devices move in one step.
+    """Return the bytes that all devices together move in one step, by kind of communication.
 
-    The step trains if `loss` names a value, and is an inference if it is None. With `shard`, the
+    The step trains with the value `loss`, or is inference if `loss` is None. `shard` is True if the
     optimizer state is sharded (ZeRO stage 1). Raises CodegenError for splits that cannot be
     executed.
     """
@@ -104,38 +108,48 @@ def communication_bytes(
             )
             total["send"] += times * (1 + piece.needs_gradient) * piece.bytes
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):
-        # The first rank of a group counts the group, so that each group counts once.
+        # Only the first rank of a group counts the group, so that each group counts once.
         first = (each for each in own_shards if each.gradient_ranks[0] == rank)
         exchanged = exchanged_gradients(graph.parameters, first, shard)
         size = sum(len(ranks) * count for (_, ranks), count in exchanged.items())
-        # The reduce-scatter of the gradients and the all-gather of the parameters move equal bytes.
+        # With sharded optimizer state, the all-gather of the parameters moves as many bytes as the
+        # reduction of the gradients.
         total += Counter(gradient=size, parameter=size * shard)
     return in_kind_order(total)
 
 
 @dataclass(frozen=True, slots=True)
 class StageExchange:
-    """A collective of a stage's group in the forward or backward of one micro-batch."""
+    """A collective among the devices of a stage, in the forward or backward of one micro-batch."""
 
     kind: str
     bytes: int
-    """Bytes of all devices of the group."""
+    """Sum of the bytes over all devices of the stage."""
     backward: bool
     value: str
-    """The value that is redistributed, or the result of the operator that runs the collective."""
+    """Local name of the value whose layout changes, or of a result of the operator that runs the
+    collective.
+    """
     over: MeshAxes
-    """Axes of the group's device mesh that the collective spans."""
+    """Mesh axes of the stage's devices over which the collective communicates."""
     times: int = 1
+    """Number of times that the collective runs per micro-batch; `bytes` is the sum over all of
+    them.
+    """
     segment: int = 0
-    """Recomputation segment of the stage; 0 if the stage does not recompute."""
+    """Index of the recomputation segment in which the collective runs; 0 if the stage does not
+    recompute.
+    """
 
 
 def stage_exchanges(
     graph: Graph, code: StageCode, differentiable: frozenset[str]
 ) -> Iterator[StageExchange]:
-    """Yield the collectives inside a stage's group, in the order of its operations.
+    """Yield the collectives among the devices of a stage, in the order of its operations. The
+    backward of a collective follows its forward.
 
-    Slicing a replicated value sends no bytes and is not a collective.
+    Slicing a replicated value sends no bytes, so it is omitted. `differentiable` are the values
+    with a gradient.
     """
     if len(code.devices) == 1:
         return
@@ -148,6 +162,9 @@ def stage_exchanges(
 def _exchanges(
     graph: Graph, code: StageCode, operations: Iterable[Operation], flowing: Set[str]
 ) -> Iterator[StageExchange]:
+    """Yield the collectives of the given operations of a stage. `flowing` are the local names of
+    the values that receive a gradient.
+    """
     group = len(code.devices)
     for operation in operations:
         if isinstance(operation, Collective) and operation.relayout.kind != "slice":
@@ -157,8 +174,8 @@ def _exchanges(
                 missing = missing_elements(step.source, step.result, group)
                 size = int(missing.sum()) * operation.itemsize
             else:
-                # The bytes count the result of an all-gather, and the operand of every other
-                # collective.
+                # An all-gather counts the bytes of its result, each other collective those of its
+                # operand.
                 counted = operation.result if step.kind == "all_gather" else source
                 size = group * counted.elements * operation.itemsize
             exchange = StageExchange(step.kind, size, False, source.name, step.over)
@@ -172,7 +189,7 @@ def _exchanges(
             operands = operation.signature.operands
             for statistic in row.statistics(signature, row.space(signature), degrees):
                 # A collective of the backward runs only if a gradient reaches a result of the
-                # operator and flows on to an operand that the statistic depends on.
+                # operator and flows on to an operand on which the statistic depends.
                 through = (operands[index] for index in statistic.through if index < len(operands))
                 returns = any(value is not None and value.name in flowing for value in through)
                 if not statistic.backward or (returns and not flowing.isdisjoint(operation.writes)):

@@ -1,7 +1,7 @@
-"""Partition of a model, as a chain of blocks, into contiguous stages whose slowest stage is as fast
-as possible.
+"""Partition of a model into contiguous stages whose slowest stage is as fast as possible. The model
+is treated as a chain of blocks, each of which is a range of consecutive nodes.
 
-Each stage runs on a group of devices. `best_stops` partitions chains of any kind.
+Each stage runs on a group of devices. `best_stops` also partitions other chains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from autopipe.passes.cost.range_tables import state_sums
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
 
 _MAXIMUM_BLOCKS = 224
-"""Maximum number of blocks of a chain; the search takes time in their square."""
+"""Maximum number of blocks of a chain. The time of the search grows with the square of this number.
+"""
 
 _Floats = NDArray[np.float64]
 
@@ -35,18 +36,21 @@ def best_stops(
     known: Sequence[int],
     bounds: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Return the end of each run in the partition of a chain that minimises the longest run; [] if
-    there is no partition.
+    """Return the boundaries at which the runs of a partition of a chain end, such that the longest
+    run is as short as possible. A run is a contiguous range of blocks. Return [] if there is no
+    partition.
 
-    `lengths[s][a, b]` is the length of run s from block boundary a to boundary b, infinite if it is
-    not permitted. Run s ends at a boundary in `bounds[s]` = (first, last), if `bounds` is given.
-    With R(s, b) = the minimum longest run over the partitions of [0, b) into s runs:
+    `lengths[s][a, b]` is the length of run s if it extends from block boundary a to boundary b,
+    infinite if this is not permitted. If `bounds` is given, run s must end at a boundary from
+    `bounds[s][0]` to `bounds[s][1]`. Let R(s, b) be the minimum longest run over the partitions of
+    [0, b) into s runs:
 
         R(s, b) = min over a < b of max(R(s-1, a), lengths[s-1][a, b])
 
-    Ties: the first start wins, for each run and end. `known` are the ends of some partition. A run
-    longer than its longest run is in no best partition, which limits the starts that are compared:
-    time O(runs · boundaries · width), where width is the largest number of blocks in such a run.
+    Ties: for each run and end, the earliest start wins. `known` are the ends of the runs of some
+    partition. A run that is longer than the longest run of this partition is in no best partition,
+    so the search skips it. Time O(runs · boundaries · width), where width is the maximum number of
+    blocks in a run that is not skipped.
     """
     boundaries = np.arange(len(lengths[0]))
     different = {id(each): each for each in lengths}
@@ -60,8 +64,8 @@ def best_stops(
         widths = (np.subtract(*np.nonzero(length <= slowest)) for length in different.values())
         width = max(-int(each.min()) for each in widths)
     starts = boundaries[:, None] + np.arange(-width, 0)
-    # bands[..][b, j] is the length of the run from boundary `starts[b, j]` to boundary b, or
-    # infinity if that start is negative.
+    # bands[..][b, j] is the length of the run from boundary `starts[b, j]` to boundary b. It is
+    # infinite if `starts[b, j]` is negative.
     bands = {
         key: np.where(starts < 0, np.inf, each[np.maximum(starts, 0), boundaries[:, None]])
         for key, each in different.items()
@@ -88,8 +92,9 @@ def best_stops(
 def within_memory(
     lengths: Sequence[_Floats], weights: _Floats, capacity: Sequence[float]
 ) -> list[_Floats]:
-    """Return `lengths` with infinite entries for runs whose entry in `weights` exceeds their
-    `capacity`.
+    """Return `lengths` with an infinite length for each run of blocks a … b-1 whose weight
+    `weights[a, b]` exceeds the `capacity` of the run's group. `lengths` and `capacity` have one
+    entry per run.
     """
     pairs = [(id(length), maximum) for length, maximum in zip(lengths, capacity, strict=True)]
     limited = {
@@ -100,14 +105,16 @@ def within_memory(
 
 
 def chain_step_seconds(seconds: Sequence[float], micro_batches: int) -> float:
-    """Return the seconds of a pipeline step, warm-up and cool-down included, for stages with these
-    seconds per micro-batch.
+    """Return the seconds of a pipeline step with warm-up and cool-down. `seconds` has the time of
+    each stage per micro-batch.
     """
     return sum(seconds) + (micro_batches - 1) * max(seconds)
 
 
 def even_stops(work: _Floats, count: int) -> list[int]:
-    """Return the ends of `count` runs of about equal work; each run has at least one block."""
+    """Return the boundaries at which `count` runs of about equal work end. `work` has the work of
+    each block. Each run has at least one block.
+    """
     done = np.concatenate(([0.0], np.cumsum(work)))
     stops = [0]
     for stage, stop in enumerate(np.searchsorted(done, done[-1] * np.arange(1, count + 1) / count)):
@@ -116,8 +123,9 @@ def even_stops(work: _Floats, count: int) -> list[int]:
 
 
 def run_lengths(seconds: _Floats, before: _Floats, after: _Floats) -> _Floats:
-    """Return a table [a, b] with the seconds of blocks a … b-1 plus communication at boundaries a
-    and b; infinite for a >= b.
+    """Return the table that has at [a, b] the seconds of blocks a … b-1 plus `before[a]` and
+    `after[b]`, the seconds of communication at the two boundaries. Entries with a >= b are
+    infinite.
     """
     found: _Floats = range_sums(seconds) + before[:, None] + after[None, :]
     found[np.tril_indices(len(found))] = np.inf
@@ -132,9 +140,11 @@ def crossing_seconds(
     link: Link,
     replicas: int = 1,
 ) -> _Floats:
-    """Return the seconds to send the values that cross each boundary of the blocks; 0 at both ends.
+    """Return, for each boundary between the blocks, the seconds to send the values that cross it; 0
+    at the two ends of the chain.
 
-    Each of `replicas` devices sends its own samples. Nodes that are in no block are ignored.
+    `block_of` is the block of each node; nodes without a block are ignored. `blocks` is the number
+    of blocks. Each of `replicas` devices sends only its own samples.
     """
     change = np.zeros(blocks + 2)
     sizes = sent_bytes(graph, precision)
@@ -153,18 +163,19 @@ def partition_chain(
     fixed: Mapping[int, int],
     replicas: int | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the nodes of the stage on each of `groups` of devices. The nodes in `fixed` are in the
-    given stages.
+    """Return the nodes of each stage, one stage per group of devices in `groups`. The nodes in
+    `fixed` are in the stages that it assigns.
 
-    The slowest stage is as fast as possible. The time of a stage is its work divided by its
-    devices, plus the communication at both boundaries, before any splits are known. For
-    communication, each of `replicas` devices of a group sends its own samples. If `replicas` is
-    None, one device sends everything; between groups of different kinds, as many devices send as
-    the smaller group has.
+    The slowest stage is as fast as possible. The time of a stage is its work divided by its number
+    of devices, plus the communication at both boundaries. In the communication, each of `replicas`
+    devices of a group sends its own samples. If `replicas` is None, one device sends everything;
+    between groups of different device types or sizes, as many devices send as the smaller group
+    has.
 
-    If the devices have different memory, no stage gets more parameters than its group can hold in
-    shards, if that is possible. Raise ConfigurationError if `fixed` permits no partition, and
-    InfeasibleError if the model has fewer operators than stages.
+    If the groups have different memory limits, the state of each stage (parameters, gradients,
+    optimizer state) fits in the memory of its group when it is sharded over the group, if such a
+    partition exists. Raises ConfigurationError if `fixed` permits no partition, and InfeasibleError
+    if the chain has fewer blocks than stages.
     """
     count = len(groups)
     if count == 1:
@@ -203,7 +214,9 @@ def partition_chain(
 def _bounds(
     graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]
 ) -> list[tuple[int, int]]:
-    """Return the first and the last boundary at which each stage may end."""
+    """Return, for each of `count` stages, the first and the last block boundary at which it may
+    end, given the nodes in `fixed`. Raises ConfigurationError if a stage has no such boundary.
+    """
     found = []
     for stage in range(1, count + 1):
         before = {int(chain.block_of[node]): node for node in fixed if fixed[node] < stage}
@@ -232,8 +245,8 @@ def _bounds(
 def _lengths(
     problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int | None
 ) -> list[_Floats]:
-    """Return, for each stage, the table [a, b] of `run_lengths`: work of blocks a … b-1 and
-    communication at both boundaries.
+    """Return, for each stage, the table of `run_lengths`: the seconds of blocks a … b-1 on the
+    stage's group, plus the communication at both boundaries.
 
     The devices of a group divide the work evenly, and the slowest device type of the group
     determines the time.
@@ -244,11 +257,15 @@ def _lengths(
 
     @cache
     def crossing(link: Link, senders: int) -> _Floats:
+        """Return `crossing_seconds` for a link over which `senders` devices send."""
         return crossing_seconds(
             problem.graph, problem.precision, block_of, chain.blocks, link, senders
         )
 
     def seconds(devices: frozenset[Device], fraction: float) -> _Floats:
+        """Return the seconds of each node, of which a device computes `fraction`, on the slowest of
+        the device types.
+        """
         both = (
             node_seconds(problem.work, device, problem.precision, fraction) for device in devices
         )

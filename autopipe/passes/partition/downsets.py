@@ -1,4 +1,5 @@
-"""Downsets of a graph of blocks: sets that contain, with each block, all blocks that it depends on.
+"""Downsets of a graph of blocks: sets that contain, with each block, all blocks on which it
+depends.
 
 The blocks of the first k stages of a pipeline always form a downset. A deep graph without branches
 has few downsets, so a search over all of them is exact for any number of stages. With many parallel
@@ -17,17 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAXIMUM_STEPS = 50_000
-"""Maximum number of sets of blocks that `count_downsets` visits before it gives up."""
+"""Maximum number of sets of blocks for which `count_downsets` stores a count before it gives up."""
 _CELLS = 2**22
-"""Maximum number of cells of a table that is created at a time."""
+"""Maximum number of pairs of downsets that are compared at once, to bound the memory of the
+comparison.
+"""
 
 
 def count_downsets(needs: tuple[int, ...]) -> int | None:
-    """Return the number of downsets, the empty one included, or None if counting takes too long.
+    """Return the number of downsets, including the empty one, or None if counting takes too long.
 
-    `needs` contains, for each block in topological order, the blocks that it reads from, as bits.
-    The count of independent parts is the product of their counts. Otherwise, for a block v that
-    depends on or is needed by many others:
+    `needs` has, for each block in topological order, the set of the blocks from which it reads. If
+    the blocks consist of independent parts, the result is the product of the counts of the parts.
+    Otherwise a block v with the most ancestors and descendants is chosen:
 
         count(S) = count(S without v and all blocks that v needs)
              + count(S without v and all blocks that need v)
@@ -43,6 +46,9 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
     known = {0: 1}
 
     def count(left: int) -> int:
+        """Return the number of downsets of the blocks `left`. Raises OverflowError after
+        `_MAXIMUM_STEPS` sets.
+        """
         found = known.get(left)
         if found is not None:
             return found
@@ -65,7 +71,9 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
 
 
 def closed(needs: Sequence[int]) -> list[int]:
-    """Return, for each block, all blocks that it depends on, directly or indirectly, as bits."""
+    """Return, for each block, the set of all blocks on which it depends, directly or indirectly.
+    `needs` is as in `count_downsets`.
+    """
     below: list[int] = []
     for need in needs:
         found = need
@@ -76,8 +84,8 @@ def closed(needs: Sequence[int]) -> list[int]:
 
 
 def component(left: int, linked: Sequence[int]) -> int:
-    """Return the blocks of the set `left` that are connected with its lowest block inside the set,
-    as bits.
+    """Return the set of the blocks in `left` that are connected with the lowest block of `left`.
+    `linked` has, for each block, the set of its neighbours; only neighbours in `left` count.
     """
     found = waiting = left & -left
     while waiting:
@@ -90,7 +98,7 @@ def component(left: int, linked: Sequence[int]) -> int:
 
 
 def bits(mask: int) -> list[int]:
-    """Return the positions of the one-bits of `mask`, ascending."""
+    """Return the positions of the bits that are set in `mask`, in ascending order."""
     found = []
     while mask:
         found.append((mask & -mask).bit_length() - 1)
@@ -99,11 +107,11 @@ def bits(mask: int) -> list[int]:
 
 
 def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[int]] | None:
-    """Return all downsets, grouped by their number of blocks and ascending in each group; None if
-    there are more than `most`.
+    """Return all downsets, grouped by their number of blocks and in ascending order in each group.
+    Return None if there are more than `most`.
 
-    `needs` is as in `count_downsets`. Each downset is extended by each block whose dependencies it
-    contains.
+    `needs` is as in `count_downsets`. The next group is found by extending each downset by each
+    block whose dependencies it contains.
     """
     readers: list[list[int]] = [[] for _ in needs]
     for reader, need in enumerate(needs):
@@ -128,7 +136,9 @@ def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[in
 
 
 def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
-    """Return the bits of `masks` as rows of 64-bit words."""
+    """Return an array with one row per set of blocks in `masks`. A row has the bits of the set in
+    words of 64 bits.
+    """
     words = max(1, -(-blocks // 64))
     packed = np.frombuffer(
         b"".join(mask.to_bytes(8 * words, "little") for mask in masks), np.dtype("<u8")
@@ -137,19 +147,22 @@ def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
 
 
 def membership(masks: Sequence[int], blocks: int) -> NDArray[np.bool_]:
-    """Return a boolean array [d, b] that is true if downset d contains block b."""
+    """Return a boolean array [d, b] that is True if the set `masks[d]` contains block b. `blocks`
+    is the number of blocks.
+    """
     packed = _packed(masks, blocks).view(np.uint8)
     return np.unpackbits(packed, axis=1, count=blocks, bitorder="little").astype(bool)
 
 
 Figures = NDArray[np.float64]
-"""One number per pair of downsets."""
+"""One number per pair of nested downsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Some of the pairs of nested downsets: their numbers in the full list, and the inner and outer
-    downset of each.
+    """Some of the pairs of nested downsets of a `Downsets` object. `numbers` are their indices in
+    its list of all pairs; `inner` and `outer` are the indices of the inner and outer downset of
+    each pair.
     """
 
     numbers: NDArray[np.int64]
@@ -157,12 +170,12 @@ class Pairs:
     outer: NDArray[np.int64]
 
     def some(self, positions: NDArray[np.int64] | NDArray[np.bool_]) -> Pairs:
-        """Return the pairs at these positions."""
+        """Return the pairs that `positions` selects: indices, or a boolean mask."""
         return Pairs(self.numbers[positions], self.inner[positions], self.outer[positions])
 
     def difference(self, values: NDArray[np.float64]) -> Figures:
         """Return, for each pair, the value of its outer downset minus the value of its inner
-        downset.
+        downset. `values` has one number per downset.
         """
         found: Figures = values.take(self.outer)
         found -= values.take(self.inner)
@@ -170,19 +183,18 @@ class Pairs:
 
 
 class Downsets:
-    """All downsets in descending order of size, and all pairs of nested downsets.
+    """All downsets of a graph in descending order of size, and all pairs of nested downsets.
 
-    `holds[d, b]` is true if downset d contains block b; d = 0 contains all blocks, and the last
-    downset none. Pair p is (`inner[p]`, `outer[p]`), two different downsets; the blocks that are
-    only in the outer one can form a stage. Pairs are ordered by inner downset. The downsets with
-    one number of blocks are `levels[i]` … `levels[i + 1] - 1`; the pairs whose inner downset is one
-    of them are `starts[i]` … `starts[i + 1] - 1`.
+    `holds[d, b]` is True if downset d contains block b. Downset 0 contains all blocks, and the last
+    downset is empty. Pair p is (`inner[p]`, `outer[p]`), the indices of two different downsets; the
+    blocks that are only in the outer downset can form a stage. Pairs are ordered by their inner
+    downset. All downsets of one size form level i: they are the downsets `levels[i]` … `levels[i +
+    1] - 1`, and the pairs with such an inner downset are the pairs `starts[i]` … `starts[i + 1] -
+    1`.
     """
 
     def __init__(self, needs: tuple[int, ...]) -> None:
-        """Enumerate the downsets. `needs` contains the blocks that each block reads from, as bits,
-        in topological order.
-        """
+        """Enumerate the downsets. `needs` is as in `count_downsets`."""
         found = (downset_levels(needs) or [])[::-1]
         masks = [mask for level in found for mask in level]
         packed = _packed(masks, len(needs))
@@ -207,5 +219,5 @@ class Downsets:
 
     @property
     def pairs(self) -> Pairs:
-        """Return all pairs."""
+        """All pairs of nested downsets."""
         return Pairs(np.arange(len(self.inner)), self.inner, self.outer)

@@ -1,8 +1,9 @@
-"""The input of the partition into stages: operators with their work, and values with their bytes
-and readers.
+"""The input of a partition into stages: operators with their work, and values with their bytes and
+readers.
 
-`PartitionSpace` restricts the stages of operators, and partitions by dynamic programming over
-contiguous ranges of operators, or over all downsets.
+`PartitionSpace` restricts the stages of operators. It also partitions by dynamic programming, over
+contiguous ranges of operators or over all downsets. A downset is a set of operators that contains,
+with each operator, all operators on which it depends.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flow:
-    """Operators 0, 1, … in a topological order, and the values that they exchange.
+    """The operators 0, 1, … of a problem in a topological order, and the values that they exchange.
 
     `work[v]` is the work of operator v, in any unit. Value a is produced by operator `source[a]`,
-    has `size[a]` bytes, and is read by `readers[starts[a] : starts[a + 1]]`: later operators,
-    without repetition, ascending.
+    has `size[a]` bytes, and is read by the operators `readers[starts[a] : starts[a + 1]]`. These
+    are later operators in ascending order, without repetition.
     """
 
     work: Floats
@@ -44,29 +45,34 @@ class Flow:
 
     @property
     def operators(self) -> int:
+        """Number of operators."""
         return len(self.work)
 
     def edges(self) -> tuple[Indices, Indices, Indices]:
-        """Return (value, producer, reader) arrays with one entry per reader of each value."""
+        """Return three arrays (value, producer, reader) with one entry per pair of a value and one
+        of its readers.
+        """
         value = np.repeat(np.arange(len(self.source)), np.diff(self.starts))
         return value, self.source[value], self.readers
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Return the (producer, reader) pairs of the edges, ordered by reader."""
+        """Return the list of (producer, reader) of all edges, ordered by reader."""
         _, sources, readers = self.edges()
         order = np.argsort(readers, kind="stable")
         return list(zip(sources[order].tolist(), readers[order].tolist(), strict=True))
 
     def needs(self) -> list[int]:
-        """Return, for each operator, the operators that it reads from, as bits."""
+        """Return, for each operator, the set of the operators from which it reads, as an integer
+        with one bit per operator.
+        """
         found = [0] * self.operators
         for source, reader in self.pairs():
             found[reader] |= 1 << source
         return found
 
     def crossing(self, stage: Indices) -> float:
-        """Return the bytes sent between stages. A value is sent once to each other stage that reads
-        it.
+        """Return the bytes that are sent between stages, if `stage` is the stage of each operator.
+        A value is sent once to each other stage that reads it.
         """
         value, source, reader = self.edges()
         crosses = stage[source] != stage[reader]
@@ -74,7 +80,7 @@ class Flow:
         return float(self.size[pairs[0]].sum())
 
     def loads(self, stage: Indices, stages: int) -> Floats:
-        """Return the work of each stage."""
+        """Return the work of each of `stages` stages, if `stage` is the stage of each operator."""
         return np.bincount(stage, self.work, minlength=stages).astype(float)
 
     def readers_of(self, value: int) -> Indices:
@@ -82,7 +88,9 @@ class Flow:
         return self.readers[self.starts[value] : self.starts[value + 1]]
 
     def reordered(self, order: Indices) -> Flow:
-        """Return the flow with operators in this order, which must be topological."""
+        """Return the flow with its operators renumbered in the order `order`, which must be
+        topological.
+        """
         position = np.empty(self.operators, dtype=np.int64)
         position[order] = np.arange(self.operators)
         value, _, readers = self.edges()
@@ -93,9 +101,11 @@ class Flow:
 
 
 def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
-    """Return the flow of values given as (producer, bytes, readers).
+    """Return the flow of operators with the given work. `values` are triples (producer, bytes,
+    readers).
 
-    Values without another reader are dropped. Values of one producer with equal readers are merged.
+    Values without a reader other than their producer, and values of 0 bytes, are dropped. Values
+    with the same producer and equal readers are merged.
     """
     sizes: dict[tuple[int, tuple[int, ...]], float] = {}
     for source, size, readers in values:
@@ -113,12 +123,13 @@ def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
 
 
 def flow_of(problem: Problem) -> tuple[Flow, Indices]:
-    """Return (flow, the node of each operator) of a problem.
+    """Return (flow, nodes): the flow of a problem, and the graph's node for each operator of the
+    flow.
 
-    Work is in seconds of forward and backward of one micro-batch, averaged over device types; FLOPs
-    would count stages of gathers and normalisations as idle. The bytes of a value are those of its
-    communication at the problem's precision, plus those of its gradient if it has one. Nodes that
-    each stage recomputes (`recomputed_nodes`) are not part of the flow.
+    Work is in seconds of forward and backward of one micro-batch, averaged over device types. (With
+    FLOPs, stages of gathers and normalisations would count as idle.) The bytes of a value are the
+    bytes of its message at the problem's precision, plus those of its gradient if it has one. Nodes
+    that each stage recomputes (`recomputed_nodes`) are not part of the flow.
     """
     graph = problem.graph
     recomputed = recomputed_nodes(problem.graph)
@@ -138,9 +149,9 @@ def flow_of(problem: Problem) -> tuple[Flow, Indices]:
 
 
 _ROUNDING = 1e-9
-"""Relative tolerance of comparisons of work."""
+"""Relative tolerance in comparisons of work."""
 _ROWS = 1024
-"""Number of rows of a table of bits that are unpacked at a time."""
+"""Number of bit sets that are unpacked at a time, to bound the memory."""
 
 Members = NDArray[np.bool_]
 """Boolean array [d, v] that is true if downset d contains operator v."""
@@ -148,9 +159,10 @@ Members = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionSpace:
-    """The permitted partitions of a flow into `stages`, each of which must have work.
+    """The permitted partitions of a flow into `stages` stages. Each stage must have work.
 
-    Operator v may be in the stages `first[v]` … `last[v]`. Neither bound decreases along an edge.
+    Operator v may be in the stages `first[v]` … `last[v]`. Along an edge from producer to reader,
+    neither bound decreases.
     """
 
     flow: Flow
@@ -160,14 +172,12 @@ class PartitionSpace:
 
     @property
     def open(self) -> int:
-        """Return the number of undecided questions of the form "is operator v in a
-        stage after s?".
-        """
+        """Number of undecided questions of the form "is operator v in a stage after s?"."""
         return int((self.last - self.first).sum())
 
     def coarsened(self, group: Indices) -> PartitionSpace:
-        """Return the space of groups of operators. A group may be in the stages that all of its
-        operators permit.
+        """Return the space in which groups of operators are the operators. `group` is the group of
+        each operator. A group may be in the stages that all of its operators permit.
         """
         flow = self.flow
         count = int(group.max(initial=-1)) + 1
@@ -185,11 +195,11 @@ class PartitionSpace:
         return PartitionSpace(coarse, self.stages, first, last)
 
     def under(self, limit: float) -> PartitionSpace:
-        """Return the part of the space in which no stage has more work than `limit`; it may be
-        empty.
+        """Return a part of the space that contains all of its partitions without a stage of more
+        work than `limit`. It may be empty.
 
-        With W_before(v) = work of operator v and all its predecessors, and W_after(v) = work of v
-        and all its successors:
+        With W_before(v) = work of operator v and of all operators on which it depends, and
+        W_after(v) = work of v and of all operators that depend on it:
 
             first[v] >= ceil(W_before(v) / limit) - 1
             last[v] <= stages - ceil(W_after(v) / limit)
@@ -213,8 +223,9 @@ class PartitionSpace:
         bytes; None if there is none.
 
         A contiguous partition assigns consecutive operators to each stage, with at most `limit`
-        work per stage. With W(b, e) = work of operators b … e-1, and R(b, e) = bytes of values
-        produced before b and read in b … e-1, each counted once:
+        work per stage. Let W(b, e) be the work of operators b … e-1, and R(b, e) the bytes of the
+        values that are produced before b and read in b … e-1, each counted once. With best[s, e]
+        the minimum bytes of a partition of operators 0 … e-1 into s stages:
 
             best[s, e] = min over b < e, W(b, e) <= limit of best[s-1, b] + R(b, e)
 
@@ -225,9 +236,10 @@ class PartitionSpace:
         best = np.full((self.stages + 1, count + 1), np.inf)
         best[0, 0] = 0.0
         origin = np.zeros((self.stages + 1, count + 1), dtype=np.int64)
-        # arriving[r]: bytes that a stage receives because of its operator r. changes[b]: how they
-        # change when the stage's first operator becomes b. A stage that begins between two readers
-        # of a value receives the value because of the second one.
+        # arriving[r]: bytes that a stage receives because its operator r reads them first.
+        # changes[b]: changes of `arriving`, as (reader, bytes), when the first operator of the
+        # stage becomes b. A stage that begins between two readers of a value receives the value
+        # because of the second reader.
         arriving = np.zeros(count)
         changes: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
         for value, size in enumerate(self.flow.size.tolist()):
@@ -270,8 +282,8 @@ class PartitionSpace:
         return found
 
     def minimum_limit(self) -> float:
-        """Return the minimum work of the largest stage over contiguous partitions, to a relative
-        1e-6; infinity if there is none.
+        """Return the minimum over contiguous partitions of the work of the largest stage, with a
+        relative error of up to 1e-6. Return infinity if there is no contiguous partition.
         """
         total = float(self.flow.work.sum())
         low = max(total / self.stages, float(self.flow.work.max(initial=0.0)))
@@ -289,8 +301,8 @@ class PartitionSpace:
         return high
 
     def has_contiguous(self, limit: float) -> bool:
-        """True if there is a contiguous partition with at most `limit` work per stage
-        (`best_contiguous`).
+        """True if there is a contiguous partition (see `best_contiguous`) with at most `limit` work
+        per stage.
         """
         count = self.flow.operators
         done = np.concatenate(([0.0], np.cumsum(self.flow.work)))
@@ -314,12 +326,13 @@ class PartitionSpace:
     def best_over_downsets(
         self, members: Members, limit: float, evenest: bool = False
     ) -> Indices | None:
-        """Return the stage of each operator in the best partition over all topological orders, or
-        None if there is none.
+        """Return the stage of each operator in the best partition with at most `limit` work per
+        stage, whether it is contiguous or not. None if there is none.
 
-        The recurrence is that of `best_contiguous` with downsets in place of prefixes. With
-        `evenest`, the work of the largest stage is minimised instead of the bytes. `members` are
-        all downsets. Time O(stages · nested pairs of downsets).
+        The recurrence is that of `best_contiguous`, with downsets instead of the operators before
+        an index. `members` are all downsets of the flow. The best partition sends the fewest bytes
+        or, if `evenest`, has the smallest work of the largest stage. Time O(stages · pairs of
+        nested downsets).
         """
         done = members @ self.flow.work
         order = np.argsort(done, kind="stable")
@@ -327,10 +340,11 @@ class PartitionSpace:
         done = done[order]
 
         def stage_cost(before: int, after: Indices) -> Floats:
-            """Return the cost of the stages between downset `before` and each downset in `after`.
+            """Return, for each downset in `after`, the cost of the stage that consists of its
+            operators that are not in the downset `before`.
 
-            The cost is the work if `evenest`, and otherwise the bytes of values produced in
-            `before` that the stage reads.
+            The cost is the work of the stage if `evenest`, and otherwise the bytes of the values
+            that operators in `before` produce and the stage reads.
             """
             if evenest:
                 work: Floats = (members[after] & ~members[before]) @ self.flow.work
@@ -357,7 +371,7 @@ class PartitionSpace:
             )
             after = low + np.flatnonzero(~(packed[before] & ~packed[low:high]).any(axis=1))
             cost = join(best[: self.stages, before, None], stage_cost(before, after)[None, :])
-            # The stage must be permitted for all of its operators.
+            # Each operator of the stage must permit the stage's number.
             early = np.flatnonzero(~members[before] & (self.first > 0))
             late = np.flatnonzero(~members[before] & (self.last < self.stages - 1))
             first = np.where(members[np.ix_(after, early)], self.first[early], 0).max(
@@ -384,10 +398,10 @@ class PartitionSpace:
 def partition_space(
     graph: Graph, flow: Flow, nodes: Indices, stages: int, fixed_stages: Mapping[int, int]
 ) -> PartitionSpace:
-    """Return the partitions in which the nodes in `fixed_stages` are in the required stages, and no
-    edge leads to an earlier stage.
+    """Return the partitions in which each node in `fixed_stages` is in its required stage, and no
+    edge leads to an earlier stage. `nodes` is the graph's node for each operator of the flow.
 
-    Raise ConfigurationError with the names of two nodes if there is none.
+    Raises ConfigurationError, with the names of two nodes, if there is no such partition.
     """
     required = np.array([fixed_stages.get(node, -1) for node in nodes.tolist()], dtype=np.int64)
     first = np.maximum(required, 0)
@@ -415,8 +429,8 @@ def partition_space(
 
 
 def downsets(flow: Flow, most: int) -> Members | None:
-    """Return all downsets of a flow in ascending order of size; None if there are more
-    than `most`.
+    """Return all downsets of a flow as a `Members` array, in ascending order of size. Return None
+    if there are more than `most`.
     """
     levels = downset_levels(flow.needs(), most)
     return (

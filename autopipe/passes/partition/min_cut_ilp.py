@@ -1,10 +1,10 @@
-"""Partition into pipeline stages by an integer program over the graph, without a linear order
-(Alibaba PAI, "TePDist", 2023).
+"""Partition into pipeline stages by an integer program over the graph, without a linear order of
+the operators (Alibaba PAI, "TePDist", 2023).
 
 Objective: the fewest bytes between stages, over all partitions in which no stage has more than (1 +
 imbalance tolerance) times the mean work. The search starts from the best contiguous partition, so
-its result never sends more bytes. Before the program is written, operators that share a stage in
-some best partition are merged into groups.
+its result never sends more bytes than that one. To make the program smaller, operators that share a
+stage in some best partition are first merged into groups.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from autopipe.passes.solvers.milp import Builder, Model, solve
 from autopipe.passes.solvers.pulp_client import AUTO
 
 Term = tuple[int, float]
-"""(variable, factor); variable -1 is the constant 1."""
+"""A term of a linear expression: (variable, factor). Variable -1 is the constant 1."""
 
 
 class Program:
-    """The integer program for the stages of operators in a space of partitions.
+    """Integer program for the stages of operators in a space of partitions.
 
-    The binary variable y[v, s] is 1 if operator v is in stage s or a later one, for stages after
-    the operator's first up to its last. Rows:
+    The binary variable y[v, s] is 1 if operator v is in stage s or a later one. It exists for each
+    stage after the first stage that v permits, up to the last. Rows:
 
         y[v, s] >= y[v, s+1]                                  for each operator v
         y[w, s] >= y[v, s]                                    for each edge v -> w, stage s
@@ -53,7 +53,7 @@ class Program:
     """
 
     def __init__(self, space: PartitionSpace) -> None:
-        """Create the variables and the rows above."""
+        """Create the variables and rows for the partitions in `space`."""
         self.space = space
         flow = space.flow
         first = space.first
@@ -83,7 +83,9 @@ class Program:
             self.at_least([term for each in working for term in self.within(each, stage)], 1.0)
 
     def in_or_after(self, operator: int, stage: int, factor: float = 1.0) -> Term:
-        """Return the term `factor` · y[operator, stage]."""
+        """Return the term `factor` · y[operator, stage]. It is a constant if the operator's
+        permitted stages decide it.
+        """
         first = self.space.first[operator]
         if stage <= first:
             return -1, factor
@@ -92,14 +94,14 @@ class Program:
         return int(self._begin[operator] + stage - first - 1), factor
 
     def within(self, operator: int, stage: int, factor: float = 1.0) -> list[Term]:
-        """Return the terms of `factor` times "operator is in stage"."""
+        """Return the terms of `factor` · (1 if the operator is in the stage, otherwise 0)."""
         return [
             self.in_or_after(operator, stage, factor),
             self.in_or_after(operator, stage + 1, -factor),
         ]
 
     def loads(self, stage: int, unit: float) -> list[Term]:
-        """Return the terms of minus the work of a stage, in units of `unit`."""
+        """Return the terms of the negative work of a stage, divided by `unit`."""
         work = self.space.flow.work
         return [
             term
@@ -108,7 +110,7 @@ class Program:
         ]
 
     def at_least(self, terms: list[Term], least: float) -> None:
-        """Add the row: sum of `terms` >= `least`."""
+        """Add a row: sum of `terms` >= `least`."""
         self._least.append(least - sum(factor for variable, factor in terms if variable < 0))
         self._rows.append([term for term in terms if term[0] >= 0])
 
@@ -129,7 +131,7 @@ class Program:
         return found
 
     def stage(self, values: NDArray[np.float64]) -> Indices:
-        """Return the stage of each operator for these values of the variables."""
+        """Return the stage of each operator if the variables have these values."""
         chosen = np.concatenate(([0.0], np.cumsum(values[: self._begin[-1]])))
         found: Indices = self.space.first + np.rint(np.diff(chosen[self._begin])).astype(np.int64)
         return found
@@ -139,12 +141,13 @@ def crossing_program(space: PartitionSpace, limit: float) -> Program:
     """Return the program that minimises the bytes between stages, with at most `limit` work per
     stage.
 
-    For each value a and stage t, a variable c[a, t] with cost size[a] satisfies, for each reader w
-    of a with producer v:
+    Let in(v, t) be 1 if operator v is in stage t, otherwise 0. For each value a with producer v,
+    each stage t, and each reader w of a, a variable c[a, t] with cost size[a] satisfies
 
         c[a, t] >= in(w, t) - in(v, t)
 
-    So the bytes of a value count in each stage that reads the value and does not produce it.
+    The bytes of a value therefore count once in each stage that reads the value and does not
+    produce it.
     """
     program = Program(space)
     flow = space.flow
@@ -170,12 +173,12 @@ def crossing_program(space: PartitionSpace, limit: float) -> Program:
 def grouped(space: PartitionSpace, cheap: float, ceiling: float) -> Indices:
     """Return the group of each operator. Groups are numbered in a topological order.
 
-    Operators are merged if no partition needs them in different stages:
+    Operators are merged if some best partition has them in one stage:
 
-    - the producer and the readers of a value of more than `ceiling` bytes, with all operators
-      between them. `ceiling` is the bytes of a known partition.
-    - an operator of at most `cheap` work with a neighbour of equal permitted stages, if separating
-      them never saves bytes (`_earlier`, `_first_reader`).
+    - The producer and the readers of a value of more than `ceiling` bytes are merged, with all
+      operators between them. `ceiling` is the bytes that a known partition sends.
+    - An operator of at most `cheap` work is merged with a neighbour that permits the same stages,
+      if separating the two never saves bytes (`_earlier`, `_first_reader`).
     """
     value, sources, readers = space.flow.edges()
     large = space.flow.size[value] > ceiling
@@ -191,8 +194,9 @@ def grouped(space: PartitionSpace, cheap: float, ceiling: float) -> Indices:
 
 
 def _neighbours(flow: Flow, cheap: float) -> Indices:
-    """Return, for each operator, the operator that it is merged into: itself, one that it reads, or
-    one that reads it.
+    """Return, for each operator, the operator into which it is merged: itself if it is not merged,
+    otherwise an operator that it reads or that reads it. Only operators of at most `cheap` work are
+    merged.
     """
     before = closed(flow.needs())
     reads: list[list[int]] = [[] for _ in range(flow.operators)]
@@ -207,8 +211,8 @@ def _neighbours(flow: Flow, cheap: float) -> Indices:
         values = reads[operator], gives[operator]
         other = _earlier(flow, before, operator, *values)
         other = _first_reader(flow, before, *values) if other is None else other
-        # Simultaneous merges could create a cycle, so an operator that another one was merged into
-        # is not merged itself in this round.
+        # Simultaneous merges could create a cycle. Hence an operator into which another operator
+        # was merged is not merged itself in this round.
         if other is not None and into[other] == other and not joined[operator]:
             into[operator] = other
             joined[other] = True
@@ -218,12 +222,14 @@ def _neighbours(flow: Flow, cheap: float) -> Indices:
 def _earlier(
     flow: Flow, before: Sequence[int], operator: int, reads: list[int], gives: list[int]
 ) -> int | None:
-    """Return the operator that `operator` can follow into an earlier stage without additional
-    bytes, or None.
+    """Return the operator into whose earlier stage `operator` can move without additional bytes, or
+    None.
 
-    It is the last operator u that `operator` reads. All other producers of the operands and all
-    other readers of the operands must be before u. Moving `operator` into the stage of u then sends
-    its results instead of the values of u, which must not be larger.
+    It is u, the last operator from which `operator` reads. All other producers and all other
+    readers of the operands must be ancestors of u. After the move, the results of `operator` are
+    sent instead of the values that u produces for it, so the results must not be larger. `before`
+    has the ancestors of each operator; `reads` and `gives` are the operands and results of
+    `operator`.
     """
     if not reads:
         return None
@@ -240,12 +246,13 @@ def _earlier(
 def _first_reader(
     flow: Flow, before: Sequence[int], reads: list[int], gives: list[int]
 ) -> int | None:
-    """Return the operator whose stage the operator with these reads and results can join without
-    additional bytes, or None.
+    """Return the operator whose stage an operator can join without additional bytes, or None.
+    `reads` and `gives` are the operands and results of that operator, and `before` has the
+    ancestors of each operator.
 
-    It is the first reader w of the results; all other readers must come after w. Moving the
-    operator into the stage of w sends its operands instead of its results, which must not be
-    smaller.
+    It is w, the first reader of the results. All other readers of the results must depend on w.
+    After the move, the operands are sent instead of the results, so the operands must not be
+    larger.
     """
     if not gives:
         return None
@@ -259,11 +266,12 @@ def _first_reader(
 
 
 def _joined(flow: Flow, one: Indices, other: Indices) -> Indices:
-    """Return the group of each operator if each pair (`one`, `other`) is in one group, with all
-    operators between the two.
+    """Return the group of each operator, such that the two operators of each pair (`one[i]`,
+    `other[i]`) and all operators between them are in one group.
 
-    Groups are the strongly connected components of the graph in which the pairs have edges in both
-    directions. They are numbered in a topological order, ties by their last operator.
+    Groups are the strongly connected components of the graph in which each pair has edges in both
+    directions. They are numbered in a topological order; ties go to the group with the smaller last
+    operator.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import connected_components
@@ -298,7 +306,9 @@ def _joined(flow: Flow, one: Indices, other: Indices) -> Indices:
 
 
 _CHEAP_WORK = 0.01
-"""Fraction of a stage's work limit up to which an operator may be merged with a neighbour."""
+"""Maximum work of an operator that may be merged with a neighbour, as a fraction of the work limit
+of a stage.
+"""
 _MAXIMUM_OPEN = 5000
 """Maximum number of variables (`PartitionSpace.open`) for which one integer program covers the full
 space.
@@ -306,64 +316,74 @@ space.
 _MAXIMUM_DOWNSETS = 6000
 """Maximum number of downsets for an exhaustive search."""
 _MAXIMUM_PAIRS = 2_000_000
-"""Maximum number of pairs of downsets that bound a stage, for an exhaustive search."""
+"""Maximum number of pairs of downsets that differ by the work of one stage, for an exhaustive
+search.
+"""
 _NODES = 1000
-"""Maximum number of branch-and-bound nodes of an integer program. It makes results independent of
-the speed of a fast machine.
+"""Maximum number of branch-and-bound nodes of an integer program. On a fast machine, this limit
+ends the search before the time limit does, so the result does not depend on the machine's speed.
 """
 _SAME = 1e-9
-"""Relative difference up to which bytes count as equal."""
+"""Relative difference below which two numbers of bytes count as equal."""
 _ROUNDING = 1e-6
-"""Relative amount by which a solver's solution may exceed a stage's work limit."""
+"""Relative amount by which the work of a stage may exceed the limit, because solvers round."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePartition:
-    """The nodes of each stage, ascending, with the quality of the partition."""
+    """A partition into stages, and its quality. `nodes` has the indices of the nodes of each stage,
+    in ascending order.
+    """
 
     stage: Indices = field(compare=False)
-    """The stage of each operator of the flow."""
+    """For each operator of the flow, its stage."""
     crossing_bytes: float
-    """Bytes between stages per micro-batch: all values sent, and the gradients sent back."""
+    """Bytes that are sent between stages per micro-batch: values, and gradients in the opposite
+    direction.
+    """
     bound: float
-    """A lower bound on the bytes of all partitions that keep the groups together; 0 if nothing is
+    """Lower bound of the bytes of all partitions that do not divide a group; 0 if no bound is
     proven.
     """
     imbalance: float
-    """Work of the largest stage above the mean, as a fraction of the mean."""
+    """Work of the largest stage minus the mean work, as a fraction of the mean."""
     contiguous_bytes: float
-    """Bytes of the best contiguous partition under the same limit; infinite if there is none."""
+    """Bytes of the best contiguous partition under the same work limit; infinite if there is none.
+    """
     groups: int
-    """Number of groups of operators in the integer program."""
+    """Number of groups of operators, which are the operators of the integer program."""
 
     nodes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def proven(self) -> bool:
-        """True if the partition is proven optimal for the groups."""
+        """True if this partition is proven optimal among the partitions that keep the groups
+        together: `crossing_bytes` equals `bound`.
+        """
         return self.crossing_bytes <= self.bound * (1 + _SAME)
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionProblem:
-    """Partition of a space into stages with at most (1 + `imbalance_tolerance`) times the mean
-    work.
+    """Search for a partition in `space` whose stages have at most (1 + `imbalance_tolerance`) times
+    the mean work.
     """
 
     space: PartitionSpace
     imbalance_tolerance: float
     end: float
-    """The time (`time.monotonic`) at which integer programs end."""
+    """Time on the clock `time.monotonic` at which integer programs must end."""
     solver: str = AUTO
-    """The integer-program solver, a name of `pulp_client.SOLVER_NAMES`."""
+    """Name of the integer-program solver, one of `pulp_client.SOLVER_NAMES`."""
 
     @property
     def flow(self) -> Flow:
+        """The flow that is partitioned."""
         return self.space.flow
 
     def run(self) -> StagePartition:
-        """Return the partition with the fewest bytes found. Raise InfeasibleError with the minimum
-        imbalance if the limit permits none.
+        """Return the partition with the fewest bytes that is found. Raises InfeasibleError, with
+        the minimum imbalance, if no partition within the work limit is found.
         """
         space = self.space
         flow = self.flow
@@ -379,7 +399,7 @@ class PartitionProblem:
         if start is None:
             start = self._balanced(limit)
         ceiling = flow.crossing(start)
-        # Merge cheap operators only if a contiguous partition of the groups still exists.
+        # Merge cheap operators only if the groups then still have a contiguous partition.
         for cheap in (_CHEAP_WORK * limit, 0.0):
             group = grouped(space, cheap, ceiling)
             coarse = space.coarsened(group)
@@ -389,8 +409,8 @@ class PartitionProblem:
         if line is not None and flow.crossing(stage) >= ceiling * (1 - _SAME):
             stage = self._most_even(limit, line, coarse, group)
         crossing = flow.crossing(stage)
-        # A contiguous partition of single operators may send fewer bytes than all partitions of the
-        # groups. Then the groups' bound does not apply to it.
+        # A contiguous partition may divide groups and send fewer bytes than each partition that
+        # keeps them together. The bound of the groups then does not apply to it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
         imbalance = (
             float(flow.loads(stage, space.stages).max()) / (float(flow.work.sum()) / space.stages)
@@ -404,12 +424,13 @@ class PartitionProblem:
     def _best_of_groups(
         self, coarse: PartitionSpace, limit: float, group: Indices, start: Indices
     ) -> tuple[Indices, float]:
-        """Return (stages, bound): the best partition of the groups found, or `start` if it is at
-        least as good, and its proven bound.
+        """Return (stage of each operator, proven lower bound of the bytes). The partition is the
+        best one found that keeps the groups together, or `start` if the former does not send fewer
+        bytes. `coarse` is the space of the groups.
 
-        Tried in order: an integer program over the full space if it is small; a search over all
-        downsets if they are few; and, for a large space, an integer program in which each group may
-        move by one stage from `start`.
+        Tried in this order: an integer program over the full space if it is small; a search over
+        all downsets if there are few; and, for a large space, an integer program in which each
+        group may move by one stage from `start`.
         """
         full = coarse.under(limit)
         if (full.last < full.first).any():
@@ -440,8 +461,8 @@ class PartitionProblem:
     def _programmed(
         self, coarse: PartitionSpace, limit: float, group: Indices, fraction: float
     ) -> tuple[Indices | None, float]:
-        """Solve an integer program in a `fraction` of the remaining time, and return (partition or
-        None, bound).
+        """Return (stage of each operator or None, lower bound of the bytes), as found by an integer
+        program over `coarse` in `fraction` of the remaining time.
         """
         program = crossing_program(coarse, limit)
         result = solve(
@@ -453,7 +474,9 @@ class PartitionProblem:
         return program.stage(result.values)[group] if result.found else None, max(result.bound, 0.0)
 
     def _better(self, one: Indices, other: Indices | None, limit: float) -> Indices:
-        """Return `other` if it satisfies the limit and sends fewer bytes, and otherwise `one`."""
+        """Return `other` if it keeps the work limit and sends fewer bytes than `one`, otherwise
+        `one`.
+        """
         if other is None or self.flow.loads(other, self.space.stages).max() > limit * (
             1 + _ROUNDING
         ):
@@ -461,8 +484,8 @@ class PartitionProblem:
         return other if self.flow.crossing(other) < self.flow.crossing(one) * (1 - _SAME) else one
 
     def _balanced(self, limit: float) -> Indices:
-        """Return a partition that satisfies the limit but is not contiguous. Raise InfeasibleError
-        with the minimum imbalance if none was found.
+        """Return a partition within the work limit for a space in which no contiguous partition is.
+        Raises InfeasibleError, with the minimum imbalance, if no partition is found.
         """
         total = float(self.flow.work.sum())
         stages = self.space.stages
@@ -488,8 +511,9 @@ class PartitionProblem:
         )
 
     def _most_even_groups(self, group: Indices, limit: float) -> tuple[Indices | None, bool]:
-        """Return (stages, proven): the stages of the groups with the smallest largest stage, within
-        `limit`; None if none was found.
+        """Return (stage of each group, proven) for the partition whose largest stage has the
+        minimum work, among those with at most `limit` work per stage. `proven` is True if this is
+        proven. The stages are None if no partition is found.
         """
         coarse = self.space.coarsened(group).under(limit)
         members = downsets_if_few(coarse.flow, limit)
@@ -497,7 +521,7 @@ class PartitionProblem:
             return coarse.best_over_downsets(members, limit, evenest=True), True
         if coarse.open > _MAXIMUM_OPEN:
             return None, False
-        # Minimise the work of the largest stage, in units of the mean.
+        # The objective is the work of the largest stage, in units of the mean.
         program = Program(coarse)
         most = float(coarse.stages)
         mean = max(float(coarse.flow.work.sum()) / coarse.stages, 1e-300)
@@ -514,10 +538,11 @@ class PartitionProblem:
     def _most_even(
         self, limit: float, contiguous: Indices, coarse: PartitionSpace, group: Indices
     ) -> Indices:
-        """Return a contiguous partition with at most the bytes of `contiguous` whose largest stage
-        is about as small as possible.
+        """Return a contiguous partition that sends at most the bytes of `contiguous`, and whose
+        largest stage has about the minimum work.
 
-        Bisection over the limit, to 0.5%.
+        The minimum is found by bisection over the work limit, with a relative error of about 0.5%.
+        Except for `contiguous` itself, only partitions that keep the groups together are tried.
         """
         low = coarse.minimum_limit()
         bytes_of_best = self.flow.crossing(contiguous)
@@ -534,8 +559,9 @@ class PartitionProblem:
 
 
 def downsets_if_few(flow: Flow, limit: float) -> Members | None:
-    """Return all downsets if they, and the stages of at most `limit` work between them, are few
-    enough for an exhaustive search; otherwise None.
+    """Return all downsets of the flow if an exhaustive search over them is feasible, otherwise
+    None. Both the downsets and the pairs of downsets that differ by at most `limit` work must be
+    few.
     """
     members = downsets(flow, _MAXIMUM_DOWNSETS)
     if members is None:
@@ -552,17 +578,18 @@ def divide(
     fixed_stages: Mapping[int, int] | None = None,
     time_limit: float = 30.0,
 ) -> StagePartition:
-    """Partition the problem's nodes into `stages` stages, each with work of at most (1 +
-    `imbalance_tolerance`) times the mean.
+    """Return a partition of the problem's nodes into `stages` stages, each with at most (1 +
+    `imbalance_tolerance`) times the mean work.
 
-    The nodes in `fixed_stages` are in the required stages. Each stage reads from earlier stages
-    only. `time_limit` is in seconds. Raise ConfigurationError if `fixed_stages` permits no
-    partition, and InfeasibleError with the minimum imbalance if the tolerance permits none.
+    The nodes in `fixed_stages` are in the required stages. Each stage reads only from earlier
+    stages. `time_limit` is in seconds. Raises ConfigurationError if `fixed_stages` permits no
+    partition, and InfeasibleError, with the minimum imbalance, if the tolerance permits none.
     """
     flow, nodes = flow_of(problem)
     fixed_stages = fixed_stages or {}
     space = partition_space(problem.graph, flow, nodes, stages, fixed_stages)
-    # In this order, contiguous partitions exist that satisfy the fixed stages.
+    # Order operators by their permitted stages, so that contiguous partitions can satisfy the fixed
+    # stages.
     order = np.lexsort((np.arange(flow.operators), space.last, space.first))
     flow = flow.reordered(order)
     nodes = nodes[order]
@@ -571,8 +598,7 @@ def divide(
         space, imbalance_tolerance, time.monotonic() + time_limit, problem.solver
     ).run()
     stage_of = dict(zip(nodes.tolist(), found.stage.tolist(), strict=True))
-    # A node that each reading stage recomputes is in its fixed stage, or in the first stage that
-    # reads it.
+    # Assign each recomputed node to its fixed stage, or otherwise to the first stage that reads it.
     graph = problem.graph
     consumers = problem.graph.consumers()
     for node in sorted(recomputed_nodes(graph), reverse=True):
