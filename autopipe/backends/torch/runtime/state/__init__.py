@@ -1,1 +1,3 @@
-"""Tensors that persist between steps: parameters, running statistics, and their checkpoints."""
+"""Tensors that persist from step to step: parameters and running statistics. Also their
+checkpoints.
+"""

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: all ranks save their states as one checkpoint while the next steps run, and
-restore the newest committed checkpoint.
+"""Checkpoints of a run. All ranks save their states together as one checkpoint, while the next
+steps run. They restore the newest committed checkpoint, one whose files and manifest are complete.
 
-A program can resume from a checkpoint of an equal model and an equal kind of optimizer. The plan
-that wrote the checkpoint may differ from the program's plan.
+A program can resume from a checkpoint of an equal model with an equal kind of optimizer. Its plan
+may differ from the plan of the program that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from autopipe.ir.layout import TensorSlice, full_slice
 
 
 class HostCopies:
-    """Copies of tensors in host memory, by key. Each call of `take` overwrites the buffers of the
-    call before. If the device is a GPU, the buffers are page-locked.
+    """Copies of tensors in host memory, by key. Each call of `take` reuses the buffers of the
+    previous call and overwrites them. If `device` is a GPU, the buffers are page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,11 +50,10 @@ class HostCopies:
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Start to copy `tensors`, and drop the buffers of other keys.
+        """Start to copy `tensors`, and free the buffers of other keys.
 
-        On a GPU the copies run on a separate stream, after all work that was enqueued on the
-        current stream before this call. Call `before_write` before work that overwrites the tensors
-        is enqueued.
+        On a GPU the copies run on a separate stream, after all work that is in the current stream
+        now. Before further work that changes the tensors, call `before_write`.
         """
         for key in self._buffers.keys() - tensors.keys():
             del self._buffers[key]
@@ -68,8 +67,8 @@ class HostCopies:
                     or buffer.shape != tensor.shape
                     or buffer.dtype is not tensor.dtype
                 ):
-                    # Copies overlap the GPU's work only if host memory is pinned. The states of
-                    # generators are in host memory already.
+                    # Page-locked memory is required, because otherwise copies do not overlap the
+                    # work of the GPU.
                     buffer = torch.empty(
                         tensor.shape, dtype=tensor.dtype, pin_memory=self._stream is not None
                     )
@@ -80,15 +79,13 @@ class HostCopies:
                 self._copied.record()
 
     def before_write(self) -> None:
-        """Make the current GPU stream wait for the copies before it runs work that is enqueued from
-        now on.
-        """
+        """Make work that is put into the current GPU stream from now on wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def contents(self) -> list[files.TensorContent]:
-        """Wait for the copies to end. Return each buffer as a content of a checkpoint file, without
-        a copy.
+        """Wait until the copies have ended. Return the contents of a checkpoint file, which share
+        memory with the buffers.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -103,12 +100,12 @@ class HostCopies:
         ]
 
 
-_DIGEST_DIGITS = 12  # Number of leading hex digits of a digest that messages show.
+_DIGEST_DIGITS = 12  # Number of leading hexadecimal digits of a digest that messages show.
 
 
 def _differences_from_manifest(checkpoint: files.Checkpoint, manifest: Manifest) -> Iterator[str]:
-    """Yield one message for each difference in model or optimizer between a checkpoint and the
-    program. Nothing is yielded if the program can resume from the checkpoint.
+    """Yield a message for each difference, in model or kind of optimizer, between a checkpoint and
+    the program with this manifest. The program can resume from the checkpoint if there is none.
     """
     saved = {each.name: each.value for each in checkpoint.parameters}
     for index in sorted({shard.parameter for shards in manifest.shards for shard in shards}):
@@ -138,9 +135,9 @@ def _differences_from_manifest(checkpoint: files.Checkpoint, manifest: Manifest)
 
 
 def _optimizer_name(optimizer: dict[str, Any]) -> str:
-    """Return the optimizer's name, with " with momentum" appended for SGD with momentum: the
-    settings that determine which state tensors exist. Other settings, for example the learning
-    rate, may change between runs.
+    """Return the kind of an optimizer with these settings, which determines the state tensors that
+    it has: its name, followed by " with momentum" for SGD with momentum. Other settings, for
+    example the learning rate, may change between runs.
     """
     name = str(optimizer["name"])
     return f"{name} with momentum" if name == "sgd" and optimizer["momentum"] else name
@@ -148,39 +145,44 @@ def _optimizer_name(optimizer: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one rank after a step. `HostCopies` copies the values of the tensors, which
-    later steps overwrite.
+    """The state of one rank after a step, to be saved in a checkpoint. Later steps overwrite the
+    tensors in it, so `HostCopies` copies their values.
     """
 
     position: RunProgress
     seed: int
     blocks: Sequence[SavedBlock]
-    # Scalar optimizer state by parameter index.
+    # Scalar optimizer state by parameter index, as (name, value) pairs.
     counters: Mapping[int, tuple[tuple[str, float], ...]]
-    generators: Mapping[str, torch.Tensor]  # Generator states by device type.
+    generators: Mapping[str, torch.Tensor]  # States of torch's random generators by device type.
     loss_scale: tuple[float, int] | None = None
     eval_loss: float | None = None
-    """Validation loss, if this state is saved as the best state so far; otherwise None."""
+    """Validation loss, if this state is saved as the state with the lowest loss so far; None for a
+    regular checkpoint.
+    """
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that this rank writes, by their key in the checkpoint file."""
+        """All tensors that this rank writes, by their key in the rank's file."""
         random = {f"random.{device}": state for device, state in self.generators.items()}
         return {block.key: block.tensor for block in self.blocks} | random
 
     def checkpoint(
         self, manifest: Manifest, rank: int, file: files.StoredFile, offsets: Mapping[str, int]
     ) -> files.Checkpoint:
-        """Return this rank's part of the checkpoint manifest, which `files.merge_manifests` joins
-        with the parts of the other ranks.
+        """Return this rank's part of the manifest of the checkpoint. `files.merge_manifests` merges
+        the parts of all ranks.
 
-        `file` is the file that the rank wrote, `offsets` gives the position of each tensor in that
-        file, in bytes, by the tensor's key.
+        `rank` has written `file`; `offsets` has the position of each tensor in it, in bytes, by
+        key.
         """
 
         def stored(
             key: str, tensor: torch.Tensor, shape: tuple[int, ...], box: TensorSlice
         ) -> files.StoredTensor:
+            """Return the entry of a tensor that consists of one slice, `box`, of a full tensor of
+            shape `shape`.
+            """
             return files.StoredTensor(
                 dtype_name(tensor.dtype), shape, (files.StoredSlice(box, rank, offsets[key], key),)
             )
@@ -237,8 +239,8 @@ _POLL_INTERVAL_S = 0.1
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of a run, on one rank. All ranks must make equal calls in
-    equal order.
+    """Saves and restores the checkpoints of a run, as seen by one rank. All ranks must call its
+    methods with equal arguments in the same order.
     """
 
     def __init__(
@@ -251,13 +253,15 @@ class Checkpointer:
         keep_every: int = 0,
         run: str | None = None,
     ) -> None:
-        """Take the folder for this run: rank 0 locks it.
+        """Lock the folder, on rank 0, so that no other run saves in it. Collective over all ranks.
 
-        `control_group` must serve nothing else, because a save uses it while the steps go on.
-        `keep_latest_k` and `keep_every` are `latest` and `every` of `files.remove_old_checkpoints`.
-        `run` names a launch that starts from the beginning instead of resuming; it requires a
-        folder without checkpoints of other launches. Raise ConfigurationError if another run saves
-        in the folder, and LaunchError if the folder cannot be written.
+        `control_group` must not be used for anything else, because a save uses it while steps run.
+        `keep_latest_k` and `keep_every` are the arguments `latest` and `every` of
+        `files.remove_old_checkpoints`. `run` names a launch that starts from the beginning; the
+        folder must then have no checkpoints of other launches.
+
+        Raise ConfigurationError if another run saves in the folder or the folder has such
+        checkpoints, and LaunchError if the folder cannot be written.
         """
         self._kept = keep_latest_k, keep_every
         self._run = run
@@ -272,17 +276,20 @@ class Checkpointer:
         control_group.run_collectively("checkpoint", self._lock_folder)
 
     def _lock_folder(self) -> None:
+        """Lock the folder on rank 0, and claim it for the launch if it starts from the
+        beginning.
+        """
         if self._control_group.rank == 0:
             self._lock = FolderLock(self._folder)
             if self._run is not None:
                 self._lock.claim(self._run)
 
     def save(self, position: RunProgress, seed: int, eval_loss: float | None = None) -> None:
-        """Start to save the state at `position` on a background thread, and return while the next
-        steps run.
+        """Start to save the state at `position` on a background thread. Returns before the save has
+        ended, so that further steps can run.
 
         If `eval_loss` is given, the state is saved as the best state so far instead of as a regular
-        checkpoint. Wait first for the previous save, and raise the error of that save if it failed.
+        checkpoint. A previous save is waited for first; if it failed, its error is raised.
         """
         self.wait()
         state = self._state
@@ -301,6 +308,7 @@ class Checkpointer:
         self._saving = future = Future[None]()
 
         def run() -> None:
+            """Write the snapshot and store the outcome in `future`."""
             try:
                 self._write(snapshot)
             except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
@@ -308,19 +316,19 @@ class Checkpointer:
             else:
                 future.set_result(None)
 
-        # A daemon thread, for which the interpreter does not wait at exit: a rank that fails must
-        # not wait for peers that have ended.
+        # The interpreter does not wait for a daemon thread at exit. So a rank that fails does not
+        # wait for ranks that have ended.
         Thread(target=run, name="checkpoint", daemon=True).start()
 
     def before_update(self) -> None:
-        """Make the GPU wait for the copies of a running save. Call this before parameters or
-        optimizer state change.
+        """Make the GPU wait until the running save has copied the state. Must be called before
+        parameters or optimizer state change.
         """
         self._copies.before_write()
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
-        """Wait up to `timeout_s` seconds for the running save. Return False if it still runs, True
-        if it has ended or if there is none. Raise the error of a save that failed.
+        """Wait for the running save, for at most `timeout_s` seconds. Return True if it has ended
+        or if there is none, False if it still runs. Raise its error if it failed.
         """
         if self._saving is not None:
             if not wait([self._saving], timeout_s).done:
@@ -331,7 +339,9 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Wait until the running save is committed. Raise the error of a save that failed."""
+        """Wait until the running save has ended. Raise its error if it failed. While the save waits
+        for other ranks, the heartbeat says so.
+        """
         while not self.has_ended(_POLL_INTERVAL_S):
             if self._control_group.waits:
                 with self._control_group.heartbeat.waiting():
@@ -339,14 +349,17 @@ class Checkpointer:
                         pass
 
     def close(self) -> None:
-        """Wait for the running save, and release the lock on the folder."""
+        """Wait until the running save has ended, and release the lock on the folder. Raise the
+        error of the save if it failed.
+        """
         self.wait()
         if self._lock is not None:
             self._lock.release()
 
     def _write(self, snapshot: Snapshot) -> None:
-        """Write the snapshot, on the background thread: all ranks write their files, then rank 0
-        commits the checkpoint and removes old checkpoints.
+        """Write a snapshot, on the background thread. All ranks write their files; then rank 0
+        commits the checkpoint and removes old checkpoints. If a rank fails, rank 0 removes the
+        unfinished checkpoint.
         """
         together: Callable[[Callable[[], Any]], list[Any]]
         together = partial(self._control_group.run_collectively, "checkpoint")
@@ -357,6 +370,7 @@ class Checkpointer:
         temporary = folder / together(partial(self._begin, folder, step))[0]
 
         def write() -> dict[str, Any]:
+            """Write this rank's file. Return its part of the manifest."""
             if not temporary.is_dir():
                 hint = "use a checkpoint folder on a file system that all nodes share"
                 raise LaunchError(
@@ -368,6 +382,7 @@ class Checkpointer:
             return files.manifest_document(snapshot.checkpoint(self._manifest, rank, *written))
 
         def commit() -> None:
+            """On rank 0, write the manifest, commit the checkpoint, and remove old checkpoints."""
             if rank == 0:
                 files.commit(
                     temporary,
@@ -389,8 +404,9 @@ class Checkpointer:
             raise
 
     def _begin(self, folder: Path, step: int) -> str:
-        """Create the temporary folder of a checkpoint on rank 0 and return its name. Return "" on
-        the other ranks.
+        """On rank 0, create the temporary folder of a checkpoint in `folder` and return its name;
+        also remove remains of unfinished saves if this run holds the lock. Return "" on other
+        ranks.
         """
         if self._lock is None:
             return ""
@@ -404,8 +420,8 @@ class Checkpointer:
         return temporary.name
 
     def best(self) -> tuple[float, int] | None:
-        """Return (eval_loss, index): the lowest validation loss of a saved best state, and the
-        index, from 0, of the last step before that state. None if no best state is saved.
+        """Return (validation loss, step) of the saved state with the lowest loss: `step` is the
+        index, from 0, of the last step before the validation. None if no best state is saved.
         """
         folder = self._folder / files.BEST_FOLDER
         found = [
@@ -418,21 +434,22 @@ class Checkpointer:
         )
 
     def restore(self) -> files.Checkpoint | None:
-        """Restore the newest committed state and return its manifest. Return None if the folder
-        holds no checkpoint.
+        """Restore the newest committed checkpoint and return its manifest. Return None if the
+        folder has no checkpoint. Collective over all ranks.
 
-        If the checkpoint was saved by an equal plan on an equal number of ranks, torch's generators
-        continue from their saved states. Otherwise they are seeded from the checkpoint's seed, its
-        step and the rank. Raise ConfigurationError for a checkpoint of another model or kind of
-        optimizer. Raise LaunchError for a damaged checkpoint, or if ranks see different newest
-        checkpoints.
+        If the checkpoint was written under an equal plan by an equal number of ranks, torch's
+        random generators continue from their saved states. Otherwise they are seeded from the
+        checkpoint's seed, its step and the rank.
+
+        Raise ConfigurationError if the model or the kind of optimizer differs. Raise LaunchError if
+        the checkpoint is damaged, or if ranks see different newest checkpoints.
         """
         group = self._control_group
         manifest = self._manifest
 
         def newest_step() -> tuple[int, str]:
-            """Return (step, digest): the step of the newest checkpoint, 0 if there is none, and the
-            SHA-256 digest of its manifest.
+            """Return (step, digest): the number of steps of the newest checkpoint, 0 if there is
+            none, and the SHA-256 digest of its manifest.
             """
             step = max(files.committed_steps(self._folder), default=0)
             try:
@@ -440,7 +457,7 @@ class Checkpointer:
                     files.checkpoint_path(self._folder, step) / files.MANIFEST_FILE
                 ).read_bytes()
             except OSError:
-                text = b""  # `read_checkpoint` below reports the error.
+                text = b""  # `read_checkpoint` below raises an error for a missing manifest.
             return step, hashlib.sha256(text).hexdigest()
 
         newest = group.run_collectively("restore", newest_step)
@@ -464,6 +481,9 @@ class Checkpointer:
             )
 
         def verify() -> None:
+            """Verify the digests of some files of the checkpoint. Together, all ranks verify all
+            files.
+            """
             for file in checkpoint.files[group.rank :: group.world_size]:
                 verify_file(path, file)
 

@@ -1,8 +1,8 @@
-"""The training state of a rank: blocks of parameters, optimizer state, and random generators, and
-which rank writes each block to a checkpoint.
+"""The training state of a rank: its shards of parameters, the optimizer's state, and random
+generators. Also the decision which rank writes which part of each parameter to a checkpoint.
 
-Each block of each parameter is written once, by one of the ranks that hold it. The bytes are
-balanced over ranks.
+A block is a slice of a parameter. Each element of a parameter is written once, by one of the ranks
+that hold it. The number of bytes is balanced over ranks.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from autopipe.ir.layout import TensorSlice, full_slice
 from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import ElementRange
 
-_MIN_BLOCK_BYTES = 2**20  # Minimum size of a part of a split block, in bytes.
+_MIN_BLOCK_BYTES = 2**20  # Minimum bytes of a part into which a block is split.
 _MAX_BLOCKS_PER_SHARD = 16
-"""Approximate number of blocks per rank for which loads are balanced if all ranks hold everything.
-More blocks would only enlarge the checkpoint manifest.
+"""Approximate maximum number of blocks per rank into which parameters are split, if all ranks hold
+all parameters. More blocks would balance the ranks only a little better, but would enlarge the
+manifest of the checkpoint.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBlock:
-    """A block `box` of a parameter that one rank writes. `number` distinguishes the blocks of a
-    parameter.
+    """The slice `box` of a parameter, which one rank writes to a checkpoint. `number` distinguishes
+    the blocks of the parameter.
     """
 
     parameter: int
@@ -51,19 +52,20 @@ class CheckpointBlock:
 
 
 def assign_blocks_to_ranks(manifest: Manifest) -> tuple[tuple[CheckpointBlock, ...], ...]:
-    """Return the blocks that each rank writes, by rank. The result is equal on all ranks, because
-    the manifest lists which rank holds which blocks.
+    """Return, for each rank, the blocks that it writes to a checkpoint. The result is equal on all
+    ranks, because it depends on the manifest only.
 
-    The blocks of a parameter that ranks hold are equal or disjoint (`autopipe.passes.lower.shard`),
-    so no element is written twice. With a sharded optimizer, a rank writes the parts of reduced
-    parameters that it updates. Other blocks are split along their longest dimension, up to one part
-    per holder. The parts are assigned greedily: in order of decreasing bytes, each to the holder
-    with the fewest bytes assigned so far.
+    Slices of a parameter that ranks hold are equal or disjoint (`autopipe.passes.lower.shard`), so
+    no element is written twice. With ZeRO-1, a rank writes the parts of reduced parameters that its
+    optimizer updates. Other slices are split along their longest dimension, into at most one part
+    per rank that holds the slice. The parts are assigned greedily: in the order of decreasing
+    bytes, each to the rank among its holders that has the fewest bytes so far.
     """
     numbers = [0] * len(manifest.parameters)
     found: list[list[CheckpointBlock]] = [[] for _ in range(manifest.world_size)]
 
     def numbered(parameter: int, box: TensorSlice) -> CheckpointBlock:
+        """Return a block of a parameter with the next unused number."""
         numbers[parameter] += 1
         return CheckpointBlock(parameter, numbers[parameter] - 1, box)
 
@@ -110,7 +112,9 @@ def assign_blocks_to_ranks(manifest: Manifest) -> tuple[tuple[CheckpointBlock, .
 
 
 def _split_slice(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
-    """Yield about `count` parts of a block, split along its longest dimension."""
+    """Yield `count` parts of a slice, split evenly along its longest dimension. There are fewer
+    parts if the dimension is shorter.
+    """
     extent = max(box.shape, default=1)
     axis = box.shape.index(extent) if box.shape else 0
     count = min(count, extent)
@@ -124,20 +128,22 @@ def _split_slice(box: TensorSlice, count: int) -> Iterator[TensorSlice]:
 
 
 def slices_of_range(run: ElementRange, block: TensorSlice) -> Iterator[TensorSlice]:
-    """Yield the boxes, in coordinates of the full parameter, that together cover a contiguous run
-    of elements of its block `block`. The boxes are in row-major order.
+    """Yield slices of a parameter, in row-major order, that together consist of the contiguous
+    element range `run` of `block`. `block` is this rank's slice of the parameter. The result is in
+    coordinates of the full parameter.
     """
     return (box.moved(full_slice(block.shape), block) for box in run.boxes(block.shape))
 
 
-# Names of optimizer state that torch stores as one scalar per tensor.
+# Names of optimizer states that torch stores as one scalar per parameter.
 COUNTER_STATES = frozenset({"step"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedBlock:
-    """A block that a rank writes: of a parameter if `state` is "", otherwise of the parameter's
-    optimizer state of that name.
+    """The part of a tensor that a rank writes to a checkpoint: the block `piece` of a parameter if
+    `state` is "", otherwise of the parameter's optimizer state with this name. `key` names it in
+    the rank's file.
     """
 
     key: str
@@ -147,8 +153,8 @@ class SavedBlock:
 
 
 class TrainingState:
-    """The training state of a rank. The optimizer updates the rank's parameters, except the
-    parameters that are updated in `shards`; for these it updates the tensors of `shards`.
+    """The training state of a rank. With ZeRO-1, the optimizer updates the tensors of `shards`
+    instead of the parameters that they contain.
     """
 
     def __init__(
@@ -173,8 +179,8 @@ class TrainingState:
         self._optimizer_shards = {id(shard.tensor): shard for shard in shards}
 
     def blocks(self, pieces: Sequence[CheckpointBlock]) -> Iterator[SavedBlock]:
-        """Yield the blocks to write, as views. For a parameter that is updated in shards, each
-        piece must be a part of the run that this rank updates.
+        """Yield the parameters and optimizer states in `pieces`, as views. With ZeRO-1, each piece
+        of a reduced parameter must be in the range that this rank's optimizer updates.
         """
         for piece in pieces:
             index = piece.parameter
@@ -199,8 +205,8 @@ class TrainingState:
                     yield SavedBlock(f"{key}.{name}", piece, name, tensor[box.slices])
 
     def counters(self, parameters: Iterable[int]) -> dict[int, tuple[tuple[str, float], ...]]:
-        """Return the scalar optimizer state, for example the step count, as (name, value) pairs by
-        parameter. Values on a GPU are copied to the host in one transfer.
+        """Return the scalar optimizer states of parameters, for example the step count, as (name,
+        value) pairs by parameter index. All values are copied from the device at once.
         """
         kept = {parameter: self._state_tensors(parameter) for parameter in parameters}
         found = [
@@ -216,8 +222,8 @@ class TrainingState:
         }
 
     def _state_tensors(self, parameter: int) -> dict[str, torch.Tensor]:
-        """Return the optimizer state tensors of a parameter, by torch's names. For a parameter that
-        is updated in a shard, return the state tensors of the shard.
+        """Return the optimizer's state tensors of a parameter, by torch's names. If a tensor of
+        `shards` contains the parameter, return the state of that tensor.
         """
         found = self._updated_in_shards.get(parameter)
         tensor = self._parameters[parameter] if found is None else found[0].tensor
@@ -227,14 +233,15 @@ class TrainingState:
         }
 
     def generators(self) -> dict[str, torch.Tensor]:
+        """Return the states of torch's random generators by device type."""
         found = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             found["cuda"] = torch.cuda.get_rng_state(self.device)
         return found
 
     def restore(self, reader: CheckpointReader, saved: Mapping[str, StoredParameter]) -> None:
-        """Copy this rank's blocks of parameters and optimizer state from a checkpoint. `saved` must
-        contain all parameters, by name. The checkpoint may have been saved under another plan.
+        """Copy this rank's shards of parameters and optimizer states from a checkpoint, which may
+        have been written under another plan. `saved` must contain all parameters, by name.
         """
         for index, parameter in self._parameters.items():
             with torch.no_grad():
@@ -268,11 +275,12 @@ class TrainingState:
     def _stored_parameter(
         self, saved: Mapping[str, StoredParameter], parameter: int
     ) -> StoredParameter:
+        """Return the entry of a parameter in `saved`."""
         return saved[self._manifest.parameters[parameter].value.name]
 
     def _restored_tensors(self, stored: StoredParameter) -> Iterator[tuple[str, StoredTensor]]:
-        """Return the state of a parameter that the program uses. An average of weights is skipped
-        if the program does not average weights.
+        """Yield (name, tensor) for the optimizer states of a parameter. The average of weights is
+        omitted if the program does not average weights.
         """
         averages = self._manifest.training.ema_decay is not None
         return (pair for pair in stored.state if averages or pair[0] != AVERAGE_STATE)
@@ -280,8 +288,8 @@ class TrainingState:
     def _restore_shard(
         self, reader: CheckpointReader, saved: Mapping[str, StoredParameter], shard: OptimizerShard
     ) -> dict[str, torch.Tensor]:
-        """Return the optimizer state of a shard, assembled from the state of its parameters.
-        Elements of parameters without saved state are zero.
+        """Return the optimizer state of the tensor of `shard`, by name, assembled from the states
+        of the parameters in it. Elements of parameters that have no saved state are 0.
         """
         found: dict[str, torch.Tensor] = {}
         for run in shard.runs:
@@ -298,13 +306,16 @@ class TrainingState:
         )
 
     def restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set the states of torch's random generators, by device type."""
         torch.set_rng_state(states["cpu"])
         if self.device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
 
 def _merge_scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]:
-    """Return the largest value of each scalar state, by name."""
+    """Return, by name, the scalar optimizer states of several parameters that one tensor contains:
+    the maximum over the parameters, as tensors.
+    """
     found: dict[str, float] = {}
     for name, value in (scalar for each in stored for scalar in each.scalars):
         found[name] = max(value, found.get(name, value))
@@ -312,4 +323,5 @@ def _merge_scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]
 
 
 def _read_tensor(reader: CheckpointReader, tensor: StoredTensor, box: TensorSlice) -> torch.Tensor:
+    """Return the slice `box` of a tensor in a checkpoint."""
     return tensor_of(reader.read(tensor, box), tensor.dtype)

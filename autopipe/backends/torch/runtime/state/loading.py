@@ -1,5 +1,5 @@
-"""Loads parameters and constants, and assigns them to a program's stages. It can also load a second
-program into the process of a rank.
+"""Loads parameters and constants, and assigns them to the stages of a rank. It can also load a
+second program into the process of a rank.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from autopipe.backends.torch.runtime.step.stage import RankContext, Stage
 from autopipe.backends.torch.runtime.step.weight_gradients import WeightGradQueue
 
 _RUNTIME_PACKAGE = "autopipe.backends.torch.runtime"
-"""The package from which a generated file imports `Rank`."""
+"""The package from which generated files import `Rank`."""
 _STAGE_MODULE_PATTERN = re.compile(r"stage_\d+")
 
 
 def load_stages(rank: RankContext, has_values: bool) -> None:
-    """Load the rank's parameters and assign them to its stages. If `has_values` is False,
-    parameters are uninitialised.
+    """Load the rank's parameters and constants and assign them to its stages. If `has_values` is
+    False, the parameters are uninitialised.
     """
     manifest = rank.manifest
     narrow = None if rank.train else low_precision_type(manifest.precision)
@@ -47,7 +47,9 @@ def load_stages(rank: RankContext, has_values: bool) -> None:
 
 
 def equip_stages(rank: RankContext) -> None:
-    """Assign parameters, constants, process group and random numbers to all stages of a rank."""
+    """Assign parameters, constants, process group, random numbers and running statistics to all
+    stages of a rank, as attributes of their `p`.
+    """
     names = {name for stage in rank.stages.values() for name in stage.module.CONSTANTS}
     constants = load_constants(rank.manifest.folder, names, rank.device)
     for mode in rank.modes:
@@ -71,21 +73,26 @@ def equip_stages(rank: RankContext) -> None:
 
 
 class _StageCollector:
-    """Replaces `Rank` in a generated file: adds the file's stages to a given context."""
+    """Replaces `Rank` while the generated file of a second program is executed. It adds the stages
+    of that file to `context`.
+    """
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
 
     def stage(self, number: int, module: ModuleType, *ports: Port) -> Stage:
+        """Create a stage, as `Rank.stage` does, and return it."""
         made = Stage(self._context, number, module, ports)
         self._context.stages[number] = made
         return made
 
 
 def load_second_program(rank: RankContext, folder: Path) -> tuple[RankContext, Callable[[], None]]:
-    """Load the part of the program in `folder` for this rank. Return its context and its step
-    function. The second program uses the first program's parameters, process groups and channels;
-    its tensor shapes may differ.
+    """Load the program in `folder`, for the rank of this process. Return its rank, as a
+    `RankContext`, and its generated function `step`.
+
+    The second program uses the parameters, process groups and channels of the first program,
+    `rank`. The shapes of its other tensors may differ.
     """
     context = RankContext(
         rank.number,
@@ -103,7 +110,8 @@ def load_second_program(rank: RankContext, folder: Path) -> tuple[RankContext, C
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Modules of stages have equal names in both programs.
+    # The stage modules of both programs have equal names, so those of the first program are removed
+    # from `sys.modules` meanwhile.
     own = {
         name: sys.modules.pop(name)
         for name in tuple(sys.modules)

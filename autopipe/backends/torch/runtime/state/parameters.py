@@ -1,9 +1,9 @@
-"""Parameters of a rank: only its own shards, read from the ONNX file by offset or initialised from
-the seed.
+"""Parameters of a rank. A rank reads only its shards: from the ONNX file, at their positions, or by
+initialisation from the seed.
 
-Element i of an initialised parameter is computed from word i of a random stream whose key depends
-on the seed and the parameter's name. So every sharding starts from the values of one device, and
-other element types round these values.
+Element i of an initialised parameter, in row-major order, is computed from word i of a random
+sequence whose key depends on the seed and the parameter's name. So the values do not depend on the
+sharding. For element types other than float32 they are rounded.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _CPU: Final = torch.device("cpu")
 def init_shard(
     parameter: Parameter, box: TensorSlice, seed: int, threads: int = 1, device: torch.device = _CPU
 ) -> torch.Tensor:
-    """Return a shard of a parameter that is initialised from the seed, on `device`, in the
-    parameter's element type.
+    """Return the slice `box` of a parameter that is initialised from the seed, on `device`, in the
+    parameter's element type. On a CPU, up to `threads` threads compute it.
     """
     value = parameter.value
     storage = parameter.storage
@@ -63,8 +63,9 @@ def init_shard(
 def _elements_from_words(
     words: torch.Tensor, *, normal: bool, scale: float, whole: bool
 ) -> torch.Tensor:
-    """Return the initial values for random words: integers (int64) if `whole`, otherwise float32,
-    which the caller rounds to the parameter's type.
+    """Return an initial value for each random word: normal with standard deviation `scale` if
+    `normal`, otherwise uniform in [-scale, scale]. The values are rounded down to int64 if `whole`;
+    otherwise they are float32, which the caller converts to the parameter's type.
     """
     if normal:
         numbers = standard_normal(words).mul_(float(np.float32(scale)))
@@ -74,8 +75,8 @@ def _elements_from_words(
 
 
 def _key_number(name: str) -> int:
-    """Return a number derived from a hash of the name. A parameter's index depends on the graph,
-    its name does not.
+    """Return a 128-bit number for a parameter name, from its SHA-256 digest. Names are used instead
+    of indices, because an index changes if other parts of the graph change.
     """
     return int.from_bytes(
         hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:16], "little"
@@ -83,19 +84,22 @@ def _key_number(name: str) -> int:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
+    """Return the torch type that holds elements of type `dtype`."""
     found = getattr(torch, dtype.held)
     assert isinstance(found, torch.dtype)
     return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of an element type, which ONNX and torch share."""
+    """Return the name of an element type without the prefix `torch.`, for example `float32`. ONNX
+    uses the same names.
+    """
     return str(dtype).removeprefix("torch.")
 
 
 def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return a tensor that shares memory with the array. For types unknown to numpy, the array
-    holds the bits.
+    """Return a tensor of the element type `dtype` that shares memory with `array`. For types that
+    numpy lacks, the array contains the bits of the elements.
     """
     if dtype == "bfloat16" or dtype.startswith("float8"):
         bits = torch.from_numpy(array.view(np.int16 if dtype == "bfloat16" else np.uint8))
@@ -111,11 +115,11 @@ def load_parameters(
     narrow: torch.dtype | None = None,
     valued: bool = True,
 ) -> dict[int, torch.Tensor]:
-    """Return the rank's shards by parameter index, on `device`; trainable ones require gradients in
-    training.
+    """Return the shards of parameters of rank `rank`, on `device`, by parameter index. In training,
+    floating-point shards of trainable parameters require gradients.
 
-    `narrow` is the 16-bit type of the parameters in `manifest.low_precision`, None for the
-    parameter's own type. Unless `valued`, the tensors are uninitialised.
+    If `narrow` is given, a 16-bit type, the parameters in `manifest.low_precision` are converted to
+    it. If `valued` is False, the tensors are uninitialised.
     """
     found: dict[int, torch.Tensor] = {}
     threads = core_count_of_this_rank()
@@ -145,9 +149,9 @@ def read_block(
     threads: int = 1,
     device: torch.device = _CPU,
 ) -> torch.Tensor:
-    """Return one shard of one parameter of the ONNX file `model`.
+    """Return the slice `box` of a parameter of the ONNX file `model`.
 
-    A shard that is read from the file is on the CPU, an initialised shard on `device`. Raise
+    A slice that is read from a file is on the CPU; an initialised slice is on `device`. Raise
     ConfigurationError if the file does not exist, LaunchError if it cannot be read or is too short.
     """
     storage = parameter.storage
@@ -189,13 +193,14 @@ def read_block(
     numbers = tensor_of(block, dtype.value)
     if not isinstance(storage, FoldedSlice) or not storage.form:
         return numbers
-    return (
-        -numbers if storage.form == "log of the negative" else numbers
-    ).log()  # The file stores the exponential or its negative.
+    # Instead of the parameter p, the exporter stored exp(p) or -exp(p), which the model computes.
+    return (-numbers if storage.form == "log of the negative" else numbers).log()
 
 
 def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the constants of stages by name, from `constants.npz` of a program folder."""
+    """Return the constants with these names, on `device`, from `constants.npz` in a program
+    folder.
+    """
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in sorted(names)}
     return {
@@ -207,6 +212,8 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
 
 
 class Arguments(SimpleNamespace):
-    """Argument `p` of a forward: parameters `w…`, constants `c…`, `device`, `group`,
-    `weight_grads`, `random`, `running`, and `training`, which is False in a validation.
+    """The first argument `p` of a stage's forward: parameters `w0`, `w1`, ..., constants `c0`,
+    `c1`, ..., `device`, the process group `group`, the queue of deferred gradients `weight_grads`,
+    random numbers `random`, running statistics `running`, and `training`, which is False in a
+    validation.
     """

@@ -1,13 +1,14 @@
 """Running mean and variance of BatchNormalization.
 
-Training: r = m r + (1 - m) s for each micro-batch, with running value r, `momentum` m and the
-micro-batch's statistic s, as ONNX defines it. The statistic of the variance is biased. In files of
-torch's exporter, which declare this, it is unbiased. A validation reads the running values.
+In training, each micro-batch updates a running value r to m r + (1 - m) s, with the attribute
+`momentum` m and the statistic s of the micro-batch, as ONNX defines it. The variance of a
+micro-batch is the biased variance. It is the unbiased estimate in files of torch's exporter, which
+declare this. A validation uses the running values and does not change them.
 
-The running values are updated at the end of a step. The order of the updates is the order of the
-micro-batches, and within a micro-batch the order of the BatchNormalization calls in the graph. It
-does not depend on which ranks ran the calls. So running values are equal for every schedule and
-number of ranks, and recomputation does not change them.
+The running values are updated at the end of a step, in the order of the micro-batches, and within a
+micro-batch in the order of the BatchNormalization calls in the graph. This order does not depend on
+which ranks ran the calls. So running values are equal for every schedule and number of ranks, and
+recomputation does not change them.
 """
 
 from __future__ import annotations
@@ -26,46 +27,56 @@ from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.backends.torch.torch_interfaces import foreach_add_, foreach_mul, foreach_mul_
 
 StatisticCalls = tuple[tuple[float, ...], tuple[int, ...]]
-"""(momenta, numbers): the momenta of all calls that update a running statistic in one forward pass
-of the model, in their order, and the numbers of the calls that one stage makes.
+"""(momenta, numbers). momenta: the momenta of all BatchNormalization calls in one forward of the
+model that update a running value, in their order. numbers: the indices of those calls that belong
+to one stage.
 """
 NotedStatistic = tuple[Tensor, Tensor, float]
-"""(running statistic, statistic of the micro-batch, momentum)."""
+"""(running value, statistic of the micro-batch, momentum) of one BatchNormalization call. "Running
+value" is the tensor of a running mean or variance.
+"""
 
 
 @dataclass(slots=True)
 class RunningStatistics:
-    """The running statistics of a stage: `p.running` of its forward pass."""
+    """The statistics that the forwards of one stage compute in a step, to update running values at
+    its end. Generated code uses it as `p.running`.
+    """
 
     training: bool = True
     _found: list[NotedStatistic] = field(default_factory=list)
-    """Statistics of the current forward pass."""
+    """Statistics of the forward that runs now, or that has just run."""
     _by_micro_batch: dict[int, list[NotedStatistic]] = field(default_factory=dict)
+    """Statistics of the step's forwards, by number of the micro-batch in the step."""
 
     def begin(self, training: bool) -> None:
-        """Start a forward pass. Statistics that an earlier, recomputed forward pass left are
-        discarded.
+        """Start a forward. Statistics that were recorded since the last `end`, by a recomputed
+        segment, are discarded. `training` is False in a validation.
         """
         self.training = training
         self._found.clear()
 
     def end(self, micro_batch: int) -> None:
-        """Store the statistics of the forward pass that has just run until the end of the step."""
+        """Keep the statistics of the forward that has just run, for micro-batch `micro_batch` of
+        the step.
+        """
         if self._found:
             self._by_micro_batch[micro_batch] = self._found.copy()
 
     def take(self) -> list[NotedStatistic]:
-        """Return the statistics of a forward pass that a CUDA graph captures. Each replay
-        overwrites these tensors.
+        """Remove and return the statistics of a forward that has just been captured as a CUDA
+        graph. Each replay overwrites these tensors.
         """
         found = self._found.copy()
         self._found.clear()
         return found
 
     def give(self, captured: list[NotedStatistic]) -> None:
-        """Record copies of the statistics that the replay of a captured forward pass wrote."""
+        """Record copies of the statistics that a replay has written to the tensors in `captured`,
+        which `take` has returned.
+        """
         if captured:
-            # A multiplication by 1 copies all tensors with few kernels.
+            # The multiplication by 1 copies all tensors with few kernels.
             own = foreach_mul([own for _, own, _ in captured], 1.0)
             self._found = [
                 (running, copy, momentum)
@@ -73,7 +84,9 @@ class RunningStatistics:
             ]
 
     def note(self, running: Tensor, own: Tensor, momentum: float) -> None:
-        """Record the micro-batch's statistic `own`, which will update `running`."""
+        """Record the statistic `own` of the current micro-batch, with which the end of the step
+        updates `running`.
+        """
         self._found.append((running, own.detach(), momentum))
 
     def batch_norm(
@@ -87,15 +100,17 @@ class RunningStatistics:
         epsilon: float,
         unbiased: bool = False,
     ) -> Tensor:
-        """Return x normalised with its own mean and variance, and record both. In a validation,
-        return x normalised with the running values. The recorded variance is biased unless
-        `unbiased`.
+        """Return x normalised by the mean and variance of the batch x, and record both statistics
+        for the running values `mean` and `variance`. In a validation, return x normalised by the
+        running values. The recorded variance is the biased variance; if `unbiased`, the unbiased
+        estimate.
         """
         if not self.training:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
         own_mean = torch.zeros_like(mean)
         own_variance = torch.zeros_like(variance)
-        # With momentum 1, torch stores the batch's mean and unbiased variance in the buffers.
+        # With momentum 1, torch stores the batch's mean and its unbiased variance in the second and
+        # third argument.
         y = F.batch_norm(
             x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon
         )
@@ -109,12 +124,13 @@ class RunningStatistics:
     def changes(
         self, micro_batches: int, calls: Mapping[int, StatisticCalls]
     ) -> list[tuple[Tensor, float, Tensor]]:
-        """Return (running statistic, factor, addend) for each running statistic at the end of a
-        step: it becomes factor * r + addend. Forget the forwards of the step.
+        """Return (running value, factor, addend) for each running value that this stage updates at
+        the end of a step: it becomes factor · value + addend. Discard the statistics of the step.
 
-        A step has `micro_batches`, each of which updates a statistic once per call of its
-        BatchNormalization. `calls` has, by `id` of the statistic, all calls of statistics that
-        several stages update; the calls of others all ran here.
+        A step has `micro_batches` micro-batches, each of which updates a running value once per
+        call of its BatchNormalization. `calls` has the calls of all stages for running values that
+        several stages update, by `id` of the running value. For other running values, the calls of
+        this stage are all calls.
         """
         added: list[Tensor] = []
         weights: list[tuple[float, float]] = []
@@ -142,13 +158,15 @@ class RunningStatistics:
 def _statistic_weights(
     found: Sequence[NotedStatistic], calls: Mapping[int, StatisticCalls]
 ) -> list[tuple[float, float]]:
-    """Return (weight, decay) of each statistic that a forward has noted.
+    """Return (weight, decay) for each statistic in `found`, the statistics of one forward. They say
+    how the forward changes the running value.
 
-    weight: factor of the micro-batch's statistic in the running one after the forward. decay:
-    factor of the previous running statistic.
+    weight: factor of the statistic in the new running value.
+    decay: factor of the previous running value in the new one.
 
-    With momenta m_1 ... m_k of the calls in their order, the weight of call j is (1 - m_j) m_(j+1)
-    ... m_k, and the decay is m_1 ... m_k.
+    If the calls that update a running value have the momenta m_1 ... m_k in their order, the weight
+    of call j is (1 - m_j) m_(j+1) ... m_k, and the decay is m_1 ... m_k. `calls` is as in
+    `RunningStatistics.changes`.
     """
     momenta = defaultdict[int, list[float]](list)
     for running, _, momentum in found:
@@ -169,8 +187,8 @@ def _statistic_weights(
 
 
 def shared_statistics(manifest: Manifest) -> frozenset[int]:
-    """Return the parameter indices of running statistics that the forwards of several stages
-    update. With several pipelines these are all untrained parameters. Empty in inference.
+    """Return the parameter indices of running values that the forwards of several stages update.
+    With several pipelines, all untrained parameters count as such. Empty in inference.
     """
     if not manifest.train:
         return frozenset()
@@ -184,7 +202,9 @@ def shared_statistics(manifest: Manifest) -> frozenset[int]:
 def groups_with_shared_statistics(
     manifest: Manifest, shared: Collection[int]
 ) -> set[tuple[int, ...]]:
-    """Return the ranks of each shard of the `shared` statistics, for shards on several ranks."""
+    """Return the process groups, as tuples of ranks, that hold a shard of a running value in
+    `shared`. Shards that only one rank holds are omitted.
+    """
     found = (shard for shards in manifest.shards for shard in shards if shard.parameter in shared)
     return {shard.gradient_ranks for shard in found if len(shard.gradient_ranks) > 1}
 
@@ -196,11 +216,12 @@ def update_shared_statistics(
     stages: Iterable[tuple[int, RunningStatistics]],
     shared: Collection[int],
 ) -> None:
-    """Update the running statistics on a rank at the end of a step, by the micro-batches of its
-    stages and of other ranks' stages. Collective over the ranks that hold a shared statistic.
+    """Update all running values on a rank at the end of a step. Values that several stages update
+    get the contributions of the stages on all ranks. Collective over the ranks that hold a shared
+    running value.
 
-    `shared` are the manifest's `shared_statistics`. `stages` are the numbers and statistics of the
-    rank's stages.
+    `shared` are the manifest's `shared_statistics`. `stages` has (number, statistics) of the rank's
+    stages.
     """
     changed = []
     for number, running in stages:
@@ -224,7 +245,8 @@ def update_shared_statistics(
         left[index] = factor
     count = manifest.micro_batches * manifest.training.gradient_accumulation_steps
     for each in manifest.running_calls:
-        # This rank may hold a statistic that only other ranks' stages update.
+        # This rank may hold a running value that only stages on other ranks update. It contributes
+        # zeros.
         if each.parameter in parameters and each.parameter not in totals:
             totals[each.parameter].append(torch.zeros_like(parameters[each.parameter]))
             left[each.parameter] = math.prod(each.momenta) ** count

@@ -1,4 +1,4 @@
-"""When a run saves checkpoints, and at which step it resumes."""
+"""Decides after which steps a run saves checkpoints, and at which step it resumes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from autopipe.backends.torch.runtime.watch.step_agreement import (
 
 
 class CheckpointPolicy:
-    """The checkpoints of a run in `folder`. All ranks save after the same steps: after multiples of
-    `--checkpoint-every`, after the last step, and when any rank was requested to save or to stop.
+    """Saves and restores the checkpoints of a run in `folder`. All ranks save after the same steps:
+    after multiples of `--checkpoint-every`, after the last step, at the interval
+    `--checkpoint-minutes`, and if a rank receives a signal to stop.
     """
 
     def __init__(self, rank: RankContext, update: ParameterUpdate, folder: Path) -> None:
-        """Collective over all ranks. From now on SIGUSR2 stops the run after a step."""
+        """Prepare to save and restore in `folder`. Collective over all ranks. From now on, the
+        signal `STOP_SIGNAL` requests a checkpoint and the end of the run.
+        """
         options = rank.options
         transport = rank.transport
         self._rank = rank
         self._folder = folder
         self._steps_saved = 0
-        """Steps that the newest checkpoint includes."""
+        """Number of steps that the newest checkpoint includes."""
         self.begin = START_OF_RUN
-        """The position in the data at which this run began."""
+        """Position in the data at which this run starts or resumes."""
         state = TrainingState(
             rank.manifest,
             rank.number,
@@ -58,10 +61,9 @@ class CheckpointPolicy:
         stop_on_signal(partial(self._agreement.request, STOP_REQUEST))
 
     def restore(self) -> Checkpoint | None:
-        """Restore parameters, optimizer state and loss scale from the newest checkpoint. Return it,
-        or None if the folder has none or `--resume` is not given.
-
-        Raises an error if `--resume` is not given and the folder already has checkpoints.
+        """Restore parameters, optimizer state and loss scale from the newest checkpoint and return
+        its manifest. Return None if the folder has no checkpoint or `--resume` is not given. Raise
+        ConfigurationError if `--resume` is not given but the folder has checkpoints.
         """
         self._rank.heartbeat.task = "restore"
         if not self._rank.options.resume:
@@ -74,46 +76,56 @@ class CheckpointPolicy:
         return saved
 
     def best(self) -> tuple[float, int] | None:
-        """Return (loss, step) for the saved state with the lowest validation loss, where `step` is
-        the index, from 0, of its last step. Return None if no such state is saved.
+        """Return (loss, step) of the saved state with the lowest validation loss: `step` is the
+        index, from 0, of the last step before the validation. None if no such state is saved.
         """
         return self._checkpointer.best()
 
     def requests(self) -> tuple[bool, bool]:
-        """Return (save, stop): the requests that all ranks follow after this step."""
+        """Return (save, stop): whether all ranks must save a checkpoint, and whether they must
+        stop, after the step that has just ended. Must be called after each step.
+        """
         requests = self._agreement.reach(self._rank.steps_done)
         return SAVE_REQUEST in requests, STOP_REQUEST in requests
 
     def before_update(self) -> None:
-        """Make the GPU wait for the copies of a running save before it changes parameters."""
+        """Make the GPU wait until the running save has copied the state. Must be called before
+        parameters change.
+        """
         self._checkpointer.before_update()
 
     def save_best(self, eval_loss: float) -> None:
-        """Start to save the state as the best so far, with this validation loss."""
+        """Start to save the state as the one with the lowest validation loss so far,
+        `eval_loss`.
+        """
         self._checkpointer.save(self._position(), self._rank.seed, eval_loss)
 
     def is_due(self, requested: bool) -> bool:
-        """True if a checkpoint is to be saved after the steps done so far."""
+        """Return True if a checkpoint must be saved now, between two steps. `requested` is True if
+        it was requested.
+        """
         options = self._rank.options
         done = self._rank.steps_done
         every = options.checkpoint_every
         return requested or done == options.steps or bool(every and done % every == 0)
 
     def has_saved(self) -> bool:
-        """True if the newest checkpoint includes all steps done so far."""
+        """Return True if the newest checkpoint includes all steps that have run."""
         return self._rank.steps_done == self._steps_saved
 
     def save(self) -> None:
-        """Start to save a checkpoint; it is written while later steps run."""
+        """Start to save a checkpoint, which is written while further steps run."""
         self._steps_saved = self._rank.steps_done
         self._checkpointer.save(self._position(), self._rank.seed)
 
     def poll(self) -> None:
-        """Raise the error of a save that has failed, without waiting for a save that still runs."""
+        """Raise the error of the last save if it has failed. Does not wait for a running save."""
         self._checkpointer.has_ended()
 
     def _position(self) -> RunProgress:
-        """Return the progress of the run, including the runs that this run resumed."""
+        """Return the position of the run in its data, counted from the start of the first run if
+        this run resumes another run.
+        """
         forwards = self.begin.forwards
         if forwards is not None:
             manifest = self._rank.manifest

@@ -188,8 +188,9 @@ class RankContext:
 
     @property
     def samples_done(self) -> int:
-        """Number of the first sample of the current step. If this run resumes another run, samples
-        are counted from the start of the first run, whose batch size may have been different.
+        """Number of the first sample of step `steps_done`, the current or the next step. If this
+        run resumes another run, samples are counted from the start of the first run, whose batch
+        size may have been different.
         """
         return self.reader.source.sample(self.steps_done)
 
