@@ -1,6 +1,7 @@
-"""Operators that need more than one expression of torch. Generated code calls them by name.
+"""Operators that take more than one expression of torch. Generated code calls them as
+`operators.NAME`.
 
-The modules of this package import torch and, from the runtime, process groups and random streams.
+From the runtime, the modules of this package import process groups and random streams only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from autopipe.backends.torch.runtime.operators.subbyte import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:
+    """Return the operator with an old name, which programs of the previous release use, and warn
+    about the name.
+    """
     if name not in NEW_OPERATOR_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warn_of_old_name(f"operators.{name}", f"operators.{NEW_OPERATOR_NAMES[name]}")

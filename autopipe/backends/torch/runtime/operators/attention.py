@@ -1,5 +1,7 @@
-"""Attention with key-value caches, windows, soft caps and captured scores, and rotary position
+"""Attention (with key-value caches, windows, soft caps and captured scores) and rotary position
 embeddings.
+
+Shapes: b samples, h heads, s tokens, d features per head.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ def fused_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of [b, h, s, d] tensors. The number of query heads may be a multiple of the number
-    of key-value heads.
+    """Return softmax(scale · Q Kᵀ + mask) V by a fused kernel of torch, for tensors [b, h, s, d].
+    The number of query heads may be a multiple of the number of key-value heads. `mask` is as in
+    torch's `scaled_dot_product_attention`; the default of `scale` is 1 / sqrt(d).
 
-    On CUDA, only the kernels that `autopipe.ir.attention_kernels` allows are used. torch raises
-    RuntimeError, with reasons as warnings, if none of them supports the operands.
+    On CUDA, only the kernels that `autopipe.ir.attention_kernels` allows are used. If none of them
+    supports the operands, torch warns of the reasons and raises RuntimeError.
     """
     grouped = query.shape[1] != key.shape[1]
     if not query.is_cuda:
@@ -53,7 +56,7 @@ def fused_attention(
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
         grouped = False
-    # Fused kernels require that the last dimension is contiguous.
+    # Fused kernels require that the last dimension of each operand is contiguous.
     query, key, value = (
         each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value)
     )
@@ -68,8 +71,8 @@ def fused_attention(
 def attention_properties_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> AttentionProperties:
-    """Return the properties of an attention of [b, h, s, d] tensors on CUDA that determine its
-    kernel. The type is autocast's type if autocast is on.
+    """Return the properties of an attention on CUDA that determine its kernel. The operands are [b,
+    h, s, d]. Under autocast, the element type is autocast's type.
     """
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
     return AttentionProperties(
@@ -102,22 +105,23 @@ def attention(
     merge: bool = False,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Attention of [b, h, s, d] tensors. The number of query heads may be a multiple of the number
-    of key-value heads.
+    """Attention of queries, keys and values [b, h, s, d], with the options of ONNX. The number of
+    query heads may be a multiple of the number of key-value heads.
 
-    `past_key` and `past_value` precede the keys and values. `lengths` [b] is the number of valid
-    keys per sample. `sink` [h] is a score per head that is part of the softmax and has no value.
+    `past_key` and `past_value` are cached keys and values, which precede `key` and `value`.
+    `lengths` [b] is the number of valid keys of each sample. `sink` [h] is an additional score of
+    each head; it takes part in the softmax, but it has no value.
 
-    A query at position i attends to keys up to i + offset if `causal`, and to keys from `window[0]`
-    before to `window[1]` after i + offset (-1: no bound). The offset is the number of past keys;
-    without past keys, it is `lengths` minus the number of queries if `lengths` is given, otherwise
-    0.
+    Let a query have position i, and let the offset be the number of cached keys; without a cache,
+    `lengths` minus the number of queries if `lengths` is given, otherwise 0. The query attends to
+    keys from `window[0]` positions before to `window[1]` positions after i + offset; -1 means no
+    bound. If `causal`, it attends to no key after i + offset.
 
     Return (result, all keys, all values, captured). The result is [b, h, s, d], or [b, s, h * d]
-    with `merge`. `capture` selects the captured scores: unchanged (0), capped (1), masked (2), or
-    the probabilities (3); None without `capture`.
+    with `merge`. `capture` selects what `captured` is: the scores unchanged (0), after the soft cap
+    (1), after masking (2), or the probabilities (3). `captured` is None if `capture` is None.
 
-    With `group`, the queries are sharded along s; all other operands are replicated.
+    With `group`, the queries are sharded along s; all ranks have all other operands in full.
     """
     queries = query.shape[2] * (1 if group is None else group.size)
     first = 0 if group is None else group.position * query.shape[2]
@@ -129,7 +133,8 @@ def attention(
     elif lengths is not None:
         offset = lengths.reshape(-1, 1, 1, 1) - queries + first
     if causal:
-        window = window[0], 0  # No keys after the query.
+        # -1 would mean no bound after the query; 0 excludes all keys after it.
+        window = window[0], 0
     bias = _visibility_mask(query, key, mask, offset, window, lengths)
     if softcap == 0 and precision is None and capture is None and sink is None:
         result = fused_attention(query, key, value, bias, scale=scale)
@@ -140,7 +145,8 @@ def attention(
         autocast = torch.get_autocast_dtype(kind) if narrows else None
         softmax = _SoftmaxSettings(scale, softcap, precision, autocast)
         if capture is None:
-            # Backward then saves the operands in autocast's type.
+            # The operands are converted to autocast's type here, so that they are saved for
+            # backward in this type.
             operands = (each.to(autocast or each.dtype) for each in (query, key, value))
             result = _StepwiseAttention.apply(  # type: ignore[no-untyped-call]
                 softmax, *operands, bias, sink
@@ -161,9 +167,12 @@ def _visibility_mask(
     window: tuple[int, int],
     lengths: Tensor | None,
 ) -> Tensor | None:
-    """Return a mask of the keys that each query attends to, from positions and `mask`: Boolean, or
-    a bias that is added to the scores. None if all queries attend to all keys. Keys beyond the end
-    of `mask` are masked.
+    """Return a mask that broadcasts to [b, h, queries, keys] and combines positions with `mask`:
+    Boolean, true where a query attends to a key; or a bias that is added to scores, -inf where it
+    does not. Return None if all queries attend to all keys.
+
+    `offset` is added to the positions of queries. If `mask` has fewer columns than there are keys,
+    the remaining keys are excluded.
     """
     columns = torch.arange(key.shape[2], device=query.device)
     distance = columns - (torch.arange(query.shape[2], device=query.device)[:, None] + offset)
@@ -192,7 +201,10 @@ def _visibility_mask(
 
 @dataclass(frozen=True, slots=True)
 class _SoftmaxSettings:
-    """The settings of a softmax over attention scores."""
+    """Settings of the probabilities of an attention. `precision` is the element type of the
+    softmax, None for the type of the scores. `autocast` is the type to which autocast converts
+    operands of matmuls, None without autocast.
+    """
 
     scale: float | None
     softcap: float
@@ -207,8 +219,9 @@ class _SoftmaxSettings:
         sink: Tensor | None,
         capture: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (probabilities, captured scores), computed step by step. A query that attends to
-        no key has probabilities of zero.
+        """Return (probabilities, captured), computed without a fused kernel. `bias` is a mask from
+        `_visibility_mask`; `sink` and `capture` are as in `attention`. Without `capture`,
+        `captured` is not meaningful. All probabilities of a query that attends to no key are 0.
         """
         root = math.sqrt(self.scale if self.scale is not None else 1 / math.sqrt(query.shape[-1]))
         key = _repeat_for_query_heads(query, key)
@@ -232,20 +245,24 @@ class _SoftmaxSettings:
         elif blind is None:
             probabilities = torch.softmax(kept, -1)
         else:
-            # The softmax of a row of -inf is NaN, and its gradient too. These rows are set to 0
-            # before and after the softmax.
+            # The softmax of a row of -inf is NaN, and so is its gradient. So the scores of these
+            # rows are set to 0 before the softmax, and the probabilities to 0 after it.
             probabilities = torch.softmax(kept.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
         return probabilities.to(query.dtype), probabilities if capture == 3 else captured
 
 
 def _repeat_for_query_heads(query: Tensor, key: Tensor) -> Tensor:
-    """Return keys or values, repeated for each query head."""
+    """Return `key` (keys or values) with each head repeated, so that it has as many heads as
+    `query`.
+    """
     repeats = query.shape[1] // key.shape[1]
     return key.repeat_interleave(repeats, 1) if repeats > 1 else key
 
 
 class _StepwiseAttention(torch.autograd.Function):
-    """Attention that saves only its operands. Backward recomputes the probabilities."""
+    """Attention without a fused kernel. It saves only its operands for backward, which computes the
+    probabilities again.
+    """
 
     @staticmethod
     def forward(
@@ -304,8 +321,9 @@ def rotary_embedding(
     width: int = 0,
     head_axis: int = 1,
 ) -> Tensor:
-    """Return `rotary` with cosines and sines from caches [b, s, width / 2], or from tables at
-    `positions` [b, s]. x is [b, h, s, d], or [b, s, h, d] with `head_axis` 2.
+    """Return `rotary` of x with cosines and sines [b, s, width / 2] or, if `positions` [b, s] is
+    given, with the rows of the tables [positions, width / 2] at these positions. x is [b, h, s, d];
+    with `head_axis` 2, it is [b, s, h, d].
     """
     if positions is not None:
         cosines = F.embedding(positions, cosines)
@@ -321,13 +339,16 @@ def rotary(
     width: int = 0,
     apart: bool = False,
 ) -> Tensor:
-    """Rotate the first `width` features (0: all) of each head (Su et al., "RoFormer", 2021).
+    """Return x with the first `width` features of each head rotated; 0 means all features (Su et
+    al., "RoFormer", 2021).
 
-    A pair (a, b) becomes (a · cos - b · sin, b · cos + a · sin). If `interleaved`, the features of
-    a pair are adjacent, otherwise half a width apart. The results have the positions of the pair,
-    or are half a width apart with `apart`.
+    A pair (a, b) of features becomes (a · cos - b · sin, b · cos + a · sin). The two features of a
+    pair are neighbours if `interleaved`; otherwise their distance is half of the width. The results
+    are at the positions of the pair. With `interleaved` and `apart`, their distance is half of the
+    width instead.
 
-    Cosines and sines broadcast. They have one value per feature, or one value per pair.
+    Cosines and sines broadcast to x. Their last dimension has one value per feature or one value
+    per pair.
     """
     width = width or x.shape[-1]
     cosines, sines = (
@@ -340,18 +361,22 @@ def rotary(
 
 
 def _view_as_pairs(x: Tensor, interleaved: bool) -> Tensor:
-    """Return a view [..., 2, width / 2] of x [..., width]."""
+    """Return a view [..., 2, width / 2] of x [..., width], in which index 0 or 1 of the second last
+    dimension selects the first or second feature of each pair.
+    """
     found: Tensor = x.unflatten(-1, (-1, 2)).mT if interleaved else x.unflatten(-1, (2, -1))
     return found
 
 
 _RotaryForm = tuple[bool, bool, int]
-"""(pairs of the operand are adjacent, pairs of the result are adjacent, rotated width)."""
+"""(pairs of the operand are neighbours, pairs of the result are neighbours, number of rotated
+features).
+"""
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotation by cosines and sines. Backward rotates gradients back. x is saved only if cosines or
-    sines require gradients.
+    """Rotation of pairs of features. Backward rotates the gradients back. x is saved for backward
+    only if cosines or sines require gradients.
     """
 
     @staticmethod
@@ -384,6 +409,9 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate_pairs(x: Tensor, cosines: Tensor, sines: Tensor, form: _RotaryForm) -> Tensor:
+    """Return x with the pairs of its first features rotated, in the order that `form` specifies.
+    Cosines and sines are [..., 2 or 1, width / 2].
+    """
     read, written, width = form
     pairs = _view_as_pairs(x[..., :width], read)
     turned = pairs * cosines

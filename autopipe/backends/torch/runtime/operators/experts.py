@@ -1,5 +1,8 @@
-"""Mixtures of experts. Tokens are sorted by expert, so that each expert computes all its tokens in
-one matmul per layer.
+"""Mixtures of experts. The tokens are sorted by expert, so that each expert computes all its tokens
+in one matmul per layer.
+
+An expert computes second(activation(first(x))), or second(activation(first(x)) · gate(x)) if there
+is a gate. `first`, `second` and `gate` are linear layers.
 """
 
 from __future__ import annotations
@@ -19,43 +22,47 @@ from autopipe.backends.torch.runtime.operators.gated import gated
 from autopipe.backends.torch.runtime.operators.quantized import numbers_of
 
 ExpertLayer = tuple[Tensor | None, ...]
-"""Weights [experts, rows, columns] and biases [experts, rows] or None. For packed weights also
-scales, and zero points or None.
+"""One linear layer of all experts: weights [experts, rows, columns], and biases [experts, rows] or
+None. If the weights are packed integers, scales follow, and zero points or None.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _MixtureSettings:
-    """The settings of a mixture, without its tensors."""
+    """What determines a mixture apart from its tensors. In its methods, `layers` are all tensors of
+    the three layers; this rank has a shard of the experts with `group`, otherwise all.
+    """
 
     route: Callable[..., tuple[Tensor, Tensor]]
-    """Function from the two routing operands to the selected experts and their weights, each
+    """Function from the two routing operands to (selected experts, their weights in the sum), both
     [tokens, k].
     """
     sizes: tuple[int, ...]
-    """Number of tensors of the first layer, of the second layer, and of the gate."""
+    """Numbers of tensors of the first layer, of the second layer, and of the gate."""
     activation: Callable[[Tensor], Tensor]
     bits: int = 0
+    """Bits of a packed weight; 0 if weights are not packed."""
     group: Group | None = None
     listed: bool = False
-    """True if each expert has separate tensors (in expert order) instead of rows of stacked
-    tensors.
+    """True if each expert has its own tensors, listed expert by expert. False if each tensor
+    contains the slices of all experts.
     """
 
     def count(self, layers: Sequence[Tensor | None]) -> int:
-        """Return the number of this rank's experts."""
+        """Return the number of experts of this rank."""
         return len(layers) // sum(self.sizes) if self.listed else len(cast(Tensor, layers[0]))
 
     def own(self, layers: Sequence[Tensor | None], expert: int) -> list[Tensor | None]:
-        """Return the tensors of one expert, as views."""
+        """Return the tensors of one expert, as views. `expert` is its index on this rank."""
         if self.listed:
             size = sum(self.sizes)
             return list(layers[expert * size : expert * size + size])
         return [None if each is None else each[expert] for each in layers]
 
     def parts(self, chosen: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield each of this rank's experts that has tokens, with the indices of its entries in the
-        flattened `chosen`.
+        """Yield (expert, entries) for each expert of this rank that is selected for any token.
+        `expert` is its index on this rank, of `experts` experts. `entries` are the indices in the
+        flattened `chosen` [tokens, k] at which it is selected.
         """
         order = chosen.flatten().argsort(stable=True)
         first = 0 if self.group is None else self.group.position * experts
@@ -69,8 +76,8 @@ class _MixtureSettings:
     def results_of_expert(
         self, x: Tensor, share: Tensor, operands: Sequence[Tensor | None]
     ) -> Tensor:
-        """Return the results of one expert for its tokens, multiplied by the tokens' weights
-        `share`.
+        """Return the results of one expert for the tokens x [n, features], each multiplied by the
+        token's weight in `share` [n]. `operands` are the tensors of the expert.
         """
         own = iter(operands)
         first, second, gate = (tuple(itertools.islice(own, size)) for size in self.sizes)
@@ -81,8 +88,8 @@ class _MixtureSettings:
 
 
 class _Experts(torch.autograd.Function):
-    """A mixture that saves only its operands for backward. Backward recomputes one expert at a
-    time.
+    """A mixture that saves only its operands for backward. Backward recomputes the experts one by
+    one.
     """
 
     @staticmethod
@@ -157,8 +164,8 @@ class _Experts(torch.autograd.Function):
 def _routing_gradients(
     routing: Sequence[Tensor | None], shares: Tensor, gradient: Tensor
 ) -> Iterator[Tensor | None]:
-    """Return the gradients of the routing operands from the gradient of the experts' weights
-    `shares`.
+    """Yield the gradients of the two routing operands, None for one that needs none. `gradient` is
+    the gradient of `shares`, the weights that were computed from the operands.
     """
     leaves = [each for each in routing if each is not None and each.requires_grad]
     told = (
@@ -171,14 +178,16 @@ def _routing_gradients(
 
 
 def _detached_leaf(tensor: Tensor | None) -> Tensor | None:
-    """Return a detached tensor with the data of `tensor`. It requires a gradient if it is
-    floating-point.
+    """Return a tensor that shares the data of `tensor`, as a new leaf of autograd's graph. It
+    requires a gradient if it is floating-point. None stays None.
     """
     return tensor if tensor is None else tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def _autocast_type(x: Tensor) -> torch.dtype | None:
-    """Return the autocast type of `x`'s device, or None if autocast is off."""
+    """Return the type to which autocast converts operands on the device of x; None if autocast is
+    off.
+    """
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -197,16 +206,19 @@ def mixture(
     bits: int = 0,
     group: Group | None = None,
 ) -> Tensor:
-    """Return the weighted sum of the results of the k experts with the largest scores, per token.
+    """Return, for each token of x, the weighted sum of the results of the k experts with the
+    largest `scores` [tokens, experts].
 
-    The weights are the softmax of all scores, with `normalize` the softmax of the k largest scores.
-    If `weights` is given, they are its entries at the selected experts; `normalize` then divides
-    them by their sum.
+    The weight of an expert is its probability in the softmax over all scores; with `normalize`, in
+    the softmax over the k largest scores. If `weights` [tokens, experts] is given, the weight is
+    its entry there instead; with `normalize`, it is divided by the sum of the k weights.
 
-    With `group`, each rank has a shard of the experts and returns their partial sum.
+    `bits` is the number of bits of packed weights, 0 if weights are not packed. With `group`, each
+    rank has a shard of the experts and returns the partial sum over them.
     """
 
     def route(scores: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (selected experts, their weights), both [tokens, k]."""
         largest, chosen = scores.float().topk(k, dim=-1)
         if weights is not None:
             shares = weights.float().gather(-1, chosen)
@@ -233,10 +245,10 @@ def experts(
     activation: Callable[[Tensor], Tensor],
     group: Group | None = None,
 ) -> Tensor:
-    """Return the sum of the results of the experts `chosen` per token, weighted by `shares`. Both
-    have shape [tokens, k].
+    """Return, for each token of x, the sum of the results of the experts `chosen`, weighted by
+    `shares`. Both are [tokens, k].
 
-    With `group`, each rank has a shard of the experts and returns their partial sum.
+    With `group`, each rank has a shard of the experts and returns the partial sum over them.
     """
     layers = first, second, gate or (None,)
     settings = _MixtureSettings(_identity_route, tuple(map(len, layers)), activation, group=group)
@@ -244,8 +256,9 @@ def experts(
 
 
 def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) -> Tensor:
-    """Return the weighted sum of experts (silu(x G) · x U) D. `weights` contains G, U and D of the
-    first expert, then of the next, and so on. `chosen` and `shares` are as in `experts`.
+    """Return, for each token of x, the weighted sum of experts (silu(x G) · x U) D. `weights`
+    contains the matrices G, U, D of the first expert, then of the second expert, and so on.
+    `chosen` and `shares` are as in `experts`.
     """
     operands: list[Tensor | None] = []
     for place in range(0, len(weights), 3):
@@ -260,6 +273,7 @@ def listed_experts(x: Tensor, chosen: Tensor, shares: Tensor, *weights: Tensor) 
 
 
 def _identity_route(chosen: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the arguments: they already are the selected experts and their weights."""
     return chosen, shares
 
 
@@ -269,7 +283,11 @@ def _apply_mixture(
     routing: tuple[Tensor | None, Tensor | None],
     operands: Iterable[Tensor | None],
 ) -> Tensor:
-    x = x.to(_autocast_type(x) or x.dtype)  # Backward then saves x in autocast's type.
+    """Return the result of a mixture for x. `routing` are the two operands of `settings.route`,
+    `operands` all tensors of the layers.
+    """
+    # x is converted to autocast's type here, so that it is saved for backward in this type.
+    x = x.to(_autocast_type(x) or x.dtype)
     found: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         settings, x, *routing, *operands
     )
@@ -277,7 +295,9 @@ def _apply_mixture(
 
 
 def _apply_layer(x: Tensor, layer: ExpertLayer, bits: int) -> Tensor:
-    """Return one layer of an expert. Packed weights are unpacked here."""
+    """Return the result of one linear layer of one expert for x. Packed weights of `bits` bits are
+    unpacked here, so that few are in memory at one time.
+    """
     weight, bias, *packed = layer
     assert weight is not None
     if packed:
@@ -288,16 +308,18 @@ def _apply_layer(x: Tensor, layer: ExpertLayer, bits: int) -> Tensor:
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
+    """Return Gelu of x in its approximation by tanh."""
     return F.gelu(x, approximate="tanh")
 
 
 def swiglu(
     alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf, turns: bool = True
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function g σ(α g) (l + β) of gates g and linear parts l. g is clamped to at most
-    `limit`, and l to [-limit, limit].
+    """Return a function that maps [..., 2 n] to [..., n]. From gates g and linear parts l it
+    computes g σ(α g) (l + β), with g clamped to at most `limit`, and l to [-limit, limit].
 
-    The last dimension alternates between g and l if `turns`, otherwise all g precede all l.
+    Gates and linear parts alternate in the last dimension if `turns`; otherwise all gates precede
+    all linear parts.
     """
 
     def function(x: Tensor) -> Tensor:
@@ -305,7 +327,7 @@ def swiglu(
         if limit < math.inf:
             gates = gates.clamp(max=limit)
             linear = linear.clamp(-limit, limit)
-        # For α = 0, σ(α g) is 1/2; `gated` divides by α and therefore gets a tiny value.
+        # For α = 0, σ(α g) is 1/2. `gated` divides by α, so it gets a tiny value instead of 0.
         return gated(gates, linear + beta if beta else linear, "silu", alpha or 1e-6)
 
     return function

@@ -1,8 +1,8 @@
-"""Gated linear units act(gate) · up (Shazeer, "GLU Variants Improve Transformer", 2020),
-elementwise.
+"""Gated linear units: the elementwise part act(gate) · up (Shazeer, "GLU Variants Improve
+Transformer", 2020).
 
-Only gate and up are saved for backward. Backward recomputes act(gate), which costs a pass over
-memory but no matmul.
+Only gate and up are saved for backward, which computes act(gate) again. This costs a pass over
+memory, but no matmul.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from torch import Tensor
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, alpha: float = 1.0) -> Tensor:
-    """Return act(gate) · up of two tensors of equal shape. `activation` is "silu" (x ·
-    sigmoid(alpha · x)), "gelu", "tanh" (Gelu with the tanh approximation) or "relu2" (squared
-    ReLU).
+    """Return act(gate) · up of two tensors of equal shape. `activation` names act: "silu" (x ·
+    sigmoid(alpha · x)), "gelu", "tanh" (Gelu in its approximation by tanh) or "relu2" (the square
+    of ReLU).
     """
     found: Tensor = _Gated.apply(gate, up, activation, alpha)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Gated(torch.autograd.Function):
+    """act(gate) · up, with gate and up saved for backward."""
+
     @staticmethod
     def forward(context: Any, gate: Tensor, up: Tensor, activation: str, alpha: float) -> Tensor:
         context.activation = activation, alpha
@@ -46,6 +48,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _activate(gate: Tensor, activation: str, alpha: float) -> Tensor:
+    """Return act(gate); `activation` and `alpha` are as in `gated`."""
     if activation == "silu":
         return F.silu(gate) if alpha == 1.0 else F.silu(alpha * gate) / alpha
     if activation == "relu2":
@@ -54,7 +57,7 @@ def _activate(gate: Tensor, activation: str, alpha: float) -> Tensor:
 
 
 def _gate_gradient(gradient: Tensor, gate: Tensor, activation: str, alpha: float) -> Tensor:
-    """Return the gradient of the gate from the gradient of the activation."""
+    """Return the gradient of gate; `gradient` is the gradient of act(gate)."""
     found: Tensor
     if activation == "relu2":
         found = gradient * (2 * F.relu(gate))

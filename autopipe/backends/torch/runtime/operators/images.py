@@ -1,7 +1,8 @@
-"""Convolutions, pooling, resizing and regions of images with ONNX semantics that torch lacks, and
+"""Convolutions, pooling, resizing and regions of images with ONNX semantics that torch lacks; and
 Fourier transforms.
 
-Pads are in the order of `F.pad`. A complex number is a pair in a last dimension of size 2.
+Pads are in the order of `F.pad`: before and after the last dimension, then the second last, and so
+on. A complex number is a pair in a last dimension of size 2.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def conv_transpose(
     groups: int,
     crop: Extents,
 ) -> Tensor:
-    """Return a transposed convolution whose full result is cropped (negative entries of `crop`) or
-    padded (positive entries), in the order of `F.pad`.
+    """Return a transposed convolution of x. Its full result is padded by `crop`, in the order of
+    `F.pad`; negative entries crop it.
     """
     full = _CONV_TRANSPOSE_BY_RANK[x.dim() - 3](x, weight, None, strides, 0, 0, groups, dilations)
     cropped = F.pad(full, crop)
@@ -46,8 +47,8 @@ def conv_integer(
     weight_zero_point: Tensor | None,
     *window: Any,
 ) -> Tensor:
-    """Return the convolution of integers minus their zero points, as int32. `window` is as in
-    `conv_quantized`.
+    """Return the convolution of integers x and weight, minus their zero points, as int32. `window`
+    is (strides, pads, dilations, number of groups).
     """
     return _exact_conv(x, x_zero_point, weight, weight_zero_point, None, window).to(torch.int32)
 
@@ -65,8 +66,9 @@ def conv_quantized(
     dtype: torch.dtype,
     *window: Any,
 ) -> Tensor:
-    """Return the quantized convolution of quantized operands. The unit of the bias is `x_scale *
-    weight_scale`. `window` contains the strides, the pads, the dilations and the number of groups.
+    """Return the convolution of quantized operands, quantized to `dtype` with `scale` and
+    `zero_point`. A unit of the integer `bias` is `x_scale * weight_scale`. `window` is (strides,
+    pads, dilations, number of groups).
     """
     product = _exact_conv(x, x_zero_point, weight, weight_zero_point, bias, window)
     return requantize(
@@ -82,8 +84,9 @@ def _exact_conv(
     bias: Tensor | None,
     window: tuple[Any, ...],
 ) -> Tensor:
-    """Return the convolution in float64 of integers minus their zero points. Pads have the value of
-    the zero point, which is 0 after the subtraction.
+    """Return the convolution in float64 of integers minus their zero points, in which it is exact.
+    Padding is 0 after the subtraction of the zero point. `window` is (strides, pads, dilations,
+    number of groups).
     """
     (strides, pads, dilations, groups) = window
     kernel = centre(weight, weight_zero_point)
@@ -105,12 +108,13 @@ def deform_conv(
     groups: int,
     offset_groups: int,
 ) -> Tensor:
-    """Deformable convolution of images (Dai et al., "Deformable Convolutional Networks", 2017; with
-    a mask: Zhu et al., 2019). Each tap of each window reads at its own offset, by bilinear
-    interpolation.
+    """Return a deformable convolution of images (Dai et al., "Deformable Convolutional Networks",
+    2017; with a mask: Zhu et al., 2019). Each tap of the kernel reads x at an offset of its own in
+    each window, by bilinear interpolation.
 
     x is [n, c, h, w], offset is [n, offset_groups * kh * kw * 2, oh, ow], mask is [n, offset_groups
-    * kh * kw, oh, ow].
+    * kh * kw, oh, ow]; kh and kw are the sizes of the kernel. `begin` are the pads before each
+    spatial axis.
     """
     batch, channels, height, width = x.shape
     kh, kw = weight.shape[2:]
@@ -119,7 +123,9 @@ def deform_conv(
     shifts = offset.reshape(batch, offset_groups, taps, 2, oh, ow)
 
     def base(axis: int, count: int) -> Tensor:
-        """Return the position [kernel, count] that each tap of each window reads without offset."""
+        """Return the positions along a spatial axis that the taps read without offset: [size of the
+        kernel, count], for `count` windows.
+        """
         starts = torch.arange(count, device=x.device, dtype=x.dtype) * strides[axis] - begin[axis]
         steps = (
             torch.arange(weight.shape[2 + axis], device=x.device, dtype=x.dtype) * dilations[axis]
@@ -133,8 +139,9 @@ def deform_conv(
         taps, oh, ow
     )
     images = x.reshape(batch * offset_groups, channels // offset_groups, height, width)
-    # `grid_sample` scales positions by the distance of the first and the last pixel. An image with
-    # one row or one column gets a second one of zeros, because this distance would be zero.
+    # `grid_sample` divides positions by the distance of the first and the last pixel. To an image
+    # with one row or one column, a second row or column of zeros is added, because this distance
+    # would be 0.
     images = F.pad(images, (0, int(width == 1), 0, int(height == 1)))
     height, width = images.shape[2:]
     grid = torch.stack((2 * columns / (width - 1) - 1, 2 * rows / (height - 1) - 1), dim=-1)
@@ -150,7 +157,9 @@ def deform_conv(
 
 
 def _windows(padded: Tensor, kernel: Extents, strides: Extents, dilations: Extents) -> Tensor:
-    """Return a view [n, c, *o, *k] of the elements of each window."""
+    """Return a view [n, c, *o, *k] of padded images [n, c, ...], with the elements [*k] of each
+    window [*o].
+    """
     for axis, (size, stride, dilation) in enumerate(
         zip(kernel, strides, dilations, strict=True), 2
     ):
@@ -166,11 +175,12 @@ def average_pool(
     pads: Extents,
     counted: Extents,
 ) -> Tensor:
-    """Return the mean of each window of x, padded by `pads`. The divisor counts the elements of x
-    and the pads within `counted`.
+    """Return the mean of each window of x, padded with zeros by `pads`. A mean divides by the
+    number of elements of the window that are in x or in the part `counted` of the pads.
     """
 
     def means(padded: Tensor) -> Tensor:
+        """Return the mean of each window, including all padding."""
         if set(dilations) == {1}:
             return _AVERAGE_POOL_BY_RANK[len(kernel) - 1](padded, kernel, strides)
         return _windows(padded, kernel, strides, dilations).mean(tuple(range(-len(kernel), 0)))
@@ -185,6 +195,7 @@ def average_pool(
 def lp_pool(
     x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, power: int
 ) -> Tensor:
+    """Return the p-norm of each window of x, padded with zeros by `pads`; p is `power`."""
     windows = _windows(F.pad(x, pads), kernel, strides, dilations)
     norms: Tensor = torch.linalg.vector_norm(windows, power, tuple(range(-len(kernel), 0)))
     return norms
@@ -193,8 +204,8 @@ def lp_pool(
 def max_pool_with_indices(
     x: Tensor, kernel: Extents, strides: Extents, dilations: Extents, pads: Extents, order: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each window, and its index in the flattened x. The spatial axes are
-    flattened in row-major order (`order` 0) or column-major order (1).
+    """Return (maximum of each window, its index in the flattened x). For the index, spatial axes
+    are flattened in row-major order if `order` is 0, in column-major order if it is 1.
     """
     values = x if x.is_floating_point() else x.float()
     rank = len(kernel)
@@ -204,7 +215,7 @@ def max_pool_with_indices(
     largest, places = windows.max(-1)
     spatial = range(2, x.dim())
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
-    distance = 1  # Index distance of neighbors along the axis.
+    distance = 1  # Distance of neighbours along the current axis, in flattened indices.
     for axis in (*(spatial if order else reversed(spatial)), 1, 0):
         index += along(torch.arange(x.shape[axis], device=x.device) * distance, axis, x.dim())
         distance *= x.shape[axis]
@@ -214,8 +225,8 @@ def max_pool_with_indices(
 
 
 def max_unpool(x: Tensor, indices: Tensor, inferred: Extents, shape: Extents) -> Tensor:
-    """Scatter x to `indices` in a flattened tensor of zeros of shape `inferred`. Return this
-    tensor, padded at the end to `shape`.
+    """Return a tensor of zeros with x at the flattened `indices`. The indices refer to the shape
+    `inferred`; the result is padded at the end of each axis to `shape`.
     """
     flat = torch.zeros(math.prod(inferred), dtype=x.dtype, device=x.device)
     filled = flat.scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(inferred)
@@ -226,10 +237,11 @@ def max_unpool(x: Tensor, indices: Tensor, inferred: Extents, shape: Extents) ->
 
 
 ResizedAxis = tuple[int, int, float, float, float]
-"""(axis, size of the result, scale, start and end of the range that is read, in fractions from 0 to
-1).
+"""(axis, size of the result, scale, start, end) of an axis that is resized. For tf_crop_and_resize,
+start and end limit the range of x that is read, as fractions of the axis.
 """
-_ROUNDING_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # Otherwise: ceil.
+# The mode that is not listed, `ceil`, is the default of lookups.
+_ROUNDING_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "round_prefer_floor": lambda places: torch.ceil(places - 0.5),
     "round_prefer_ceil": lambda places: torch.floor(places + 0.5),
     "floor": torch.floor,
@@ -250,9 +262,9 @@ def resize(
 ) -> Tensor:
     """Return x resized along `axes`.
 
-    `places` is ONNX's `coordinate_transformation_mode`, `rounding` its `nearest_mode`, and
-    `coefficient` the coefficient of the cubic kernel (Keys, 1981). `outside` is the value of
-    elements whose position is outside of x, for tf_crop_and_resize.
+    `mode` is `nearest`, `linear` or `cubic`. `places` is ONNX's `coordinate_transformation_mode`,
+    `rounding` its `nearest_mode`. `coefficient` is the parameter of the cubic kernel (Keys, 1981).
+    With tf_crop_and_resize, elements whose position is outside of x get the value `outside`.
     """
     for resized in axes:
         axis = resized[0]
@@ -283,7 +295,9 @@ def resize(
 
 
 def _source_positions(resized: ResizedAxis, extent: int, rule: str, device: torch.device) -> Tensor:
-    """Return the position in x of each element of the result, as float64."""
+    """Return the position in x of each element of the result along one axis, float64 [size of the
+    result]. `extent` is the size of the axis of x, `rule` ONNX's `coordinate_transformation_mode`.
+    """
     _, count, scale, start, stop = resized
     spots = torch.arange(count, dtype=torch.float64, device=device)
     width = scale * extent
@@ -308,7 +322,9 @@ def _interpolation_taps(
     places: Tensor, support: int, coefficient: float, stretch: float
 ) -> tuple[Tensor, Tensor]:
     """Return (taps, weights), each [result, taps]: the indices in x that each element of the result
-    reads, and their weights.
+    reads along one axis, which may be outside of x, and their weights. `places` are the positions
+    in x; `support` is the radius of the kernel, 1 if linear and 2 if cubic; a `stretch` below 1
+    widens the kernel, for antialiasing.
     """
     first = math.floor(-support / stretch) + 1
     offsets = torch.arange(first, 2 - first, device=places.device)
@@ -338,11 +354,14 @@ def roi_align(
     half_pixel: bool,
     largest: bool,
 ) -> Tensor:
-    """Return each region [x1, y1, x2, y2] of `images[owner]` as `size` bins (He et al., "Mask
-    R-CNN", 2017). A bin is the mean of its bilinear samples, or their maximum if `largest`.
+    """Return the `regions` [n, 4], given as x1, y1, x2, y2, of images, as [n, channels, *size].
+    Region i is in `images[owners[i]]`. An element of the result is a bin; its value is the mean of
+    bilinear samples in the bin, or their maximum if `largest` (He et al., "Mask R-CNN", 2017).
+    Coordinates are multiplied by `scale`.
 
-    `samples` is the number of samples per bin and axis. If it is 0, there is one sample per pixel
-    of the bin. The maximum is over the four weighted neighbors of all samples, as ONNX defines.
+    `samples` is the number of samples per bin and axis. If it is 0, there is about one sample per
+    pixel of the bin. As ONNX defines it, the maximum is over the four weighted pixels around each
+    sample.
     """
     starts, ends = (
         (regions.detach() * scale - (0.5 if half_pixel else 0.0))
@@ -353,7 +372,8 @@ def roi_align(
     extents = (ends - starts).clamp(min=-math.inf if half_pixel else 1.0)
     if samples:
         return _align_regions(images, starts, extents, owners, size, (samples, samples), largest)
-    # The number of samples is computed on the device: one copy to the host.
+    # The numbers of samples depend on the regions. They are copied to the host once, for all
+    # regions.
     counts = (
         torch.stack([extents[:, axis] / size[axis] for axis in range(2)], 1)
         .ceil()
@@ -378,8 +398,8 @@ def _align_regions(
     samples: Sequence[int],
     largest: bool,
 ) -> Tensor:
-    """Return regions that start at rows and columns `starts` [n, 2], with equally many `samples`
-    (down, across) per bin.
+    """Return regions as `roi_align` does, with `samples` (down, across) samples per bin for all
+    regions. `starts` and `extents` [n, 2] are (row, column) and (height, width) of each region.
     """
     (rows, is_in_y), (columns, is_in_x) = (
         _bin_samples(
@@ -393,7 +413,8 @@ def _align_regions(
     )
     inside = (is_in_y[:, :, None] & is_in_x[:, None, :]).to(images.dtype)
     parts = [
-        # A slice between advanced indices becomes the last dimension: [n, rows, columns, channels].
+        # A slice between advanced indices becomes the last dimension of the result: [n, rows,
+        # columns, channels].
         images[owners[:, None, None], :, y[:, :, None], x[:, None, :]]
         * (wy[:, :, None] * wx[:, None, :] * inside).unsqueeze(3)
         for y, wy in rows
@@ -411,9 +432,10 @@ def _align_regions(
 def _bin_samples(
     starts: Tensor, extents: Tensor, bins: int, samples: int, pixels: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return the samples of all bins of [start, start + extent) along one axis, each [n, bins *
-    samples]: the pixels before and after each sample with their weights, and whether the sample is
-    inside of the image.
+    """Return ([(low, weight), (high, weight)], inside) for all samples along one axis, each [n,
+    bins * samples]. low and high are the pixels before and after a sample, with their weights for
+    linear interpolation. inside is true for samples inside of the image, which has `pixels` pixels.
+    A region is [start, start + extent).
     """
     numbers = torch.arange(bins * samples, device=starts.device, dtype=starts.dtype)
     places = starts + (numbers + 0.5) * (extents / bins / samples)
@@ -425,9 +447,10 @@ def _bin_samples(
 
 
 def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scale: float) -> Tensor:
-    """Return the maximum pixels of `size` bins of each region [image, x1, y1, x2, y2] (Girshick,
-    "Fast R-CNN", 2015). Corners are rounded to pixels and belong to the region. A bin without
-    pixels is 0.
+    """Return the `regions` [n, 5], given as image, x1, y1, x2, y2, of images, as [n, channels,
+    *size]. An element of the result is a bin; its value is the maximum of the pixels in the bin, 0
+    if there are none (Girshick, "Fast R-CNN", 2015). Coordinates are multiplied by `scale` and
+    rounded to pixels; both corners belong to the region.
     """
     corners = regions[:, 1:].detach() * scale
     corners = torch.where(corners < 0, (corners - 0.5).ceil(), (corners + 0.5).floor())
@@ -442,7 +465,7 @@ def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scal
         inside = (places >= (bins[:-1].floor() + start)[..., None]) & (
             places < (bins[1:].ceil() + start)[..., None]
         )
-        # The shape of one bin: a dimension of regions and a dimension of pixels.
+        # For one bin: a dimension for regions, and one for the pixels of the axis.
         shape = [-1, 1, *([1] * (axis - 2)), len(places), *([1] * (3 - axis))]
         pooled = torch.stack(
             [pooled.masked_fill(~each.view(shape), -math.inf).amax(axis) for each in inside], axis
@@ -463,13 +486,13 @@ def suppressed(
 ) -> Tensor:
     """Non-maximum suppression of boxes [images, boxes, 4] with scores [images, classes, boxes].
 
-    Return the indices of the selected boxes per image and class, in descending order of score:
+    Return the indices of the selected boxes of each image and class, in descending order of score:
     [images, classes, most], padded with -1. A box is skipped if its score is not above `least`, or
-    if its intersection over union with a box selected before is above `overlap`.
+    if its intersection over union with a box selected before exceeds `overlap`.
 
-    A box consists of two opposite corners if `corners`, otherwise of its center and its sizes.
+    The numbers of a box are two opposite corners if `corners`, otherwise its center and its sizes.
     """
-    places = boxes.detach().float().movedim(2, 0)[:, :, None]  # [4, images, 1, boxes]
+    places = boxes.detach().float().movedim(2, 0)[:, :, None]  # Shape: [4, images, 1, boxes].
     one, two = places.split(2)
     low, high = (
         (torch.minimum(one, two), torch.maximum(one, two))
@@ -497,8 +520,8 @@ def suppressed(
 
 
 def _pick_boxes(facts: Tensor, number: Tensor) -> Tensor:
-    """Return the entries of `facts` [..., images, 1, boxes] for the boxes `number` [images,
-    classes, 1].
+    """Return the entries of `facts` [..., images, 1, boxes] for the boxes with the indices `number`
+    [images, classes, 1]: [..., images, classes, 1].
     """
     outer = facts.shape[:-3]
     spread = facts.expand(*outer, *number.shape[:2], facts.shape[-1])
@@ -506,7 +529,9 @@ def _pick_boxes(facts: Tensor, number: Tensor) -> Tensor:
 
 
 def rows_kept(numbers: Tensor, count: int) -> Tensor:
-    """Return the rows [image, class, box] of the first `count` selected boxes."""
+    """Return the first `count` selected boxes as rows (image, class, box), [count, 3]. `numbers` is
+    the result of `suppressed`.
+    """
     places = nonzero(numbers >= 0, count)
     return torch.cat([places[:2], numbers[tuple(places)][None]]).t()
 
@@ -520,9 +545,12 @@ def dft(
     onesided: bool = False,
 ) -> Tensor:
     """Return the discrete Fourier transform along `dim` of real data (last dimension of size 1) or
-    complex data (size 2), cropped or zero-padded to `length`.
+    complex data (size 2), cropped or zero-padded to `length`. The result has pairs in its last
+    dimension.
 
-    With `onesided` and `inverse`, the data are one half of a spectrum, and the result is real.
+    `onesided` restricts the spectrum of real data to nonnegative frequencies. With `onesided` and
+    `inverse`, the data are such a spectrum, and the result is real, with a last dimension of size
+    1.
     """
     signal = torch.view_as_complex(data.contiguous()) if data.shape[-1] == 2 else data.squeeze(-1)
     if inverse and onesided:
@@ -535,8 +563,9 @@ def dft(
 def stft(
     signal: Tensor, step: int, window: Tensor | None, length: int, *, onesided: bool
 ) -> Tensor:
-    """Return the Fourier transforms of windows of `length` samples, at a distance of `step`
-    samples: `[batch, frames, bins, 2]`.
+    """Return the Fourier transforms of windows of `length` samples, whose starts are `step` samples
+    apart: [batch, frames, bins, 2]. `window` is multiplied with each window; None for no weights.
+    `onesided` restricts the result to nonnegative frequencies.
     """
     samples = (
         torch.view_as_complex(signal.contiguous()) if signal.shape[-1] == 2 else signal.squeeze(-1)
@@ -550,7 +579,7 @@ def stft(
 def hamming_window(
     length: int, *, periodic: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the Hamming window with ONNX's exact coefficients 25/46 and 21/46."""
+    """Return a Hamming window [length] with ONNX's coefficients 25/46 and 21/46."""
     return torch.hamming_window(
         length, periodic, alpha=25 / 46, beta=21 / 46, dtype=dtype, device=device
     )
@@ -566,8 +595,9 @@ def mel_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return triangular filters `[length // 2 + 1, bins]` on the mel scale, 2595 log10(1 + f /
-    700).
+    """Return triangular filters [length // 2 + 1, bins] from frequencies to bins of the mel scale,
+    2595 log10(1 + f / 700). `length` is the length of the transform, `rate` the samples per second,
+    `low` and `high` the limits in Hz.
     """
     ends = [2595 * math.log10(1 + frequency / 700) for frequency in (low, high)]
     mels = (
@@ -584,5 +614,5 @@ def mel_weights(
     weights = torch.minimum(
         (rows - lower) / (centres - lower), (upper - rows) / (upper - centres)
     ).clamp(min=0)
-    # The peak is 1. If a side has width 0, the division gives NaN at the peak.
+    # The peaks are set to 1, because the division gives NaN there if a side has width 0.
     return weights.scatter(0, centres.long()[None], 1.0).to(dtype)

@@ -1,5 +1,5 @@
-"""Linear attention, which adds up keys and values in a matrix, and the short causal convolution
-that precedes it. Both have a state that passes from call to call.
+"""Linear attention, which sums up keys and values in a matrix, and the short causal convolution
+that precedes it in models. Both return a state, which the next call takes as `past`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 CHUNK_TOKENS = 64
 NARROW_CHUNK_TOKENS = 16
-"""Tokens per chunk: `CHUNK_TOKENS` if there is one decay per head or none, `NARROW_CHUNK_TOKENS` if
-there is one decay per feature.
+"""Number of tokens that are computed together: `CHUNK_TOKENS` without decay or with one decay per
+head, `NARROW_CHUNK_TOKENS` with one decay per feature, which needs more memory per token.
 """
 
 
@@ -29,15 +29,16 @@ def linear_attention(
     groups: int,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute S ← exp(g) S + k uᵀ and y = scale · Sᵀ q for each token, with u = v or, if `beta` is
-    given, u = β (v - exp(g) Sᵀ k). Return (y, S).
+    """Return (y, S). For each token, the state becomes S ← exp(g) S + k uᵀ, and the result is y =
+    scale · Sᵀ q. Here u = v or, if `beta` is given, u = β (v - exp(g) Sᵀ k) with the former S.
 
-    Queries, keys and values are [b, t, h · d], `decay` g is [b, t, h] or [b, t, h · d], `beta` β is
-    [b, t, h or 1], and the state S is [b, h, d, v]. Each of the `groups` states serves an equal
-    number of the query `heads`.
+    Queries q, keys k and values v are [b, t, h · d] for b samples, t tokens, h heads and d
+    features. `decay` g is [b, t, h] or [b, t, h · d], `beta` β is [b, t, h or 1], and the state S
+    is [b, h, d of keys, d of values]. Keys, values and states have `groups` heads; each serves an
+    equal number of the query `heads`. The default of `scale` is 1 / sqrt(d).
 
-    The tokens are computed in chunks. Within a chunk, the u are the solution of a triangular system
-    (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
+    The tokens are computed in chunks. Within a chunk, the vectors u are the solution of a
+    triangular system (Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024).
     """
     with torch.autocast("cuda" if query.is_cuda else "cpu", enabled=False):
         q = _split_heads(query, heads)
@@ -75,7 +76,9 @@ def _compute_chunk(
     decay: Tensor | None,
     beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of a chunk of tokens, and the state after the chunk."""
+    """Return (results, state) of a chunk of tokens; `state` is the state before the chunk. Operands
+    are as in `linear_attention`, but split into heads: [b, h, t, d].
+    """
     total = None if decay is None else decay.cumsum(2)
     if beta is not None:
         known = torch.matmul(_apply_decay(key, total), state)
@@ -95,12 +98,16 @@ def _compute_chunk(
 
 
 def _apply_decay(x: Tensor, total: Tensor | None) -> Tensor:
+    """Return x multiplied by exp(`total`), the decay since the start of the chunk; x if `total` is
+    None.
+    """
     return x if total is None else x * total.exp()
 
 
 def _decayed_scores(left: Tensor, right: Tensor, total: Tensor | None) -> Tensor:
-    """Return the dot products of each token with itself and the previous tokens, multiplied by the
-    decay between the two tokens.
+    """Return a matrix of scores [..., t, t]: for each token of `left`, the dot product with itself
+    and each previous token of `right`, multiplied by the decay between the two tokens; 0 for later
+    tokens. `total` is the sum of the decays from the start of the chunk.
     """
     size = left.shape[-2]
     before = torch.ones(size, size, dtype=torch.bool, device=left.device).tril()
@@ -121,9 +128,9 @@ def causal_convolution(
     *,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (result, state). The result is a convolution per channel of x [b, c, t], which reads
-    the current and previous elements. The state contains the last elements, which precede x in the
-    next call.
+    """Return (result, state). The result is a convolution per channel of x [b, c, t], in which an
+    element depends on itself and previous elements only; with `silu`, SiLU is applied. The state
+    contains the last elements of x, which precede x in the next call as `past`.
     """
     width = weight.shape[2] - 1
     joined = F.pad(x, (width, 0)) if past is None else torch.cat((past.to(x.dtype), x), 2)

@@ -1,14 +1,15 @@
-"""Cross-entropy of the scores `x @ weight.T + bias`. The scores are in memory for one block of
-classes at a time.
+"""Cross-entropy of the logits `x @ weight.T + bias`, of which only a block of classes is in memory
+at a time.
 
-Forward saves x, the weight, the bias, the labels and the log-sum-exp of each label's scores.
-Backward recomputes the scores, one block at a time. This costs one additional matmul. Computing
-gradients in forward instead (Hsu et al., "Liger Kernel", 2024, section 3.2) would store the
-gradient of the weight, which is as large as the weight, for each micro-batch in flight (its forward
-has run, its backward has not).
+Forward saves x, the weight, the bias, the labels and, for each label, the log-sum-exp of its
+logits. Backward computes the logits again, block by block, which costs one more matmul. The
+alternative is to compute gradients in forward (Hsu et al., "Liger Kernel", 2024, section 3.2). It
+would store the gradient of the weight, which is as large as the weight, for each micro-batch in
+flight (its forward has run, its backward has not).
 
-Blocks consist of classes, as FlashAttention's blocks consist of keys (Dao et al., 2022). Each block
-of the weight's gradient is therefore a single matmul, unlike with blocks of labels.
+Blocks consist of classes, as FlashAttention's blocks consist of keys (Dao et al., 2022). So each
+block of the weight's gradient is a single matmul. With blocks of labels it would be a sum of
+matmuls.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ def linear_cross_entropy(
     group: Group | None = None,
     batch: Group | None = None,
 ) -> Tensor:
-    """Return `F.cross_entropy` of the scores x [*labels, features] times weight [classes,
-    features], computed for `step` classes at a time. If `softcap` is not 0, each score s is
-    replaced by softcap · tanh(s / softcap).
+    """Return `F.cross_entropy` of the logits of x [*labels, features] and weight [classes,
+    features], computed for `step` classes at a time. If `softcap` is not 0, each logit s is
+    replaced by softcap · tanh(s / softcap). `class_weight` is the argument `weight` of
+    `F.cross_entropy`.
 
     With `group`, weight and bias are sharded along the classes, and the result is the partial loss
-    of the labels in this rank's range. With `batch`, the labels are sharded, and a mean divides by
-    the weights of all labels.
+    of the labels in this rank's range of classes. With `batch`, the labels are sharded over that
+    group, and a mean divides by the total weight of the labels of all its ranks.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -73,8 +75,8 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss per label, multiplied by the weights `own`. `places` contains the index of each label in
-    this rank's classes.
+    """The loss of each label, multiplied by its weight in `own`, 0 for labels of other ranks.
+    `places` contains the index of each label among this rank's classes.
     """
 
     @staticmethod
@@ -154,7 +156,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _class_blocks(
     weight: Tensor, bias: Tensor | None, step: int
 ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Yield (first class, rows of weight, elements of bias) of each block of `step` classes."""
+    """Yield (first class, rows of weight, elements of bias or None) for each block of at most
+    `step` classes.
+    """
     for start in range(0, len(weight), step):
         yield (
             start,
@@ -164,14 +168,17 @@ def _class_blocks(
 
 
 def _block_scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
-    """Return the scores of a block of classes in float32 or float64. The matmul has x's type."""
+    """Return the logits of a block of classes, in float32 or float64. The matmul runs in the type
+    of x.
+    """
     found = wide(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
     return found if not softcap else found.div_(softcap).tanh_().mul_(softcap)
 
 
 def _index_in_block(places: Tensor, start: int, extent: int) -> tuple[Tensor, Tensor]:
-    """Return (index, inside). `index` is a column with the index of each label in the block, or 0
-    if the label is in another block. `inside` is true if the label is in the block.
+    """Return (index, inside) for the labels `places` and the block of `extent` classes from `start`
+    on. index [labels, 1]: index of each label in the block, 0 for labels of other blocks. inside
+    [labels]: true for labels of this block.
     """
     local = places - start
     inside = (local >= 0) & (local < extent)

@@ -1,9 +1,9 @@
 """Indexing, padding, normalization, quantization and random values with ONNX semantics that torch
 lacks.
 
-Indices may count from the end. Updates are cast to the type of the tensor into which they are
-written, because the types may differ under autocast and torch raises an error then. Quantized
-matmuls are exact, because they are computed in float64.
+Negative indices count from the end. Updates are cast to the element type of the tensor into which
+they are written: under autocast the types may differ, for which torch raises an error. Quantized
+matmuls are computed in float64, in which they are exact.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from autopipe.ir.words import plural
 def converted(
     results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
 ) -> tuple[Tensor, ...]:
-    """Return the results of an operator in the types `dtypes`. A result whose type is None is
-    unchanged.
+    """Return the results of an operator in the element types `dtypes`. A result whose entry is None
+    is unchanged.
     """
     return tuple(
         each if dtype is None else each.to(dtype)
@@ -38,8 +38,9 @@ def converted(
 
 
 def bounded(count: Tensor, most: int, title: str) -> Tensor:
-    """Return `count`, a data-dependent number of rows. Raise RuntimeError if it is above `most`; on
-    a GPU, this check does not wait for the device.
+    """Return `count`, a number of rows that depends on data. Raise RuntimeError if it exceeds
+    `most`, the planned size of the dimension named `title`. On a GPU, the host does not wait for
+    this check.
     """
     hint = f"plan with a larger --dim {title!r}=SIZE"
     assert_async(
@@ -49,20 +50,22 @@ def bounded(count: Tensor, most: int, title: str) -> Tensor:
 
 
 def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
-    """Return values moved towards zero by `bias`. Values within ±`threshold` become zero."""
+    """Return each element of data, moved towards zero by `bias`. Elements in [-threshold,
+    threshold] become zero.
+    """
     below = data < -threshold
     above = data > threshold
     return torch.where(below, data + bias, torch.where(above, data - bias, torch.zeros_like(data)))
 
 
 def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """Return `torch.gather` for indices that may be negative."""
+    """Return `torch.gather`, for indices that may be negative."""
     return torch.gather(data, dim, from_front(indices, data.shape[dim]))
 
 
 def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
-    """Return the slices of `data` at the tuples in the last dimension of `indices`. The first
-    `batch` dimensions are batch dimensions of both tensors.
+    """Return slices of `data`. Each vector in the last dimension of `indices` is the multi-index of
+    a slice. The first `batch` dimensions of both tensors are batch dimensions.
     """
     shared = data.shape[:batch]
     source = data.reshape(-1, *data.shape[batch:])
@@ -75,8 +78,8 @@ def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
 def scatter_elements(
     data: Tensor, dim: int, indices: Tensor, updates: Tensor, reduction: str | None = None
 ) -> Tensor:
-    """Return `data` with `updates` at `indices` along `dim`. If `reduction` is `sum`, `prod`,
-    `amax` or `amin`, updates are combined with the elements of `data`.
+    """Return a copy of `data` with `updates` written at `indices` along `dim`. If `reduction` is
+    `sum`, `prod`, `amax` or `amin`, updates are combined with the present elements instead.
     """
     places = from_front(indices, data.shape[dim])
     updates = updates.to(data.dtype)
@@ -88,8 +91,8 @@ def scatter_elements(
 def scatter_nd(
     data: Tensor, indices: Tensor, updates: Tensor, reduction: str | None = None
 ) -> Tensor:
-    """Return `data` with the slices `updates` at the tuples in the last dimension of `indices`.
-    `reduction` is as in `scatter_elements`.
+    """Return a copy of `data` with the slices `updates` written. Each vector in the last dimension
+    of `indices` is the multi-index of a slice. `reduction` is as in `scatter_elements`.
     """
     places = indices.unbind(-1)
     updates = updates.to(data.dtype)
@@ -108,8 +111,9 @@ def scatter_nd(
 def tensor_scatter(
     past: Tensor, update: Tensor, start: Tensor | None, dim: int, *, circular: bool
 ) -> Tensor:
-    """Return the cache `past` with `update` written along `dim`. Each sample (dimension 0) has its
-    own position `start`.
+    """Return a copy of the cache `past` with `update` written along `dim`, from position `start[i]`
+    on for sample i (dimension 0); from 0 on if `start` is None. If `circular`, positions behind the
+    end continue at 0.
     """
     places = torch.arange(update.shape[dim], device=past.device).expand(past.shape[0], -1)
     if start is not None:
@@ -124,10 +128,10 @@ def tensor_scatter(
 def one_hot(
     indices: Tensor, depth: int, values: Tensor, dim: int, group: Group | None = None
 ) -> Tensor:
-    """Return `values[1]` at each index along a new dimension `dim`, and `values[0]` elsewhere. An
-    index out of range has no `values[1]`.
+    """Return a tensor with a new dimension `dim` of size `depth`. It contains `values[1]` at each
+    index, and `values[0]` elsewhere. For an index out of range, all elements are `values[0]`.
 
-    With `group`, the new dimension is sharded, and `depth` is its local size.
+    With `group`, the new dimension is sharded, and `depth` is the size of a shard.
     """
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
     places = indices.unsqueeze(dim)
@@ -137,8 +141,8 @@ def one_hot(
 
 
 def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    """Return `data` with (before, after) elements added to each dimension by mode `reflect`, `edge`
-    or `wrap`. A negative number removes elements.
+    """Return `data` with elements added to each dimension, (before, after) of them. `mode` is
+    `reflect`, `edge` or `wrap`. Negative numbers remove elements.
     """
     for dim, (before, after) in enumerate(pads):
         if (before, after) != (0, 0):
@@ -157,7 +161,9 @@ def pad(data: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
 
 
 def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Tensor:
-    """Return `data` with the first `lengths[i]` steps of sample i reversed."""
+    """Return `data` in which, along the dimension `time`, the first `lengths[i]` steps of sample i
+    are in reversed order. `batch` is the dimension of samples.
+    """
     steps = torch.arange(data.shape[time], device=data.device)
     count = lengths.to(torch.int64).unsqueeze(1)
     places = torch.where(steps < count, count - 1 - steps, steps)
@@ -170,8 +176,8 @@ def reverse_sequence(data: Tensor, lengths: Tensor, time: int, batch: int) -> Te
 
 
 def listed(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values as a tensor [n]. Each value is written by a fill on the device, because a
-    copy from the host would wait for the device.
+    """Return `values` as a tensor [n]. Each value is written by a kernel on the device, because the
+    host would wait for a copy to the device.
     """
     made = torch.empty(len(values), dtype=dtype, device=device)
     for place, value in enumerate(values):
@@ -180,15 +186,18 @@ def listed(values: Sequence[float], *, dtype: torch.dtype, device: torch.device)
 
 
 def compress(data: Tensor, condition: Tensor, dim: int | None, count: int) -> Tensor:
-    """Return the first `count` slices along `dim` for which the condition is true. If `dim` is
-    None, return elements of the flattened `data`.
+    """Return the first `count` slices along `dim` at which `condition` is true. If `dim` is None,
+    return elements of the flattened `data`. `count` is fixed by the plan, so that the host need not
+    wait for the number of true elements.
     """
     source, dim = (data.flatten(), 0) if dim is None else (data, dim)
     return source.index_select(dim, _indices_of_first_true(condition, count))
 
 
 def nonzero(data: Tensor, count: int) -> Tensor:
-    """Return the indices of the first `count` elements that are not zero: [dimensions, count]."""
+    """Return the indices of the first `count` elements that are not zero, int64 [dimensions,
+    count].
+    """
     rest = _indices_of_first_true(data != 0, count)
     found = []
     for extent in reversed(data.shape):
@@ -198,8 +207,8 @@ def nonzero(data: Tensor, count: int) -> Tensor:
 
 
 def _indices_of_first_true(condition: Tensor, count: int) -> Tensor:
-    """Return the flat indices of the first `count` true elements, in order. With `torch.nonzero`,
-    the host would wait for the number of true elements.
+    """Return the flattened indices of the first `count` true elements of `condition`, in order.
+    Unlike with `torch.nonzero`, the host does not wait for the number of true elements.
     """
     return torch.argsort((~condition).flatten().to(torch.uint8), stable=True)[:count]
 
@@ -213,8 +222,8 @@ def col2im(
     strides: tuple[int, ...],
     pads: tuple[int, ...],
 ) -> Tensor:
-    """Return images of shape `image`: the sum of patches of shape `block`, `[batch, channels ·
-    points, positions]`.
+    """Return images of spatial shape `image`: the sum of patches of shape `block` at their
+    positions. `data` contains the patches, [batch, channels · elements of a patch, positions].
     """
     rank = len(block)
     padded = [image[i] + pads[i] + pads[i + rank] for i in range(rank)]
@@ -242,8 +251,8 @@ def col2im(
 def layer_norm(
     x: Tensor, shape: tuple[int, ...], scale: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, mean, 1 / deviation) of a layer normalization whose scale and bias broadcast to
-    the normalized shape.
+    """Return (y, mean, 1 / deviation) of the layer normalization over the last dimensions `shape`.
+    Unlike in torch, scale and bias need only broadcast to `shape`.
     """
     y, mean, inverse = torch.native_layer_norm(x, shape, None, None, epsilon)
     y = y * scale
@@ -251,8 +260,8 @@ def layer_norm(
 
 
 def local_response_norm(x: Tensor, size: int, alpha: float, beta: float, bias: float) -> Tensor:
-    """Return the local response normalization over windows of `size` channels. For an even `size`,
-    a window has one more channel after its channel than before.
+    """Return x / (bias + alpha / size · s)^beta, with s the sum of squares over a window of `size`
+    channels. If `size` is even, a window has one more channel after its own channel than before it.
     """
     before = (size - 1) // 2
     behind = size // 2
@@ -271,10 +280,13 @@ def quantize_linear(
     precision: torch.dtype | None = None,
     limits: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Return `saturate(round(x / scale) + zero_point)`. Ties are rounded to even. There is one
-    scale per tensor, per slice of `axis`, or per block along `axis`.
+    """Return saturate(round(x / scale) + zero_point), quantized to `dtype`. Ties are rounded to
+    even. There is one scale for all of x, one per index of `axis`, or, with `block_size`, one per
+    block along `axis`. `precision` is the type of the division, None for the type that torch
+    chooses.
 
-    `limits` are the smallest and largest value of a type with fewer than 8 bits, otherwise None.
+    `limits` are the smallest and the largest value of a type with fewer than 8 bits; None for other
+    types.
     """
     rounded = torch.round(scaled_down(x, scale, axis, block_size, precision))
     if zero_point is not None:
@@ -289,7 +301,7 @@ def scaled_down(
     block_size: int = 0,
     precision: torch.dtype | None = None,
 ) -> Tensor:
-    """Return `x / scale`. The scales are as in `quantize_linear`."""
+    """Return x / scale as float32. Scales and `precision` are as in `quantize_linear`."""
     spread = _broadcast_scales(scale, x, axis, block_size)
     return (x / spread if precision is None else x.to(precision) / spread.to(precision)).float()
 
@@ -302,7 +314,9 @@ def dequantize_linear(
     axis: int = 1,
     block_size: int = 0,
 ) -> Tensor:
-    """Return `(x - zero_point) * scale`. Scale and zero point are as in `quantize_linear`."""
+    """Return (x - zero_point) · scale in the type `dtype`. Scale and zero point are as in
+    `quantize_linear`.
+    """
     difference = x.float()
     if zero_point is not None:
         difference = difference - _broadcast_scales(zero_point, x, axis, block_size).float()
@@ -310,14 +324,14 @@ def dequantize_linear(
 
 
 def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (x as uint8, scale, zero point). The scale follows from the range of x, extended to
-    include 0.
+    """Return (x as uint8, scale, zero point). The scale maps the range of x, extended to include 0,
+    to [0, 255].
     """
     low = torch.clamp(torch.amin(x), max=0)
     high = torch.clamp(torch.amax(x), min=0)
     span = high - low
-    # The divisor is a tensor. For a Python number, torch multiplies by its reciprocal, and the
-    # result may be rounded differently.
+    # The divisor is a tensor, because torch would multiply by the reciprocal of a Python number,
+    # which may be rounded differently.
     scale = torch.where(span == 0, torch.ones_like(span), span / torch.full_like(span, 255))
     zero_point = torch.round(torch.clamp(-low / scale, 0, 255))
     return (
@@ -328,18 +342,18 @@ def dynamic_quantize_linear(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _MAX_PRODUCTS_IN_MEMORY = 2**24
-"""Maximum number of integer products in memory."""
+"""Maximum number of products of elements that `matmul_by_element` has in memory at one time."""
 
 
 def matmul_whole(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matmul of integers in their own type. On CUDA, which has no integer kernel, this
-    is `matmul_by_element`.
+    """Return the matmul of integers in their own element type. CUDA has no kernel for this, so
+    `matmul_by_element` is used there.
     """
     return matmul_by_element(a, b) if a.is_cuda else torch.matmul(a, b)
 
 
 def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
-    """Return `torch.matmul` of integers, computed by elementwise multiplication and sums."""
+    """Return `torch.matmul` of integers, computed by elementwise products and sums."""
     left = torch.atleast_2d(a)
     right = b if b.dim() > 1 else b.unsqueeze(1)
     shape = (
@@ -358,8 +372,8 @@ def matmul_by_element(a: Tensor, b: Tensor) -> Tensor:
 def matmul_integer(
     a: Tensor, b: Tensor, a_zero_point: Tensor | None, b_zero_point: Tensor | None
 ) -> Tensor:
-    """Return `(a - a_zero_point) @ (b - b_zero_point)` as int32. Zero points may be per row of a
-    and per column of b.
+    """Return (a - a_zero_point) @ (b - b_zero_point) as int32. There may be one zero point per row
+    of a and one per column of b.
     """
     return torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1)).to(torch.int32)
 
@@ -375,19 +389,24 @@ def matmul_quantized(
     zero_point: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Return the matmul of quantized operands, quantized to `dtype` with `scale` and
+    `zero_point`.
+    """
     product = torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1))
     ratio = a_scale.double() * b_scale.double() / scale.double()
     return _saturate(torch.round(product * ratio) + zero_point, dtype)
 
 
 def along(values: Tensor, axis: int, rank: int) -> Tensor:
-    """Return a vector in a shape that broadcasts along `axis` of a tensor of rank `rank`."""
+    """Return the vector `values` in a shape that broadcasts along `axis` of a tensor with `rank`
+    dimensions.
+    """
     return values.reshape([-1 if place == axis % rank else 1 for place in range(rank)])
 
 
 def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
-    """Return `x - zero_point` in float64, in which the difference is exact. A vector of zero points
-    is along `axis`.
+    """Return x - zero_point in float64, in which the difference of integers is exact. A vector of
+    zero points has one entry per index of `axis`.
     """
     if zero_point is None:
         return x.double()
@@ -400,8 +419,8 @@ def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
 def requantize(
     exact: Tensor, ratio: Tensor, zero_point: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return `exact` [n, c, ...] times `ratio` (one number, or one per channel), quantized to
-    `dtype`.
+    """Return `exact` [n, c, ...] times `ratio`, quantized to `dtype` with `zero_point`. `ratio` is
+    one number, or one per channel c.
     """
     factors = along(ratio, 1, exact.dim()) if ratio.numel() > 1 else ratio.reshape(())
     rounded = torch.round(exact * factors.double())
@@ -409,7 +428,9 @@ def requantize(
 
 
 def _broadcast_scales(values: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
-    """Return scales or zero points in a shape that broadcasts with x."""
+    """Return `values`, scales or zero points as in `quantize_linear`, in a shape that broadcasts
+    with x.
+    """
     if values.numel() == 1:
         return values.reshape(())
     if block_size:
@@ -418,6 +439,7 @@ def _broadcast_scales(values: Tensor, x: Tensor, axis: int, block_size: int) -> 
 
 
 def _saturate(rounded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rounded numbers as integers of type `dtype`, clamped to its range."""
     limits = torch.iinfo(dtype)
     return torch.clamp(rounded, limits.min, limits.max).to(torch.int32).to(dtype)
 
@@ -431,8 +453,9 @@ def _cumulative(
     exclusive: bool,
     reverse: bool,
 ) -> Tensor:
-    """Return cumulative results along `dim`. `exclusive` excludes the element itself; `reverse`
-    starts at the end.
+    """Return the cumulative results of `run` (`torch.cumsum` or `torch.cumprod`) along `dim`, whose
+    neutral element is `neutral`. If `exclusive`, an element does not include itself. If `reverse`,
+    accumulation starts at the end.
     """
     source = data.flip(dim) if reverse else data
     if exclusive:
@@ -447,8 +470,9 @@ cumprod = partial(_cumulative, torch.cumprod, 1)
 
 
 def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest or smallest elements along `dim`, in order, and their indices. Of
-    equal elements, the lower index is first, which `torch.topk` does not guarantee.
+    """Return (values, indices) of the `count` largest or smallest elements along `dim`, in order.
+    Of equal elements, the one with the lower index comes first, which `torch.topk` does not
+    guarantee.
     """
     source = (
         data.to(torch.int64) if data.dtype in (torch.uint16, torch.uint32, torch.uint64) else data
@@ -458,8 +482,8 @@ def top_k(data: Tensor, count: int, dim: int, *, largest: bool) -> tuple[Tensor,
 
 
 def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return 1 at the first maximum over `dims` and 0 elsewhere. `dims` is one axis, or all axes
-    from one axis on.
+    """Return 1 at the first maximum over the dimensions `dims`, and 0 elsewhere. `dims` is one
+    dimension, or a dimension and all following ones.
     """
     flat = data if len(dims) == 1 else data.flatten(dims[0])
     place = flat.argmax(dim=dims[0], keepdim=True)
@@ -467,18 +491,18 @@ def hardmax(data: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 _VALUES_PER_WORD = 1 << 32
-"""Number of values of a random word."""
+"""Number of values that a random word can have."""
 _MIN_INT32 = -(1 << 31)
-"""Smallest int32."""
+"""Smallest value of int32."""
 _MAX_INT32 = (1 << 31) - 1
-"""Largest int32."""
+"""Largest value of int32."""
 
 
 def dropout(
     data: Tensor, ratio: float | Tensor, stream: Stream, training: Tensor | bool = True
 ) -> Tensor:
-    """Drop elements with probability `ratio` and scale up the other elements. No element is dropped
-    if `training` is false.
+    """Return data with each element set to 0 with probability `ratio`, and the other elements
+    multiplied by 1 / (1 - ratio). If `training` is false, return the data unchanged.
     """
     return dropout_and_mask(data, ratio, stream, training)[0]
 
@@ -490,6 +514,9 @@ def dropout_and_mask(
     training: Tensor | bool = True,
     mask: torch.dtype = torch.bool,
 ) -> tuple[Tensor, Tensor]:
+    """Return (result, mask): `dropout` of data, and a mask of type `mask` that is 1 for elements
+    that are kept.
+    """
     if training is False:
         return data, torch.ones_like(data, dtype=mask)
     if isinstance(training, Tensor):
@@ -501,7 +528,7 @@ def dropout_and_mask(
         scale = torch.where(ratio < 1, 1 / (1 - ratio), 0).to(data.dtype)
         kept = stream.draw(data.shape, lambda words: as_unsigned(words) >= threshold, torch.bool)
     else:
-        # Both sides are reduced by 2³¹, so that they can be compared as signed integers.
+        # 2³¹ is subtracted from both sides, so that they can be compared as signed integers.
         signed = round(ratio * _VALUES_PER_WORD) + _MIN_INT32
         scale = 1 / (1 - ratio) if ratio < 1 else 0.0
         if signed > _MAX_INT32:
@@ -512,7 +539,7 @@ def dropout_and_mask(
 
 
 def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """Return 1 with the probability of each element, else 0."""
+    """Return, for each element of `probability`, 1 with this probability, otherwise 0."""
     return (
         _unsigned_words(stream, probability.shape) < probability.double() * _VALUES_PER_WORD
     ).to(dtype)
@@ -521,10 +548,10 @@ def bernoulli(probability: Tensor, stream: Stream, dtype: torch.dtype) -> Tensor
 def uniform(
     shape: tuple[int, ...], low: float, high: float, stream: Stream, dtype: torch.dtype
 ) -> Tensor:
-    """Return numbers from low to high, equal on every device.
+    """Return random numbers from `low` to `high`, bitwise equal on every device.
 
-    The product of 29 bits of a word and of a float32 is exact in float64, so it does not matter
-    whether a compiler contracts product and sum.
+    The product of 29 bits of a random word and a float32 is exact in float64. So the result does
+    not depend on whether a compiler fuses the multiplication with the addition.
     """
     step = _round_to_float32(high - low) * 2.0**-29
 
@@ -537,8 +564,8 @@ def uniform(
 def normal(
     shape: tuple[int, ...], mean: float, scale: float, stream: Stream, dtype: torch.dtype
 ) -> Tensor:
-    """Return normal numbers, equal on every device: products of two float32 are exact in float64,
-    as in `uniform`.
+    """Return normal random numbers with this mean and with standard deviation `scale`. They are
+    bitwise equal on every device, because products of two float32 are exact in float64.
     """
     factor = _round_to_float32(scale)
     return stream.draw(
@@ -549,14 +576,14 @@ def normal(
 
 
 def _round_to_float32(number: float) -> float:
-    """Return the number rounded to the 24 bits of a float32."""
+    """Return a number rounded to the 24 bits of a float32's mantissa."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 2**24), exponent - 24)
 
 
 def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dtype) -> Tensor:
-    """Draw `count` classes per row. `logarithms` contains the log-probabilities of the classes, up
-    to a constant.
+    """Return `count` random classes for each row. `logarithms` [rows, classes] contains
+    log-probabilities, up to a constant per row.
     """
     below = logarithms.double().softmax(1).cumsum(1)
     drawn = (
@@ -570,4 +597,5 @@ def multinomial(logarithms: Tensor, count: int, stream: Stream, dtype: torch.dty
 
 
 def _unsigned_words(stream: Stream, shape: tuple[int, ...]) -> Tensor:
+    """Return random words of a stream as integers in [0, 2³²), int64."""
     return stream.draw(shape, as_unsigned, torch.int64)

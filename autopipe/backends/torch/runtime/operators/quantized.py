@@ -1,5 +1,7 @@
-"""Matmuls and lookups with packed weights of a few bits. The weights are unpacked a few rows at a
-time, and unpacked again in backward.
+"""Matmuls and lookups with weights that are packed integers of a few bits. A few rows of weights
+are unpacked at a time; backward unpacks them again.
+
+Packed data have blocks along each row; each block has one scale and one zero point.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.operators.sharded import from_front
 
 _MAX_UNPACKED_WEIGHTS = 1 << 22
-"""Maximum number of weights that are unpacked at a time."""
+"""Maximum number of weights that are unpacked at one time (at least one row)."""
 
 
 def unpacked(data: Tensor, bits: int) -> Tensor:
-    """Return the unsigned integers in the bytes of the last dimension, lowest bits first."""
+    """Return the unsigned integers of `bits` bits that are packed in the bytes of the last
+    dimension. The lowest bits of a byte come first.
+    """
     if bits == 8:
         return data
     parts = [(data >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
@@ -27,7 +31,8 @@ def unpacked(data: Tensor, bits: int) -> Tensor:
 
 def _dequantize_blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
     """Return the dequantized values [rows, values] of packed blocks [rows, blocks, bytes] with
-    scales [rows, blocks].
+    scales [rows, blocks]. Zero points `points` of type uint8 are packed; without zero points, the
+    zero point is the middle of the range.
     """
     if points is None:
         return (
@@ -47,8 +52,8 @@ def _dequantize_rows(
     width: int,
     groups: Tensor | None,
 ) -> Tensor:
-    """Return the dequantized values of some rows, with `width` values per row. `groups` contains,
-    per column, the index of the block whose scale applies.
+    """Return the dequantized values [rows, width] of some rows. If `groups` is given, it contains,
+    for each column, the index of the block whose scale and zero point apply.
     """
     if groups is None:
         return _dequantize_blocks(data, scales, points, bits)[:, :width]
@@ -111,11 +116,12 @@ def matmul_nbits(
     *,
     bits: int,
 ) -> Tensor:
-    """Return x Wᵀ. W consists of blocks of bytes [rows, blocks, bytes] with scales and zero points.
+    """Return x Wᵀ. The weights W are packed integers of `bits` bits: blocks `data` [rows, blocks,
+    bytes] with scales [rows, blocks] and zero points.
 
-    Zero points of type uint8 are packed, other types are not. Without zero points, the zero point
-    is the middle of the range. `groups` contains, per column of W, the index of the block whose
-    scale applies.
+    Zero points `points` of type uint8 are packed, other types are not. Without zero points, the
+    zero point is the middle of the range. If `groups` is given, it contains, for each column of W,
+    the index of the block whose scale and zero point apply.
     """
     found: Tensor = _PackedMatmul.apply(  # type: ignore[no-untyped-call]
         x, data, scales, points, groups, bits
@@ -132,8 +138,9 @@ def gather_blocks(
     *,
     bits: int,
 ) -> Tensor:
-    """Return the rows of a packed table at `indices`. Rows that are out of range or belong to other
-    ranks are zeros.
+    """Return the dequantized rows of a packed table at `indices`. Rows at indices that are out of
+    range are zeros. With `group`, the table is sharded along its rows, and rows of other ranks are
+    zeros.
     """
     rows = len(data)
     places = from_front(indices, rows * (1 if group is None else group.size))
@@ -147,8 +154,8 @@ def gather_blocks(
 
 
 def numbers_of(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
-    """Return the dequantized values of rows of bytes. There is one scale per row, or scales [rows,
-    blocks]. Zero points are packed in bytes.
+    """Return the dequantized values of rows of packed integers. There is one scale per row, [rows],
+    or one per block, [rows, blocks]. Zero points of type uint8 are packed.
     """
     if scales.dim() == 1:
         if points is not None:

@@ -1,5 +1,5 @@
-"""Recurrent layers with the semantics of ONNX. They use torch's fused kernels if these have the
-required semantics, and otherwise compute step by step.
+"""Recurrent layers with the semantics of ONNX. They use torch's fused kernels if the kernels have
+the required semantics; otherwise they compute step by step.
 
 Shapes, with s steps, b samples, i input features and h hidden units:
 
@@ -8,11 +8,11 @@ Shapes, with s steps, b samples, i input features and h hidden units:
 - biases: [directions, 2 * gates * h] (of the input, then of the recurrence)
 - states: [directions, b, h]
 
-With `batch_first`, b is the first axis of x and of the states.
+With `batch_first`, b is the first dimension of x and of the states.
 
-With `group`, each rank has a shard of the hidden units, in each gate and direction. The weights are
-replicated, but a rank uses only the rows of its own units and returns the results of these units.
-Before each step except the first, an all-gather collects the outputs of all units.
+With `group`, each rank computes a shard of the hidden units, in each gate and direction. All ranks
+have the full weights, but a rank uses only the rows of its own units, and returns the results of
+these units. Before each step except the first, an all-gather collects the outputs of all units.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from autopipe.backends.torch.runtime.operators.misc import reverse_sequence
 
 Activation = Callable[[Tensor], Tensor]
 Cell = Callable[[Tensor, list[Tensor], Tensor], list[Tensor]]
-"""Function that computes one step of a layer.
+"""Function that computes one step of one direction.
 
 Arguments: the contribution of the step's input to all gates, the states before the step, and the
-outputs of all units before the step. Result: the states after the step; the first state is the
+outputs of all units before the step. Result: the states after the step, of which the first is the
 output.
 """
-# Arguments of a factory: the direction and its activations.
+# Function that returns the cell of a direction. Arguments: index of the direction, its activations.
 CellFactory = Callable[[int, list[Activation]], Cell]
 
 
 @dataclass(slots=True)
 class RecurrentLayer:
-    """A layer with the batch as second axis. After initialization, weights and states have only
-    this rank's hidden units; `start` has the initial outputs of all units.
+    """The operands and attributes of a recurrent layer. After initialization, the batch is the
+    second dimension of x and states, and weights and states contain only this rank's hidden units.
+    `start` has the initial outputs of all units.
     """
 
     x: Tensor
@@ -83,24 +84,30 @@ class RecurrentLayer:
 
     @property
     def width(self) -> int:
-        """Number of this rank's hidden units: the size of its state."""
+        """Number of this rank's hidden units, the last dimension of its states."""
         return self.states[0].shape[2]
 
     @property
     def fits_kernels(self) -> bool:
-        """True if torch's kernels support the settings that all kinds of layers share: no sharding,
-        no lengths, no clipping.
+        """True if the layer has none of the features that no kernel of torch supports: sharding,
+        lengths per sample, and clipping. A layer may have further features that its kernel does not
+        support.
         """
         return self.group is None and self.lengths is None and self.clip is None
 
     def own_units(self, tensor: Tensor, gates: int, dim: int) -> Tensor:
-        """Return this rank's units of dimension `dim`, which contains all units of each gate."""
+        """Return the entries of this rank's units along dimension `dim`, which contains all units
+        of `gates` gates.
+        """
         if self.group is None:
             return tensor
         apart: Tensor = tensor.unflatten(dim, (gates, self.group.size, -1))
         return apart.select(dim + 1, self.group.position).flatten(dim, dim + 1)
 
     def biases(self, direction: int) -> tuple[Tensor, Tensor]:
+        """Return (bias of the input, bias of the recurrence) of a direction, zeros if the layer has
+        none.
+        """
         if self.bias is None:
             zeros = self.x.new_zeros(self.weight.shape[1])
             return zeros, zeros
@@ -108,21 +115,22 @@ class RecurrentLayer:
         return first, second
 
     def clipped(self, gate: Tensor) -> Tensor:
-        """Return a gate before its activation, clamped to [-clip, clip]."""
+        """Return `gate`, the value of a gate before its activation, clamped to [-clip, clip]."""
         return gate if self.clip is None else torch.clamp(gate, -self.clip, self.clip)
 
     def gathered(self, own: Tensor) -> Tensor:
-        """Return the values of all units from the values of this rank's units."""
+        """Return the values of all units, [b, h]; `own` are the values of this rank's units."""
         return (
             own if self.group is None else self.group.all_gather(own.to(self.recurrence.dtype), 1)
         )
 
     def loop(self, make: CellFactory, usual: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """Run the cell of each direction over the steps. Return the outputs, then the final states.
+        """Run the layer step by step. `make` returns the cell of a direction. Return the outputs of
+        all steps, then the final states.
 
-        A sample that is shorter than the longest sample keeps its state after its end, and its
-        further outputs are 0. Activations with parameters take the values of `alpha` and `beta` in
-        order. `usual` contains the default activations of one direction.
+        A sample that is shorter than the longest sample keeps its state after its end; its further
+        outputs are 0. Activations with parameters take the values of `alpha` and `beta` in order.
+        `usual` are the default activations of one direction.
         """
         names = self.activations or usual * self.weight.shape[0]
         alphas = iter(self.alpha)
@@ -162,12 +170,13 @@ class RecurrentLayer:
     def fused(
         self, kernel: Callable[..., tuple[Tensor, ...]], order: tuple[int, ...]
     ) -> tuple[Tensor, ...]:
-        """Run the layer by a kernel of torch. `order` contains the index of the ONNX gate for each
-        gate of the kernel.
+        """Run the layer by a kernel of torch. Return the outputs of all steps, then the final
+        states. `order` has, for each gate in the order of the kernel, the gate's index in ONNX's
+        order.
         """
         backward = self.direction == "reverse"
-        # Kernels require contiguous tensors of the weights' type. Under autocast, the operands may
-        # have another type.
+        # Kernels require contiguous tensors of one type, the type of the weights. Under autocast,
+        # the operands may have another type.
         x = (self.x.flip(0) if backward else self.x).to(self.weight.dtype).contiguous()
         states = tuple(state.to(self.weight.dtype).contiguous() for state in self.states)
         start = states if len(states) > 1 else states[0]
@@ -182,7 +191,8 @@ class RecurrentLayer:
                     torch.cat([each.chunk(len(order))[gate] for gate in order]) for each in tensors
                 ]
             weights += tensors
-        # Has biases, number of layers, dropout, training, bidirectional, batch first.
+        # Arguments of the kernel: has biases, number of layers, dropout, is training, is
+        # bidirectional, has the batch first.
         settings = (self.bias is not None, 1, 0.0, torch.is_grad_enabled(), directions == 2, False)
         with _without_unsupported_bfloat16(x):
             y, *finals = kernel(x, start, weights, *settings)
@@ -190,8 +200,8 @@ class RecurrentLayer:
         return self._arrange_results(y.flip(0) if backward else y, finals)
 
     def _arrange_results(self, y: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs [s, directions, b, h] and the final states in the layout of
-        `batch_first`.
+        """Return the outputs y [s, directions, b, h], then the final states, with the batch first
+        if the layer has it first.
         """
         if self.batch_first:
             return y.permute(2, 0, 1, 3), *(state.transpose(0, 1) for state in states)
@@ -199,11 +209,9 @@ class RecurrentLayer:
 
 
 def _without_unsupported_bfloat16(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast if autocast is enabled and `x` is on a CPU that has no
-    bfloat16 instructions, otherwise a context that does nothing.
-
-    Autocast converts the operands of a recurrent layer to bfloat16 for a kernel of oneDNN that does
-    not exist on such a CPU.
+    """Return a context manager that disables autocast if autocast is on and x is on a CPU without
+    bfloat16 instructions, otherwise one without effect. Autocast would convert the operands of a
+    recurrent layer to bfloat16, for which oneDNN has no kernel on such a CPU.
     """
     if (
         x.device.type == "cpu"
@@ -215,8 +223,8 @@ def _without_unsupported_bfloat16(x: Tensor) -> AbstractContextManager[object]:
 
 
 def _reverse_steps(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return x with its steps reversed. With `lengths`, only the valid steps of each sample are
-    reversed.
+    """Return x with its steps (dimension 0) in reversed order. If `lengths` is given, only the
+    first `lengths[i]` steps of sample i are reversed.
     """
     return x.flip(0) if lengths is None else reverse_sequence(x, lengths, 0, 1)
 
@@ -234,14 +242,15 @@ _ACTIVATIONS_BY_NAME: dict[str, tuple[Callable[..., Tensor], tuple[float, ...]]]
     "hardsigmoid": (lambda x, alpha, beta: torch.clamp(alpha * x + beta, 0, 1), (0.2, 0.5)),
     "elu": (F.elu, (1.0,)),
 }
-"""Function and default parameters (alpha, then beta, if the function has them) by activation name
-in lower case.
+"""(function, default parameters) by ONNX's name of an activation in lower case. The parameters are
+alpha, then beta, as far as the function has them.
 """
 
 
 def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> Activation:
-    """Return the activation called `name`. It takes its parameters from `alphas` and `betas`. Raise
-    ValueError if ONNX does not define the name.
+    """Return the activation `name` as a function of one tensor. Its parameters are the next values
+    of `alphas` and `betas`, as far as it has them. Raise ValueError if ONNX does not define the
+    name.
     """
     if name not in _ACTIVATIONS_BY_NAME:
         raise ValueError(f"activation {name!r} is not defined by ONNX")
@@ -253,13 +262,14 @@ def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> A
 
 
 def rnn(x: Tensor, weight: Tensor, recurrence: Tensor, **settings: Any) -> tuple[Tensor, ...]:
-    """Elman network: `h' = f(W x + R h + b)`. Return all outputs and the final states."""
+    """Elman network, h' = f(W x + R h + b). Return (outputs of all steps, final states)."""
     layer = RecurrentLayer(x, weight, recurrence, **settings)
     kinds = set(layer.activations or ("tanh",))
     if layer.fits_kernels and kinds in ({"tanh"}, {"relu"}):
         return layer.fused(torch.rnn_tanh if kinds == {"tanh"} else torch.rnn_relu, (0,))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
+        """Return the cell of a direction."""
         weight = layer.recurrence[direction].t()
         bias = layer.biases(direction)[1]
         return lambda x, states, outputs: [functions[0](layer.clipped(x + outputs @ weight + bias))]
@@ -271,16 +281,17 @@ def gru(
     x: Tensor, weight: Tensor, recurrence: Tensor, *, reset_after: bool = False, **settings: Any
 ) -> tuple[Tensor, ...]:
     """Gated recurrent unit (Cho et al., 2014) with the gates in ONNX's order: update, reset,
-    hidden. Return all outputs and the final states.
+    hidden. Return (outputs of all steps, final states).
 
-    `reset_after` applies the reset gate after the matmul with the recurrence weights, instead of
-    before.
+    If `reset_after`, the reset gate applies after the matmul with the recurrence weights, otherwise
+    before it.
     """
     layer = RecurrentLayer(x, weight, recurrence, **settings)
     if layer.fits_kernels and reset_after and not layer.activations:
         return layer.fused(torch.gru, (1, 0, 2))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
+        """Return the cell of a direction."""
         both = 2 * layer.width
         gate, output = functions
         bias = layer.biases(direction)[1]
@@ -313,11 +324,11 @@ def lstm(
     **settings: Any,
 ) -> tuple[Tensor, ...]:
     """Long short-term memory (Hochreiter and Schmidhuber, 1997; Gers et al., 2002) with the gates
-    in ONNX's order: input, output, forget, cell. Return all outputs, the final outputs and the
-    final cells.
+    in ONNX's order: input, output, forget, cell. Return (outputs of all steps, final outputs, final
+    cell states).
 
-    `cell` is the initial cell. `peepholes` [directions, 3 * h] are weights by which the gates read
-    the cell. `coupled` makes the forget gate 1 - input gate.
+    `cell` is the initial cell state. `peepholes` [directions, 3 * h] are weights by which gates
+    read the cell state. If `coupled`, the forget gate is 1 minus the input gate.
     """
     layer = RecurrentLayer(x, weight, recurrence, **settings)
     if cell is None:
@@ -328,6 +339,7 @@ def lstm(
         return layer.fused(torch.lstm, (0, 2, 3, 1))
 
     def make(direction: int, functions: list[Activation]) -> Cell:
+        """Return the cell of a direction."""
         gate, inner, outer = functions
         bias = layer.biases(direction)[1]
         if peepholes is None:

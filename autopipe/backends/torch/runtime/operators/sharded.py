@@ -1,10 +1,10 @@
-"""Operators over axes that are split over ranks: lookups, softmaxes, losses, normalizations,
-reductions.
+"""Operators on tensors that are sharded along a dimension over which the operator works: lookups,
+softmaxes, losses, normalizations and reductions.
 
-A function `sharded_...` takes this rank's shard and returns a shard, a partial sum, or (for
-reductions) the full result. Shards have equal size and are in rank order. They are never gathered;
-the ranks exchange a few statistics per row (see `autopipe.ir.ops.operator`). If all ranks have a
-result, backward adds the gradients of all copies.
+A function `sharded_...` takes this rank's shard and returns a shard, a partial sum or, for
+reductions, the full result. Shards have equal sizes and are in the order of ranks. They are never
+gathered: the ranks exchange only a few statistics per row (see `autopipe.ir.ops.operator`). If all
+ranks get a full result, backward adds the gradients of all copies.
 
 The partial loss of a rank is the loss of the labels in its range of classes (Shoeybi et al.,
 "Megatron-LM", 2019, section 3).
@@ -33,16 +33,18 @@ if TYPE_CHECKING:
 
 
 def once(tensor: Tensor, group: Group) -> Tensor:
-    """Return `tensor` on the first rank of the group and zeros on the other ranks, so that a sum of
-    partial results includes the tensor once.
+    """Return `tensor` on the rank at position 0 of the group, and zeros on the other ranks. So a
+    sum over the ranks includes the tensor once.
     """
     everywhere = torch.ones((), dtype=torch.bool, device=tensor.device)
     return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
 
 
 def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Return (local, mine) for global indices `places`. `local` is the index in this rank's shard
-    of size `extent`, or 0 outside of the shard. `mine` is true inside of the shard.
+    """Return (local, mine) for `places`, indices along a sharded dimension.
+
+    local: the index in this rank's shard, of size `extent`; 0 if the index is in another shard.
+    mine: true if the index is in this rank's shard.
     """
     local = places - group.position * extent
     mine = (local >= 0) & (local < extent)
@@ -50,21 +52,23 @@ def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tenso
 
 
 def precise(scores: Tensor) -> Tensor:
-    """Return `scores` in float32 if autocast is on and they have 16 bits: under autocast, torch
-    computes softmaxes in float32, too.
+    """Return `scores` in float32 if they have 16 bits and autocast is on, otherwise unchanged. So
+    sharded softmaxes have the precision of torch's softmaxes under autocast.
     """
     narrow = scores.dtype in (torch.bfloat16, torch.float16)
     return scores.float() if narrow and torch.is_autocast_enabled(scores.device.type) else scores
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return 16-bit values in float32, for statistics. Other types are unchanged."""
+    """Return x in float32 if its type is float16 or bfloat16, otherwise unchanged. Statistics of x
+    are then computed in at least float32.
+    """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def sharded_gather(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
-    """Return `table` at `indices` along `dim`, along which the table is sharded. Rows of other
-    ranks are zeros.
+    """Return the rows of `table` at `indices` along `dim`, along which the table is sharded. Rows
+    in the shards of other ranks are zeros, so the sum over the ranks is the full result.
     """
     places, mine = _own_indices(indices, table.shape[dim], group)
     if dim == 0 and table.dim() == 2:
@@ -76,16 +80,17 @@ def sharded_gather(table: Tensor, dim: int, indices: Tensor, group: Group) -> Te
 
 
 def sharded_gather_elements(table: Tensor, dim: int, indices: Tensor, group: Group) -> Tensor:
-    """Return `torch.gather` from a table that is sharded along `dim`. Elements of other ranks are
-    zeros.
+    """Return `torch.gather` from a table that is sharded along `dim`. Elements in the shards of
+    other ranks are zeros, so the sum over the ranks is the full result.
     """
     places, mine = _own_indices(indices, table.shape[dim], group)
     return table.gather(dim, places).masked_fill(~mine, 0)
 
 
 def _own_indices(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Return `own_places` of indices that may be negative. Fail an asynchronous assertion if an
-    index is out of range.
+    """Return (local, mine) as `own_places` does, for indices that may be negative. `rows` is the
+    size of a shard. An index out of range raises RuntimeError; on a GPU, the host does not wait for
+    this check.
     """
     places = from_front(indices, rows * group.size)
     assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
@@ -93,12 +98,17 @@ def _own_indices(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tens
 
 
 def from_front(indices: Tensor, extent: int) -> Tensor:
-    """Return indices as int64. Negative indices, which count from the end, become nonnegative."""
+    """Return indices as int64, in which negative indices, which count from the end, are replaced by
+    the equal index from the start. `extent` is the size of the dimension.
+    """
     indices = indices.to(torch.int64)
     return torch.where(indices < 0, indices + extent, indices)
 
 
 def _softmax(logarithm: bool, scores: Tensor, dim: int, group: Group) -> Tensor:
+    """Return this rank's shard of the softmax of `scores` along the sharded dimension `dim` or,
+    with `logarithm`, of its logarithm.
+    """
     found: Tensor = _Softmax.apply(  # type: ignore[no-untyped-call]
         precise(scores), dim, group, logarithm
     )
@@ -112,8 +122,8 @@ sharded_log_softmax = partial(_softmax, True)
 class _Softmax(torch.autograd.Function):
     """Softmax p of scores along a sharded dimension, or its logarithm.
 
-    The gradient of the scores for a gradient g is p (g - Σ p g) for the softmax and g - p Σ g for
-    the logarithm. Sums are over all ranks.
+    For a gradient g of the result, the gradient of the scores is p (g - Σ p g) for the softmax, and
+    g - p Σ g for its logarithm. Maxima and sums are over all ranks.
     """
 
     @staticmethod
@@ -136,8 +146,8 @@ class _Softmax(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy per label. Forward saves the exponentials of the scores instead of the scores;
-    backward needs one pass over them.
+    """Cross-entropy of each label. Forward saves the exponentials of the scores instead of the
+    scores, so backward needs only one pass over memory.
     """
 
     @staticmethod
@@ -161,6 +171,9 @@ class _CrossEntropy(torch.autograd.Function):
 def _negative_log_likelihoods(
     logarithms: Tensor, places: Tensor, own: Tensor, group: Group
 ) -> Tensor:
+    """Return the loss of each label: minus its log-probability, multiplied by its weight in `own`.
+    The arguments are as for `losses_of` in `_sharded_loss`.
+    """
     picked = logarithms.gather(1, places.unsqueeze(1)).squeeze(1)
     return -(picked * own).masked_fill(own == 0, 0)
 
@@ -176,15 +189,16 @@ def _sharded_loss(
     group: Group,
     batch: Group | None = None,
 ) -> Tensor:
-    """Return this rank's partial loss over classes (axis 1), which are sharded: the loss of the
-    labels in its range of classes.
+    """Return this rank's partial loss over classes (dimension 1), which are sharded: the loss of
+    the labels in this rank's range of classes.
 
-    `weight` has the weights of all classes. Each rank has all labels, unless `batch` is the group
-    over which the labels are sharded; a mean then divides by the weights of all labels.
+    `weight` [all classes] has the weights of classes. Each rank has all labels. Only if `batch` is
+    given, the labels are sharded over that group, and a mean divides by the total weight of the
+    labels of all its ranks.
 
-    `losses_of` returns the loss per label. Its arguments are the scores, the index of each label in
-    this rank's shard, the weight of each label (0 if the label belongs to another rank), and the
-    group.
+    `losses_of` returns the loss of each label. Its arguments are the scores, the index of each
+    label in this rank's shard, the weight of each label (0 if the label belongs to another rank),
+    and the group.
     """
     classes = scores.shape[1]
     known = labels.masked_fill(labels == ignore_index, 0)
@@ -201,6 +215,9 @@ def _sharded_loss(
 
 
 def sharded_cross_entropy(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
+    """Return this rank's partial cross-entropy of `scores`, which are sharded along the classes
+    (dimension 1). The other arguments are those of `_sharded_loss`.
+    """
     return _sharded_loss(_CrossEntropy.apply, precise(scores), *labels, **settings)
 
 
@@ -216,8 +233,8 @@ def _partial_mean_loss(
     *,
     batch: Group,
 ) -> Tensor:
-    """Return this rank's part of a mean loss over the labels of all ranks in `batch`. `loss` is a
-    loss function of torch.
+    """Return this rank's part of a mean loss over labels that are sharded over `batch`; the mean is
+    the sum of the parts. `loss` is `F.cross_entropy` or `F.nll_loss`.
     """
     losses = loss(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
     return losses / batch.total(label_weights(labels, weight, ignore_index, losses.dtype).sum())
@@ -230,8 +247,9 @@ nll_partial = partial(_partial_mean_loss, F.nll_loss)
 def _loss_and_logarithms(
     loss: Callable[..., Tensor], scores: Tensor, *labels: Any, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss, logarithms): the softmax cross-entropy over axis 1 and the log-probabilities.
-    With `group`, axis 1 is sharded.
+    """Return (loss, logarithms): the cross-entropy of `scores` with classes in dimension 1, and the
+    log-probabilities. With `group`, the classes are sharded. `loss` computes the loss from the
+    log-probabilities and the other arguments.
     """
     group = settings.get("group")
     logarithms = (
@@ -248,7 +266,9 @@ cross_entropy_and_logarithms_partial = partial(_loss_and_logarithms, nll_partial
 def label_weights(
     labels: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the weight of each label: its class weight or 1, and 0 if the label is ignored."""
+    """Return the weight of each label: 0 if the label is ignored, otherwise the weight of its
+    class, or 1 if `weight` is None.
+    """
     counts = labels != ignore_index
     return (
         counts.to(dtype)
@@ -261,8 +281,9 @@ Dims = tuple[int, ...]
 
 
 class _Standardize(torch.autograd.Function):
-    """(x - mean) / deviation over sharded dimensions. The deviation is sqrt(variance + epsilon) or,
-    if `epsilon` is None, sqrt(variance) + 1e-9, as ONNX defines for MeanVarianceNormalization.
+    """(x - mean) / deviation over dimensions that are sharded. The deviation is sqrt(variance +
+    epsilon). If `epsilon` is None, it is sqrt(variance) + 1e-9, as ONNX defines for
+    MeanVarianceNormalization.
     """
 
     @staticmethod
@@ -310,7 +331,8 @@ def _standardize(
     x: Tensor, dims: Dims, epsilon: float | None, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (y, mean, variance). y is this rank's shard of x, standardized over the dimensions
-    `dims` of all ranks.
+    `dims`, which are sharded over the ranks of the group. Mean and variance are those over all
+    ranks.
     """
     y, mean, variance = _Standardize.apply(  # type: ignore[no-untyped-call]
         wide(x), dims, epsilon, group
@@ -319,6 +341,9 @@ def _standardize(
 
 
 def _scale_channels(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Return y · scale + bias in the type of y, with one scale and one bias per channel (dimension
+    1).
+    """
     shape = (-1, *[1] * (y.dim() - 2))
     return (y * scale.reshape(shape) + bias.reshape(shape)).to(y.dtype)
 
@@ -326,8 +351,9 @@ def _scale_channels(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 def batch_norm_by(
     x: Tensor, mean: Tensor, variance: Tensor, scale: Tensor, bias: Tensor, epsilon: float
 ) -> Tensor:
-    """Return x normalized by a mean and variance that other operators compute. Unlike
-    `F.batch_norm`, this function gives them gradients.
+    """Return x normalized by a mean and a variance per channel, which other operators of the graph
+    have computed. Unlike `F.batch_norm`, this function computes gradients of the mean and the
+    variance.
     """
     shape = (-1, *[1] * (x.dim() - 2))
     return _scale_channels(
@@ -338,8 +364,8 @@ def batch_norm_by(
 def sharded_layer_norm(
     x: Tensor, dims: Dims, scale: Tensor, bias: Tensor | None, epsilon: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, mean, 1 / deviation) of a layer normalization over `dims`, the last dimensions,
-    which are sharded.
+    """Return (y, mean, 1 / deviation) of a layer normalization over `dims`, the last dimensions of
+    x, which are sharded. y, scale and bias are this rank's shards.
     """
     y, mean, variance = _standardize(precise(x), dims, epsilon, group)
     y = y * scale
@@ -347,6 +373,9 @@ def sharded_layer_norm(
 
 
 def sharded_rms_norm(x: Tensor, dims: Dims, scale: Tensor, epsilon: float, group: Group) -> Tensor:
+    """Return this rank's shard of an RMS normalization over `dims`, the last dimensions of x, which
+    are sharded.
+    """
     x = precise(x)
     data = wide(x)
     squares = group.all_reduce(data.square().sum(dims, keepdim=True))
@@ -363,8 +392,8 @@ def skip_layer_norm(
     epsilon: float,
     group: Group | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (y, mean, 1 / deviation, sum). y is the layer normalization of sum = x + skip + bias.
-    With `group`, the last axis is sharded.
+    """Return (y, mean, 1 / deviation, sum). sum is x + skip + bias; y is its layer normalization
+    over the last dimension, with `scale` and `shift`. With `group`, the last dimension is sharded.
     """
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
@@ -380,6 +409,9 @@ def skip_rms_norm(
     epsilon: float,
     group: Group | None = None,
 ) -> tuple[Tensor, None, None, Tensor]:
+    """Return (y, None, None, sum). sum is x + skip + bias; y is its RMS normalization over the last
+    dimension. With `group`, the last dimension is sharded.
+    """
     total = x + skip if bias is None else x + skip + bias
     if group is not None:
         return sharded_rms_norm(total, (-1,), scale, epsilon, group), None, None, total
@@ -398,15 +430,16 @@ def batch_norm(
     running: RunningStatistics | None = None,
     unbiased: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Normalize x by the statistics of the batch; with `group`, by the statistics of all ranks'
-    samples.
+    """Normalize x by the statistics of the batch; with `group`, of the batches of all its ranks.
 
-    Return (y, updated running mean, updated running variance, batch mean, batch variance).
-    `momentum` is the weight of the old running statistics. The batch variance is the biased
-    variance, as in ONNX; if `unbiased`, the unbiased estimate, as in torch.
+    Return (y, updated running mean, updated running variance, batch mean, batch variance). `mean`
+    and `variance` are the running values; `momentum` is their weight in the updated values. The
+    batch variance is the biased variance, as in ONNX; if `unbiased`, the unbiased estimate, as in
+    torch.
 
-    In a validation (`running.training` is false), x is normalized by the running statistics
-    instead.
+    If `running` is given, the batch statistics are recorded in it. In a validation
+    (`running.training` is false), x is normalized by the running values instead, which are returned
+    as all statistics.
     """
     if running is not None and not running.training:
         return (
@@ -445,6 +478,9 @@ sharded_batch_norm = batch_norm
 def sharded_instance_norm(
     x: Tensor, scale: Tensor, bias: Tensor, epsilon: float, group: Group
 ) -> Tensor:
+    """Return this rank's shard of an instance normalization of x, whose spatial dimensions are
+    sharded.
+    """
     return _scale_channels(
         _standardize(x, tuple(range(2, x.dim())), epsilon, group)[0], scale, bias
     )
@@ -453,14 +489,17 @@ def sharded_instance_norm(
 def sharded_group_norm(
     x: Tensor, groups: int, scale: Tensor, bias: Tensor, epsilon: float, group: Group
 ) -> Tensor:
+    """Return this rank's shard of a group normalization of x into `groups` groups of channels. The
+    elements of each group are sharded.
+    """
     x = precise(x)
     y = _standardize(x.reshape(x.shape[0], groups, -1), (2,), epsilon, group)[0]
     return _scale_channels(y.reshape(x.shape), scale, bias)
 
 
 def mean_variance_norm(x: Tensor, axes: Dims, group: Group | None = None) -> Tensor:
-    """Return (x - mean) / (standard deviation + 1e-9) over `axes`. With `group`, these axes are
-    sharded.
+    """Return (x - mean) / (standard deviation + 1e-9), computed over the dimensions `axes`. With
+    `group`, these dimensions are sharded.
     """
     if group is not None:
         return _standardize(x, axes, None, group)[0]
@@ -472,7 +511,9 @@ sharded_mean_variance_norm = mean_variance_norm
 
 
 def sharded_normalize(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
-    """Return this rank's shard of x divided by the p-norm along `dim`. p is 1 or 2."""
+    """Return this rank's shard of x, divided by the p-norm of x along `dim`, which is sharded. p is
+    1 or 2.
+    """
     data = wide(x)
     if p == 1:
         norm = group.all_reduce(data.abs().sum(dim, keepdim=True)).clamp_min(1e-12)
@@ -482,15 +523,17 @@ def sharded_normalize(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
 
 
 def sharded_extreme(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: Group) -> Tensor:
-    """Return the maximum or minimum over `dims` of all ranks' shards. Equal extreme elements get
-    equal parts of the gradient.
+    """Return the maximum (if `largest`) or minimum of x over the dimensions `dims`, which are
+    sharded. If several elements are extreme, each gets an equal part of the gradient.
     """
     found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
     return found.to(x.dtype) if keepdim else found.to(x.dtype).squeeze(dims)
 
 
 def sharded_norm(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
-    """Return the 2-norm over `dims` of all ranks' shards. A norm of zero has gradient zero."""
+    """Return the 2-norm of x over the dimensions `dims`, which are sharded. If the norm is 0, its
+    gradient is 0.
+    """
     squares = group.all_reduce(wide(x).square().sum(dims, keepdim=True))
     tiny = torch.finfo(squares.dtype).tiny
     norm = torch.where(squares > 0, squares.clamp_min(tiny).sqrt(), torch.zeros_like(squares))
@@ -498,10 +541,12 @@ def sharded_norm(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
 
 
 def sharded_log_sum(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
+    """Return the logarithm of the sum of x over the dimensions `dims`, which are sharded."""
     return group.all_reduce(wide(x).sum(dims, keepdim)).log().to(x.dtype)
 
 
 def sharded_log_sum_exp(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
+    """Return the logarithm of the sum of exp(x) over the dimensions `dims`, which are sharded."""
     data = wide(x)
     largest = group.largest(data.amax(dims, keepdim=True))
     largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
@@ -512,8 +557,8 @@ def sharded_log_sum_exp(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> T
 def sharded_index_of_extreme(
     x: Tensor, dim: int, keepdim: bool, largest: bool, last: bool, group: Group
 ) -> Tensor:
-    """Return the index along `dim`, over all ranks' shards, of the maximum or minimum. Of several
-    equal elements, the result is the first index, or the last index if `last`.
+    """Return the index along `dim`, which is sharded, of the maximum (if `largest`) or minimum of
+    x, in the full tensor. Of several equal elements, the first counts, or the last if `last`.
     """
     data = wide(x) if largest else -wide(x)
     extent = x.shape[dim]
@@ -531,6 +576,8 @@ def sharded_index_of_extreme(
 
 
 class _Extreme(torch.autograd.Function):
+    """Maximum or minimum over sharded dimensions."""
+
     @staticmethod
     def forward(context: Any, x: Tensor, dims: Dims, largest: bool, group: Group) -> Tensor:
         if largest:

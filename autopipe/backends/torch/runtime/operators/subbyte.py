@@ -1,8 +1,8 @@
-"""Conversion to and from types of 8, 4 and 2 bits with which torch cannot compute, and unpacking
-from bytes.
+"""Conversion to and from types of 8, 4 and 2 bits with which torch cannot compute, and unpacking of
+such types from bytes.
 
-Integers of less than a byte are stored in int8 or uint8. A float4 (OCP Microscaling Formats 1.0,
-section 5.3.3) is stored as its code in uint8.
+Integers of fewer than 8 bits are stored in int8 or uint8, one per element. A float4 (OCP
+Microscaling Formats 1.0, section 5.3.3) is stored as its code, the 4 bits of the number, in uint8.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from autopipe.backends.torch.runtime.operators.quantized import unpacked
 
 _FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOAT4_SIGN_BIT = 8
-"""The sign bit of a float4."""
+"""Value of the sign bit in the code of a float4."""
 _MAX_ROUNDED_TO_FINITE = 464.0
-"""Largest number that rounds to the largest finite float8_e4m3fn."""
+"""Largest absolute value that is rounded to a finite float8_e4m3fn, and not to NaN."""
 _FLOAT32_FRACTION_BITS = 23
 _FLOAT32_MAX_EXPONENT = 0xFF
-"""Bits of a float32's fraction, and the largest exponent of a float32, which marks infinities and
-NaN.
+"""`_FLOAT32_FRACTION_BITS` is the number of bits of a float32's fraction. `_FLOAT32_MAX_EXPONENT`
+is the exponent field of infinities and NaN.
 """
 
 
 def unpack(data: Tensor, bits: int, signed: bool, shape: tuple[int, ...]) -> Tensor:
-    """Return the elements that are packed in bytes, lowest bits first."""
+    """Return the integers of `bits` bits that are packed in the bytes of `data`, as a tensor of
+    shape `shape` and type int8 or uint8. The lowest bits of a byte come first.
+    """
     numbers = unpacked(data, bits)
     if data.dim() == 1:
         numbers = numbers[: math.prod(shape)]
@@ -36,7 +38,9 @@ def unpack(data: Tensor, bits: int, signed: bool, shape: tuple[int, ...]) -> Ten
 
 
 def wrapped(x: Tensor, bits: int, signed: bool) -> Tensor:
-    """Return x truncated to integers, modulo 2^bits."""
+    """Return x as integers of `bits` bits, in int8 or uint8. Fractions are cut off; numbers out of
+    range wrap around modulo 2^bits.
+    """
     lowest = 1 << bits - 1 if signed else 0
     whole = x.to(torch.int16 if x.dtype in (torch.uint8, torch.int8) else torch.int64)
     return (((whole + lowest) & ((1 << bits) - 1)) - lowest).to(
@@ -45,8 +49,8 @@ def wrapped(x: Tensor, bits: int, signed: bool) -> Tensor:
 
 
 def to_float4(x: Tensor) -> Tensor:
-    """Return the codes of the nearest float4 numbers. Ties go to even codes, and numbers that are
-    too large become the largest float4. NaN becomes -0, because float4 has no NaN.
+    """Return the code of the float4 that is nearest to each number, uint8. Ties go to even codes.
+    Numbers that are too large become the largest float4. NaN becomes -0, because float4 has no NaN.
     """
     size = x.float().abs()
     code = torch.zeros_like(size, dtype=torch.uint8)
@@ -58,6 +62,7 @@ def to_float4(x: Tensor) -> Tensor:
 
 
 def from_float4(code: Tensor) -> Tensor:
+    """Return the numbers with these float4 codes, float32."""
     size = torch.zeros_like(code, dtype=torch.float32)
     for place, number in enumerate(_FLOAT4_VALUES):
         size = torch.where((code & (_FLOAT4_SIGN_BIT - 1)) == place, number, size)
@@ -65,19 +70,23 @@ def from_float4(code: Tensor) -> Tensor:
 
 
 def to_float8(x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
-    """Return the nearest float8 numbers. With `saturate`, numbers that are too large become the
-    largest number, otherwise infinity or NaN.
+    """Return x rounded to the nearest numbers of `dtype`, a float8 type. Numbers that are too large
+    become the largest number with `saturate`, otherwise infinity, or NaN if the type has no
+    infinity.
     """
     if saturate:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)
-    elif dtype == torch.float8_e4m3fn:  # torch saturates this type.
+    elif dtype == torch.float8_e4m3fn:  # For this type, torch saturates even without a clamp.
         x = torch.where(x.abs() > _MAX_ROUNDED_TO_FINITE, float("nan"), x)
     return x.to(dtype)
 
 
 def to_exponent(x: Tensor, rounding: str = "up", saturate: bool = True) -> Tensor:
-    """Return x as float8_e8m0fnu (powers of two), from the exponent bits of float32."""
+    """Return x rounded to powers of two, as float8_e8m0fnu. `rounding` is `up`, `down` or
+    `nearest`. The exponent is taken from the bits of float32; the sign is ignored. With `saturate`,
+    rounding up does not exceed the largest power of two.
+    """
     bits = x.float().view(torch.int32)
     exponent = (bits >> _FLOAT32_FRACTION_BITS) & _FLOAT32_MAX_EXPONENT
     fraction = bits & ((1 << _FLOAT32_FRACTION_BITS) - 1)

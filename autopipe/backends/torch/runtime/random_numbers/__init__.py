@@ -1,3 +1,3 @@
-"""Random numbers that are equal for every plan: the Philox generator, normal values, shards of
-random tensors, and streams of operators.
+"""Random numbers that are equal for every plan: the Philox generator, normal numbers, slices of
+random tensors, and the random streams of operators.
 """

@@ -1,14 +1,14 @@
-"""Standard normal numbers from random words, by the inverse of the distribution function. The
-inverse is interpolated linearly from a table.
+"""Standard normal numbers from random words, by the inverse of the normal distribution function.
+The inverse is interpolated linearly from a table.
 
-A word w, read as a signed integer, gives u = w + ½. The normal number has the sign of u, and |u| /
-2³², in (0, ½], is the probability of a larger absolute value on that side. The table is indexed by
-the sign, the exponent and the first mantissa bits of u as a float32, so intervals become finer
-towards the tails. Within an interval the number is linear in u.
+A 32-bit word w, read as a signed integer, gives u = w + ½. The normal number has the sign of u, and
+|u| / 2³², in (0, ½], is the probability that a normal number has this sign and a larger absolute
+value. The table is indexed by the sign, the exponent and the first mantissa bits of u as a float32,
+so intervals become finer towards the tails. Within an interval the number is linear in u.
 
-The error is below 1e-6. It has two parts: the chord with 2⁸ intervals per power of two, and the
-rounding to float32. The largest number is 6.34. Numbers near 0 are multiples of about 4e-8, because
-u has 24 bits.
+The error is below 1e-6. It has two causes: the linear interpolation, with 2⁸ intervals per power of
+two, and the rounding to float32. The largest number is 6.34. Numbers near 0 are multiples of about
+4e-8, because u has 24 bits.
 
 All results are bitwise equal on every machine. The table is computed by sums, products, quotients
 and roots, which IEEE 754 rounds in one way. A slope and u have 24 bits each, so their product is
@@ -29,18 +29,20 @@ from torch import Tensor
 Doubles = npt.NDArray[np.float64]
 
 _DROPPED_BITS: Final = 15
-"""Low bits of a float32 that do not index the table: 8 bits of the mantissa remain."""
+"""Number of low bits of a float32 that do not index the table. 8 bits of the mantissa remain in the
+index.
+"""
 _INDEX_MASK: Final = (1 << (32 - _DROPPED_BITS)) - 1
 _FIRST_POINT: Final = int(np.float32(0.5).view(np.int32)) >> _DROPPED_BITS
-"""Index of the smallest |u|, ½."""
+"""Table index of the smallest |u|, ½."""
 _LAST_POINT: Final = int(np.float32(2.0**31).view(np.int32)) >> _DROPPED_BITS
-"""Index of the largest |u|, 2³¹, whose number is 0."""
+"""Table index of the largest |u|, 2³¹, whose normal number is 0."""
 _NEGATIVE_BIT: Final = 1 << (31 - _DROPPED_BITS)
-"""Added to the index if u is negative."""
+"""Added to the table index of |u| if u is negative."""
 
 
 def standard_normal(words: Tensor) -> Tensor:
-    """Return a standard normal number for each word, float32."""
+    """Return a standard normal number for each random word, float32."""
     if torch.compiler.is_compiling():
         found: Tensor = torch.ops.autopipe.standard_normal(words)
         return found
@@ -48,6 +50,9 @@ def standard_normal(words: Tensor) -> Tensor:
 
 
 def _interpolate(words: Tensor) -> Tensor:
+    """Return a standard normal number for each random word, float32, computed by torch
+    operators.
+    """
     intercepts, slopes = _tables_on(words.device)
     shifted = words.to(torch.float32).add_(0.5)
     index = (
@@ -63,12 +68,15 @@ def _interpolate(words: Tensor) -> Tensor:
 
 @torch.library.custom_op("autopipe::standard_normal", mutates_args=())
 def _standard_normal(words: Tensor) -> Tensor:
-    """A custom operator, so that compiled functions do not contain the table."""
+    """`_interpolate` as a custom operator of torch, so that compiled functions do not contain the
+    table.
+    """
     return _interpolate(words)
 
 
 @_standard_normal.register_fake
 def _(words: Tensor) -> Tensor:
+    """Return the result's type and shape for fake tensors, without values."""
     return torch.empty_like(words, dtype=torch.float32, memory_format=torch.contiguous_format)
 
 
@@ -76,22 +84,23 @@ _TABLES_BY_DEVICE: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
 
 def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the table on a device. It is copied to a device once."""
+    """Return (intercepts, slopes) on a device. They are copied to each device once."""
     if device in _TABLES_BY_DEVICE:
         return _TABLES_BY_DEVICE[device]
-    # The copies are blocking, because another stream may read the table next.
+    # The copies are blocking, because work on another stream may read the table next.
     host_intercepts, host_slopes = _interpolation_tables()
     intercepts = torch.from_numpy(host_intercepts).to(device)
     slopes = torch.from_numpy(host_slopes).to(device)
-    if type(intercepts) is Tensor:  # A fake tensor must not be cached.
+    # A fake tensor is not cached, because later calls may need values.
+    if type(intercepts) is Tensor:
         _TABLES_BY_DEVICE[device] = intercepts, slopes
     return intercepts, slopes
 
 
 @cache
 def _interpolation_tables() -> tuple[Doubles, Doubles]:
-    """Return (intercepts, slopes), float64. If u has table index i, its number is intercepts[i] +
-    slopes[i] · u.
+    """Return (intercepts, slopes), float64. For u with table index i, the normal number is
+    intercepts[i] + slopes[i] · u.
     """
     ends = (
         (np.arange(_FIRST_POINT, _LAST_POINT + 2, dtype=np.int32) << _DROPPED_BITS)
@@ -111,7 +120,7 @@ def _interpolation_tables() -> tuple[Doubles, Doubles]:
 
 
 def quantiles(probabilities: Doubles) -> Doubles:
-    """Return the standard normal quantiles of probabilities in (0, ½], with a relative error of
+    """Return the standard normal quantiles of `probabilities` in (0, ½], with a relative error of
     about 1e-15.
 
     Algorithm: PPND16 of Wichura, "Algorithm AS 241", Applied Statistics 37(3), 1988.
@@ -133,8 +142,8 @@ def quantiles(probabilities: Doubles) -> Doubles:
 
 
 def _polynomial(x: Doubles, coefficients: tuple[float, ...]) -> Doubles:
-    """Return the values of a polynomial by Horner's rule. `coefficients` start with the highest
-    power.
+    """Return the values of a polynomial at x, by Horner's rule. `coefficients` start with the
+    highest power.
     """
     total = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
@@ -143,18 +152,18 @@ def _polynomial(x: Doubles, coefficients: tuple[float, ...]) -> Doubles:
 
 
 _MANTISSA: Final = 52
-"""Bits of a float64 below its exponent."""
+"""Number of mantissa bits of a float64, which are below its exponent."""
 _ROOT_OF_HALF: Final = np.float64(math.sqrt(0.5)).view(np.int64)
 _LN_2: Final = 0.6931471805599453
 _ARTANH_COEFFICIENTS: Final = tuple(1.0 / n for n in range(19, 0, -2))
-"""Coefficients 1 / (2k + 1) of artanh(s) = s · Σ s²ᵏ / (2k + 1), from the last term to the first.
-For s below 0.172 the first omitted term is below 3e-17.
+"""Coefficients 1 / (2k + 1) of the series artanh(s) = s · Σ s²ᵏ / (2k + 1), highest power first.
+For |s| below 0.172, the first omitted term is below 3e-17.
 """
 
 
 def _log(values: Doubles) -> Doubles:
-    """Return the natural logarithms of positive numbers. They are bitwise equal on every machine;
-    the logarithms of math libraries differ in the last bit.
+    """Return the natural logarithms of positive numbers, bitwise equal on every machine. The
+    logarithms of math libraries differ in the last bit.
     """
     bits = values.view(np.int64)
     exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
@@ -185,7 +194,7 @@ _CENTRAL_COEFFICIENTS: Final = (
         1.0,
     ),
 )
-"""Numerator and denominator for probabilities within 0.425 of ½."""
+"""Coefficients of the numerator and the denominator for probabilities within 0.425 of ½."""
 _TAIL_COEFFICIENTS: Final = (
     (
         1.6,
@@ -218,6 +227,6 @@ _TAIL_COEFFICIENTS: Final = (
         ),
     ),
 )  # fmt: skip
-"""For the other probabilities p: the constant that is subtracted from √(-ln p), then numerator and
-denominator.
+"""For smaller probabilities p: the constant that is subtracted from √(-ln p), then the coefficients
+of the numerator and the denominator. The second entry is for √(-ln p) above 5.
 """

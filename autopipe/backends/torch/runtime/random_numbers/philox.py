@@ -1,15 +1,15 @@
 """Philox4x32-10, the counter-based generator of all random numbers of a program.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the
-constants are those of its implementation Random123. The generator is a function from a key of 64
-bits and a counter of 128 bits to a block of four 32-bit words. It has no state.
+constants are those of the authors' implementation Random123. The generator is a function from a key
+of 64 bits and a counter of 128 bits to a block of four 32-bit words. It has no state.
 
 Invariants:
 
   - A key belongs to a seed and a purpose (`key_of`), a counter to a position in a tensor. So a
-    rank draws any part of a tensor without the rest.
+    rank can draw any part of a tensor without the rest.
   - The implementations by torch operators, NumPy and Triton give equal words for equal keys and
-    counters, so equal positions have equal numbers on every device.
+    counters. So equal positions have equal numbers on every device.
 
 A word is an element of an int32 tensor that holds the bits of an unsigned integer.
 """
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Key = tuple[int, int] | tuple[Tensor, Tensor]
-"""The two 32-bit halves of a key, integers in [0, 2³²). As tensors they are int64 without
-dimensions.
+"""The two 32-bit halves of a key, integers in [0, 2³²). If they are tensors, they are int64 and
+have no dimensions.
 """
 CounterBlock = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Four int64 tensors of integers in [0, 2³²), with shapes that broadcast together: a counter, or a
-block of words.
+"""Four int64 tensors of integers in [0, 2³²), whose shapes broadcast together: the four words of a
+counter, or of a block of random words.
 """
 
 WORDS_PER_BLOCK: Final = 4
@@ -48,8 +48,8 @@ _ROUNDS: Final = 10
 
 
 class Purpose(IntEnum):
-    """The use of random numbers. The purpose is a part of the input from which `key_of` derives a
-    key.
+    """What random numbers are used for. Numbers for different purposes have different keys, even if
+    the seed is equal.
     """
 
     PARAMETER = 1
@@ -60,8 +60,8 @@ class Purpose(IntEnum):
 
 
 def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
-    """Return the key for a seed and a purpose, derived by NumPy's SeedSequence. `numbers`, integers
-    of any size from 0, distinguish the keys of one purpose.
+    """Return the key for a seed and a purpose, derived by NumPy's SeedSequence. `numbers`,
+    nonnegative integers of any size, distinguish keys of one seed and purpose.
     """
     state = np.random.SeedSequence([seed, int(purpose), *numbers]).generate_state(2, np.uint64)
     first, second = (int(word) & LOW_32_BITS for word in state)
@@ -69,7 +69,7 @@ def key_of(seed: int, purpose: Purpose, *numbers: int) -> tuple[int, int]:
 
 
 def philox_4x32(counter: CounterBlock, key: Key) -> CounterBlock:
-    """Return the block of words for each counter, int64 in [0, 2³²).
+    """Return the block of random words for each counter, int64 in [0, 2³²).
 
     Each of ten rounds maps the counter words (c0, c1, c2, c3), with the key words (k0, k1), to
 
@@ -81,14 +81,14 @@ def philox_4x32(counter: CounterBlock, key: Key) -> CounterBlock:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for number in range(_ROUNDS):
-        # A product of two 32-bit words can exceed int64 but not uint64. Only the bits of the
-        # product are used, so its sign as int64 does not matter.
+        # A product of two 32-bit words may overflow int64, but its 64 bits are correct, and only
+        # the bits are used.
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         if number:
             k0 = (k0 + _KEY_STEPS[0]) & LOW_32_BITS
             k1 = (k1 + _KEY_STEPS[1]) & LOW_32_BITS
-        # c1 and c3 keep the high halves of the products. Later masks remove them.
+        # c1 and c3 also contain the high halves of the products, which later masks remove.
         c0 = ((product1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(LOW_32_BITS)
         c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(LOW_32_BITS)
         c1 = product1
@@ -98,28 +98,30 @@ def philox_4x32(counter: CounterBlock, key: Key) -> CounterBlock:
 
 @dataclass(frozen=True, slots=True)
 class CounterRows:
-    """Counters of rows of blocks.
+    """Counters for rows of blocks of random words.
 
-    Block b of a row has the counter words (low half of n, second, third, fourth), where n = first +
-    b. All tensors are int64, of shape [rows, 1] or [1, 1].
+    Block b of a row has the counter words (low half of n, second, third, fourth) with n = first +
+    b. All tensors are int64, of shape [rows, 1], or [1, 1] if equal for all rows.
     """
 
     first: Tensor
     third: Tensor
     fourth: Tensor
     second: Tensor | None = None
-    """None stands for the high half of n. If it is given, n must be below 2³²."""
+    """The second counter word, in which case n must be below 2³². If it is None, the second counter
+    word is the high half of n.
+    """
 
     @staticmethod
     def of(first: Tensor) -> CounterRows:
-        """Return rows whose counters are first[i], first[i] + 1, … for row i. `first` is int64
-        [rows].
+        """Return counters for rows, of which row i has the counters first[i], first[i] + 1, and so
+        on. `first` is int64 [rows].
         """
         zero = torch.zeros((1, 1), dtype=torch.int64, device=first.device)
         return CounterRows(first[:, None], zero, zero)
 
     def slice(self, rows: slice) -> CounterRows:
-        """Return some of the rows."""
+        """Return the counters of the rows in a slice."""
 
         def slice_part(tensor: Tensor) -> Tensor:
             return tensor[rows] if len(tensor) > 1 else tensor
@@ -131,8 +133,8 @@ class CounterRows:
 
 
 def draw_words(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
-    """Return the words of blocks [start, stop) of each row, int32 [rows, 4 · (stop - start)], by
-    the fastest implementation for the device.
+    """Return the random words of blocks [start, stop) of each row, int32 [rows, 4 · (stop -
+    start)]. Uses the fastest implementation for the device.
     """
     kernel = _kernel_for(rows.first)
     if kernel is not None:
@@ -141,8 +143,8 @@ def draw_words(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
 
 
 def draw_words_by_operators(rows: CounterRows, start: int, stop: int, key: Key) -> Tensor:
-    """Return the words of blocks [start, stop) of each row, as `draw_words` does, computed by torch
-    operators on any device.
+    """Return the random words of blocks [start, stop) of each row, as `draw_words` does, by torch
+    operators. Works on any device.
     """
     position = rows.first + torch.arange(start, stop, device=rows.first.device)
     second = position >> 32 if rows.second is None else rows.second
@@ -155,8 +157,8 @@ def draw_words_by_operators(rows: CounterRows, start: int, stop: int, key: Key) 
 
 
 def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
-    """Return words [start, start + count) of the sequence of blocks whose counters are 0, 1, 2, …:
-    int32, on the CPU.
+    """Return words [start, start + count) of a key's sequence, int32 [count] on the CPU. The
+    sequence consists of the blocks with the counters 0, 1, 2, and so on.
     """
     first, lead = divmod(start, WORDS_PER_BLOCK)
     blocks = -(-(lead + count) // WORDS_PER_BLOCK)
@@ -165,23 +167,23 @@ def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
 
 
 def as_unsigned(words: Tensor) -> Tensor:
-    """Return the words as integers in [0, 2³²), int64."""
+    """Return random words as integers in [0, 2³²), int64."""
     return words.to(torch.int64).bitwise_and_(LOW_32_BITS)
 
 
 def integers_below(words: Tensor, below: int) -> Tensor:
-    """Return an integer in [0, below) for each word, int64: the high half of word · below. A limit
-    above 2³¹ counts as 2³¹.
+    """Return an integer in [0, below) for each random word, int64: the high half of word · below.
+    If `below` exceeds 2³¹, 2³¹ is used.
     """
     return (as_unsigned(words) * min(below, 1 << 31)).bitwise_right_shift_(32)
 
 
 def _kernel_for(tensor: Tensor) -> Callable[..., Tensor] | None:
-    """Return the fastest function that draws words on the tensor's device, or None if
+    """Return the fastest function that draws random words on the device of `tensor`; None if
     `draw_words_by_operators` must be used.
 
-    In a function that torch compiles, the operators are used, because Inductor fuses them. They are
-    also used for tensor subclasses, for example fake tensors.
+    It must be used in a function that torch compiles, because Inductor fuses the operators, and for
+    tensor subclasses, for example fake tensors.
     """
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return None
@@ -192,7 +194,7 @@ def _kernel_for(tensor: Tensor) -> Callable[..., Tensor] | None:
 
 @cache
 def _triton_kernel() -> Callable[..., Tensor] | None:
-    """Return the function that calls the Triton kernel, or None if Triton is not installed."""
+    """Return the function that calls the Triton kernel; None if Triton is not installed."""
     try:
         from autopipe.backends.torch.runtime.random_numbers.philox_kernel import (
             draw_words_by_kernel,

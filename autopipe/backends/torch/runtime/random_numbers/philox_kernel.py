@@ -1,5 +1,5 @@
-"""Philox4x32-10 as one Triton kernel. With torch operators a draw takes about a hundred kernels on
-a GPU.
+"""Philox4x32-10 as one Triton kernel. With torch operators, a draw launches about a hundred kernels
+on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 Key = tuple[int, int] | tuple[Tensor, Tensor]
 
 _BLOCKS_PER_PROGRAM = 1024
-"""Number of four-word blocks that one program of the kernel draws."""
+"""Number of blocks of four words that one program instance of the kernel draws."""
 
 
 _VARIABLE_ARGUMENTS = [
@@ -24,7 +24,7 @@ _VARIABLE_ARGUMENTS = [
     "width",
     "total",
 ]
-"""Arguments for which Triton must not compile a specialised kernel per value."""
+"""Arguments whose values vary. Triton must not compile specialised kernels for values of them."""
 
 
 @triton.jit(do_not_specialize=_VARIABLE_ARGUMENTS)  # type: ignore[untyped-decorator]
@@ -45,6 +45,10 @@ def _draw(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
+    """Write the words of block `start` + j of row i to entries [4 (i · width + j), 4 (i · width + j
+    + 1)) of `words`. `total` is the number of blocks, `width` the number of blocks per row. With
+    WIDE, the second counter word is the high half of first + start + j.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = place < total
     row = place // width
@@ -73,8 +77,8 @@ def draw_words_by_kernel(
     stop: int,
     key: Key,
 ) -> Tensor:
-    """Return the words of blocks [start, stop) of the rows whose counters have these parts, as
-    `philox.draw_words` does.
+    """Return the random words of blocks [start, stop) of each row, as `philox.draw_words` does. The
+    tensors are those of `philox.CounterRows`.
     """
     device = first.device
     counters = (first, first if second is None else second, third, fourth)
@@ -102,7 +106,7 @@ def draw_words_by_kernel(
 
 
 def _key_tensor(device: torch.device, key: Key) -> Tensor:
-    """Return both halves of the key as one tensor, int64 [2]."""
+    """Return both halves of the key in one tensor on the device, int64 [2]."""
     first, second = key
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.stack((first, second))

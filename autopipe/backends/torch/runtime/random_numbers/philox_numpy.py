@@ -28,8 +28,8 @@ def draw_words_by_numpy(
     stop: int,
     key: Key,
 ) -> Tensor:
-    """Return the words of blocks [start, stop) of the rows whose counters have these parts, as
-    `philox.draw_words` does.
+    """Return the random words of blocks [start, stop) of each row, as `philox.draw_words` does. The
+    tensors are those of `philox.CounterRows`.
     """
     blocks: Words = np.arange(start, stop).astype(np.uint64)
     position = _as_unsigned_array(first) + blocks
@@ -47,7 +47,8 @@ def draw_words_by_numpy(
         np.multiply(c2, _MULTIPLIERS[1], out=product1)
         _mix_words(product1, c1, key0, c0)
         _mix_words(product0, c3, key1, c2)
-        # The products become the next c1 and c3, with high halves that later steps drop.
+        # The products become the next c1 and c3. They include high halves, which the mask in later
+        # rounds and the cast at the end remove.
         c1, product1 = product1, c1
         c3, product0 = product0, c3
         key0 = (key0 + _KEY_STEPS[0]) & 0xFFFFFFFF
@@ -68,4 +69,5 @@ def _mix_words(product: Words, other: Words, key: int, out: Words) -> None:
 
 
 def _as_unsigned_array(tensor: Tensor) -> Words:
+    """Return a view of an int64 tensor as a uint64 array."""
     return tensor.numpy().view(np.uint64)

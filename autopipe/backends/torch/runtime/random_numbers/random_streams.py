@@ -1,10 +1,10 @@
 """Random numbers of operators in a running program, equal for every plan, schedule and number of
 ranks.
 
-The Philox key is derived from the seed, the step and the node. The counter is derived from the
-position of an element: the number of its sample in the step, and its position in that sample.
-Therefore each rank draws its block of the tensor that a single device would draw, micro-batches of
-any size have equal masks for equal samples, and a recomputed forward pass draws equal numbers.
+The Philox key is derived from the seed, the step and the node of the graph. The counter is derived
+from the position of an element: the number of its sample in the step, and its position in this
+sample. So each rank draws its slice of the tensor that a single device would draw, equal samples
+have equal masks in micro-batches of any size, and a recomputed forward draws equal numbers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from autopipe.ir.layout import MeshAxis, coordinate_along
 Axes = tuple[tuple[int, int], ...]
 
 _CHUNK_BLOCKS = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Number of blocks of four words that are drawn at a time, by device type: on a CPU bounded by the
-size of its caches, on a GPU by memory.
+"""Number of blocks of four words that are drawn at a time, by device type. On a CPU, the words fit
+into its caches; on a GPU, the number limits the memory for words.
 """
 _NO_CHUNK_LIMIT = 1 << 62
 
 
 class ForwardState:
-    """The origin of the random numbers of one forward pass: the seed, the step, and two sample
-    numbers in the step. `sample` is the first sample of this forward pass; `shared` is equal for
-    all parts of the program's micro-batch.
+    """What the random numbers of one forward depend on: seed, step, and two numbers of samples in
+    the step. `sample` is the number of the first sample of this forward. `shared` is the number of
+    the first sample of the program's micro-batch, of which the forward may run a part; it is used
+    for tensors without a sample dimension.
     """
 
     def __init__(self, seed: int, step: int, sample: int, shared: int) -> None:
@@ -47,8 +48,8 @@ class ForwardState:
         self._numbers: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the two words of the key, then `sample` and `shared`: int64, [4]. The tensor is
-        copied to the device once.
+        """Return this state as a tensor on a device: the two words of the key, then `sample` and
+        `shared`; int64 [4]. It is copied to the device at the first call.
         """
         if self._numbers is None:
             seed, step, *samples = self._origin
@@ -58,28 +59,29 @@ class ForwardState:
 
 
 class StaticState:
-    """The origin of the random numbers of a forward pass in a CUDA graph: one tensor, which is
-    overwritten before each replay.
+    """What the random numbers of a forward in a CUDA graph depend on: a tensor that is overwritten
+    before each replay of the graph.
     """
 
     def __init__(self, state: ForwardState, device: torch.device) -> None:
-        """Start with the origin in `state`."""
+        """Start with the values of `state`."""
         self._numbers = state.on(device).clone()
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the tensor, as `ForwardState.on` does."""
+        """Return the tensor, int64 [4], as `ForwardState.on` does."""
         return self._numbers
 
     def copy(self, state: ForwardState) -> None:
-        """Replace the origin by the origin in `state`."""
+        """Overwrite the values by the values of `state`."""
         self._numbers.copy_(state.on(self._numbers.device))
 
 
 class Random:
-    """Random numbers of a stage's operators, on the rank at `position` of its group.
+    """Provides the random numbers of a stage's operators, on the rank at `position` of the stage's
+    group. Generated code calls it as `p.random(...)`.
 
-    The origin's tensor is created at the first draw of a forward pass. If `draws` is set, it is
-    created before the forward pass, so that a compiled forward pass finds it.
+    The tensor of the state is created at the first draw of a forward. If `draws` is True, it is
+    created before the forward, because a compiled forward cannot create it.
     """
 
     def __init__(self, device: torch.device, position: int = 0, draws: bool = False) -> None:
@@ -89,9 +91,9 @@ class Random:
         self.begin(0, 0, 0, 0)
 
     def begin(self, seed: int, step: int, sample: int, shared: int) -> None:
-        """Start a forward pass whose first sample has number `sample` in the step. `shared` is
-        equal for all parts of the program's micro-batch: tensors without a sample dimension use it,
-        and have equal values in all parts.
+        """Start a forward. `sample` is the number in the step of its first sample. `shared` is the
+        number of the first sample of the program's micro-batch, of which the forward may run a
+        part: tensors without a sample dimension have equal values in all parts.
         """
         self.state: ForwardState | StaticState = ForwardState(seed, step, sample, shared)
         if self.draws:
@@ -103,12 +105,13 @@ class Random:
         cuts: tuple[Axes, ...] = (),
         samples: int | tuple[int, int, int] | None = None,
     ) -> Stream:
-        """Return the random numbers of a node for this rank.
+        """Return the random numbers of a node of the graph for this rank.
 
-        `cuts`: for each dimension, the mesh axes that shard it; () if nothing is sharded.
-        `samples`: the dimension that counts samples, or a tuple of that dimension and its sizes
-        outside and inside the sample index (see `autopipe.ir.batch.BatchDimension`); None for a
-        tensor without a sample dimension.
+        `cuts` has, for each dimension, the mesh axes that shard it; () if no dimension is sharded.
+        `samples` is the index of the dimension that counts samples; None if there is none. If other
+        indices are merged with the sample index in this dimension, it is (dimension, size of the
+        indices outside of the sample index, size of those inside); see
+        `autopipe.ir.batch.BatchDimension`.
         """
         state = self.state.on(self.device)
         key = state[0] ^ (node >> 32), state[1] ^ (node & LOW_32_BITS)
@@ -121,11 +124,12 @@ class Random:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The random numbers of one node in one forward pass.
+    """The random numbers of one node in one forward, on one rank.
 
-    The rank has the shard at index `places` of `degrees` shards in each dimension; both are () for
-    a replicated tensor. `sample` is the number of the first sample in the step. `counted` describes
-    the sample dimension, None if there is none.
+    In each dimension the rank has the shard with index `places[i]` of `degrees[i]` shards; both are
+    () if the tensor is not sharded. `sample` is the number of the first sample in the step.
+    `counted` is (sample dimension, size outside, size inside) as in `Random.__call__`; None without
+    a sample dimension.
     """
 
     key: tuple[Tensor, Tensor]
@@ -137,8 +141,8 @@ class Stream:
     def draw(
         self, shape: tuple[int, ...], make: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> Tensor:
-        """Return this rank's shard, a tensor of `shape`. `make` must be elementwise: it maps each
-        word to an element.
+        """Return this rank's shard of the random tensor, of shape `shape` and type `dtype`. `make`
+        maps random words to elements, and must be elementwise.
         """
         *outer, last = shape or (1,)
         rows, samples, blocks, lead = self._counters(outer, last)
@@ -169,8 +173,9 @@ class Stream:
         return found.reshape(shape)
 
     def _single_words(self, rows: Tensor, samples: Tensor, blocks: Tensor, lead: Tensor) -> Tensor:
-        """Return one word for each element, from the block of that element. Used if the last
-        dimension counts samples, so that the elements of a row belong to different samples.
+        """Return one random word for each element, from a block that is computed for this element
+        only. Used if the last dimension counts samples: then neighbouring elements belong to
+        different samples, and so to different blocks. The arguments are from `_counters`.
         """
         block = philox_4x32((blocks, rows & LOW_32_BITS, rows >> 32, samples), self.key)
         words = torch.stack(torch.broadcast_tensors(*block), -1)
@@ -178,13 +183,17 @@ class Stream:
         return words.gather(-1, picked).squeeze(-1).to(torch.int32)
 
     def _counters(self, outer: list[int], last: int) -> tuple[Tensor, Tensor, Tensor, int | Tensor]:
-        """Return (rows, samples, blocks, lead): the counters of this rank's block.
+        """Return (rows, samples, blocks, lead), which determine the counters of this rank's
+        elements. `outer` are the sizes of all dimensions but the last on this rank, `last` is the
+        size of the last.
 
-        rows, samples: [rows, 1], of the dimensions before the last. blocks: [1, 1], the first block
-        of four words along the last dimension. lead: number of words of that block that lie before
-        this rank's words. If the last dimension counts samples, `samples` and `blocks` have an
-        entry for each element, [rows, last] and [1, last], and `lead` is the word of its block that
-        each element takes.
+        rows: position of each row, an index into the outer dimensions, [rows, 1].
+        samples: number in the step of the sample of each row, [rows, 1].
+        blocks: index of the first block of four words of a row, [1, 1].
+        lead: number of words in this block that precede this rank's words.
+
+        If the last dimension counts samples, `samples` is [rows, last]; `blocks` [1, last] is the
+        block of each element, and `lead` [1, last] is the index of the element's word in its block.
         """
         rows = samples = torch.zeros((), dtype=torch.int64, device=self.sample.device)
         stride = 1
@@ -215,9 +224,10 @@ class Stream:
     def _axis_coordinates(self, dimension: int, extent: int) -> tuple[Tensor, int, Tensor | None]:
         """Return (index, size, sample) for a dimension that has `extent` elements on this rank.
 
-        index: position of each element in the full dimension, or, for the sample dimension, in its
-        sample. size: number of positions. sample: index of the sample of each element; None for
-        other dimensions.
+        index: position of each element in the full dimension; in the sample dimension, its position
+        in the sample.
+        size: number of such positions.
+        sample: index of the sample of each element; None in other dimensions.
         """
         start = self.places[dimension] * extent if self.places else 0
         whole = extent * (self.degrees[dimension] if self.degrees else 1)

@@ -1,7 +1,7 @@
-"""Blocks of random tensors, drawn on any device without the rest of the tensor.
+"""Slices of random tensors, which are drawn on any device without the rest of the tensor.
 
-Element i of a tensor, in row-major order, is computed from word i of the tensor's key. A block
-consists of contiguous runs of elements, which are drawn in pieces.
+Element i of a tensor, in row-major order, is computed from random word i of the tensor's key. A
+slice consists of runs of contiguous elements, which are drawn in pieces.
 """
 
 from __future__ import annotations
@@ -28,31 +28,37 @@ Positions = npt.NDArray[np.int64]
 Key = tuple[int, int]
 
 PIECE_ELEMENTS: Final = {"cpu": 1 << 17, "cuda": 1 << 25}
-"""Number of words drawn at a time, by device type: on a CPU a number for which words and
-intermediate results fit a core's cache, on a GPU a number that occupies the GPU.
+"""Number of words that are drawn at a time, by device type. On a CPU, words and intermediate
+results fit into the cache of a core; on a GPU, the number suffices to keep the GPU busy.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ContiguousRuns:
-    """The runs of contiguous elements of a tensor that form a block, in row-major order. Each run
-    has `length` elements.
+    """The runs of contiguous elements that form a slice of a tensor, in row-major order. Each run
+    has `length` elements. The runs form a grid with a dimension for each outer dimension of the
+    slice.
     """
 
     first: int
-    """Position of the block's first element in the tensor."""
+    """Position in the tensor of the slice's first element."""
     length: int
     counts: tuple[int, ...]
-    """Sizes of the grid of runs, from the outermost dimension to the innermost; () for one run."""
+    """Sizes of the grid of runs, from the outermost dimension to the innermost; () if there is one
+    run.
+    """
     strides: tuple[int, ...]
-    """Distance in elements between neighbouring runs, for each dimension of the grid."""
+    """For each dimension of the grid, the distance of neighbouring runs in elements."""
 
     @property
     def count(self) -> int:
+        """Number of runs."""
         return math.prod(self.counts) if self.length else 0
 
     def positions(self, start: int, stop: int) -> Positions:
-        """Return the start positions, in the tensor, of runs [start, stop), in ascending order."""
+        """Return the positions in the tensor at which the runs with indices [start, stop) begin, in
+        ascending order, int64.
+        """
         found = np.full(stop - start, self.first, np.int64)
         left = np.arange(start, stop, dtype=np.int64)
         for size, stride in zip(reversed(self.counts), reversed(self.strides), strict=True):
@@ -62,13 +68,16 @@ class ContiguousRuns:
 
 
 def contiguous_runs(shape: tuple[int, ...], box: TensorSlice) -> ContiguousRuns:
-    """Return the block `box` of a tensor of `shape` as the fewest and longest contiguous runs."""
+    """Return the runs of the slice `box` of a tensor of shape `shape`. The runs are as long as
+    possible.
+    """
     first = 0
     length = 1
     stride = 1
     outer: list[tuple[int, int]] = []
     for size, start, stop in reversed(list(zip(shape, box.starts, box.stops, strict=True))):
-        if length == stride:  # The block contains all inner dimensions completely.
+        # So far, the slice contains all inner dimensions completely, so the run continues.
+        if length == stride:
             length *= stop - start
         else:
             outer.insert(0, (stop - start, stride))
@@ -88,8 +97,9 @@ def draw_block(
     device: torch.device,
     threads: int = 1,
 ) -> Tensor:
-    """Return the block `box` of a random tensor of `shape`. `make` must be elementwise: it maps
-    each word to an element. On a CPU, up to `threads` threads draw a large block.
+    """Return the slice `box` of a random tensor of shape `shape`, with element type `dtype`. `make`
+    maps random words to elements, and must be elementwise. On a CPU, up to `threads` threads draw a
+    large slice.
     """
     block = torch.empty(box.shape, dtype=dtype, device=device)
     flat = block.view(-1)
@@ -98,6 +108,7 @@ def draw_block(
     workers = threads if device.type == "cpu" and len(flat) > piece else 1
 
     def draw(worker: int) -> None:
+        """Draw all pieces of one worker."""
         with torch.no_grad():
             for place, starts, length in _pieces_of_worker(runs, piece, worker, workers):
                 words = _words_of_runs(starts, length, key, device)
@@ -108,7 +119,7 @@ def draw_block(
     else:
         with ThreadPoolExecutor(
             workers
-        ) as pool:  # Torch operators release the global interpreter lock.
+        ) as pool:  # Threads help, because torch operators release the global interpreter lock.
             list(pool.map(draw, range(workers)))
     return block
 
@@ -116,11 +127,13 @@ def draw_block(
 def _pieces_of_worker(
     runs: ContiguousRuns, piece: int, worker: int, workers: int
 ) -> Iterator[tuple[int, Positions, int]]:
-    """Yield every `workers`-th piece of a block, starting with piece `worker`: (place, starts,
-    length).
+    """Yield (place, starts, length) for each piece of a slice that worker number `worker` of
+    `workers` draws: each `workers`-th piece. `piece` is the approximate number of elements of a
+    piece.
 
-    place: index of the piece's first element in the block. starts: positions in the tensor at which
-    the piece's runs begin. length: number of elements of each of these runs.
+    place: index in the slice of the piece's first element.
+    starts: positions in the tensor at which the runs of the piece begin.
+    length: number of elements of each of these runs.
     """
     if runs.length > piece:
         per_run = -(-runs.length // piece)
@@ -143,8 +156,8 @@ def _pieces_of_worker(
 
 
 def _words_of_runs(starts: Positions, length: int, key: Key, device: torch.device) -> Tensor:
-    """Return the words of the runs of `length` words that begin at the positions `starts`, int32
-    [runs, length].
+    """Return the random words of runs of `length` words each, which begin at the positions `starts`
+    of the key's sequence; int32 [runs, length].
     """
     first, lead = np.divmod(starts, WORDS_PER_BLOCK)
     blocks = -(-(int(lead.max()) + length) // WORDS_PER_BLOCK)

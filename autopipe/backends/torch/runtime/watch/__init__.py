@@ -1,3 +1,3 @@
-"""Observation of a running rank: clocks, reports, heartbeats, failures, and requests to stop or
-save.
+"""Observation and control of a running rank: clocks, reports, heartbeats, failures, and requests to
+stop or to save.
 """

@@ -1,4 +1,6 @@
-"""End of a rank after an error: one line on stderr, and a failure file for the launcher."""
+"""End of a rank after an error: one line on stderr, and a failure file, from which the launcher
+learns the reason.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _GLOO_LOST_RANK_TEXTS = (
     "Timed out",
     "Timeout",
 )
-"""Parts of the messages of RuntimeErrors that a rank gets over gloo when another rank has ended."""
+"""Parts of the messages of RuntimeErrors that gloo raises on a rank if another rank has ended."""
 _NCCL_LOST_RANK_TEXTS = (
     "ncclRemoteError",
     "remote process exited",
@@ -37,28 +39,29 @@ _NCCL_LOST_RANK_TEXTS = (
     "collective operation timeout",
 )
 """Parts of the messages of NCCL errors that follow from the end of another rank. Other NCCL errors,
-such as out of memory, are errors of the rank itself.
+for example out of memory, are errors of the rank itself.
 """
 _LOST_PEER_WAIT_S = 2.0
-"""Seconds that a rank waits before it ends because of a lost peer, so that the launcher sees the
-end of the peer first.
+"""Seconds that a rank waits before it ends because another rank has ended, so that the launcher
+notices the end of the other rank first.
 """
 _LAUNCHER_CHECK_INTERVAL_S = 0.5
-"""Seconds between heartbeats."""
+"""Seconds between two heartbeats, and between two checks whether the launcher still runs."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""Signal at which a rank writes the stacks of its threads to stderr."""
+"""Signal upon which a rank writes the stacks of its threads to stderr."""
 STOP_SIGNAL = signal.SIGUSR2
-"""Signal at which a rank that saves checkpoints requests a last checkpoint and the end of the
+"""Signal upon which a rank that saves checkpoints requests a last checkpoint and the end of the
 run.
 """
 INTERRUPTED_EXIT_CODE = 130
-"""Exit code after Ctrl-C."""
+"""Exit code of a rank that was interrupted by Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The error that ended one rank. `final` is True if a restart would fail again, `consequence`
-    if another rank's failure caused it.
+    """The error that ended a rank. `final` is True if a restart would fail in the same way.
+    `consequence` is True if the end of another rank caused the error. `time` is in seconds since
+    1970.
     """
 
     rank: int
@@ -71,10 +74,12 @@ class Failure:
     final: bool
     consequence: bool
     host: str = ""
-    """Name of the rank's machine; "" if all ranks are on one."""
+    """Name of the rank's machine; "" if all ranks are on one machine."""
 
     def error(self) -> AutopipeError:
-        """Return the error to show to the user. A configuration error names no rank or task."""
+        """Return the error to be shown to the user. It names the rank and the task, unless it is a
+        configuration error.
+        """
         if self.exit_code == ConfigurationError.exit_code:
             return ConfigurationError(self.message, self.hint, self.where)
         if self.message.startswith(f"rank {self.rank} "):
@@ -88,7 +93,7 @@ class Failure:
 
 
 def host_of_several() -> str:
-    """Return this machine's name; "" if all ranks are on it."""
+    """Return the name of this machine; "" if all ranks are on it."""
     world, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return "" if world == here else socket.gethostname()
 
@@ -96,8 +101,8 @@ def host_of_several() -> str:
 def describe_failure(
     error: BaseException, rank: int, task: str, awaited: tuple[int, int] = (-1, -1)
 ) -> Failure:
-    """Return the failure of `rank` in `task` for an error. `awaited` is the peer and channel for
-    which the rank waited, -1 for none.
+    """Return the failure of `rank` in the task `task` because of `error`. `awaited` is (rank,
+    channel) of the tensor for which the rank waited, -1 for none.
     """
     host = host_of_several()
     if isinstance(error, AutopipeError):
@@ -129,8 +134,8 @@ def describe_failure(
 
 
 def has_lost_rank(error: BaseException) -> bool:
-    """Return True if a torch error follows from the end of another rank or of the connection to
-    it.
+    """Return True if `error`, raised by torch, follows from the end of another rank or of the
+    connection to it.
     """
     if not isinstance(error, RuntimeError):
         return False
@@ -144,18 +149,21 @@ def has_lost_rank(error: BaseException) -> bool:
 
 
 def end_on_error(number: int, heartbeat: Heartbeat) -> None:
-    """Install a hook: an uncaught exception ends the process at once, after its failure file is
-    written. A normal exit would wait for threads of process groups whose peers may never answer.
+    """Install an exception hook for rank `number`: an uncaught exception ends the process at once,
+    after it was printed and written to the failure file. A normal exit would wait for threads of
+    process groups, whose peers may never answer.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Write the failure and end the process."""
         if isinstance(error, KeyboardInterrupt):
             os._exit(INTERRUPTED_EXIT_CODE)
         failure = describe_failure(error, number, heartbeat.task, heartbeat.awaited)
         if not isinstance(error, AutopipeError):
             traceback.print_exception(kind, error, trace)
         if name := os.environ.get(ERROR_FILE_VARIABLE):
-            # The format is that of torch elastic; autopipe adds a key.
+            # torch elastic defines the format of the file, but allows further keys. autopipe adds
+            # its own key.
             form = {
                 "message": str(failure.error()),
                 "timestamp": int(failure.time),
@@ -175,9 +183,10 @@ def end_on_error(number: int, heartbeat: Heartbeat) -> None:
 
 
 def end_with_launcher(heartbeat: Heartbeat) -> None:
-    """Start a thread that sends heartbeats, and ends this process when the launcher has ended:
-    without a launcher, the rank would continue to write files that the next launch writes too. The
-    signal `STACKS_SIGNAL` prints stacks from now on.
+    """If torch elastic or autopipe's launcher started this process, start a thread that records
+    heartbeats, and that ends the process when its parent has ended. Otherwise the rank would
+    continue to write files that the next launch also writes. From now on, `STACKS_SIGNAL` prints
+    the stacks of all threads.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -185,6 +194,7 @@ def end_with_launcher(heartbeat: Heartbeat) -> None:
     faulthandler.register(STACKS_SIGNAL)
 
     def watch() -> None:
+        """Record heartbeats until the parent process has ended, then end this process."""
         while os.getppid() == launcher:
             heartbeat.record_alive()
             time.sleep(_LAUNCHER_CHECK_INTERVAL_S)
@@ -194,14 +204,16 @@ def end_with_launcher(heartbeat: Heartbeat) -> None:
 
 
 def stop_on_signal(stop: Callable[[], None]) -> None:
-    """Call `stop` at the signal `STOP_SIGNAL`; also at SIGTERM unless autopipe's launcher, which
-    sends SIGTERM to end ranks at once, is the parent.
+    """Call `stop` upon the signal `STOP_SIGNAL`. Also call it upon SIGTERM, unless autopipe's
+    launcher is the parent, which sends SIGTERM to end ranks at once.
     """
     for each in (STOP_SIGNAL, *(() if PARENT_VARIABLE in os.environ else (signal.SIGTERM,))):
         signal.signal(each, lambda *_: stop())
 
 
 def read_failure(form: Mapping[str, object]) -> Failure | None:
-    """Return the failure in the object of an error file, None if autopipe has not written it."""
+    """Return the failure in `form`, the JSON object of an error file of torch elastic; None if
+    autopipe has not written the file.
+    """
     ours = form.get("autopipe")
     return Failure(**ours) if isinstance(ours, dict) else None

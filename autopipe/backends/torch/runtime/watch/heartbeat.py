@@ -1,9 +1,9 @@
-"""Heartbeat of a rank: its current task, since when, and the time of its last heartbeat, in a
-memory-mapped file that the launcher on the same machine reads (`backends/torch/elastic_agent.py`),
-even after the rank has died.
+"""Heartbeat of a rank: its current task, the time at which the task began, and the time of the last
+sign of life. They are in a memory-mapped file that the launcher on the same machine reads
+(`backends/torch/elastic_agent.py`), even after the rank has died.
 
-A rank records only that it waits for other ranks. The launcher compares several ranks to find the
-one that hangs.
+A rank records only that it waits for other ranks. To find the rank that hangs, the launcher
+compares the heartbeats of several ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HEARTBEAT_FOLDER_VARIABLE = "AUTOPIPE_PULSES"
-"""Environment variable with the launcher's folder of heartbeat files."""
+"""Name of the environment variable that states the folder of heartbeat files. The launcher
+sets it.
+"""
 ENDED_TASK = "ended"
-"""The task of a rank that has completed its run."""
+"""Name of the task of a rank that has completed its run."""
 _BEAT_STRUCT = struct.Struct("<d")
 _STATE_STRUCT = struct.Struct("<d?ii")
 _TASK_STRUCT = struct.Struct("<d?ii64p")
@@ -29,7 +31,7 @@ _RECORD_BYTES = _BEAT_STRUCT.size + _TASK_STRUCT.size
 
 
 def phase_of(task: str) -> str:
-    """Return the phase of a task: `start`, `step` or `checkpoint`."""
+    """Return the phase to which a task belongs: `start`, `step` or `checkpoint`."""
     return {
         "": "start",
         "start": "start",
@@ -41,15 +43,17 @@ def phase_of(task: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Maximum seconds without progress, or without a heartbeat, in each phase."""
+    """For each phase, the maximum seconds that a rank may spend in one task, or without a
+    heartbeat, before the launcher considers it hanging.
+    """
 
     start_s: float = 1800.0
     step_s: float = 600.0
-    """Of one task of a step. The first task may compile kernels."""
+    """For one task of a step. The first task may include the compilation of kernels."""
     checkpoint_s: float = 7200.0
 
     def of(self, task: str) -> float:
-        """Return the time-out of the phase of a task, in seconds."""
+        """Return the time-out for a task, in seconds."""
         return {"start": self.start_s, "step": self.step_s, "checkpoint": self.checkpoint_s}[
             phase_of(task)
         ]
@@ -60,30 +64,37 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRecord:
-    """The contents of a heartbeat file. Times are seconds of the machine's monotonic clock."""
+    """The contents of a heartbeat file. Times are seconds of the machine's monotonic clock: `at` is
+    the time of the last heartbeat. `waits` is True while the rank waits for other ranks.
+    """
 
     at: float
     since: float
-    """When the rank began its task or its wait."""
+    """Time at which the rank began its task or its wait."""
     waits: bool
     task: str
     peer: int = -1
-    """The rank from or to which it transfers a tensor on `channel`; -1 for other waits."""
+    """Rank with which the rank exchanges a tensor on `channel`, and for which it waits; -1 for
+    other waits and without a wait.
+    """
     channel: int = -1
 
 
 class Heartbeat:
-    """This rank's heartbeat record, written to `file`, or only to memory if `file` is None."""
+    """Writes this rank's heartbeat to a file, or only to memory if `file` is None."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._record: bytearray | mmap.mmap = bytearray(_RECORD_BYTES)
         self.on_task: Callable[[str], None] | None = None
-        """Called with each task that begins, if not None."""
+        """Function that is called with the name of each task that begins; None for none."""
         self.task = "start"
         self.awaited = _NO_PEER
-        """(peer, channel) of the current wait, or of a wait that ended with an error; -1 for none.
+        """(rank, channel) of the current wait, or of a wait that ended with an error; -1 for
+        none.
         """
-        # Writes to mapped memory reach the file even if the process is killed.
+        # The file is memory-mapped, because writes to mapped memory reach the file even if the
+        # process is killed. It is renamed when it is complete, so that a reader never finds an
+        # empty file.
         if file is not None:
             made = file.with_suffix(".new")
             made.write_bytes(self._record)
@@ -93,15 +104,17 @@ class Heartbeat:
 
     @staticmethod
     def of(rank: int) -> Heartbeat:
-        """Return the heartbeat of a rank in the file that its launcher reads; only in memory
-        without a launcher.
+        """Return a heartbeat in the file that the launcher reads for rank `rank`; in memory only if
+        no launcher runs.
         """
         folder = os.environ.get(HEARTBEAT_FOLDER_VARIABLE)
         return Heartbeat(None if folder is None else heartbeat_file(Path(folder), rank))
 
     @property
     def task(self) -> str:
-        """Current task of the rank, such as `2F0` or `checkpoint`."""
+        """Current task of the rank, for example `2F0` (forward of micro-batch 0 on stage 2) or
+        `checkpoint`.
+        """
         return self._task
 
     @task.setter
@@ -115,13 +128,13 @@ class Heartbeat:
         )
 
     def record_alive(self) -> None:
-        """Record that the process is alive, without a change of task."""
+        """Record a heartbeat: the process is alive. The task does not change."""
         _BEAT_STRUCT.pack_into(self._record, 0, time.monotonic())
 
     @contextmanager
     def waiting(self, peer: int = -1, channel: int = -1) -> Iterator[None]:
-        """Record that the rank waits for others in the block: for rank `peer` on `channel`, if
-        given.
+        """Record that the rank waits for other ranks while the block runs: for a tensor of rank
+        `peer` on `channel`, if given.
         """
         self.awaited = peer, channel
         _STATE_STRUCT.pack_into(
@@ -137,8 +150,9 @@ class Heartbeat:
 
     @contextmanager
     def posting(self, peer: int, channel: int) -> Iterator[None]:
-        """If the block, which posts a transfer with rank `peer`, raises RuntimeError, make
-        `awaited` name that rank: torch may notice a closed connection only then.
+        """Use this around a block that starts a transfer with rank `peer`. If the block raises
+        RuntimeError, `awaited` then names this rank, because torch may notice a closed connection
+        only in such a block.
         """
         try:
             yield
@@ -148,12 +162,14 @@ class Heartbeat:
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's heartbeat file."""
+    """Return the path of a rank's heartbeat file in `folder`."""
     return folder / f"rank_{rank:03d}.pulse"
 
 
 def read_heartbeat(file: Path) -> HeartbeatRecord | None:
-    """Return the record in a heartbeat file, None if the file does not exist yet."""
+    """Return the contents of a heartbeat file; None if the file does not exist or is not complete
+    yet.
+    """
     try:
         record = file.read_bytes()
     except FileNotFoundError:

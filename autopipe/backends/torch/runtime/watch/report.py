@@ -1,4 +1,6 @@
-"""Reports of a rank: metrics of each step over all ranks, printed or written to a report file."""
+"""Reports of a run: metrics of each step over all ranks, which rank 0 prints or writes to a report
+file.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +28,38 @@ from autopipe.ir.program import COMMUNICATION_KINDS, in_kind_order
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Metrics of a step over all ranks. `peak_memory_bytes` has the peak since the start of the
-    run, by rank.
+    """Metrics of a step over all ranks. `peak_memory_bytes` has, for each rank, the peak since the
+    start of the run. `communication_bytes` has the bytes of all ranks by kind of communication. A
+    bubble rate is the fraction of the ranks' time in which they do not compute.
     """
 
     step: int
     loss: float | None
     learning_rate: float | None
     grad_norm: float | None
-    """Norm of all gradients before clipping; None if gradients are not clipped."""
+    """2-norm of the gradients of all parameters before clipping; None if gradients are not
+    clipped.
+    """
     step_time_s: float
     samples_per_s: float
     tokens_per_s: float | None
-    """None if the inputs are not the tokens of a language model."""
+    """Tokens per second over all ranks; None if the inputs are not sequences of tokens."""
     tflops_per_device: float | None
-    """Model FLOPs per second and device, in 10^12. Recomputation is not counted."""
+    """Model FLOPs per second and device, in 10^12. Recomputation does not count. None if
+    unknown.
+    """
     mfu: float | None
-    """Model FLOPs utilisation: the fraction of the peak FLOPs of the plan's devices."""
+    """Model FLOPs utilisation: model FLOPs per second, as a fraction of the peak of all devices.
+    None if unknown.
+    """
     bubble_rate: float
     predicted_bubble_rate: float
     peak_memory_bytes: tuple[int, ...]
     communication_bytes: dict[str, int]
     loss_scale: float | None = None
-    """The loss scale of a step in fp16, None in other precisions."""
+    """The loss scale of the step; None without loss scaling."""
     skipped: bool = False
-    """True if gradients overflowed at this loss scale, so that the update was skipped."""
+    """True if gradients overflowed, so that the update was skipped."""
 
     def line(self) -> str:
         """Return the report as one line of text."""
@@ -73,37 +82,44 @@ class StepReport:
 
 
 _NO_BAD_STAGE = -1.0
-"""Value of `bad_stage` and `bad_micro_batch` if all losses are finite."""
+"""Value of `bad_stage` and `bad_micro_batch` if all losses of the rank are finite."""
 _REPORT_INTERVAL_S = 0.25
-"""Target seconds between reports of short steps. Exchanging and writing metrics takes as long as
-some tasks of a small model, and the launcher needs a CPU core to read them.
+"""Approximate minimum seconds between two reports. Short steps are reported several at a time,
+because exchanging and writing metrics takes as long as some tasks of a small model, and the
+launcher needs a CPU core to read reports.
 """
 _MAX_UNREPORTED_STEPS = 16
-"""Maximum number of steps in one report, since later steps may be longer."""
+"""Maximum number of steps that are reported at a time. Later steps may take longer than the steps
+from which the number is derived.
+"""
 
 
 class _Metrics(NamedTuple):
-    """Metrics of one step on one rank. In the exchanged list, the bytes of its communication by
-    kind (`ir/program.py`) follow.
+    """Metrics of one step on one rank, as numbers that ranks exchange. In the exchanged list, the
+    rank's bytes of communication by kind (`COMMUNICATION_KINDS`) follow.
     """
 
     loss: float
-    """The rank's part of the sum over all ranks."""
+    """The rank's contribution to the loss, which is a sum over all ranks."""
     bad_stage: float
-    """The first stage with a loss that is not finite, `_NO_BAD_STAGE` if there is none."""
+    """Number of the first stage on the rank with a loss that is not finite; `_NO_BAD_STAGE` if
+    there is none.
+    """
     bad_micro_batch: float
     seconds: float
     busy_s: float
     loss_scale: float
-    """0 without loss scaling."""
+    """The loss scale; 0 without loss scaling."""
     skipped: float
-    """1 if the update was skipped."""
+    """1 if the update was skipped, otherwise 0."""
     grad_norm: float
-    """NaN if gradients are not clipped."""
+    """Norm of the gradients; NaN if gradients are not clipped."""
     learning_rate: float
-    """NaN if the rank updates nothing."""
+    """Learning rate of the update; NaN if there was none."""
     counted: float
-    """The divisor of the summed loss: the fraction of labels that are not ignored, or 1."""
+    """Divisor of the summed loss: the fraction of labels that are not ignored, or 1 if the loss is
+    not divided by a number of labels.
+    """
 
 
 _METRIC_COUNT = len(_Metrics._fields)
@@ -112,49 +128,52 @@ _NUMBERS_PER_STEP = _METRIC_COUNT + len(COMMUNICATION_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class _EndedStep:
-    """A step whose kernels have been launched; the device may still run them."""
+    """A step whose kernels have all been launched. The device may still run them."""
 
     number: int
     times: StepTimes
     losses: torch.Tensor | None
-    """On the device, [n], in the order of `origins`; None if the rank computes no loss."""
+    """Losses on the device, [n], in the order of `origins`; None if the rank computes no loss."""
     grad_norm: torch.Tensor | None
-    """On the device, [1]; None if gradients are not clipped."""
+    """Norm of the gradients, [1] on the device; None if gradients are not clipped."""
     counted: torch.Tensor | None
-    """On the device, [1]; None if the loss is not divided by a number of labels."""
+    """Divisor of the loss, [1] on the device; None if the loss is not divided by a number of
+    labels.
+    """
     learning_rate: float
     origins: tuple[tuple[int, int], ...]
-    """(stage, micro-batch) of each loss."""
+    """(stage, micro-batch) of each loss in `losses`."""
     moved: list[float]
-    """Bytes of communication by kind, in the order of `COMMUNICATION_KINDS`."""
+    """Bytes of communication, in the order of `COMMUNICATION_KINDS`."""
     scaling: torch.Tensor | None
-    """`LossScaler.outcome`, None without loss scaling."""
+    """`LossScaler.outcome` of the step; None without loss scaling."""
 
 
 class Reporter:
-    """Collects the metrics of each step. All ranks exchange them, for several short steps at a
-    time, and rank 0 prints or writes them. Raises LaunchError on all ranks if a loss is not finite.
+    """Collects the metrics of each step on a rank. The ranks exchange the metrics, of several steps
+    at a time if steps are short, and rank 0 prints or writes them. If a loss is not finite,
+    LaunchError is raised on all ranks.
 
-    On a GPU a step is reported after the kernels of the next step have been launched, so that the
+    On a GPU, a step is reported after the kernels of the next step have been launched, so that the
     device does not wait for the report.
     """
 
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
         self._late = rank.device.type == "cuda"
-        # Copies of losses use a stream of their own: on the default stream they would wait for the
-        # step that runs.
+        # Losses are copied to the host on a separate stream. On the default stream, the copies
+        # would wait for the step that runs now.
         self._stream = torch.cuda.Stream(rank.device) if self._late else None
         self._launched: _EndedStep | None = None
-        """On a GPU, the last step, which the device may still run."""
+        """On a GPU, the last step, which the device may still run; otherwise None."""
         self._kept: list[_EndedStep] = []
-        """Steps that the device has ended and that are not reported yet."""
+        """Steps that the device has ended and that have not been reported."""
         self._together = 1
-        """Number of steps in a report, equal on all ranks."""
+        """Number of steps that are reported at a time, equal on all ranks."""
 
     def end_step(self) -> None:
-        """End the step on the clock. Report it, alone or with earlier ones, or keep it for a later
-        report. Raises LaunchError as `report` does.
+        """End the current step. Report it now, together with earlier steps, or keep it for a later
+        report. Raise LaunchError as `report` does.
         """
         rank = self._rank
         losses = [
@@ -166,8 +185,8 @@ class Reporter:
         origins = tuple((number, micro_batch) for number, micro_batch, _ in losses)
         scaling = None if rank.loss_scaler is None else rank.loss_scaler.outcome
         moved = [float(rank.transport.traffic[kind]) for kind in COMMUNICATION_KINDS]
-        # These tensors are computed before the event of the step's end, so that they can be read
-        # after a wait for it.
+        # These tensors must be launched before the event that ends the step, because they are read
+        # after a wait for this event.
         norm = None if rank.grad_norm is None else rank.grad_norm.reshape(1)
         counted = None if rank.counted is None else rank.counted.reshape(1)
         times = rank.clock.end_step()
@@ -185,6 +204,9 @@ class Reporter:
                 self._report_queued()
 
     def _queue_step(self, ended: _EndedStep) -> None:
+        """Wait until the device has ended a step, write its times, and keep it for the next
+        report.
+        """
         with self._rank.heartbeat.waiting():
             ended.times.wait()
         self._kept.append(ended)
@@ -194,8 +216,8 @@ class Reporter:
             self._write_times(ended, options.profile_times)
 
     def _write_times(self, ended: _EndedStep, folder: Path | None) -> None:
-        """Append the times of a step's tasks, and of their waits, to the rank's file in `folder`;
-        do nothing if it is None.
+        """Append the times of a step, its tasks and its waits to this rank's file in `folder`. Do
+        nothing if `folder` is None.
         """
         if folder is None:
             return
@@ -213,8 +235,9 @@ class Reporter:
             file.write(json.dumps(form) + "\n")
 
     def report(self) -> None:
-        """Exchange and report the metrics of all steps so far. Collective over all ranks, after the
-        same step. Raises LaunchError if a loss is not finite.
+        """Exchange and report the metrics of all steps that have not been reported. Collective over
+        all ranks, which must call this after the same step. Raise LaunchError if a loss is not
+        finite.
         """
         if self._launched is not None:
             ended = self._launched
@@ -224,6 +247,9 @@ class Reporter:
             self._report_queued()
 
     def _report_queued(self) -> None:
+        """Exchange and report the metrics of the steps in `_kept`, and determine how many steps the
+        next report contains.
+        """
         kept = self._kept
         self._kept = []
         numbers: list[float] = []
@@ -256,20 +282,20 @@ class Reporter:
         self._together = min(_MAX_UNREPORTED_STEPS, max(1, int(_REPORT_INTERVAL_S / slowest)))
 
     def publish(self, *reports: StepReport | EvaluationReport) -> None:
-        """Print reports or add them to the report file, on rank 0 only."""
+        """On rank 0, print reports or append them to the report file."""
         if reports and self._rank.number == 0:
             self._write_records(
                 [asdict(each) for each in reports], [each.line() for each in reports]
             )
 
     def print_on_rank_0(self, text: str) -> None:
-        """Print a line, or add it to the report file as a note, on rank 0 only."""
+        """On rank 0, print a line, or append it to the report file as a note."""
         if self._rank.number == 0:
             self._write_records([{"note": text}], [text])
 
     def _write_records(self, records: Sequence[dict[str, Any]], lines: Sequence[str]) -> None:
-        """Append records to the report file, which the launcher reads while it grows; without a
-        file, print `lines`.
+        """Append `records`, one JSON object each, to the report file, which the launcher reads
+        while it grows. Without a report file, print `lines`.
         """
         path = self._rank.options.report
         if path is None:
@@ -281,9 +307,9 @@ class Reporter:
     def _read(
         self, kept: Sequence[_EndedStep]
     ) -> list[tuple[list[float], tuple[float, float], float, float]]:
-        """Return (losses, (loss scale, skipped), gradient norm, counted labels) of each step, with
-        a single copy from the device. Zeros without loss scaling, NaN without a norm, 1 if labels
-        are not counted.
+        """Return, for each step, (losses, (loss scale, skipped), gradient norm, divisor of the
+        loss). All values are copied from the device at once. Without loss scaling, the pair is (0,
+        0); without clipping, the norm is NaN; without a number of labels, the divisor is 1.
         """
         parts = ((each.losses, each.scaling, each.grad_norm, each.counted) for each in kept)
         rows = [row for own in parts for row in own if row is not None]
@@ -302,8 +328,9 @@ class Reporter:
     def _own_loss_metrics(
         self, ended: _EndedStep, losses: Sequence[float]
     ) -> tuple[float, float, float]:
-        """Return (loss, stage, micro-batch): this rank's part of the step's loss, and
-        `_NO_BAD_STAGE` twice if all losses are finite; otherwise 0 and the first loss that is not.
+        """Return (loss, stage, micro-batch) of a step on this rank. If all losses are finite: the
+        rank's contribution to the loss, and `_NO_BAD_STAGE` twice. Otherwise: 0, and the stage and
+        micro-batch of the first loss that is not finite.
         """
         total = 0.0
         for (number, micro_batch), loss in zip(ended.origins, losses, strict=True):
@@ -319,8 +346,9 @@ class Reporter:
     def _report(
         self, step: int, numbers: Sequence[Sequence[float]], peaks: tuple[int, ...]
     ) -> StepReport:
-        """Return the report of a step from the lists of all ranks. Raise LaunchError if a loss is
-        not finite.
+        """Return the report of a step. `numbers` has, for each rank, the exchanged list of the
+        step; `peaks` has the peak memory of each rank in bytes. Raise LaunchError if a loss is not
+        finite.
         """
         by_rank = [_Metrics(*own[:_METRIC_COUNT]) for own in numbers]
         for rank, each in enumerate(by_rank):
@@ -370,14 +398,14 @@ def _resident_memory() -> tuple[int, int]:
     """Return (maximum, current) bytes of this process's resident set, without pages of mapped
     files.
 
-    Most pages of mapped files are libraries; a forked rank starts with few of them in its count.
-    `getrusage` starts with the maximum of the parent process, so it serves only as a fallback.
+    Pages of mapped files are mostly libraries, and a forked rank starts with few of them in its
+    count. `getrusage` is a fallback only, because it starts with the maximum of the parent process.
     """
     found = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             name, _, text = line.partition(":")
-            if name in ("VmHWM", "VmRSS", "RssFile"):  # VmHWM is the maximum ("high water mark").
+            if name in ("VmHWM", "VmRSS", "RssFile"):  # VmHWM ("high water mark") is the maximum.
                 found[name] = int(text.split()[0]) * 1024
     if len(found) < 3:
         maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -386,12 +414,12 @@ def _resident_memory() -> tuple[int, int]:
 
 
 _INTERPRETER_BYTES = _resident_memory()[1]
-"""Resident bytes of Python and torch before a program loads anything."""
+"""Resident bytes of Python and torch before the program has loaded anything."""
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes since the start: of torch's allocator on a GPU; on the CPU, of the
-    resident set without mapped files, minus Python and torch.
+    """Return the peak memory in bytes since the start of the process. On a GPU: of torch's
+    allocator. On a CPU: of the resident set without mapped files, minus Python and torch.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -399,7 +427,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _memory_hint(manifest: Manifest) -> str:
-    """Return a hint for a loss that is not finite."""
+    """Return a hint for the user how to avoid a loss that is not finite."""
     held = {each.value.dtype for each in manifest.parameters if each.trainable}
     if DType.FLOAT16 in held and "eps" in manifest.optimizer:
         return (

@@ -1,17 +1,17 @@
 """Agreement of all ranks on the step after which they save a checkpoint or stop.
 
-At one time the ranks are at different steps, and a step must not wait for an agreement. So a thread
-of each rank watches the ranks' store for requests. Protocol of one round:
+At one time, ranks are at different steps, and a step must not wait for an agreement. So each rank
+has a thread that looks for requests in the store that all ranks share. Protocol of one round of
+agreement:
 
-1. A rank with a request writes the round's key into the store.
+1. A rank with a request writes the key of the round to the store.
 
-2. When a rank's thread sees the key, it sends s_i, the number of steps that rank i has done, to all
-ranks. Rank i then completes at most one more step before the round is complete: it waits in
-`reach`.
+2. When the thread of rank i finds the key, it sends s_i, the number of steps that rank i has done, to all ranks. Until the round is complete, rank i completes at most one more step: then it waits in `reach`.
 
-3. All ranks act after step max s_i + 1. No rank has returned from `reach` for this step yet.
+3. All ranks act on the request after step max s_i + 1. No rank has returned from `reach` for this step before.
 
-There is no deadlock: a rank with fewer steps continues, while its thread takes part in the round.
+There is no deadlock: a rank that has done fewer steps continues, while its thread takes part in the
+round.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from autopipe.backends.torch.torch_interfaces import Store
 SAVE_REQUEST = "save"
 STOP_REQUEST = "stop"
 _POLL_INTERVAL_S = 0.5
-"""Seconds between looks for requests in the store."""
+"""Seconds between two looks for requests in the store."""
 _CLOSING_POLL_INTERVAL_S = 0.02
-"""Seconds between looks after the last step."""
+"""Seconds between two looks for requests after the last step."""
 
 
 class StepAgreement:
-    """One rank's part in the agreement. All ranks create and close it together."""
+    """One rank's part in the agreements of a run. All ranks must create it and close it
+    together.
+    """
 
     def __init__(
         self, store: Store | None, control_group: ControlGroup, save_every_s: float = 0.0
     ) -> None:
-        """`store` is None in a world of one rank. With `save_every_s`, rank 0 requests
-        `SAVE_REQUEST` whenever this number of seconds has passed; 0 for never.
+        """Start the thread. `store` is the store that all ranks share, None in a world of one rank.
+        `save_every_s` is the number of seconds after which rank 0 repeatedly requests
+        `SAVE_REQUEST`; 0 for never.
         """
         self._store = store
         self._group = control_group
@@ -53,14 +56,15 @@ class StepAgreement:
         self._thread.start()
 
     def request(self, what: str) -> None:
-        """Request `SAVE_REQUEST` or `STOP_REQUEST`. All ranks then agree on the step. Takes no
-        lock, so a signal handler may call it.
+        """Request `SAVE_REQUEST` or `STOP_REQUEST` from all ranks, which then agree on the step. A
+        signal handler may call this, because it takes no lock.
         """
         self._wanted |= {what}
 
     def reach(self, steps: int) -> set[str]:
-        """Return the requests that all ranks act on after `steps` steps. Must be called after every
-        step. Raises an error of the thread.
+        """Return the requests on which all ranks act after `steps` steps. Must be called after each
+        step. Waits while a round of agreement runs. Raise the error that ended the thread, if there
+        is one.
         """
         with self._changed:
             self._steps = steps
@@ -71,7 +75,9 @@ class StepAgreement:
             return self._due.pop(steps, set())
 
     def close(self) -> None:
-        """End the thread after the last step, when all ranks have called this."""
+        """End the thread. Must be called on all ranks after the last step; the thread ends when all
+        ranks have called it.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -80,6 +86,7 @@ class StepAgreement:
         self._thread.join()
 
     def _run(self) -> None:
+        """Run the thread; keep an error for `reach`."""
         try:
             self._poll_requests(time.monotonic())
         except BaseException as error:  # noqa: BLE001 - raised again by the rank's own thread
@@ -89,6 +96,9 @@ class StepAgreement:
                 self._changed.notify_all()
 
     def _poll_requests(self, saved: float) -> None:
+        """Look for requests and take part in rounds, until all ranks have called `close`. `saved`
+        is the time at which the interval of `save_every_s` begins, of the monotonic clock.
+        """
         while True:
             ended = self._all_ended()
             if self._every and self._group.rank == 0 and time.monotonic() - saved >= self._every:
@@ -112,10 +122,11 @@ class StepAgreement:
 
     @property
     def _key(self) -> str:
+        """Store key of the current round."""
         return f"agreement/{self._round}"
 
     def _has_request(self) -> bool:
-        """Return True if a rank has written the key of the current round."""
+        """Return True if any rank has written the key of the current round."""
         return (
             self._store is not None
             and self._store.check([self._key])
@@ -123,11 +134,15 @@ class StepAgreement:
         )
 
     def _all_ended(self) -> bool:
+        """Return True if all ranks have called `close`."""
         if self._store is None:
             return self._closing
         return self._closing and self._store.add("agreement/ended", 0) == self._group.world_size
 
     def _agree_on_step(self, mine: int) -> None:
+        """Run one round. `mine` is the number of steps that this rank has done. Collective over all
+        ranks.
+        """
         asked = self._wanted
         self._wanted = set()
         answers = self._group.run_collectively("agreement", lambda: [mine, sorted(asked)])
