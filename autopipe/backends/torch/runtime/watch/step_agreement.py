@@ -6,9 +6,12 @@ agreement:
 
 1. A rank with a request writes the key of the round to the store.
 
-2. When the thread of rank i finds the key, it sends s_i, the number of steps that rank i has done, to all ranks. Until the round is complete, rank i completes at most one more step: then it waits in `reach`.
+2. When the thread of rank i finds the key, it sends s_i, the number of steps that rank i has done,
+to all ranks. Until the round is complete, rank i completes at most one more step: then it waits in
+`reach`.
 
-3. All ranks act on the request after step max s_i + 1. No rank has returned from `reach` for this step before.
+3. All ranks act on the request after step max s_i + 1. No rank has returned from `reach` for this
+step before.
 
 There is no deadlock: a rank that has done fewer steps continues, while its thread takes part in the
 round.
