@@ -1,7 +1,7 @@
-"""Measured costs of devices: times of operators per local shapes, of communication per size, and of
-the rest of a task.
+"""Measured costs of devices: times of operators by their local shapes, times of communication by
+size, and times of the rest of a task.
 
-`autopipe profile` writes them to a JSON file with one operator or collective per line; `plan
+`autopipe profile` writes the costs to a JSON file, with one operator or collective per line; `plan
 --costs` reads the file.
 """
 
@@ -42,8 +42,8 @@ from autopipe.ir.words import plural
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 P2P_MEASUREMENTS = ("send", "post", "follow")
-"""Measurements of P2P messages: `send`, the transfer; `post`, the CPU time of one end; `follow`,
-the CPU time of each further message of a task.
+"""Kinds of measurements of P2P messages: `send`, the transfer; `post`, the CPU time of one send or
+receive, the first of a task; `follow`, the CPU time of each further send or receive of the task.
 """
 MEASURED_COMMUNICATION = (*P2P_MEASUREMENTS, *COLLECTIVES)
 FORMAT = "autopipe.costs/1"
@@ -59,7 +59,7 @@ TypeText = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class AffineTime:
-    """A time of `fixed_s + per_byte_s * bytes` seconds."""
+    """A time that depends on a number of bytes: `fixed_s + per_byte_s * bytes` seconds."""
 
     fixed_s: Amount
     per_byte_s: Amount
@@ -71,20 +71,22 @@ class AffineTime:
         return AffineTime(self.fixed_s * factor, self.per_byte_s * factor)
 
     def seconds(self, size_bytes: float) -> float:
+        """Return the time in seconds for `size_bytes` bytes."""
         return self.fixed_s + self.per_byte_s * size_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median time of several runs."""
+    """Median time of several runs in seconds, their spread, and their number."""
 
     seconds: Annotated[float, KeyPath("s"), AtLeast(0)]
     spread: Amount
-    """Interquartile range as a fraction of the median."""
+    """Interquartile range of the times, as a fraction of the median."""
     repetitions: Count
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Timing:
+        """Return the timing of runs that took the given seconds."""
         median = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median,) * 3
         return Timing(median, (high - low) / median if median else 0.0, len(seconds))
@@ -92,12 +94,12 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The properties of an operator on one device that determine its time and are known at planning
-    time.
+    """The properties of an operator on one device that determine its time. All of them are known at
+    planning time. Two uses of an operator with equal properties are one operation.
 
-    `operands` and `results` are local types such as `float32[8,64]`; "" stands for an absent one.
-    `attributes` are those in the ONNX file. `gradients` are the indices of the operands whose
-    gradients backward computes.
+    `operands` and `results` are local types such as `float32[8,64]`; "" stands for an absent
+    tensor. `attributes` are those in the ONNX file. `gradients` are the indices of the operands
+    whose gradients backward computes.
     """
 
     operator: str
@@ -109,7 +111,9 @@ class Operation:
 
 
 def operation_of(signature: Signature, gradients: Iterable[int], precision: str) -> Operation:
-    """Return the operation of an operator; `gradients` are indices of operands."""
+    """Return the operation of one use of an operator. `gradients` are the indices of the operands
+    whose gradients backward computes.
+    """
     operands, results = (
         tuple(
             "" if value is None else f"{value.dtype.value}[{','.join(map(str, value.shape))}]"
@@ -131,9 +135,9 @@ def operation_of(signature: Signature, gradients: Iterable[int], precision: str)
 
 @dataclass(frozen=True, slots=True)
 class OperationCost:
-    """Measured time of an operator, and the data from which times of other operators are
-    extrapolated: its `Operator.kind`, and the FLOPs and bytes of (forward, backward). `backward` is
-    None for inference.
+    """Measured times of an operation, and the data for extrapolation to other operations: its
+    `Operator.kind`, and pairs (forward, backward) of FLOPs and of moved bytes. `backward` is None
+    for inference.
     """
 
     operation: Annotated[Operation, Inline()]
@@ -146,17 +150,18 @@ class OperationCost:
 
 @dataclass(frozen=True, slots=True)
 class OperationSample:
-    """An operation to measure: a node, or its local shard under `splits`.
+    """An operation to measure: a node, or its shard on one device if it is split by `splits`.
 
     `signatures` are those of the operator and of the operators that are fused with it, with local
-    shapes. `wanted` are the values with gradients; the gradients of `parameters` are kept.
+    shapes. `wanted` names the values with gradients. `parameters` names the operands that are
+    parameters; each use has its own copy of a parameter.
     """
 
     operation: Operation
     signatures: tuple[Signature, ...]
     splits: tuple[Split, ...]
     below: tuple[tuple[str, int], ...]
-    """For each operand with indices, the exclusive upper bound of the indices."""
+    """Pairs (operand, exclusive upper bound of its elements) for the operands that are indices."""
     wanted: tuple[str, ...]
     parameters: tuple[str, ...]
     kind: str
@@ -164,12 +169,15 @@ class OperationSample:
     moved_bytes: tuple[float, float]
 
     def cost(self, forward: Timing, backward: Timing | None) -> OperationCost:
+        """Return the cost of the operation with the measured times."""
         return OperationCost(
             self.operation, self.kind, self.flops, self.moved_bytes, forward, backward
         )
 
     def operands(self) -> tuple[dict[str, Constant], dict[str, Value]]:
-        """Return (operands with known data, operands to feed), by name."""
+        """Return (known, fed): the operands with known data and the operands that the measurement
+        must generate, both by name.
+        """
         known: dict[str, Constant] = {}
         fed: dict[str, Value] = {}
         written = {
@@ -184,8 +192,8 @@ class OperationSample:
         return known, fed
 
     def drawn(self, value: Value, generator: np.random.Generator) -> np.ndarray:
-        """Return random data for an operand: indices below their bound, floating-point numbers in
-        [0.5, 1.5), or ones.
+        """Return random data for the operand `value`: integers from 0 to below its bound if it has
+        one, otherwise floating-point numbers in [0.5, 1.5) or, for other types, ones.
         """
         below = dict(self.below).get(value.name)
         if below is not None:
@@ -197,12 +205,13 @@ class OperationSample:
 
 @dataclass(frozen=True, slots=True)
 class TensorCosts:
-    """Time of an operation on several tensors: a time per tensor and a time per byte."""
+    """Time of work on several tensors: a time per tensor and a time per byte of them."""
 
     per_tensor_s: Amount
     per_byte_s: Amount
 
     def seconds(self, tensors: int, size_bytes: float) -> float:
+        """Return the time in seconds for `tensors` tensors with `size_bytes` bytes in total."""
         return self.per_tensor_s * tensors + self.per_byte_s * size_bytes
 
 
@@ -213,40 +222,48 @@ _THREE_UPDATE_COSTS = Predicate(
 
 @dataclass(frozen=True, slots=True)
 class TaskCosts:
-    """Time of a rank's step except its operators. `forward_s` and `backward_s` are per task:
-    look-up of arguments and start of autograd.
+    """Times, in seconds, of a step on a rank except its operators. `forward_s` and `backward_s` are
+    per task; they include looking up arguments and starting autograd.
     """
 
     forward_s: Amount
     backward_s: Amount
     waiting_s: Amount
-    """Additional time, in forward and backward together, of an operator whose parameter gradients
-    are computed in the second half of a split backward.
+    """Additional time, over forward and backward, for each operator whose parameter gradients are
+    computed in the second half of a split backward.
     """
     update_s: Amount
-    """Time of an optimizer update except the time per tensor."""
+    """Part of the time of an optimizer update that does not depend on the parameters."""
     accumulate: TensorCosts
-    """Time to accumulate the gradients of a micro-batch, per bytes of gradients."""
+    """Time to add the gradients of a micro-batch to the accumulated gradients; bytes are those of
+    the gradients.
+    """
     bucket: TensorCosts
-    """Time to copy gradients into a bucket and back, without the collective."""
+    """Time to copy gradients into a bucket and back, without the collective; bytes are those of the
+    gradients.
+    """
     updates: Annotated[tuple[TensorCosts, ...], _THREE_UPDATE_COSTS]
-    """Time of an optimizer update, per bytes of parameters: without a state, with one state
-    (momentum), with two (AdamW).
+    """Part of the time of an optimizer update that depends on the parameters, for an optimizer
+    without a state, with one state (momentum) and with two states (AdamW); bytes are those of the
+    parameters.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class TimedBytes:
+    """Measured time of a communication of `bytes` bytes."""
+
     bytes: Index
     timing: Annotated[Timing, Inline()]
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Measured times of messages or of a collective of ranks in one node, and a linear fit.
+    """Measured times of messages or of one kind of collective, of `ranks` ranks in one node, and
+    their affine fit.
 
-    Bytes are those of `passes/cost/communication.py`: of one message; of the input of a rank for
-    all-reduce, reduce-scatter and all-to-all; of the output of a rank for all-gather.
+    Bytes are counted as in `passes/cost/communication.py`: those of one message; of a rank's input
+    for all-reduce, reduce-scatter and all-to-all; of a rank's output for all-gather.
     """
 
     kind: Annotated[
@@ -259,30 +276,30 @@ class ExchangeCost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """Measured costs of one device type."""
+    """Measured costs of the device type called `device`."""
 
     written: ClassVar = ("device", "measured", "host_launch_s", "tasks", "exchanges", "operations")
     device: str
     measured: tuple[str, ...]
-    """Description of each run of the profiler, one line each."""
+    """Descriptions of the runs of the profiler that measured the costs, one line each."""
     operations: tuple[OperationCost, ...] = ()
     tasks: Annotated[TaskCosts | None, OmitDefault()] = None
     exchanges: tuple[ExchangeCost, ...] = ()
     host_launch_s: Annotated[Amount | None, OmitDefault()] = None
-    """Host time in seconds per operator, as `Device.host_launch_s`: 0 if the device is the host;
-    None if it is not known.
+    """Host time in seconds per operator, as in `Device.host_launch_s`; 0 if the device is the host,
+    and None if it is not known.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured costs of several device types with distinct names."""
+    """Measured costs of one or more device types, whose names are distinct."""
 
     devices: Annotated[tuple[DeviceCosts, ...], NonEmpty]
 
     def of(self, device: str) -> DeviceCosts | None:
-        """Return the costs of device type `device`, or the only costs if there is one device
-        type.
+        """Return the costs of the device type called `device`, or None if there are none. If there
+        is only one device type, return its costs whatever its name is.
         """
         if len(self.devices) == 1:
             return self.devices[0]
@@ -290,8 +307,8 @@ class Costs:
 
 
 def merge_costs(parts: Iterable[Costs]) -> Costs:
-    """Return the union of several costs. Later measurements of equal operations replace earlier
-    ones.
+    """Return the union of several costs. Of several measurements of one operation, the last one is
+    kept.
     """
     found: dict[str, DeviceCosts] = {}
     for each in (device for part in parts for device in part.devices):
@@ -312,7 +329,12 @@ def merge_costs(parts: Iterable[Costs]) -> Costs:
 
 
 def costs_text(costs: Costs) -> str:
+    """Return the text of a file with these costs."""
+
     def entry_text(key: str, value: object) -> str:
+        """Return a member of the JSON object of a device, with one operation or collective per
+        line.
+        """
         if isinstance(value, list) and key in ("exchanges", "operations") and value:
             lines = ",\n  ".join(json.dumps(each, allow_nan=False) for each in value)
             return f'"{key}": [\n  {lines}]'

@@ -1,8 +1,8 @@
-"""Writing and removing files and folders without losing a file that autopipe did not write.
+"""Writing and removal of files and folders without loss of a file that autopipe did not write.
 
-A file or a folder appears complete or not at all. If several files belong together, one of them,
-the head, holds the SHA-256 digests of all of them (the seal) and is replaced last. A file whose
-content does not have its digest was edited after autopipe wrote it.
+A file or a folder appears completely or not at all. If several files belong together, one of them,
+the head, contains the SHA-256 digests of all of them and is replaced last. A file whose content
+differs from its digest was edited after autopipe wrote it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import IO, Final
 
 _DIGESTS_START: Final = ',\n "sha256": '
-"""Text before the digests, which are the last member of a head's JSON object."""
+"""Text before the digests in the head of a folder. The digests are the last member of the head's
+JSON object.
+"""
 _AT_CURRENT_FOLDER: Final = -100
-"""`AT_FDCWD` of Linux: a relative path is relative to the working folder."""
+"""Linux's `AT_FDCWD`: relative paths refer to the working folder."""
 _RENAME_EXCHANGE: Final = 2
 """`RENAME_EXCHANGE`, the flag of Linux's renameat2 that exchanges two paths."""
 _EXCHANGE_UNSUPPORTED: Final = frozenset(
@@ -38,8 +40,9 @@ _EXCHANGE_UNSUPPORTED: Final = frozenset(
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Add the name `path` to an OSError of the block that has no file name, for example if the disk
-    is full, or that has the name of a temporary file of `open_replacement_file`.
+    """Context manager that sets the file name of an OSError to `path` if the error has no file
+    name, for example because the disk is full, or if it names a temporary file of
+    `open_replacement_file`.
     """
     try:
         yield
@@ -54,12 +57,12 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_replacement_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file to write. It replaces `path` if the block ends without an error; otherwise it is
-    removed.
+    """Context manager that yields a temporary file to write, which replaces `path` at the end.
+    After an error, it is removed instead.
 
-    If `path` is a link, the file that it refers to is replaced. Permissions of the replaced file
-    are kept. If `path` is a device or a pipe, the bytes are written to it. Raise OSError with the
-    name of the file if it cannot be written.
+    If `path` is a link, the file that it refers to is replaced. The permissions of the replaced
+    file are kept. If `path` is a device, a pipe or an open descriptor, the bytes are written to it
+    directly. Raise OSError with the name of the file if it cannot be written.
     """
     with add_path_to_errors(path):
         descriptor = open_descriptor(path)
@@ -80,19 +83,20 @@ def open_replacement_file(path: Path) -> Iterator[IO[bytes]]:
             os.chmod(made, 0o644 if mode is None else stat.S_IMODE(mode))
             os.replace(made, path)
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):  # An interruption came after the renaming.
+            # The file was already renamed when an interruption came.
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(made)
             raise
 
 
 _DESCRIPTOR_PATH: Final = re.compile(r"(?:/dev/fd|/proc/(?:self|thread-self|\d+)/fd)/(\d+)")
 _MAX_LINKS: Final = 40
-"""Maximum length of a chain of links, as on Linux."""
+"""Maximum length of a chain of symbolic links, equal to Linux's limit."""
 
 
 def open_descriptor(path: Path) -> int | None:
-    """Return the file descriptor that a path such as /dev/stdout or /dev/fd/3 refers to, None for
-    any other path.
+    """Return the file descriptor to which a path such as /dev/stdout or /dev/fd/3 refers; None for
+    other paths.
     """
     place = os.path.abspath(path)
     for _ in range(_MAX_LINKS):
@@ -106,15 +110,15 @@ def open_descriptor(path: Path) -> int | None:
 
 
 def follow_links(path: Path) -> Path:
-    """Return the absolute path of the file that `path` refers to if it is a link, otherwise the
-    absolute path of `path`.
+    """Return the absolute path of the file to which `path` refers. If `path` is not a link, links
+    among its parent folders are not followed.
     """
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
 
 
 def _mode_of(path: Path) -> int | None:
-    """Return the file type and permissions (`st_mode`) of the file at `path`, None if the path does
-    not exist.
+    """Return the file type and permissions (`st_mode`) of the file at `path`, or None if the path
+    does not exist.
     """
     try:
         return path.stat().st_mode
@@ -123,9 +127,9 @@ def _mode_of(path: Path) -> int | None:
 
 
 def move_into_place(made: Path, path: Path) -> None:
-    """Move the finished file `made` to `path` by the rules of `open_replacement_file`. Both must be
-    in one file system, unless `path` is a device, a pipe or an open descriptor, to which the bytes
-    are copied.
+    """Move the finished file `made` to `path`, by the rules of `open_replacement_file`. Both must
+    be in one file system, unless `path` is a device, a pipe or an open descriptor, to which the
+    bytes are copied.
     """
     if open_descriptor(path) is not None:
         with open(made, "rb") as source, open_replacement_file(path) as stream:
@@ -145,13 +149,13 @@ def move_into_place(made: Path, path: Path) -> None:
 
 @contextmanager
 def open_replacement_folder(folder: Path, head: str) -> Iterator[Path]:
-    """Yield an empty folder to fill. It replaces `folder` if the block ends without an error;
-    otherwise it is removed.
+    """Context manager that yields an empty temporary folder to fill, which replaces `folder` at the
+    end. After an error, it is removed instead.
 
-    There is no moment at which neither the old nor the new folder exists. If the file system cannot
-    exchange two folders, files are moved one by one, files with the name `head` last, so that
+    At any moment, either the old or the new folder exists. If the file system cannot exchange two
+    folders, the files are moved one by one, files called `head` last, so that
     `file_of_interrupted_write` can detect an interruption. The caller must check that the old
-    folder holds no files of a user. Raise OSError if the folder cannot be written.
+    folder contains no files of the user. Raise OSError if the folder cannot be written.
     """
     folder = Path(os.path.realpath(folder))
     with temporary_folder(f".{folder.name}.", folder.parent) as scratch:
@@ -165,8 +169,8 @@ def open_replacement_folder(folder: Path, head: str) -> Iterator[Path]:
 
 
 def exchange_paths(one: Path, other: Path) -> bool:
-    """Exchange two files or folders atomically. Return False if the system or the file system does
-    not support this.
+    """Exchange two files or folders atomically. Return False if the system or the file system
+    cannot do this.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
@@ -187,8 +191,8 @@ def exchange_paths(one: Path, other: Path) -> bool:
 
 
 def _move_files(made: Path, folder: Path, head: str) -> None:
-    """Move all files of `made` into `folder`, files with the name `head` last, and remove the other
-    files of `folder`.
+    """Move all files of the folder `made` into `folder`, files called `head` last, and then remove
+    the other files of `folder`.
     """
     names = [path.relative_to(made) for path in sorted(made.rglob("*")) if not path.is_dir()]
     for parent in sorted({(folder / name).parent for name in names}):
@@ -198,15 +202,15 @@ def _move_files(made: Path, folder: Path, head: str) -> None:
     )
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():
-            with contextlib.suppress(OSError):  # The folder is not empty.
+            with contextlib.suppress(OSError):  # The folder still contains new files.
                 path.rmdir()
         elif path.relative_to(folder) not in names:
             path.unlink()
 
 
 def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
-    """Rename files in order. The first interruption by Ctrl-C is raised after the last renaming, a
-    second interruption at once.
+    """Perform the renamings (source, target) in order. If Ctrl-C interrupts them, complete them
+    before raising KeyboardInterrupt; a second Ctrl-C ends them at once.
     """
     interruption: KeyboardInterrupt | None = None
     for source, target in moves:
@@ -224,12 +228,13 @@ def rename_all(moves: Sequence[tuple[Path, Path]]) -> None:
 
 @contextmanager
 def open_replacement_files(folder: Path, head: str, prefix: str) -> Iterator[Path]:
-    """Yield an empty folder to fill. If the block ends without an error, its files replace the
-    files of equal names in `folder`, `head` last. Other files of `folder` are not changed.
+    """Context manager that yields an empty temporary folder to fill. At the end, its files replace
+    the files of equal names in `folder`, the file `head` last. Other files of `folder` are not
+    changed.
 
-    Until then the new files are in a temporary folder inside `folder` whose name starts with
-    `prefix`. That folder remains if the process is killed while it renames files, so that
-    `file_of_interrupted_write` can detect the mixture of old and new files.
+    The temporary folder is inside `folder`, and its name starts with `prefix`. If the process is
+    killed while it renames files, the temporary folder remains, so that `file_of_interrupted_write`
+    can detect the mixture of old and new files.
     """
     remove_abandoned_folders(folder, prefix)
     scratch, lock = _make_locked_folder(prefix, folder)
@@ -248,18 +253,17 @@ def open_replacement_files(folder: Path, head: str, prefix: str) -> Iterator[Pat
 
 
 _MARKER_FILE: Final = ".autopipe-scratch"
-"""Name of the file that marks a temporary folder of autopipe. A folder without this file is never
-removed.
+"""Name of a file in each temporary folder of autopipe. A folder without this file is never removed.
 """
 
 
 @contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder in `parent` (default: the folder for temporary files). The folder is
-    removed when the block ends, unless `keep_folder` was called.
+    """Context manager that yields a new folder in `parent` (default: the system's folder for
+    temporary files), and removes it at the end unless `keep_folder` was called.
 
-    The process holds a lock on the folder until the block ends, so that `remove_abandoned_folders`
-    can detect a folder whose process was killed.
+    This process holds a lock on the folder until the end, so that `remove_abandoned_folders` can
+    distinguish it from a folder whose process was killed.
     """
     path, lock = _make_locked_folder(prefix, parent)
     try:
@@ -275,8 +279,9 @@ _TEMPORARY_PREFIX: Final = "autopipe-"
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Yield a new temporary folder that is removed when the block ends, as by `temporary_folder`.
-    First remove temporary folders of autopipe processes that were killed.
+    """Context manager that yields a new temporary folder and removes it at the end. The temporary
+    folders of killed autopipe processes are removed first. `purpose` becomes part of the folder's
+    name.
     """
     remove_abandoned_folders(Path(tempfile.gettempdir()), _TEMPORARY_PREFIX)
     with temporary_folder(f"{_TEMPORARY_PREFIX}{purpose}-") as folder:
@@ -284,19 +289,23 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
 
 
 def keep_folder(folder: Path) -> None:
-    """Keep a folder of `temporary_folder` for the user when its block ends."""
+    """Keep a folder of `temporary_folder` or `scratch_folder`, for the user, instead of removing it
+    at the end.
+    """
     (folder / _MARKER_FILE).unlink()
 
 
 def _make_locked_folder(prefix: str, parent: Path | None) -> tuple[Path, int]:
-    """Return (path, descriptor) of a new folder. The open descriptor holds the folder's lock."""
+    """Return (path, descriptor) of a new folder. The open descriptor holds the lock of the folder."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
-            # A file system without locks: no process removes the folder either.
+            # If the file system has no locks, `remove_abandoned_folders` cannot lock the folder and
+            # does not remove it.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The marker comes last: without it, no other process removes the folder.
+        # The marker is created last: other processes remove only folders with the marker, and this
+        # folder is locked by now.
         (path / _MARKER_FILE).touch()
         return path, lock
 
@@ -313,7 +322,7 @@ def remove_abandoned_folders(parent: Path, *prefixes: str) -> None:
         path = parent / name
         if path.is_symlink() or not (path / _MARKER_FILE).is_file():
             continue
-        with contextlib.suppress(OSError):  # It is locked, or it belongs to another user.
+        with contextlib.suppress(OSError):  # The folder is in use, or it belongs to another user.
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -328,7 +337,9 @@ def digest_of(content: bytes) -> str:
 
 
 def add_digests(folder: Path, head: str) -> None:
-    """Add the digests of all files directly in `folder` to the JSON object in the file `head`."""
+    """Add the SHA-256 digests of all files directly in `folder` to the JSON object in its file
+    `head`.
+    """
     path = folder / head
     body = path.read_text(encoding="utf-8").rstrip().removesuffix("}").rstrip()
     names = [
@@ -343,13 +354,13 @@ def add_digests(folder: Path, head: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FolderDigests:
-    """The digests in the head of a folder, by file name."""
+    """SHA-256 digests of the files of a folder, by file name, as its file `head` states them."""
 
     head: str
     digests: Mapping[str, str]
 
     def holds(self, path: Path) -> bool:
-        """Return True if the file at `path` has not changed since the seal was written."""
+        """Return True if the content of the file at `path` still has the digest for its name."""
         expected = self.digests.get(path.name)
         try:
             content = path.read_bytes()
@@ -362,13 +373,13 @@ class FolderDigests:
 
     @property
     def text(self) -> str:
-        """The end of the head, starting with the digests."""
+        """Text of the digests and the end of the JSON object at the end of the head."""
         return f"{json.dumps(self.digests)}}}\n"
 
 
 def read_digests(path: Path) -> FolderDigests | None:
-    """Return the seal in the head at `path`. Return None if the file cannot be read or has no valid
-    seal, for example because an earlier version of autopipe wrote it.
+    """Return the digests in the head at `path`. Return None if the file cannot be read or has no
+    valid digests, for example because an earlier version of autopipe wrote it.
     """
     try:
         text = path.read_text(encoding="utf-8").rpartition(_DIGESTS_START)[2]
@@ -381,16 +392,19 @@ def read_digests(path: Path) -> FolderDigests | None:
 
 
 def edited_files(paths: Iterable[Path], seals: Sequence[FolderDigests]) -> list[Path]:
-    """Return the paths that exist and whose content differs from every seal."""
+    """Return the paths that exist and whose content has a digest in none of `seals`."""
     return [path for path in paths if path.exists() and not any(each.holds(path) for each in seals)]
 
 
 def file_of_interrupted_write(
     folder: Path, own: FolderDigests | None, leftovers: Iterable[Path]
 ) -> Path | None:
-    """Return a file of `folder` that was written by a later, interrupted command than the head of
-    `folder`, whose seal is `own`; None if there is none, or if the head has no seal. `leftovers`
-    are the heads that interrupted processes left.
+    """Return a file of `folder` that a later command wrote before it was interrupted; such a file
+    does not belong to the present head of the folder. Return None if there is none or if the head
+    has no digests.
+
+    `own` are the digests in the head of `folder`. `leftovers` are the heads that interrupted
+    commands left in their temporary folders.
     """
     if own is None:
         return None

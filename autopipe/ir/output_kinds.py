@@ -1,7 +1,8 @@
-"""Kinds of the files that commands write, recognised by content, and the rule for replacing a file.
+"""Kinds of the files that commands write, which are recognised by their content, and the rule for
+replacing a file.
 
-An output may replace a file of its own kind that is not an input of the same command, and an empty
-file. Any other file is replaced only with `--force`.
+A command may replace an empty file, and a file of the kind that it writes, unless that file is an
+input of the command. It replaces any other file only with `--force`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.output_files import follow_links, open_descriptor, open_replacement_file
 
 _START_BYTES: Final = 4096
-"""Number of bytes at the beginning of a file that are matched against a pattern."""
+"""Number of bytes at the beginning of a file in which a pattern is searched."""
 _MAX_HEADER_BYTES: Final = 100_000_000
-"""Maximum size of the header of a safetensors file in bytes, as defined by the format."""
+"""Maximum size in bytes of the header of a safetensors file, as the format defines it."""
 PRODUCER: Final = "autopipe"
-"""Name of the producer in the ONNX files of the zoo."""
+"""Producer name in the ONNX files that `autopipe zoo` writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A kind of files that commands write: its description for messages, and a test of a file's
-    content.
+    """A kind of file that commands write. `words` describe it in messages. `recognises` returns
+    True if the content of a file is of this kind.
     """
 
     words: str
@@ -39,7 +40,9 @@ class FileKind:
 
 
 def _starts_with_pattern(pattern: str) -> Callable[[Path], bool]:
-    """Return a test that is true for files whose beginning matches `pattern`."""
+    """Return a function that returns True if the beginning of a file matches the regular expression
+    `pattern`.
+    """
     mark = re.compile(pattern.encode())
 
     def recognises(path: Path) -> bool:
@@ -50,16 +53,17 @@ def _starts_with_pattern(pattern: str) -> Callable[[Path], bool]:
 
 
 def _has_format(name: str) -> Callable[[Path], bool]:
-    """Return a test for autopipe's JSON documents of format `name`. The format is the first member
-    of a document.
+    """Return a function that returns True if a file is a JSON document of autopipe whose format
+    name matches the regular expression `name`. The format is the first member of such a document.
     """
     return _starts_with_pattern(rf'\s*\{{\s*"format":\s*"autopipe\.{name}/\d+"')
 
 
 is_autopipe_document: Final = _has_format(r"\w+")
-"""Return True if the file at a path is one of autopipe's JSON documents."""
+"""Function that returns True if a file is any of autopipe's JSON documents."""
 _MODEL_FIELDS: Final = {1: 0, 2: 2, 3: 2, 4: 2, 5: 0, 6: 2, 7: 2, 8: 2, 14: 2, 20: 2, 25: 2, 26: 2}
-"""Wire types by field number of ONNX's ModelProto; 0 is an integer, 2 is bytes with their length.
+"""Wire type of each field of ONNX's ModelProto, by the number of the field. Wire type 0 is an
+integer; wire type 2 is a length and that many bytes.
 """
 _PRODUCER_FIELD = 2
 _GRAPH_FIELD = 7
@@ -68,7 +72,9 @@ _MAX_VARINT_BYTES: Final = 10
 
 
 def _onnx_producer(path: Path) -> str | None:
-    """Return the name of the producer of an ONNX model, None if the file is not an ONNX model."""
+    """Return the producer name of an ONNX model, which may be "", or None if the file is not an
+    ONNX model.
+    """
     size = path.stat().st_size
     found: dict[int, bytes] = {}
     with path.open("rb") as file:
@@ -90,7 +96,9 @@ def _onnx_producer(path: Path) -> str | None:
 
 
 def _read_varint(file: IO[bytes]) -> int:
-    """Read and return a protobuf varint. Return -1 if there is no valid varint."""
+    """Read a protobuf varint from the file and return it. Return -1 if the bytes are not a valid
+    varint.
+    """
     found = 0
     for place in range(_MAX_VARINT_BYTES):
         byte = file.read(1)
@@ -103,6 +111,7 @@ def _read_varint(file: IO[bytes]) -> int:
 
 
 def _is_safetensors(path: Path) -> bool:
+    """Return True if the file is a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(_MAX_HEADER_BYTES, path.stat().st_size - 8):
@@ -115,6 +124,7 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def _is_safetensors_index(path: Path) -> bool:
+    """Return True if the file is an index of safetensors files (a JSON object with a `weight_map`)."""
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -123,6 +133,7 @@ def _is_safetensors_index(path: Path) -> bool:
 
 
 def _is_npz(path: Path) -> bool:
+    """Return True if the file is an archive of numpy arrays."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -132,6 +143,7 @@ def _is_npz(path: Path) -> bool:
 
 
 def _is_token_list(path: Path) -> bool:
+    """Return True if the file is a JSON list of lists of integers."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -170,8 +182,8 @@ ORDER: Final = FileKind("a schedule as CSV", _starts_with_pattern(_ORDER_PATTERN
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file that a command writes, with the files and folders that the command reads, and its flag
-    `--force`.
+    """A file that a command writes: its path and kind, the files and folders that the command
+    reads, and the flag `--force`.
     """
 
     path: Path
@@ -180,8 +192,8 @@ class OutputFile:
     force: bool = False
 
     def check(self) -> None:
-        """Raise ConfigurationError if the file cannot be written or may not be replaced. Call this
-        before a long computation.
+        """Raise ConfigurationError if the file cannot be written or must not be replaced. Commands
+        call this method before a long computation.
         """
         if open_descriptor(self.path) is not None:
             return
@@ -217,7 +229,9 @@ class OutputFile:
             )
 
     def _reason_not_replaceable(self, path: Path) -> str:
-        """Return the reason why the file at `path` may not be replaced, "" if it may."""
+        """Return the reason why the file at `path` must not be replaced, or "" if it may be
+        replaced.
+        """
         for each in self.inputs:
             if os.path.exists(each) and (
                 each.samefile(path) or path.is_relative_to(os.path.realpath(each))
@@ -235,7 +249,9 @@ class OutputFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Yield the file to write. Raise ConfigurationError if `check` or writing fails."""
+        """Context manager that yields the file to write. Raise ConfigurationError if `check` does
+        or if writing fails.
+        """
         self.check()
         try:
             with open_replacement_file(self.path) as file:
@@ -252,14 +268,14 @@ _FOLDER_HEADS: Final = (
     ("manifest.json", _has_format("program"), "the program"),
     ("manifest.json", _has_format("checkpoint"), "the checkpoint"),
 )
-"""Heads of the folders that autopipe writes: file name, test of the content, and description of the
-folder.
+"""Heads of the folders that autopipe writes: name of the file, test of its content, and description
+of the folder.
 """
 
 
 def _folder_containing(path: Path) -> str:
-    """Return the description of the plan, program or checkpoint to which the file at `path`
-    belongs, "" if it belongs to none.
+    """Return a description of the plan, program or checkpoint folder to which the file at `path`
+    belongs, or "" if it belongs to none.
     """
     for head, recognises, words in _FOLDER_HEADS:
         if (path.parent / head).is_file() and recognises(path.parent / head):
@@ -272,9 +288,9 @@ def _folder_containing(path: Path) -> str:
 
 
 def check_data_file(model: Path, data: Path, force: bool) -> None:
-    """Raise ConfigurationError if the file `data`, in which the weights of the ONNX file `model`
-    are to be written, exists and does not hold weights of the current file `model`. Nothing is
-    checked with `force` or if `data` is empty.
+    """Raise ConfigurationError if the file `data`, to which the weights of the ONNX file `model`
+    are to be written, exists and contains something other than the weights of the present file
+    `model`. With `force`, or if `data` is empty, it may be replaced.
     """
     if force or not data.exists() or not data.stat().st_size:
         return
@@ -287,8 +303,9 @@ def check_data_file(model: Path, data: Path, force: bool) -> None:
 
 
 def plan_inputs(folder: Path) -> tuple[Path, ...]:
-    """Return the files that a command reads from a plan folder or a program folder. Other files in
-    the folder may be outputs of an earlier command. If `folder` is a file, return that file.
+    """Return the files that a command reads from a plan folder or a program folder. Other files
+    there may be outputs of an earlier command, so they may be replaced. If `folder` is a file,
+    return this file.
     """
     return (
         tuple(folder / name for name in (*_FOLDER_FILES, "manifest.json"))
@@ -298,8 +315,8 @@ def plan_inputs(folder: Path) -> tuple[Path, ...]:
 
 
 def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
-    """Write each text to a temporary file next to its path, then rename all of them. Raise
-    ConfigurationError if a path may not be replaced or cannot be written.
+    """Write several files: write each text to a temporary file next to its path, and rename all of
+    them at the end. Raise ConfigurationError if a file must not be replaced or cannot be written.
     """
     for target in texts:
         if isinstance(target, OutputFile):
@@ -321,8 +338,8 @@ def write_texts(texts: Mapping[Path | OutputFile, str]) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigurationError if no file can be written at `path`. Commands check this before long
-    work begins.
+    """Raise ConfigurationError if no file can be written at `path`. Commands call this function
+    before a long computation.
     """
     if path.is_dir():
         raise ConfigurationError(f"{path} is a folder", hint="name a file")

@@ -1,4 +1,6 @@
-"""Placements: the stages of a plan, their devices, and the splits of their nodes."""
+"""Placements: the stages of a plan with their nodes and devices, and the splits of the nodes over
+the devices of a stage.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A split of one axis of a node's iteration space into `degree` equal parts."""
+    """A split of one axis of a node's iteration space into `degree` equal parts, one per device."""
 
     axis: str
     degree: Count
@@ -40,7 +42,7 @@ _MAX_NODES = 10_000_000
 
 
 def node_ranges(nodes: Iterable[int]) -> list[list[int]]:
-    """Return ascending indices as half-open ranges: 0 1 2 5 → [0, 3] [5, 6]."""
+    """Return ascending indices as half-open ranges: [0, 1, 2, 5] becomes [[0, 3], [5, 6]]."""
     ranges: list[list[int]] = []
     for node in nodes:
         if ranges and ranges[-1][1] == node:
@@ -51,8 +53,8 @@ def node_ranges(nodes: Iterable[int]) -> list[list[int]]:
 
 
 def devices_text(devices: Sequence[int]) -> str:
-    """Return devices as ranges: `0-3,8`. If they are not in ascending order, they are listed one by
-    one.
+    """Return device indices as text with ranges, such as `0-3,8`. If the indices are not ascending,
+    each is listed individually.
     """
     if list(devices) != sorted(devices):
         return ",".join(map(str, devices))
@@ -63,6 +65,7 @@ def devices_text(devices: Sequence[int]) -> str:
 
 
 def _read_nodes(record: Record) -> tuple[int, ...]:
+    """Return the indices in the ranges of a document; the inverse of `node_ranges`."""
     nodes: list[int] = []
     for each in record.items():
         ends = tuple(decode(end, Index) for end in each.items())
@@ -73,7 +76,9 @@ def _read_nodes(record: Record) -> tuple[int, ...]:
 
 
 def _write_splits(splits: tuple[tuple[int, Splits], ...]) -> list[dict[str, object]]:
-    """Return one entry per distinct splits, with the ranges of its nodes."""
+    """Return the splits of all nodes for a document: one entry per distinct combination of splits,
+    with the ranges of its nodes.
+    """
     equal: dict[Splits, list[int]] = {}
     for node, split in splits:
         equal.setdefault(split, []).append(node)
@@ -84,6 +89,7 @@ def _write_splits(splits: tuple[tuple[int, Splits], ...]) -> list[dict[str, obje
 
 
 def _read_splits(record: Record) -> tuple[tuple[int, Splits], ...]:
+    """Return pairs (node, splits), sorted by node; the inverse of `_write_splits`."""
     found: dict[int, Splits] = {}
     for each in record.items():
         found.update(dict.fromkeys(_read_nodes(each.at("nodes")), each.get("split", Splits)))
@@ -92,7 +98,7 @@ def _read_splits(record: Record) -> tuple[tuple[int, Splits], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A set of nodes that run as one task on a group of devices."""
+    """A stage: nodes that run as one task on a group of devices."""
 
     written: ClassVar = (
         "devices",
@@ -105,27 +111,27 @@ class Stage:
         "holds_copies",
     )
     nodes: Annotated[tuple[int, ...], CustomCodec(node_ranges, _read_nodes)]
-    """Indices of the graph's nodes, ascending."""
+    """Ascending indices of the nodes in the graph."""
     devices: Annotated[tuple[Index, ...], NonEmpty]
     micro_batch_size: Count
-    """Samples of one forward of the stage."""
+    """Number of samples of one forward of the stage."""
     splits: Annotated[tuple[tuple[int, Splits], ...], CustomCodec(_write_splits, _read_splits)] = ()
-    """Pairs (node, splits) of split nodes. Splits are listed from the outermost to the innermost
-    over `devices`. If the product of the degrees is smaller than the number of devices, the
-    innermost devices are replicas.
+    """Pairs (node, splits) for the nodes that are split over the devices of the stage. Splits are
+    in order from the outermost to the innermost over `devices`. If the product of the degrees is
+    smaller than the number of devices, each part is computed by several consecutive devices.
     """
     recompute: bool = False
-    """True if backward recomputes the forward instead of saving its values."""
+    """True if backward computes the forward again instead of using saved values."""
     pipeline: Index = 0
-    """Index of the pipeline of the stage."""
+    """Index of the pipeline to which the stage belongs."""
     gathers: Annotated[tuple[str, ...], OmitDefault()] = ()
-    """Values of other stages of which each replica receives a slice and gathers the other slices
-    from the other replicas (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-    Clusters Using Megatron-LM", 2021, section 4.1).
+    """Names of values of other stages that arrive in slices: each replica receives one slice, and
+    gets the other slices from the other replicas (Narayanan et al., "Efficient Large-Scale Language
+    Model Training on GPU Clusters Using Megatron-LM", 2021, section 4.1).
     """
     holds_copies: Annotated[bool, OmitDefault()] = False
-    """True if a recomputing stage keeps the 16-bit copies of its parameters between
-    micro-batches.
+    """True if a recomputing stage holds the 16-bit copies of its parameters from one micro-batch to
+    the next.
     """
     _splits: dict[int, tuple[Split, ...]] = field(init=False, repr=False, compare=False)
 
@@ -139,13 +145,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class SplitProof:
-    """Proven quality of a search over splits, in terms of the cost function of the search."""
+    """Proven quality of the splits that a search chose, by the search's cost function."""
 
     cost: float
     lower_bound: float
-    """Lower bound of the cost of all splits of these stages."""
+    """Lower bound of the cost of all possible splits of these stages."""
     optimal: bool
-    """True if the cost is the minimum, except for rounding."""
+    """True if no other splits have a lower cost, except for rounding errors."""
     unit: str = "s"
 
     @property
@@ -156,11 +162,12 @@ class SplitProof:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A directed acyclic graph of stages with their devices. `stage_edges` returns the edges.
+    """The stages of a plan with their devices. They form a directed acyclic graph, whose edges
+    `stage_edges` returns.
 
-    The stages of a pipeline partition the graph's nodes. Usually there is one pipeline. With p
-    pipelines, such as the two directions of Chimera, each has all nodes, and micro-batch m runs on
-    pipeline m mod p.
+    Usually there is one pipeline, and its stages partition the nodes of the graph. With p
+    pipelines, such as the two directions of Chimera, the stages of each pipeline partition the
+    nodes, and micro-batch m runs on pipeline m mod p.
     """
 
     written: ClassVar = ("stages", "notes", "options")
@@ -171,23 +178,26 @@ class Placement:
     options: Annotated[tuple[tuple[str, int | str], ...], OmitDefault()] = field(
         default=(), compare=False
     )
-    """Values that the strategy chose for its open options, except degrees of parallelism."""
+    """Names and values of the open options that the strategy chose, except degrees of parallelism.
+    """
 
     @property
     def devices(self) -> int:
-        """Largest used device index plus 1."""
+        """Number of devices up to the one with the largest index that a stage uses."""
         return 1 + max(device for stage in self.stages for device in stage.devices)
 
     @property
     def pipelines(self) -> int:
+        """Number of pipelines."""
         return 1 + max((stage.pipeline for stage in self.stages), default=0)
 
     @property
     def length(self) -> int:
-        """Number of stages per pipeline."""
+        """Number of stages of each pipeline."""
         return len(self.stages) // self.pipelines
 
     def stage_of(self, pipeline: int = 0) -> dict[int, int]:
+        """Return the index of the stage of each node in a pipeline, by the index of the node."""
         return {
             node: index
             for index, stage in enumerate(self.stages)
@@ -196,8 +206,8 @@ class Placement:
         }
 
     def verify(self, graph: Graph) -> None:
-        """Raise InfeasibleError unless the stages of each pipeline partition the nodes and each
-        edge leads to a stage with a larger index.
+        """Raise InfeasibleError unless the stages of each pipeline partition the nodes, each stage
+        has distinct devices, and each edge leads to a stage with a larger index.
         """
         for pipeline in range(self.pipelines):
             seen: dict[int, int] = {}
@@ -235,12 +245,11 @@ _CHEAP_KINDS = frozenset({"view", "memory", "elementwise", "reduction"})
 
 @memoize(MAX_CACHED_GRAPHS)
 def recomputed_nodes(graph: Graph) -> frozenset[int]:
-    """Return the nodes that each stage that reads their values computes locally, such as masks and
-    positions.
+    """Return the indices of the nodes that each stage computes for itself if it reads their values,
+    such as masks and positions.
 
-    Recomputing these nodes is cheaper than sending their values. They depend only on cheap
-    operators and on data inputs, which each rank can read, and not on parameters, so they have no
-    gradient.
+    This is cheaper than sending their values. The nodes depend only on cheap operators and on data
+    inputs, which each rank can read. They do not depend on parameters, so they have no gradient.
     """
     found: set[int] = set()
     for index, node in enumerate(graph.nodes):
@@ -256,8 +265,9 @@ def recomputed_nodes(graph: Graph) -> frozenset[int]:
 
 
 def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, int, int]]:
-    """Yield the distinct (value, producing stage, consuming stage) with different stages, in
-    topological order per pipeline. Values of `recomputed_nodes` are excluded.
+    """Yield each distinct (value, producing stage, consuming stage) with two different stages, in
+    topological order per pipeline. Values of `recomputed_nodes`, and values that these nodes read,
+    are excluded.
     """
     recomputed = recomputed_nodes(graph)
     for pipeline in range(placement.pipelines):
@@ -273,6 +283,7 @@ def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, i
 
 
 def stage_edges(graph: Graph, placement: Placement) -> tuple[tuple[int, int], ...]:
+    """Return the distinct pairs (producing stage, consuming stage) with values that cross, sorted."""
     return tuple(
         sorted({(source, target) for _, source, target in crossing_values(graph, placement)})
     )

@@ -1,7 +1,7 @@
-"""Schedules: the order of tasks on each device, and the check of this order.
+"""Schedules: the order of the tasks on each device, and the check of this order.
 
-Schedulers use a `StageGraph`, the stages of a placement and their dependencies. Devices with equal
-stages and equal task lists form a lane; checks examine one device per lane.
+Schedulers read a `StageGraph`, which has the stages of a placement and their dependencies. Devices
+with equal stages and equal task lists form a lane; checks examine only one device per lane.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from autopipe.ir.words import plural
 
 
 class Phase(enum.Enum):
-    """Phase of a task: forward, unsplit backward, or one half of a split backward."""
+    """Phase of a task: forward, backward, or one half of a split backward (gradients of inputs,
+    gradients of weights).
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
-    # Millions of tasks are hashed, and the hash of Enum is slow because it is written in Python.
-    # The hash by identity is valid because members are singletons.
+    # Millions of tasks are hashed, and Enum's own hash, written in Python, is slow. Hashing by
+    # identity is valid because each member is one object.
     __hash__ = object.__hash__
 
 
@@ -38,7 +40,9 @@ _TASK_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Task:
-    """One phase of one stage on one of the stage's micro-batches, printed and parsed as `2F0`."""
+    """One phase of one stage on one micro-batch of the stage. Its text is such as `2F0`: stage 2,
+    forward, micro-batch 0.
+    """
 
     stage: int
     phase: Phase
@@ -49,7 +53,7 @@ class Task:
 
     @staticmethod
     def parse(text: str) -> Task:
-        """Return the task of a text such as `2F0`. Raise ConfigurationError for other texts."""
+        """Return the task with a text such as `2F0`. Raise ConfigurationError for an invalid text."""
         match = _TASK_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigurationError(
@@ -62,8 +66,9 @@ class Task:
 @dataclass(frozen=True, slots=True)
 class Repetend:
     """The steady state of a device's task list (Tessel: repetend): `length` tasks from index
-    `start` that repeat `count` times. Each repetition adds `stride` to the micro-batch indices.
-    `length` is 0 if the device has no steady state.
+    `start` on, which occur `count` times in succession. The micro-batches of each repetition are
+    `stride` larger than those of the repetition before. `length` is 0 if the device has no steady
+    state.
     """
 
     start: Index
@@ -77,14 +82,18 @@ Repetends = tuple[Annotated[Repetend, AsList()], ...]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Proven quality of the period of a schedule, or of its step time if it has no period."""
+    """Proven quality of a schedule: of its period, or of its step time if it has no period."""
 
     order: str
-    """Name of the scheduler whose order the schedule has. A search may choose a published order."""
+    """Name of the scheduler whose order the schedule has. A search may choose the order of a
+    published schedule.
+    """
     lower_bound: float
-    """Lower bound of the period of all schedules of the placement, in the unit of the period."""
+    """Lower bound of the period of all schedules of the placement, in the unit of
+    `Schedule.period`.
+    """
     optimal: bool
-    """True if the period is the minimum, except for `rounding`."""
+    """True if no schedule has a shorter period, except for `rounding`."""
     rounding: float = 0.0
     """Maximum fraction by which the search overestimates the period, because it rounds times to
     integers.
@@ -93,31 +102,33 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The order of tasks on each device. If a stage is on several devices, each of their lists has
-    the tasks of the stage.
+    """The order of the tasks on each device. The tasks of a stage are in the list of each of its
+    devices.
     """
 
     micro_batches: int
-    """Number of micro-batches of the step. A stage may run several smaller micro-batches for each
+    """Number of micro-batches of the step. A stage with smaller micro-batches runs several for each
     of them (`StageGraph.ratios`).
     """
     tasks: tuple[tuple[Task, ...], ...]
-    """Tasks of each device, in order."""
+    """Tasks of each device, in the order in which they run."""
     repetends: Repetends | None = None
-    """Steady state of each device's list; None if it is not known."""
+    """Steady state of the task list of each device; None if it is not known."""
     period: float | None = None
     """Simulated time of one repetition of the steady state, in seconds or in a unit of the
-    scheduler.
+    scheduler; None if there is no steady state.
     """
     proof: Proof | None = None
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return len(self.tasks)
 
     def has_orders_of(self, other: Schedule) -> bool:
-        """True if each device runs the same tasks in the same order."""
-        # Devices of a stage usually have the same list object, which is compared once.
+        """Return True if each device runs the same tasks in the same order as in `other`."""
+        # The devices of a stage usually share one list object, which needs to be compared only
+        # once.
         pairs = {
             (id(own), id(its)): (own, its)
             for own, its in zip(self.tasks, other.tasks, strict=False)
@@ -126,7 +137,8 @@ class Schedule:
         return same and all(own == its for own, its in pairs.values())
 
     def grid(self) -> str:
-        # Devices of a stage usually have the same list.
+        """Return the schedule as text, one line per device: `0: 0F0 0F1 …`."""
+        # The devices of a stage usually share one list object, whose text is made once.
         orders = {id(order): order for order in self.tasks}
         texts = {number: " ".join(map(str, order)) for number, order in orders.items()}
         return "\n".join(f"{device}: {texts[id(order)]}" for device, order in enumerate(self.tasks))
@@ -134,11 +146,12 @@ class Schedule:
     def verify(self, graph: StageGraph, train: bool) -> None:
         """Raise InvalidScheduleError unless the schedule is complete and free of deadlocks.
 
-        Complete: each device of a stage has each phase of each micro-batch of the stage's pipeline
-        once. Free of deadlocks: an execution exists that follows the order of each device and these
-        dependencies. A forward follows the forwards of preceding stages; a backward follows its
-        forward and the backwards of succeeding stages; W follows I. Tasks of different stages
-        depend on each other only if their micro-batches have samples in common.
+        It is complete if each device of a stage has each phase of each micro-batch of the stage's
+        pipeline once. It is free of deadlocks if the tasks can run in the order of each device and
+        after the tasks on which they depend. A forward depends on the forwards of preceding stages.
+        A backward depends on its forward and on the backwards of succeeding stages. The second half
+        of a split backward depends on the first half. Tasks of different stages depend on each
+        other only if their micro-batches have samples in common.
         """
         lanes = group_equal_devices(graph.stage_devices, self.tasks)
         firsts = [devices[0] for devices in lanes]
@@ -157,8 +170,8 @@ class Schedule:
                     if any(
                         not waiting[lane] or waiting[lane][0] != task for lane in groups[task.stage]
                     ):
-                        # All devices of a stage run a task together, and this task is not yet next
-                        # on each of them.
+                        # All devices of a stage run a task at the same time, and on one of them the
+                        # task is not yet the next one.
                         break
                     for lane in groups[task.stage]:
                         waiting[lane].popleft()
@@ -173,12 +186,12 @@ class Schedule:
 
 
 _TASKS_AROUND_ERROR = 6
-"""Number of tasks that an error shows on each side of the wrong task."""
+"""Number of tasks that a message shows before and after the wrong task."""
 
 
 class InvalidScheduleError(InfeasibleError):
-    """A schedule that cannot run. The message has the reason and the task lists, with the wrong
-    task in brackets.
+    """A schedule that cannot run. The message contains the reason and the task lists, with the
+    wrong task in brackets.
     """
 
     def __init__(self, schedule: Schedule, device: int, position: int, reason: str) -> None:
@@ -196,21 +209,21 @@ class InvalidScheduleError(InfeasibleError):
         self.around = " ".join(
             [*["..."] * (start > 0), *cells[start:stop], *["..."] * (stop < len(cells))]
         )
-        """The tasks around the wrong one, as text."""
+        """Text of the tasks before and after the wrong one, with the wrong one in brackets."""
 
 
 Value = TypeVar("Value")
 DeviceGroups = tuple[tuple[int, ...], ...]
-"""Disjoint groups of devices with equal stages and equal task lists, ordered by the first
-device.
+"""Disjoint groups (lanes) of devices with equal stages and equal task lists. They are ordered by
+their first device.
 """
 
 
 def group_equal_devices(
     stage_devices: Sequence[Sequence[int]], orders: Sequence[Sequence[Hashable]]
 ) -> DeviceGroups:
-    """Return the groups of devices with equal stages and equal lists. `orders` has a list per
-    device.
+    """Return the groups of devices with equal stages and equal lists. `stage_devices` has the
+    devices of each stage, and `orders` the list of each device.
     """
     stages: list[list[int]] = [[] for _ in orders]
     for stage, devices in enumerate(stage_devices):
@@ -220,7 +233,8 @@ def group_equal_devices(
     known: dict[int, int] = {}
     found: dict[Hashable, list[int]] = {}
     for device, order in enumerate(orders):
-        # Comparing lists is slow, and most devices share a list object.
+        # Most devices share a list object, so comparing identities first avoids most comparisons of
+        # lists.
         if id(order) not in known:
             known[id(order)] = equal.setdefault(tuple(order), len(equal))
         found.setdefault((*stages[device], known[id(order)]), []).append(device)
@@ -230,12 +244,13 @@ def group_equal_devices(
 def groups_by_stage(
     stage_devices: Sequence[Sequence[int]], lanes: DeviceGroups
 ) -> tuple[tuple[int, ...], ...]:
+    """Return, for each stage, the indices of the lanes that contain its devices."""
     lane = {device: index for index, devices in enumerate(lanes) for device in devices}
     return tuple(tuple(dict.fromkeys(lane[device] for device in group)) for group in stage_devices)
 
 
 def expand_to_devices(lanes: DeviceGroups, values: Sequence[Value]) -> tuple[Value, ...]:
-    """Return the value of each device, given a value per lane."""
+    """Return a tuple with one value per device, given one value per lane."""
     found = {
         device: value for devices, value in zip(lanes, values, strict=True) for device in devices
     }
@@ -244,18 +259,20 @@ def expand_to_devices(lanes: DeviceGroups, values: Sequence[Value]) -> tuple[Val
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """Stages in topological order and their dependencies: an edge leads to a larger index."""
+    """The stages of a placement in topological order, and the dependencies between them. Each edge
+    leads to a stage with a larger index.
+    """
 
     devices: int
-    """Number of devices of the cluster, including devices without a stage."""
+    """Number of devices of the cluster, including devices that run no stage."""
     stage_devices: tuple[tuple[int, ...], ...]
     edges: tuple[tuple[int, int], ...]
-    """Distinct pairs (source stage, target stage), sorted. Both stages are in one pipeline."""
+    """Distinct pairs (source stage, target stage), sorted. Both stages belong to one pipeline."""
     pipelines: tuple[int, ...] = ()
-    """Pipeline of each stage; () if there is one pipeline."""
+    """Index of the pipeline of each stage; () if there is one pipeline."""
     ratios: tuple[int, ...] = ()
-    """Number of micro-batches that each stage runs per micro-batch of the problem; () if it is 1
-    for all stages.
+    """Number of micro-batches of each stage per micro-batch of the problem; () if it is 1 for all
+    stages.
     """
 
     @staticmethod
@@ -274,18 +291,21 @@ class StageGraph:
 
     @property
     def depth(self) -> int:
+        """Number of stages on the longest path."""
         return max(depths_to_end(len(self.stage_devices), self.edges), default=0)
 
     @property
     def pipeline_count(self) -> int:
+        """Number of pipelines."""
         return 1 + max(self.pipelines, default=0)
 
     def micro_batch_ratio_at(self, stage: int) -> int:
+        """Return the number of micro-batches of a stage per micro-batch of the problem."""
         return self.ratios[stage] if self.ratios else 1
 
     def sharing(self, stage: int, micro_batch: int, other: int) -> range:
-        """Return the micro-batches of stage `other` that share samples with a micro-batch of
-        `stage`.
+        """Return the micro-batches of the stage `other` that have samples in common with the
+        micro-batch `micro_batch` of the stage `stage`.
         """
         return overlapping_intervals(
             micro_batch, self.micro_batch_ratio_at(stage), self.micro_batch_ratio_at(other)
@@ -293,7 +313,7 @@ class StageGraph:
 
     def needs(self, stage: int, phase: Phase, micro_batch: int) -> list[tuple[int, Phase, int]]:
         """Return the tasks, as (stage, phase, micro-batch), that must end before a task starts. A
-        task of the same stage comes first. Tasks of other stages have the phase of this task.
+        task of the same stage is first. The tasks of other stages have the phase of the given task.
         """
         if phase is Phase.WEIGHT_GRADIENT:
             return [(stage, Phase.INPUT_GRADIENT, micro_batch)]
@@ -310,8 +330,9 @@ class StageGraph:
         ]
 
     def micro_batches_of(self, stage: int, micro_batches: int) -> range:
-        """Return the micro-batches of a stage if the problem has `micro_batches`. With p pipelines,
-        micro-batch m runs on pipeline m mod p. Stages with ratios have one pipeline.
+        """Return the micro-batches that a stage runs if the problem has `micro_batches`
+        micro-batches. With p pipelines, micro-batch m runs on pipeline m mod p. If the stages have
+        ratios, there is one pipeline.
         """
         if self.ratios:
             return range(micro_batches * self.ratios[stage])
@@ -320,14 +341,17 @@ class StageGraph:
 
 
 def pipelines_of(placement: Placement) -> tuple[int, ...]:
+    """Return the index of the pipeline of each stage; () if there is one pipeline."""
     return tuple(stage.pipeline for stage in placement.stages) if placement.pipelines > 1 else ()
 
 
 def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int, ...]:
-    """Return the number of micro-batches that each stage runs per micro-batch of `micro_batch_size`
-    samples; () if it is 1 for all stages. Micro-batch n of a stage with micro-batch size b has the
-    samples n·b … n·b + b - 1 of the step. Raise InfeasibleError if a stage's size does not divide
-    `micro_batch_size`, or if sizes differ and there are several pipelines.
+    """Return the number of micro-batches of each stage per micro-batch of `micro_batch_size`
+    samples; () if it is 1 for all stages. Micro-batch n of a stage with b samples per micro-batch
+    has the samples n·b to n·b + b - 1 of the step.
+
+    Raise InfeasibleError if the size of a stage does not divide `micro_batch_size`, or if the sizes
+    differ and there are several pipelines.
     """
     sizes = tuple(stage.micro_batch_size for stage in placement.stages)
     for index, size in enumerate(sizes):
@@ -349,15 +373,15 @@ def micro_batch_ratios(placement: Placement, micro_batch_size: int) -> tuple[int
 
 
 def overlapping_intervals(number: int, parts: int, other_parts: int) -> range:
-    """Return the indices of intervals of length 1 / `other_parts` that overlap interval `number` of
-    length 1 / `parts`. Both sequences of intervals start at 0.
+    """Return the indices of the intervals of length 1 / `other_parts` that overlap the interval
+    with index `number` of length 1 / `parts`. The intervals with index 0 start at 0.
     """
     return range(number * other_parts // parts, -(-(number + 1) * other_parts // parts))
 
 
 def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
     """Return, for each stage, the number of stages on the longest path that starts at it, including
-    the stage. A chain of p stages gives p, …, 1.
+    itself. A chain of p stages gives p, …, 1.
     """
     depths = [1] * stages
     for source, target in sorted(edges, reverse=True):
@@ -366,7 +390,9 @@ def depths_to_end(stages: int, edges: Iterable[tuple[int, int]]) -> tuple[int, .
 
 
 _TaskKey = tuple[int, Phase, int]
-"""Stage, phase and micro-batch of a task. Tuples are hashed faster than instances of `Task`."""
+"""(stage, phase, micro-batch) of a task, a tuple because tuples are hashed faster than instances of
+`Task`.
+"""
 _TRAIN_PHASES = (
     frozenset({Phase.FORWARD, Phase.BACKWARD}),
     frozenset({Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT}),
@@ -376,13 +402,13 @@ _TRAIN_PHASES = (
 def _dependency_function(
     graph: StageGraph, orders: Sequence[Sequence[Task]]
 ) -> Callable[[Task], list[_TaskKey]]:
-    """Return a function that returns the tasks that must end before a task starts."""
+    """Return a function that returns the tasks that must end before a given task starts."""
     before: defaultdict[int, list[int]] = defaultdict(list)
     after: defaultdict[int, list[int]] = defaultdict(list)
     for source, target in graph.edges:
         before[target].append(source)
         after[source].append(target)
-    # A schedule may split some backwards of a stage and not others.
+    # A schedule may split the backwards of some micro-batches of a stage and not those of others.
     half = Phase.INPUT_GRADIENT
     whole = Phase.BACKWARD
     split = {
@@ -411,8 +437,8 @@ def _dependency_function(
 
 
 def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int) -> None:
-    """Raise InvalidScheduleError unless a device has each task of its stages once and no other
-    task.
+    """Raise InvalidScheduleError unless the list of a device contains each task of its stages once
+    and no other task.
     """
     order = schedule.tasks[device]
 
@@ -459,20 +485,23 @@ def _check_tasks(schedule: Schedule, graph: StageGraph, train: bool, device: int
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSlice:
-    """Micro-batches index, index + of, index + 2·of, … of a stage: those for which a channel sends
-    a message.
+    """The micro-batches index, index + of, index + 2·of, … of a stage, for which a channel sends
+    messages.
     """
 
     index: Index = 0
     of: Count = 1
 
     def has(self, micro_batch: int) -> bool:
+        """Return True if the slice contains the micro-batch."""
         return micro_batch % self.of == self.index
 
     def message(self, micro_batch: int) -> int:
+        """Return the number of the message for a micro-batch of the slice."""
         return micro_batch // self.of
 
     def micro_batch(self, message: int) -> int:
+        """Return the micro-batch of the slice for which a message is sent."""
         return message * self.of + self.index
 
 
