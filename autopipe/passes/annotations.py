@@ -1,8 +1,10 @@
-"""ONNX multi-device annotations: read as constraints on nodes, and written for a plan into a copy
-of the model file.
+"""Read the multi-device annotations of an ONNX file as constraints on nodes, and write the
+annotations of a plan into a copy of the file.
 
-When annotations are written, all other bytes of the serialized model are copied unparsed, weights
-included, unless local functions of the file must be inlined first.
+An annotation gives a node of the file a pipeline stage, and layouts of its tensors over devices.
+When annotations are written, all other bytes of the serialized model, including the weights, are
+copied unparsed. Only a file with local functions is parsed, because the functions are inlined
+first.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ from autopipe.passes.frontend.model import Model, Origin, owners_of
 
 @dataclass(frozen=True, slots=True)
 class AxisSplit:
-    """Split of one axis of a node's iteration space into `degree` equal parts. `places` has the
-    index of the part of each device, in ascending order of the devices.
+    """Split of one axis of a node's iteration space into `degree` equal parts.
+
+    places: for each device of the node in ascending order, the index of the part that it computes.
     """
 
     axis: str
@@ -57,19 +60,21 @@ class AxisSplit:
     places: tuple[int, ...]
 
 
-# All splits of a node, in any order; () if each device computes the full node.
 Cuts = tuple[AxisSplit, ...]
+"""All splits of a node, in any order; () if each device computes the full node."""
 
 
 def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
-    """Return the splits, outermost first over the devices in the given order, that produce `cuts`.
-    None if no splits do.
+    """Return the splits, outermost first, that give each device the parts in `cuts` if they are
+    applied to the devices in the order `order`; None if there are no such splits.
 
-    Devices that the splits do not distinguish hold replicas; they are innermost, as in a stage.
+    Devices with equal parts of all axes are replicas. They are innermost in the order, as in a
+    stage.
     """
     rank = {device: index for index, device in enumerate(sorted(order))}
     places = {cut.axis: tuple(cut.places[rank[device]] for device in order) for cut in cuts}
-    # The further out a split is, the later is the first device outside its first part.
+    # The splits are found from their parts: the further out a split is, the later in the order is
+    # the first device that is not in its first part.
     outer = sorted(
         cuts, key=lambda cut: -next((at for at, place in enumerate(places[cut.axis]) if place), 0)
     )
@@ -82,12 +87,13 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
 
 
 def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, ...] | None:
-    """Return an order of a group's devices over which splits produce each entry of `cuts`, or None
-    if no candidate order does.
+    """Return an order of the devices of a group for which `splits_over` finds splits for each entry
+    of `cuts`, or None if no candidate is such an order.
 
-    The candidates are the orders in which `shardings`, all of this group, list the devices, and the
-    ascending order. Orders of replicated tensors come first. Candidates that list the replicas of a
-    shard in the same order as `shardings` are tried before all others.
+    The candidates are the ascending order and the orders in which `shardings` list the devices. All
+    `shardings` are layouts over this group. Candidates that list the replicas of each shard in the
+    order in which `shardings` list them are tried before all other candidates. Among both, the
+    orders of replicated tensors come first.
     """
     listings = tuple(dict.fromkeys(sharding.devices for sharding in shardings))
     wanted = tuple(dict.fromkeys(cuts))
@@ -97,6 +103,7 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
         candidates += [tuple(sorted(listed)), listed]
 
     def breaks(order: tuple[int, ...]) -> bool:
+        """True if `order` lists replicas of a shard in another order than `shardings`."""
         position = {device: index for index, device in enumerate(order)}
         copies = (
             pair for groups in listings for group in groups for pair in itertools.pairwise(group)
@@ -110,12 +117,12 @@ def order_of(shardings: Iterable[Sharding], cuts: Iterable[Cuts]) -> tuple[int, 
 
 
 def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Sharding]) -> Cuts:
-    """Return the splits of a node that the layouts of its tensors imply. An axis that no layout
-    mentions is not split.
+    """Return the splits of a node that follow from the layouts of its tensors. An axis that indexes
+    no annotated tensor is not split.
 
     `shardings` maps the names of annotated tensors to their layouts. Raise ModelError, naming the
-    node and the tensor, if a dimension does not exist, a dimension cannot be split this way, or two
-    layouts contradict each other.
+    node and the tensor, if a sharded dimension does not exist or cannot be split into this number
+    of shards, or if two layouts contradict each other.
     """
     own = graph.nodes[node]
     where = f"{own.op} {own.name!r}"
@@ -139,7 +146,9 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
         for (count, held, here), own_axes in zip(blocks, axes, strict=True):
             for axis, degree, inner in _parts(own_axes, space.axis_sizes(), count, here):
                 if degree == 1 and axis in windows.values():
-                    continue  # Each device may hold more than its windows read.
+                    # A tensor that is read through windows may be replicated although its axis is
+                    # split: each device then holds more than its windows read.
+                    continue
                 cut = AxisSplit(
                     axis, degree, tuple(held[device] // inner % degree for device in devices)
                 )
@@ -159,8 +168,11 @@ def _cuts_of(graph: Graph, node: int, space: Space, shardings: Mapping[str, Shar
 def _blocks_of(
     shape: tuple[int, ...], sharding: Sharding, where: str
 ) -> Iterator[tuple[int, dict[int, int], str]]:
-    """Yield, for each dimension of a tensor: (number of shards, shard index of each device,
-    location for error messages).
+    """Yield, for each dimension of a tensor of shape `shape`, (number of shards, index of the shard
+    by device, location for error messages).
+
+    Raise ModelError if a sharded dimension does not exist, is sharded twice, or has a size that the
+    number of shards does not divide. `where` is the location of the tensor, for error messages.
     """
     for dimension, _ in sharding.cuts:
         if not -len(shape) <= dimension < len(shape):
@@ -187,10 +199,11 @@ def _blocks_of(
 def _parts(
     dimension: Sequence[str], extents: Mapping[str, int], blocks: int, where: str
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield the split of a tensor dimension as splits of its axes, outermost first: (axis, number
-    of its parts, shards in one part).
+    """Yield the division of a tensor dimension into `blocks` shards as divisions of the axes that
+    index it, outermost first: (axis, number of parts of the axis, number of shards per part).
 
-    An inner axis is split only if the outer axes are split into parts of size 1.
+    An inner axis is divided only if all outer axes are divided into parts of size 1. `extents` are
+    the sizes of all axes. Raise ModelError if the axes cannot be divided like this.
     """
     found = []
     rest = blocks
@@ -217,8 +230,11 @@ def _parts(
 
 @dataclass(frozen=True, slots=True)
 class _Annotated:
-    """A node of the graph with the stage and the layouts of its annotations. Without `shardings`
-    the annotations have no layout of its tensors.
+    """A node of the graph with the content of its annotations.
+
+    stage: its pipeline stage; None if the annotations do not state one.
+    shardings: layouts of its tensors; () if the annotations contain none.
+    cuts: splits of the node that follow from the layouts.
     """
 
     node: int
@@ -228,17 +244,18 @@ class _Annotated:
 
     @property
     def group(self) -> frozenset[int]:
-        """Devices of the node; empty if the annotations leave them open."""
+        """Devices of the node; empty if the annotations do not state them."""
         return self.shardings[0].group() if self.shardings else frozenset()
 
 
 def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
-    """Return the constraints from the annotations of `model` for `devices` devices; () if the model
-    has no annotations.
+    """Return the constraints that follow from the annotations of `model` for a cluster of `devices`
+    devices; () if the model has no annotations.
 
-    Raise ConfigurationError if no configuration, or more than one, is for that number of devices.
-    Raise ModelError, naming the node, for annotations that do not fit its operator or the shapes of
-    its tensors, or that contradict each other.
+    A file can have several device configurations, each with its own annotations. Raise
+    ConfigurationError if none of them, or more than one, is for this number of devices. Raise
+    ModelError, naming the node, for annotations that do not fit its operator or the shapes of its
+    tensors, or that contradict each other.
     """
     known = [each for each in model.configurations if each.annotations]
     fitting = [each for each in known if each.devices == devices]
@@ -264,8 +281,10 @@ def annotated_constraints(model: Model, devices: int) -> tuple[Constraint, ...]:
 
 
 def _constraints(model: Model, configuration: Configuration) -> Iterator[Constraint]:
-    """Yield one constraint for the stage and devices of the nodes that share them, and one for each
-    split of some of these nodes.
+    """Yield constraints that express the annotations of `configuration`: one per stage, with its
+    nodes and devices, and one for each set of nodes of the stage with equal splits.
+
+    Nodes without a stage form one constraint per group of devices.
     """
     samples = sample_axes(model.graph)
     annotated = _annotated_nodes(model, configuration, samples)
@@ -295,11 +314,12 @@ def _constraints(model: Model, configuration: Configuration) -> Iterator[Constra
 def _annotated_nodes(
     model: Model, configuration: Configuration, samples: SampleAxes
 ) -> list[_Annotated]:
-    """Return the annotated nodes of the graph, in graph order.
+    """Return the nodes of the graph that `configuration` annotates, in graph order.
 
-    Several nodes of the file can be fused into one operator, for example the matmul and softmax of
-    attention. The file's node that writes the operator's result has priority. Annotations of the
-    other nodes only add layouts of tensors for which that node has none.
+    A node of the graph can result from several nodes of the file, for example the matmuls and the
+    softmax of an attention. It gets the stage and the layouts from the file's node that writes its
+    result. Annotations of the other nodes of the file only add layouts of tensors for which that
+    node has none.
     """
     annotations = {each.node: each for each in configuration.annotations}
     stages: dict[int, int | None] = {}
@@ -331,8 +351,11 @@ def _annotated_nodes(
 def _own_shardings(
     graph: Graph, node: int, origin: Origin, annotation: Annotation
 ) -> dict[str, Sharding]:
-    """Return the annotation's layouts of the tensors that `node` reads and writes, by their names
-    in the graph.
+    """Return the layouts in `annotation` of the tensors that the graph's node `node` reads and
+    writes, by their names in the graph.
+
+    `origin` is the node of the file that is annotated. Raise ModelError if two annotated tensors of
+    the file are one value of the graph and have different layouts.
     """
     tensors = {*graph.nodes[node].inputs, *graph.nodes[node].outputs}
     names = dict(origin.values)
@@ -354,8 +377,11 @@ def _own_shardings(
 
 
 def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | None:
-    """Return the devices of a stage in the order over which its nodes are split; None if no node
-    has a layout.
+    """Return the devices of a stage in the order to which the splits of all its nodes apply; None
+    if `members` is empty.
+
+    `members` are the nodes of the stage whose annotations have layouts. Raise ModelError if they
+    are annotated for different devices, or if no order gives the annotated shards.
     """
     if not members:
         return None
@@ -389,16 +415,17 @@ def _order(graph: Graph, members: Sequence[_Annotated]) -> tuple[int, ...] | Non
 def annotated(
     graph: Graph, placement: Placement, origins: Sequence[Origin], device_names: tuple[str, ...]
 ) -> tuple[Configuration, tuple[str, ...]]:
-    """Return the annotations of the file's nodes that express `placement`, and the names of the
-    graph nodes that they express only in part.
+    """Return (configuration, incomplete): the annotations of the file's nodes that express
+    `placement`, and the names of the graph's nodes that annotations cannot express completely.
 
-    A graph node is expressed in part if no node of the file corresponds to it, as for an added
-    loss, or if a split axis indexes no annotated tensor. A result that devices hold as partial sums
-    is annotated with its layout after the all-reduce. A node of the file that was removed when the
-    model was read gets the first stage that reads its result.
+    A node of the graph is incomplete if no node of the file corresponds to it, for example an added
+    loss, or if one of its split axes indexes no annotated tensor. A result that devices hold as
+    partial sums is annotated with its layout after the all-reduce. A node of the file that was
+    removed when the model was read gets the first stage that reads its result.
 
-    Raise ConfigurationError for a placement with several pipelines, because each node is then in
-    several stages.
+    `origins` are the nodes of the file, and `device_names` the names of the devices. Raise
+    ConfigurationError for a placement with several pipelines, because each node is then in several
+    stages.
     """
     if placement.pipelines > 1:
         raise ConfigurationError(
@@ -414,7 +441,8 @@ def annotated(
         None if owner is None else stage_of[owner] for owner in owners_of(origins)
     ]
     for index in range(len(stages) - 1, -1, -1):
-        # Use the first stage that reads the result; None if no stage does.
+        # A node that was removed when the model was read has no stage. Nodes are visited in reverse
+        # order, so the stages of its readers are known.
         if stages[index] is None:
             readers = [
                 stage for reader in origins[index].readers if (stage := stages[reader]) is not None
@@ -437,6 +465,7 @@ def annotated(
     written = {origin.writes for origin in origins}
 
     def is_covered(index: int) -> bool:
+        """True if each split axis of the node indexes an annotated tensor."""
         node = graph.nodes[index]
         space = spaces[index]
         dimensions = zip(
@@ -461,11 +490,11 @@ def annotated(
 
 
 def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, Layout]:
-    """Return the layouts of the tensors that a node reads and writes, over the devices of its
-    stage.
+    """Return, by name, the layouts of the tensors that a node reads and writes, over the devices of
+    its stage.
 
-    Omit a tensor that the node reads in several layouts, and a tensor read through windows that
-    equal shards cannot express.
+    A tensor that the node reads in several layouts is omitted, and so is a tensor whose shards are
+    read through windows and cannot be replaced by equal shards.
     """
     own = graph.nodes[node]
     axes = mesh_axis_by_name(stage.splits_of(node), len(stage.devices))
@@ -490,12 +519,16 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
 def _blocks(
     cuts: tuple[MeshAxes, ...], devices: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
-    """Return (sharded dimensions with their degrees, devices of each shard) for a layout, as
-    `Sharding` expects them. Cached, because models with equal layers have few layouts.
+    """Return (dimensions, shards) for a layout over `devices`, as the fields `cuts` and `devices` of
+    `Sharding`: pairs (sharded dimension, degree), and for each shard the devices that hold it.
+
+    `cuts` are the mesh axes that shard each dimension. The result is cached, because models with
+    equal layers have few layouts.
     """
     cut = {dimension: axes for dimension, axes in enumerate(cuts) if total_degree(axes) > 1}
 
     def block(position: int) -> tuple[int, ...]:
+        """Return the index along each sharded dimension of the shard of a device."""
         return tuple(coordinate_along(axes, position) for axes in cut.values())
 
     blocks = itertools.groupby(sorted(range(len(devices)), key=block), block)
@@ -503,18 +536,21 @@ def _blocks(
     return tuple((dimension, total_degree(axes)) for dimension, axes in cut.items()), copies
 
 
-IR_VERSION: Final = 11  # First version of the format with multi-device annotations.
+IR_VERSION: Final = 11
+"""First ONNX IR version with multi-device annotations."""
 MODEL_FUNCTION: Final = 25
+"""Field number of the local functions in a serialized model."""
 
 Piece = bytes | memoryview
 
 
 def write_annotated(model: Path, target: Path, configuration: Configuration) -> None:
-    """Write the file `model` with the annotations of `configuration` to `target`, atomically.
+    """Write a copy of the file `model` with the annotations of `configuration` to `target`,
+    atomically.
 
-    Weights stay in the copy or in the external files next to it. Local functions of the file are
-    inlined. Raise ConfigurationError if `target` cannot be written, is `model`, or is in another
-    folder than the external weight files.
+    Weights in the file are copied; weights in external files stay there. Local functions of the
+    file are inlined. Raise ConfigurationError if `target` cannot be written, is the file `model`,
+    or is in another folder than `model` although weights are in external files.
     """
     import onnx
 
@@ -602,8 +638,12 @@ def _graph(
     annotations: Mapping[int, bytes],
     positions: Iterator[int],
 ) -> Iterator[Piece]:
-    """Yield the contents of the graph's field. Annotations for the configurations in `replaced` are
-    removed from its nodes, and `annotations` are added by node position.
+    """Yield the pieces of the contents of the field `graph` of the serialized model `data`, with
+    changed annotations of nodes.
+
+    Annotations for the configurations whose names are in `replaced` are removed. `annotations` maps
+    positions of nodes in the file to the serialized annotations to add. `positions` counts the
+    nodes.
     """
     import onnx
 
@@ -630,4 +670,5 @@ def _graph(
 
 
 def _is(field: wire.Field, number: int) -> bool:
+    """True if `field` has this field number and contains bytes (a message or a string)."""
     return field.number == number and field.wire == wire.LENGTH

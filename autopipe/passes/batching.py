@@ -10,34 +10,36 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
 
 AUTO_PER_DEVICE = 4
-"""Maximum number of micro-batches per device that `auto` chooses. A pipeline of p stages then idles
-at most (p-1)/(5p-1) of the step. More micro-batches gain less than they lose through smaller
-kernels.
+"""Number of micro-batches per device that is aimed at if the user leaves the number open. A
+pipeline of p stages then idles at most (p-1)/(5p-1) of the step. With more micro-batches, smaller
+kernels lose more time than less idling gains.
 """
 
 MOST_MICRO_BATCHES = 2**16
-"""Maximum number of micro-batches per step. A schedule lists every micro-batch as a task on every
-device.
+"""Maximum number of micro-batches per step. It bounds the size of a schedule, which contains tasks
+of every micro-batch on every device.
 """
 
 
 class Division(enum.Enum):
-    """Number of micro-batches that a strategy prefers if the user leaves it open."""
+    """How a strategy prefers to divide a step into micro-batches if the user leaves their number
+    open.
+    """
 
     MANY = "many"
     """Enough micro-batches to keep a pipeline busy."""
     FEW = "few"
     """As few micro-batches as memory allows, because nothing is pipelined."""
     OWN = "own"
-    """The strategy chooses the micro-batch size of each stage, up to the largest possible size."""
+    """The strategy itself chooses the micro-batch size of each stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """Global batch size of a step and its number of micro-batches.
+    """Global batch size of a step, in samples, and its number of micro-batches.
 
-    `sizes` lists the micro-batch sizes that a stage may use, in ascending order, if the strategy
-    chooses them; otherwise it is empty.
+    sizes: the micro-batch sizes that a stage may use, in ascending order, if the strategy chooses
+    the size of each stage (`Division.OWN`); otherwise ().
     """
 
     batch_size: int
@@ -58,17 +60,22 @@ def batchings(
     devices: int,
     division: Division = Division.MANY,
 ) -> Iterator[Batching]:
-    """Yield the divisions of a step that agree with the given sizes, best first.
+    """Yield the divisions of a step into micro-batches that agree with the given sizes, best first.
+    A size that is None is open.
 
     `own` is the batch size that the model file fixes, or None; the micro-batch size must divide it.
-    Without `batch_size`, the batch is the first that applies of: `micro_batches` times
-    `micro_batch_size`; `micro_batches` times `own` (1 if None); `own`; and otherwise as many
-    samples, or micro-batches of `micro_batch_size`, as the target below.
+    The target for the number of micro-batches is `AUTO_PER_DEVICE` * `devices`, or 1 on one device.
+    If `batch_size` is None, the batch is the first of these that is possible:
 
-    If the number of micro-batches is open, divisors of the batch are tried in order of their
-    distance from a target of `AUTO_PER_DEVICE` per device (1 on one device): first those up to the
-    target, then larger ones. With a `division` other than `MANY`, the order is ascending. Raise
-    ConfigurationError if the given sizes do not divide each other.
+    - `micro_batches` * `micro_batch_size`
+    - `micro_batches` * `own`, or `micro_batches` samples if `own` is None
+    - `own`
+    - the target times `micro_batch_size`, or as many samples as the target
+
+    If `micro_batches` and `micro_batch_size` are open, all possible numbers of micro-batches are
+    yielded, and otherwise one division. With `Division.MANY`, numbers up to the target come first,
+    in descending order, and then larger numbers, in ascending order. With any other division, the
+    order is ascending. Raise ConfigurationError if the given sizes do not divide each other.
     """
     most = 1 if devices == 1 else AUTO_PER_DEVICE * devices
     if micro_batch_size is None and micro_batches is None:
@@ -116,6 +123,9 @@ def batchings(
 
 
 def _not_of_own(size: int, own: int | None) -> ConfigurationError:
+    """Return the error for micro-batches of `size` samples that do not divide `own`, the batch that
+    the model file fixes.
+    """
     return ConfigurationError(
         (
             f"micro-batches of {size} {plural(size, 'sample')} do not divide the batch of {own} "
@@ -129,13 +139,14 @@ def _not_of_own(size: int, own: int | None) -> ConfigurationError:
 
 
 def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | None]) -> None:
-    """Try the candidate at index `start` of `places`, then the candidates after it and then those
-    before it, as long as the steps get shorter.
+    """Search for the candidate with the shortest step by hill climbing: try the candidate at index
+    `start` of `places`, then the candidates after it while steps get shorter, and then the
+    candidates before it while steps get shorter.
 
-    `places` lists numbers or sizes of micro-batches in order. `seconds` tries a candidate and
-    returns the time of its step: infinity if the candidate has no plan, None if memory is
-    insufficient. After None, later candidates may still fit in memory, but no earlier candidate
-    does.
+    `places` lists numbers or sizes of micro-batches in order of decreasing memory. `seconds` tries a
+    candidate and returns the seconds of its step: infinity if the candidate has no plan, and None
+    if memory is insufficient. After None, later candidates can still fit in memory, but earlier
+    candidates cannot. `seconds` keeps the results; this function returns nothing.
     """
     first = last = seconds(places[start])
     for place in places[start + 1 :]:
@@ -152,5 +163,6 @@ def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | No
 
 
 def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})

@@ -1,8 +1,8 @@
-"""Alternatives to a plan by degrees of parallelism: the best step of each factorisation of the
-devices, and why it is not the plan.
+"""Table of alternatives to a plan by degrees of parallelism. A row contains the shortest step of one
+factorisation of the devices (pipeline * data * tensor degree), and why it is not the plan.
 
-Strategy `grid` places each factorisation, with the micro-batches that give the shortest step under
-1F1B. A row that could be faster than the plan is also scheduled by the plan's scheduler.
+Strategy `grid` places each factorisation, with the number of micro-batches that gives the shortest
+step under 1F1B. A row that could be faster than the plan is also scheduled by the plan's scheduler.
 """
 
 from __future__ import annotations
@@ -40,33 +40,37 @@ from autopipe.passes.schedule.limits import SAME, check_memory, lower_bound, pre
 from autopipe.passes.schedule.published.base import PlacementPattern, Published
 
 _MOST_ORDERED = 4
-"""Maximum number of rows that the plan's scheduler schedules."""
+"""Maximum number of rows that are also scheduled by the plan's scheduler."""
 _MOST_TASKS = 2**13
-"""Maximum number of stages times micro-batches for which a schedule is simulated task by task."""
+"""Maximum product of stages and micro-batches for which a row is also scheduled by the plan's
+scheduler.
+"""
 _SEARCH_S = 5.0
-"""Time limit, in seconds, of a schedule search for one row."""
+"""Time limit, in seconds, of the search for a schedule of one row."""
 _MOST_FORMS = 4
-"""Maximum number of factorisations on which a named schedule is tried. The factorisations with the
-shortest steps under 1F1B are tried.
+"""Maximum number of factorisations on which a schedule that the user names is tried. These are the
+factorisations with the shortest steps under 1F1B.
 """
 _FEWEST_SECONDS = 1e-12
-"""Time differences, in seconds, up to which a difference is ignored as rounding."""
+"""Maximum difference of two times, in seconds, that counts as a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class DegreeRow:
-    """One factorisation of the devices, and the result for it."""
+    """One factorisation of the devices, and its step if it has one."""
 
     pipeline: int | None
-    """Degree, or None for a requested set of degrees that no factorisation has, if this degree was
-    not requested. The same applies to `data` and `tensor`.
+    """Degree of pipeline parallelism. None if no factorisation has the requested degrees and this
+    degree was not requested.
     """
     data: int | None
+    """Degree of data parallelism; None as for `pipeline`."""
     tensor: int | None
+    """Degree of tensor parallelism; None as for `pipeline`."""
     schedule: str
-    """Schedule of the step, or the requested schedule if there is no step."""
+    """Name of the schedule of the step, or of the requested schedule if there is no step."""
     text: str = ""
-    """Degrees of the placement, as `PlanDegrees.text`; "" if there is no placement."""
+    """Text of the degrees of the placement (`PlanDegrees.text`); "" if there is no placement."""
     micro_batches: int | None = None
     micro_batch_size: int | None = None
     step_time_s: float | None = None
@@ -75,9 +79,9 @@ class DegreeRow:
     peak_memory_bytes: int | None = None
     mfu: float | None = None
     choice: Choice | None = None
-    """Choice that reproduces this step; None if there is no step."""
+    """Strategy, schedule and options that reproduce this step; None if there is no step."""
     is_plan: bool = False
-    """True if the plan has these degrees, with one stage per group."""
+    """True if the plan has these degrees, and one stage per group of devices."""
     reason: str = ""
     """Why the row is not the plan: the parts of the step that take longer than in the plan, or the
     limit that is violated.
@@ -85,18 +89,18 @@ class DegreeRow:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sort key of rows: the shortest steps first, rows without a step last."""
+        """Sort key: rows with shorter steps come first, rows without a step last."""
         return self.step_time_s is None, self.step_time_s or 0.0
 
 
 def scheduler_family(prefix: str) -> tuple[Scheduler, ...]:
-    """Return the schedulers whose names begin with `prefix`, without `csv`. Raise
-    ConfigurationError if there is none.
+    """Return the schedulers whose names begin with `prefix`, except `csv`, which reads a schedule
+    from a file. Raise ConfigurationError if there is none.
     """
     names = [name for name in scheduler_names() if name.startswith(prefix)]
     found = [scheduler_class(name)() for name in names if name != "csv"]
     if not prefix or not found:
-        scheduler_class(prefix)  # Raises an error with the nearest name.
+        scheduler_class(prefix)  # Raises an error with the nearest name, unless prefix is "csv".
         raise ConfigurationError(
             f"schedule {prefix!r} is read from a file and does not depend on degrees"
         )
@@ -109,11 +113,13 @@ def degree_rows(
     family: str | None = None,
     started: Callable[[str], None] = lambda what: None,
 ) -> tuple[DegreeRow, ...]:
-    """Return a row for each factorisation with the `wanted` degrees, the shortest step first.
+    """Return a row for each factorisation of the plan's devices that has the degrees `wanted` (by
+    name: pipeline, data, tensor), the shortest step first.
 
-    With `family`, return one row for each schedule whose name begins with it: the best
-    factorisation for that schedule. `started` is called with the degrees, or the schedule, that are
-    tried next.
+    If no factorisation has them, return one row that contains the reason. If `family` is given,
+    return one row for each schedule whose name begins with `family`, with the best factorisation
+    for this schedule. `started` is called before each trial, with a text of its degrees or its
+    schedule.
     """
     schedulers = () if family is None else scheduler_family(family)
     table = _Table(planned)
@@ -139,7 +145,9 @@ def degree_rows(
 
 
 def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
-    """Return a row for degrees that no factorisation has, with the reason from strategy grid."""
+    """Return the row for the degrees `wanted`, which no factorisation of the devices has. Its reason
+    is the error of strategy `grid` for these degrees, if there is one.
+    """
     pipeline, data, tensor = (wanted.get(name) for name in DEGREES)
     try:
         Grid(pipeline, data, tensor).requires(planned.problem)
@@ -152,7 +160,9 @@ def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A row with its placement; `candidate` and `placed` are None if there is no placement."""
+    """A row of the table with the candidate and the placement that it describes; both are None if
+    there is no placement.
+    """
 
     row: DegreeRow
     degrees: Degrees
@@ -161,7 +171,9 @@ class _Trial:
 
 
 class _Table:
-    """Rows for one plan. All searches share models and costs."""
+    """Computes the rows for one plan. All searches share the models that were read and their
+    costs.
+    """
 
     def __init__(self, planned: PlanResult) -> None:
         self._planned = planned
@@ -179,8 +191,8 @@ class _Table:
         ] = {}
 
     def row(self, degrees: Degrees) -> _Trial:
-        """Return the row of a factorisation under 1F1B, with recomputation and sharded optimizer
-        state if memory requires them.
+        """Return the row of a factorisation under 1F1B. Recomputation and sharded optimizer state
+        are enabled if the factorisation does not fit into memory without them.
         """
         return self._trial(degrees, Grid(), "1f1b")
 
@@ -192,10 +204,13 @@ class _Table:
         most: int | None = None,
         recompute: str | None = None,
     ) -> _Trial:
-        """Return the best placement of a factorisation in the form `form`, with micro-batches of at
-        most `most` samples.
+        """Return the placement of a factorisation with the shortest step under 1F1B, or the reason
+        why there is none.
 
-        `recompute` replaces the request's recomputation mode.
+        form: strategy `grid` with the placement pattern of the stages.
+        schedule: name of the schedule for the row.
+        most: maximum number of samples of a micro-batch; None is no maximum.
+        recompute: recomputation mode, instead of the mode of the request.
         """
         row = DegreeRow(degrees.pipeline, degrees.data, degrees.tensor, schedule)
         refused: AutopipeError | None = None
@@ -207,7 +222,9 @@ class _Table:
                 sizes = required_sizes(search.problem, resolved_constraints(search.problem))
                 open_sizes = [size for size in sizes if most is None or size <= most]
                 if not open_sizes:
-                    break  # Micro-batches would have less than one sample.
+                    # No allowed micro-batch size is at most `most`: micro-batches cannot be halved
+                    # any further.
+                    break
                 search.best = None
                 search.refused = []
                 search.run((degrees,), open_sizes)
@@ -227,8 +244,11 @@ class _Table:
         return _Trial(replace(row, reason=reason), degrees)
 
     def _variations(self) -> Iterator[tuple[bool, Scores | None]]:
-        """Yield (sharded optimizer state, form of losses): first the plan's values, then variants
-        that use less memory.
+        """Yield (True for a sharded optimizer state, variant of the losses): first the values of the
+        plan, then values that use less memory.
+
+        The variant states whether losses save their logits for backward or recompute them; None if
+        the model has no such losses.
         """
         own = self._planned.problem.optimizer.shard
         settled = self._planned.plan.summary.scores
@@ -258,7 +278,9 @@ class _Table:
     def _timed(
         self, row: DegreeRow, degrees: Degrees, form: Grid, request: Request, placed: Placed
     ) -> _Trial:
-        """Return the row with its step under 1F1B."""
+        """Return the trial of the placement `placed`, with the step under 1F1B in its row. Raise
+        OutOfMemoryError if the step does not fit into memory.
+        """
         problem = placed.problem
         step = predicted_step(placed.graph, placed.prediction, problem.micro_batches, problem.train)
         check_memory(problem, placed.placement, step)
@@ -297,8 +319,9 @@ class _Table:
         return replace(trial, row=replace(row, reason=self._reason(row, found)))
 
     def ordered(self, trials: Sequence[_Trial]) -> list[_Trial]:
-        """Return the rows. Rows that could be faster than the plan are scheduled by the plan's
-        scheduler.
+        """Return `trials` by the length of their steps under 1F1B. Up to `_MOST_ORDERED` of them
+        whose lower bound is shorter than the plan's step get a schedule by the plan's scheduler, if
+        it is shorter than 1F1B.
         """
         _, scheduler = strategy_and_scheduler(self._planned.request)
         plan_s = self._planned.plan.summary.step_time_s
@@ -321,9 +344,11 @@ class _Table:
     def _scheduled(
         self, trial: _Trial, placed: Placed, scheduler: Scheduler, always: bool = False
     ) -> _Trial:
-        """Return the trial under a scheduler if the step is shorter or if `always`; otherwise
-        return it unchanged. If the scheduler fails, the trial is unchanged, or has no step if
-        `always`.
+        """Return the trial with the step that `scheduler` gives its placement `placed`.
+
+        Unless `always`, the trial is returned unchanged if this step is not shorter, if the
+        scheduler fails, or if the placement has too many tasks (`_MOST_TASKS`). With `always`, a
+        trial whose scheduler fails has no step.
         """
         problem = placed.problem
         if len(placed.placement.stages) * problem.micro_batches > _MOST_TASKS and not always:
@@ -348,8 +373,12 @@ class _Table:
         )
 
     def best_of_schedule(self, scheduler: Scheduler, trials: Sequence[_Trial]) -> _Trial:
-        """Return the best row of a schedule, over the first trials that fit its placement
-        pattern.
+        """Return the trial with the shortest step under a schedule.
+
+        At most `_MOST_FORMS` factorisations are tried: the first ones of `trials` with which the
+        placement pattern of the schedule is possible. `trials` are sorted by their steps under
+        1F1B. The search ends at a factorisation whose step under 1F1B is not shorter than the best
+        step found.
         """
         form = _form_of(scheduler)
         found: list[_Trial] = []
@@ -371,10 +400,11 @@ class _Table:
         return min(found, key=lambda each: each.row.rank)
 
     def _best_in_form(self, degrees: Degrees, form: Grid, scheduler: Scheduler) -> _Trial:
-        """Return a factorisation under a schedule.
+        """Return a trial of a factorisation under a schedule, placed by the strategy `form`; without
+        a step if nothing fits.
 
-        Micro-batches and recomputation are chosen for 1F1B, but the schedule may need more
-        micro-batches or more memory. Smaller micro-batches are then tried, and finally
+        Micro-batches and recomputation are chosen for 1F1B, but the schedule can need more
+        micro-batches or more memory. If it fails, smaller micro-batches are tried, and then
         recomputation of all stages.
         """
         first: _Trial | None = None
@@ -392,8 +422,10 @@ class _Table:
         return first
 
     def _reason(self, row: DegreeRow, found: Breakdown) -> str:
-        """Return the parts of the step that take longer than in the plan, and whether another
-        schedule could be shorter.
+        """Return, as text, why the row is not the plan: the two parts of its step that take most
+        additional time, and whether even the shortest possible schedule is too long.
+
+        `found` is the breakdown of the row's step.
         """
         plan = self._planned.plan
         step_s = row.step_time_s or 0.0
@@ -411,7 +443,8 @@ class _Table:
             }
             most = sorted(more.items(), key=lambda each: -each[1])[:2]
             longer = [(name, seconds) for name, seconds in most if seconds > _FEWEST_SECONDS]
-            # The step of a graph that only moves data takes no time.
+            # The plan's step takes 0 seconds if the graph only moves data. Times have no percentage
+            # of it then.
             told = [
                 f"{name} {seconds / plan_s:+.1%}" if plan_s else name for name, seconds in longer
             ]
@@ -421,6 +454,9 @@ class _Table:
         return reason
 
     def _is_plan(self, trial: _Trial) -> bool:
+        """True if the plan has the degrees of the trial, one pipeline, and one stage per group of
+        devices, with groups of equal size.
+        """
         own = self._planned.plan.summary.degrees
         row = trial.row
         assert trial.candidate is not None
@@ -441,6 +477,7 @@ class _Table:
 
 
 def _without_step(row: DegreeRow, schedule: str) -> DegreeRow:
+    """Return a row with the degrees and micro-batches of `row`, without a step."""
     return DegreeRow(
         row.pipeline,
         row.data,
@@ -468,6 +505,7 @@ def _form_of(scheduler: Scheduler) -> Grid:
 
 
 def _is_for(form: Grid, degrees: Degrees) -> bool:
+    """True if stages with these degrees can be placed in the pattern of `form`."""
     if form.opposite:
         return degrees.pipeline % 2 == 0
     return degrees.pipeline > 1 or form.stages_per_rank == 1

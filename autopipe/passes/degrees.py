@@ -15,27 +15,29 @@ from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, st
 from autopipe.passes.sharding.regions import weights_of
 
 DEGREES = ("pipeline", "data", "tensor")
-"""Options of strategies that are degrees of parallelism."""
+"""Names of the options of strategies that are degrees of parallelism."""
 
 _REST = 0.01
-"""Maximum fraction of a stage's FLOPs in matmuls whose degrees are omitted."""
+"""Maximum fraction of a stage's FLOPs in matmuls whose degrees are omitted from a report."""
 
 _Degrees = tuple[int, int, int]
-"""(data, sequence, tensor)."""
+"""Degrees of data, sequence and tensor parallelism of a node: (data, sequence, tensor)."""
 
 
 def open_degrees(strategy: object) -> tuple[str, ...]:
-    """Return the options of a strategy that are degrees and that are open."""
+    """Return the names of those options of a strategy that are degrees of parallelism and that the
+    strategy chooses, because they are None.
+    """
     return tuple(name for name in DEGREES if getattr(strategy, name, 0) is None)
 
 
 def plan_degrees(
     problem: Problem, placement: Placement, settled: tuple[str, ...] = ()
 ) -> PlanDegrees:
-    """Return the degrees of parallelism of a placement, which is any DAG of stages on any groups of
-    devices.
+    """Return the degrees of parallelism of a placement. Its stages may form any DAG and use any
+    groups of devices.
 
-    `settled` lists the options of the strategy that were left open.
+    `settled` lists the names of those options of the strategy that the user left open.
     """
     works = stage_work(problem, placement)
     stages = placement.stages
@@ -74,16 +76,17 @@ def plan_degrees(
 
 
 def _interval(values: Iterable[int]) -> Interval:
+    """Return (minimum, maximum) of the values."""
     found = set(values)
     return min(found), max(found)
 
 
 def _degrees_of(work: StageWork) -> list[_Degrees]:
-    """Return the distinct degrees of a stage's matmuls. The least frequent degrees are omitted if
-    together they are at most `_REST` of the FLOPs.
+    """Return the distinct degrees of a stage's matmuls, those with the most FLOPs first. The last
+    degrees are omitted if together they have at most the fraction `_REST` of the FLOPs.
 
-    Matmuls that read weights are counted, by FLOPs. A stage without such matmuls counts all
-    matmuls. A stage without matmul FLOPs counts all operators by bytes.
+    Only matmuls that read weights count. In a stage without such matmuls, all matmuls count. In a
+    stage without FLOPs of matmuls, all operators count, by bytes instead of FLOPs.
     """
     own = work.problem
     weights = weights_of(work.problem.graph)
@@ -107,11 +110,12 @@ def _degrees_of(work: StageWork) -> list[_Degrees]:
 
 
 def _degrees_of_node(work: StageWork, node: StageNode) -> _Degrees:
-    """Return the numbers of shards (data, sequence, tensor) into which the devices of a stage split
+    """Return (data, sequence, tensor): the numbers of parts into which the splits of `node` divide
     the samples, the positions within a sample, and the weights.
 
-    A dimension that merges samples and positions is split first over samples. Axes of a matmul
-    without weights count as tensor axes: its heads are the columns of the preceding matmul.
+    An axis that merges samples and positions is split first over samples. In an operator without
+    weights, such as the matmuls of attention, other axes than the sample axis count as tensor,
+    because its heads are the columns of the preceding matmul.
     """
     samples = sample_axes(work.problem.graph)
     weights = weights_of(work.problem.graph)

@@ -1,7 +1,7 @@
-"""Explanations of a plan: reports of devices and nodes, and the step times of edited plans and of
-changed problems.
+"""Explanations of a plan: reports of devices and nodes, and the step times of edited placements and
+of changed problems.
 
-The cost of a change is the step time of the edited placement, scheduled by the plan's scheduler.
+The step time of an edited placement is that under the plan's scheduler.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ from autopipe.passes.schedule.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """Breakdown of a device's step, in seconds. Tasks, gradients, update, waits, messages and end
-    add up to the step time.
+    """Breakdown of the step of one device. The seconds of `tasks`, `gradients_s`, `update_s`,
+    `waits`, `messages_s` and `end_s` add up to the step time.
     """
 
     device: int
     stages: tuple[int, ...]
     tasks: tuple[tuple[str, int, float], ...]
-    """For each stage and phase, for example `2F`: the number of tasks and their total seconds."""
+    """Triples (stage and phase, number of tasks, total seconds). `2F` stands for the forwards of
+    stage 2.
+    """
     gradients_s: float
     update_s: float
     waits: tuple[tuple[int, float], ...]
-    """Seconds of waiting for other devices to compute, by device, longest first."""
+    """Pairs (other device, seconds of waiting for its computation), longest first."""
     messages_s: float
     """Seconds of waiting for P2P messages in transit."""
     end_s: float
@@ -63,18 +65,22 @@ class DeviceReport:
     device.
     """
     first_s: float
-    """Start time of the first task."""
+    """Start time of the first task, in seconds after the start of the step."""
     static_bytes: int
     peak_bytes: int
 
     @property
     def busy_s(self) -> float:
+        """Seconds in which the device computes tasks, reduces gradients or updates parameters."""
         return sum(seconds for _, _, seconds in self.tasks) + self.gradients_s + self.update_s
 
 
 def device_report(
     placement: Placement, prediction: Prediction, timeline: Timeline, device: int
 ) -> DeviceReport:
+    """Return the report of device `device`. `prediction` and `timeline` are the costs of the stages
+    and the simulated step of `placement`.
+    """
     spans = [span for span in timeline.spans if span.device == device]
     stages = tuple(index for index, stage in enumerate(placement.stages) if device in stage.devices)
     waits, messages = _waits(placement, timeline, spans)
@@ -103,11 +109,13 @@ def device_report(
 def _waits(
     placement: Placement, timeline: Timeline, spans: list[Span]
 ) -> tuple[Mapping[int, float], float]:
-    """Return the seconds of waiting by device waited for, and the seconds of waiting for messages
-    in transit.
+    """Return (waits, messages) of one device, whose tasks are `spans`.
 
-    A task starts at exactly the floating-point time at which the task or message that it waited for
-    ends.
+    waits: seconds of waiting for the computation of another device, by this device.
+    messages: seconds of waiting for messages in transit.
+
+    The cause of a wait is found by equal times: a task starts at exactly the floating-point time at
+    which the task or message for which it waited ends.
     """
     ends: defaultdict[float, list[Span]] = defaultdict(list)
     for span in timeline.spans:
@@ -140,33 +148,37 @@ def _waits(
 
 
 _MOST_S = 5.0
-"""Maximum search time of a strategy, in seconds, for which it is run again for each what-if."""
+"""Maximum search time of a strategy, in seconds, with which it is run again for each change of the
+problem.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A change of the problem that a plan solves, in words, and the throughput after it."""
+    """A change of the problem that a plan solves (`what`, in words), and the throughput with it."""
 
     what: str
     planned_again: bool
     """True if the strategy was run again. Otherwise the plan's placement was scheduled again."""
     samples_per_s: float | None = None
     refused: str | None = None
-    """Reason why there is no step; None if there is one."""
+    """Reason why the changed problem has no step; None if it has one."""
 
 
 def opened_request(planned: PlanResult) -> Request:
-    """Return the request of a plan with the options open that its strategy chose."""
+    """Return the request of a plan, with all options open (None) that the strategy chose for the
+    plan.
+    """
     strategy, _ = strategy_and_scheduler(planned.request)
     return replace(planned.request, strategy=with_open_options(strategy, planned.plan))
 
 
 def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
-    """Yield single changes, each in words and as a request: twice the memory, twice the bandwidth,
-    or more micro-batches.
+    """Yield changes of the plan's problem as pairs (change in words, changed request): twice the
+    memory, twice the bandwidth, and more micro-batches.
 
-    If stages are bound by kernel launches on the host, also yield fewer micro-batches and no launch
-    overhead.
+    If the host launches the kernels of some stages more slowly than devices run them, also yield
+    fewer micro-batches and a host without launch overhead.
     """
     request = opened_request(planned)
     problem = planned.problem
@@ -203,24 +215,28 @@ def what_ifs(planned: PlanResult) -> Iterator[tuple[str, Request]]:
 
 
 def is_quick(planned: PlanResult) -> bool:
-    """True if the strategy took at most `_MOST_S` seconds, so that it can be run again for each
-    what-if.
+    """True if the strategy took at most `_MOST_S` seconds for the plan, so that it can be run again
+    for each change of the problem.
     """
     strategy, _ = strategy_and_scheduler(planned.request)
     return dict(planned.plan.summary.search_time_s).get(strategy.name, 0.0) <= _MOST_S
 
 
 def _samples_per_s(samples: int, seconds: float) -> float:
-    """Return the throughput; 0 for a step that takes no time, as `Summary.samples_per_s` does."""
+    """Return the samples per second of a step of `samples` samples that takes `seconds`; 0 if it
+    takes no time, as in `Summary.samples_per_s`.
+    """
     return samples / seconds if seconds else 0.0
 
 
 def granted(planned: PlanResult, what: str, request: Request, again: bool) -> WhatIf:
-    """Return the result of a change: the better of the plan's placement under the change and, if
-    `again`, a new plan.
+    """Return the throughput of the plan's problem with a change, or the reason why it has no step.
 
-    A heuristic search may find a worse plan under better conditions. The existing placement, with
-    the plan's order and with a new schedule, is therefore a lower bound of the throughput.
+    `what` is the change in words, and `request` the changed request. The throughput is the maximum
+    of that of the plan's placement and, if `again`, of a new plan. The plan's placement is tried if
+    the change keeps the number of devices and the micro-batch size: with a new schedule and, if the
+    number of micro-batches is unchanged, with the plan's schedule. It is tried even with `again`,
+    because a heuristic search can find a worse plan under better conditions.
     """
     problem = planned.problem
     count = request.micro_batches or problem.micro_batches
@@ -254,7 +270,9 @@ def granted(planned: PlanResult, what: str, request: Request, again: bool) -> Wh
 
 
 def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
-    """Return the timeline of a placement under the plan's scheduler."""
+    """Return the simulated step of `placed`, a placement with its costs, under the plan's
+    scheduler.
+    """
     runner = Runner()
     (_, scheduler) = strategy_and_scheduler(planned.request)
     return schedule_placed(placed, scheduler, runner)[1].timeline
@@ -262,29 +280,33 @@ def _timeline(planned: PlanResult, placed: Placed) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value that a node reads or writes, and its communication between the two nodes."""
+    """A value that the node of a report reads or writes, the node at the other end, and the
+    communication of the value between both.
+    """
 
     value: str
     reads: bool
     """True if the node reads the value, False if the node writes it."""
     node: str
-    """Name of the node at the other end; "" for inputs and outputs of the model, and for
-    parameters.
+    """Name of the node at the other end; "" if there is none, as for inputs and outputs of the model
+    and for parameters.
     """
     stage: int | None
-    """Stage of the node at the other end; None if there is no such node."""
+    """Stage of the node at the other end; None if there is none."""
     bytes: int
-    """Bytes of the full value, for a micro-batch of the node's stage."""
+    """Bytes of the unsharded value, for one micro-batch of the stage."""
     exchanges: tuple[str, ...]
-    """Kinds of the collectives with which the stage's devices redistribute the value to the layouts
-    in which it is read.
+    """Kinds of the collectives with which the devices of the report's stage redistribute the value
+    to the layouts in which nodes read it.
     """
     exchange_s: float
-    """Seconds of these collectives per micro-batch, forward and backward."""
+    """Seconds of these collectives per micro-batch, forward and backward together."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
+    """Stage, devices, splits, costs and communication of one node of a plan."""
+
     node: int
     name: str
     op: str
@@ -294,16 +316,19 @@ class NodeReport:
     share: float
     """Fraction of the node that each device computes."""
     forward_s: float
-    """Seconds per micro-batch on a device."""
+    """Seconds of forward per micro-batch on the slowest device type of the stage."""
     backward_s: float
+    """Seconds of backward per micro-batch on the slowest device type of the stage."""
     recomputed: bool
-    """True if each stage that reads the node's values computes the node locally, because that costs
-    less than communication.
+    """True if each stage that reads the node's values computes the node itself, because that costs
+    less than sending the values.
     """
     edges: tuple[Edge, ...]
+    """Values that the node reads, then values that it writes, one entry per reader."""
 
 
 def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport:
+    """Return the report of the graph's node with index `node` in its first stage."""
     stage_of = placement.stage_of()
     index = stage_of[node]
     stage = placement.stages[index]
@@ -339,6 +364,10 @@ def node_report(problem: Problem, placement: Placement, node: int) -> NodeReport
 def _edge(
     work: StageWork, value: str, reads: bool, other: int | None, stage_of: Mapping[int, int]
 ) -> Edge:
+    """Return the edge of value `value` between a node of the stage `work` and the node `other`, or
+    None for no node. `reads` is True if the stage's node reads the value. `stage_of` maps nodes to
+    stages.
+    """
     graph = work.problem.graph
     group = work.stage.devices
     steps = (
@@ -357,33 +386,34 @@ def _edge(
 
 
 _MOST = 6
-"""Maximum number of changes that are scheduled in the search for `wanted` feasible changes."""
+"""Maximum number of edited placements that `cheapest` schedules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An edited placement and the edit in words. If its cost was computed, also its step time, or
-    the reason why there is no step.
-    """
+    """An edited placement, the edit in words, and the result of scheduling the placement."""
 
     kind: str
-    """Only the best change of each kind is reported."""
+    """Group of similar edits. Only the best edit of each group is reported."""
     what: str
+    """The edit in words."""
     placement: Placement
     step_s: float | None = None
+    """Seconds of a step; None before scheduling and if there is no step."""
     peak_memory_bytes: int | None = None
-    """Maximum peak memory of any device."""
+    """Maximum over the devices of their peak memory."""
     refused: str | None = None
+    """Reason why there is no step; None before scheduling and if there is a step."""
 
     @property
     def rank(self) -> float:
-        """Seconds of the step; infinite if there is none."""
+        """Sort key: the seconds of the step; infinite if there is no step."""
         return math.inf if self.step_s is None else self.step_s
 
 
 def priced(planned: PlanResult, change: Change) -> Change:
     """Return the change with its step time and peak memory under the plan's scheduler, or with the
-    reason why it is not feasible.
+    reason why there is no step.
     """
     try:
         timeline = _timeline(planned, _placed(planned, change.placement))
@@ -393,11 +423,12 @@ def priced(planned: PlanResult, change: Change) -> Change:
 
 
 def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tuple[Change, ...]:
-    """Return the best change of each kind, fastest first, followed by changes that looked as good
-    but are not feasible.
+    """Return the best changes of different kinds, fastest first. Changes for which scheduling fails
+    come last.
 
-    All changes are estimated with the order of the plan's schedule. At most `_MOST` of them are
-    scheduled, best estimate first, until `wanted` are feasible.
+    The step time of all changes is first estimated with the order of tasks in the plan's schedule.
+    Then the changes with the best estimate of their kind are scheduled, best estimate first, until
+    `wanted` of them have a step or `_MOST` are scheduled. Only these are returned.
     """
     by_placement: dict[Placement, Change] = {}
     for change in changes:
@@ -417,7 +448,12 @@ def cheapest(planned: PlanResult, changes: Iterable[Change], wanted: int) -> tup
 
 
 def _weight(planned: PlanResult, change: Change) -> float:
-    """Return an estimate of the step time after a change; infinite if it is not feasible."""
+    """Return an estimate of the step time of a change, in seconds; infinite if its placement is not
+    possible.
+
+    It is the time of a step with the order of tasks in the plan's schedule, or a lower bound if
+    this order is not possible.
+    """
     try:
         placed = _placed(planned, change.placement)
     except CANDIDATE_ERRORS:
@@ -428,18 +464,23 @@ def _weight(planned: PlanResult, change: Change) -> float:
                 planned.plan.schedule, placed.graph.stage_devices, placed.prediction
             ).end
         except InfeasibleError:
-            pass  # The order is no longer feasible; the scheduler would find another order.
+            # The plan's order is not possible for this placement, but the scheduler can find
+            # another one.
+            pass
     return lower_bound(placed.problem, placed.placement, placed.prediction)
 
 
 def _placed(planned: PlanResult, placement: Placement) -> Placed:
+    """Return `placement` with its costs. Raise InfeasibleError if it is not valid for the plan's
+    graph.
+    """
     placement.verify(planned.problem.graph)
     return predict_placement(planned.model, planned.problem, placement, Runner())
 
 
 def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """Yield changes to the splits of a single node over the devices of its stage, in the first
-    pipeline. The kind is the list of split axes.
+    """Yield changes of the splits of one node over the devices of its stage, in the first pipeline
+    with this node. The kind of a change is the text of its split axes.
     """
     index = placement.stage_of()[node]
     stage = placement.stages[index]
@@ -458,8 +499,8 @@ def split_changes(problem: Problem, placement: Placement, node: int) -> Iterator
 
 
 def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, ...]]:
-    """Yield the valid splits of a node over `group` devices: no split, one axis with any divisor as
-    degree, or two axes that together use all devices.
+    """Yield valid splits of a node over `group` devices: no split, splits of one axis with any
+    divisor of `group` as degree, and splits of two axes that together use all devices.
     """
     yield ()
     axes = [
@@ -483,11 +524,12 @@ def _legal(samples: SampleAxes, node: int, group: int) -> Iterator[tuple[Split, 
 
 
 def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[Change]:
-    """Yield moves of the node to the stage before or after its stage, in the first pipeline.
+    """Yield changes that move a node to the stage before or after its stage, in the first pipeline
+    with this node.
 
-    Nodes of its stage that read from it (for the later stage), or from which it reads (for the
-    earlier stage), move along, because stages run in sequence. Moved nodes are split over samples
-    if their splits do not fit.
+    Stages run in sequence. So nodes of the same stage that depend on the node move with it to the
+    later stage, and nodes on which it depends move with it to the earlier stage. Moved nodes are
+    split by samples if their splits do not fit the new stage.
     """
     index = placement.stage_of()[node]
     nodes = placement.stages[index].nodes
@@ -505,7 +547,9 @@ def move_changes(problem: Problem, placement: Placement, node: int) -> Iterator[
 
 
 def _neighbours(placement: Placement, index: int) -> Iterator[int]:
-    """Yield the stages before and after a stage in its pipeline."""
+    """Yield the indices of the stages before and after stage `index` in its pipeline, if there are
+    such stages.
+    """
     pipeline = placement.stages[index].pipeline
     own = [place for place, stage in enumerate(placement.stages) if stage.pipeline == pipeline]
     at = own.index(index)
@@ -514,8 +558,9 @@ def _neighbours(placement: Placement, index: int) -> Iterator[int]:
 
 
 def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tuple[int, ...]:
-    """Return, in ascending order, the node and all of the stage's `nodes` that directly or
-    indirectly read from it, or, if not `readers`, from which it reads.
+    """Return, in ascending order, the node `node` and, if `readers`, all of the stage's `nodes` that
+    depend on it; otherwise all of these nodes on which it depends. Only dependences inside the
+    stage count.
     """
     found = {node}
     for each in nodes if readers else reversed(nodes):
@@ -530,11 +575,11 @@ def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tu
 def _moved_nodes(
     problem: Problem, placement: Placement, nodes: tuple[int, ...], source: int, target: int
 ) -> Placement | None:
-    """Return the placement with `nodes` moved from stage `source` to stage `target`, with their
-    splits if both stages have equally many devices and equal micro-batches, otherwise split over
-    samples.
+    """Return the placement with `nodes` moved from stage `source` to stage `target`.
 
-    None if samples cannot be split there.
+    The nodes keep their splits if both stages have equally many devices and equal micro-batch
+    sizes. Otherwise they are split by samples; None if the samples of one of them cannot be divided
+    among the devices of `target`.
     """
     old = placement.stages[source]
     new = placement.stages[target]
@@ -563,7 +608,7 @@ def _moved_nodes(
 
 
 def _with_stages(placement: Placement, stages: dict[int, Stage]) -> Placement:
-    """Return the placement with the given stages replaced, by index."""
+    """Return the placement with some stages replaced. `stages` contains the new stages by index."""
     return Placement(
         tuple(stages.get(index, stage) for index, stage in enumerate(placement.stages))
     )
@@ -577,10 +622,13 @@ def _samples_of(problem: Problem, stage: Stage) -> SampleAxes:
 
 
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Numbers of nodes by which the boundary of a stage is moved."""
+"""Numbers of nodes by which the boundary between two stages is moved."""
 
 
 def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterator[Change]:
+    """Yield changes of stage `index`: its recomputation, a split by samples only, moves of its
+    boundaries and of devices, and merges with its neighbours.
+    """
     stage = placement.stages[index]
     if problem.train:
         what = (
@@ -601,7 +649,9 @@ def stage_changes(problem: Problem, placement: Placement, index: int) -> Iterato
 
 
 def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) -> Iterator[Change]:
-    """Yield moves of the boundary between two stages by several nodes, in both directions."""
+    """Yield changes that move the boundary between the stages `index` and `other`, in both
+    directions and by the numbers of nodes `_COUNTS`.
+    """
     for source, target in ((index, other), (other, index)):
         nodes = placement.stages[source].nodes
         for count in _COUNTS:
@@ -623,8 +673,8 @@ def _moved_ends(problem: Problem, placement: Placement, index: int, other: int) 
 def _moved_devices(
     problem: Problem, placement: Placement, index: int, other: int
 ) -> Iterator[Change]:
-    """Yield moves of half of one stage's devices to its neighbour, with both stages split over
-    samples.
+    """Yield changes that move half of the devices of one of the stages `index` and `other` to the
+    other one. Both stages are then split by samples only.
     """
     for giver, taker in ((index, other), (other, index)):
         old = placement.stages[giver]
@@ -649,7 +699,9 @@ def _moved_devices(
 
 
 def _merged(problem: Problem, placement: Placement, first: int, second: int) -> Iterator[Change]:
-    """Yield the merge of a stage and the next stage, on the devices of both."""
+    """Yield the change that merges stage `first` and the next stage `second` into one stage on the
+    devices of both, split by samples only. Yield none if that is not possible.
+    """
     old = placement.stages[first]
     new = placement.stages[second]
     devices = tuple(dict.fromkeys((*old.devices, *new.devices)))
@@ -663,8 +715,8 @@ def _merged(problem: Problem, placement: Placement, first: int, second: int) -> 
 def _by_samples(
     problem: Problem, stage: Stage, devices: tuple[int, ...], nodes: tuple[int, ...]
 ) -> Stage | None:
-    """Return the stage with other devices and nodes, split over samples; None if samples cannot be
-    split over them.
+    """Return the stage with the given devices and nodes, split by samples only; None if the samples
+    of a node cannot be divided among the devices.
     """
     try:
         splits = _samples_of(problem, stage).splits(nodes, len(devices))

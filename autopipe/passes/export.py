@@ -1,13 +1,14 @@
-"""A copy of an ONNX file with trained parameter values, written piece by piece.
+"""Write a copy of an ONNX file with trained parameter values, piece by piece.
 
-The fields of a protobuf message may be in any order
-(https://protobuf.dev/programming-guides/encoding). The data of a tensor is therefore written last
-in its message, the initializers last in the graph, and the graph last in the model, so that all
-lengths are known in advance.
+A protobuf message starts with its length, so the length of all that follows must be known when the
+message is begun. The fields of a message may be in any order
+(https://protobuf.dev/programming-guides/encoding). So the data of a tensor is written last in its
+message, the initializers last in the graph, and the graph last in the model.
 
-Most parameters have the name of a tensor in the file. A tensor into which an exporter folded
-operators is computed from its parameter again. Copies get the values of their parameter. The value
-of a Constant is written as the result of its node.
+Most parameters have the name of a tensor in the file. If an exporter applied operators to a
+parameter and stored only the result, the result is computed again from the trained parameter.
+Copies of a parameter get its values. A trained result of a Constant node is written as the value of
+this node.
 """
 
 from __future__ import annotations
@@ -61,20 +62,25 @@ if TYPE_CHECKING:
 
 
 PIECE: Final = 1 << 24
-"""Approximate maximum number of bytes in memory while a tensor is written."""
+"""Approximate maximum number of bytes of a tensor that are in memory while the tensor is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A tensor by name, element type and shape, and a function that reads a slice of it. `read`
-    returns little-endian elements in the shape of the slice; for bfloat16, it returns the bits.
+    """The data of a tensor, which is read on demand.
+
+    value: name, element type and shape of the tensor.
+    read: function that returns a slice of the data, little-endian and in the shape of the slice.
+    The elements of a bfloat16 tensor are returned as uint16 with their bits.
     """
 
     value: Value
     read: Callable[[TensorSlice], npt.NDArray[np.generic]]
 
     def write(self, file: IO[bytes], progress: Progress) -> None:
-        """Write all bytes of the tensor in row-major order, in pieces of at most PIECE bytes."""
+        """Write all bytes of the tensor in row-major order to `file`, in pieces of at most PIECE
+        bytes. `progress` is called with the number of bytes of each piece.
+        """
         for box in _boxes(self.value.shape, PIECE // self.value.dtype.itemsize):
             piece = self.read(box).tobytes()
             file.write(piece)
@@ -83,11 +89,12 @@ class Numbers:
     def computed(
         self, value: Value, folded: Folded, others: Mapping[str, Numbers] | None = None
     ) -> Numbers:
-        """Return the tensor into which an exporter folded operators, computed from this parameter
-        and from `others`, the other operands by name.
+        """Return the tensor `value` that results from the operators `folded` on this parameter and
+        on `others`, the other operands by name. An exporter stored this result in the file instead
+        of the parameter.
 
-        A transposed tensor is read slice by slice. For all other operators the full tensor is
-        computed and cached.
+        The result of a single transposition is read slice by slice. For all other operators the
+        full tensor is computed and cached.
         """
         steps = [step.operator for step in folded.steps]
         if not steps:
@@ -97,6 +104,7 @@ class Numbers:
             back = np.argsort(order)
 
             def moved(box: TensorSlice) -> npt.NDArray[np.generic]:
+                """Return a slice of the transposed tensor."""
                 bounds = (tuple(each[place] for place in back) for each in (box.starts, box.stops))
                 return self.read(TensorSlice(*bounds)).transpose(order)
 
@@ -104,6 +112,7 @@ class Numbers:
 
         @functools.cache
         def applied() -> npt.NDArray[np.generic]:
+            """Return the full result of the operators, in the stored element type."""
             stored = self.read(full_slice(self.value.shape))
             if MOVES.issuperset(steps):
                 return folded.apply(stored)
@@ -118,15 +127,16 @@ class Numbers:
                 .astype(np.float32)
                 .view(np.uint32)
             )
-            # Round to the nearest bfloat16, ties to even.
+            # NumPy has no bfloat16. Round the bits of the fp32 result to the nearest bfloat16, ties
+            # to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
         return Numbers(value, lambda box: applied()[box.slices].reshape(box.shape))
 
 
 def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
-    """Yield slices of at most `limit` elements which together cover the tensor in row-major
-    order.
+    """Yield slices of at most `limit` elements, each contiguous in row-major order, that together
+    cover a tensor of shape `shape` in row-major order.
     """
     if not shape:
         yield full_slice(shape)
@@ -143,10 +153,12 @@ def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
 def kept_tensors(
     graph: onnx.GraphProto, source: Source, trained: Collection[str]
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Return the initializers and constants of `graph` that have no data in the message and are not
-    `trained`: first the tensors stored in the model file, then the tensors in external files.
+    """Return (inside, outside): the initializers and results of Constant nodes of `graph` whose data
+    must be copied, because the message `graph` does not contain it. `inside` are the tensors that
+    the model file contains, `outside` those in external files.
 
-    `graph` is the graph of the file of `source` without the data of its large tensors.
+    `graph` is the graph of the file of `source`, from which the data of large tensors was removed.
+    The tensors named in `trained` are omitted.
     """
     tensors = [(tensor.name, tensor) for tensor in graph.initializer]
     constants = (node for node in graph.node if node.op_type == "Constant")
@@ -171,8 +183,8 @@ def kept_tensors(
 
 
 def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> Numbers:
-    """Return a tensor that is stored at `place`: in the file `model`, or in an external file in the
-    same folder.
+    """Return the tensor `value` whose data is stored at `place`: in the file `model`, or in an
+    external file in the same folder.
     """
     if isinstance(place, VarintSlice):
         listed = listed_numbers(place, model).view(value.dtype.stored).reshape(value.shape)
@@ -180,6 +192,7 @@ def stored_tensor(value: Value, place: FileSlice | VarintSlice, model: Path) -> 
     path = model.parent / place.file if place.file else model
 
     def read(box: TensorSlice) -> npt.NDArray[np.generic]:
+        """Return a slice of the tensor from the file."""
         stored = np.memmap(
             path, value.dtype.stored, mode="r", offset=place.offset, shape=value.shape or (1,)
         )
@@ -197,10 +210,13 @@ def write_model(
     places: Mapping[str, int],
     progress: Progress,
 ) -> None:
-    """Write `model` with `tensors` added to its graph. `model` loses its graph.
+    """Write `model` to `file`, with `tensors` added to its graph. The graph is removed from the
+    message `model`.
 
-    A tensor in `constants` is written as the value of that node, and any other tensor as an
-    initializer. A tensor in `places` refers to that offset in the external file `data`.
+    `constants` maps names of tensors to Constant nodes; such a tensor is written as the value of
+    its node. Any other tensor is written as an initializer. `places` maps names of tensors to
+    offsets in the external file `data`, which contains their data; only a reference to it is
+    written here. `progress` is called with the number of bytes of each piece of data.
     """
     graph = model.graph.SerializeToString()
     model.ClearField("graph")
@@ -216,7 +232,8 @@ def write_model(
     streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
     size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
     file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
-    # These nodes read nothing, so they can precede all other nodes.
+    # ONNX requires that a node comes after the nodes from which it reads. Constant nodes read
+    # nothing, so they can be first.
     for head, tensor in (*nodes, (graph, None), *initializers):
         file.write(head)
         if tensor and tensor.value.name not in places:
@@ -224,6 +241,7 @@ def write_model(
 
 
 def _tensor_head(value: Value) -> bytes:
+    """Return the bytes of a serialized tensor up to its data."""
     import onnx
 
     head = onnx.TensorProto(name=value.name, data_type=NUMBERS[value.dtype], dims=value.shape)
@@ -231,8 +249,9 @@ def _tensor_head(value: Value) -> bytes:
 
 
 def _initializer_head(value: Value, data: str, place: int | None) -> bytes:
-    """Return the bytes of an initializer up to its data, or the complete initializer if its data is
-    at offset `place` of the external file `data`.
+    """Return the bytes of the initializer `value`, as a field of the graph, up to its data. If
+    `place` is not None, return the complete initializer, whose data is at offset `place` of the
+    external file `data`.
     """
     import onnx
 
@@ -247,7 +266,9 @@ def _initializer_head(value: Value, data: str, place: int | None) -> bytes:
 
 
 def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
-    """Return the bytes of a Constant node up to its data."""
+    """Return the bytes of the Constant node `node`, as a field of the graph, up to the data of its
+    result `value`.
+    """
     import onnx
 
     tensor = _tensor_head(value)
@@ -264,18 +285,19 @@ def _node_head(node: onnx.NodeProto, value: Value) -> bytes:
 
 
 FIXED: Final = frozenset({"Constant", "ConstantOfShape"})
-"""Operators whose results can be parameters, like initializers."""
+"""Operators without operands, whose results can be parameters of the model."""
 
 
 def file_tensors(
     source: Source, graph: onnx.GraphProto, trained: Mapping[str, Numbers]
 ) -> tuple[tuple[Numbers, ...], frozenset[str]]:
-    """Return the new values of the tensors of the file's `graph`, computed from the parameters
-    `trained`, and the names of the parameters that the file lacks.
+    """Return (tensors, lacking): the new data of the tensors of the file's `graph`, computed from
+    the parameters `trained`, and the names of those parameters for which the file has no tensor.
 
-    A parameter that the file lacks is a name that nodes read and nothing writes. `source` is the
-    loaded file, with its functions inlined. Raise ModelError, naming the parameter, if no tensor of
-    the file corresponds to it, or if that tensor has another type or shape.
+    Nodes of `graph` read the name of a lacking parameter, but no initializer, node or input
+    provides it. `source` is the loaded file, with its functions inlined. Raise ModelError, naming
+    the parameter, if a parameter of `trained` corresponds neither to a tensor nor to such a name,
+    or if its tensor has another type or shape.
     """
     held = Weights(source, roles_of(source), Chosen()).initializers()
     folded = {name: each for name, each in held.items() if isinstance(each, Folded)}
@@ -313,7 +335,8 @@ def file_tensors(
                 raise ModelError(message, where=where)
             lacking.add(name)
         found[name] = numbers
-    # A computed tensor follows the tensor from which it is computed.
+    # `folded` lists each tensor after the tensor from which it is computed, so that the latter is
+    # already in `found`.
     for name, each in folded.items():
         if isinstance(each.source, str):
             base = found.get(each.source) or trained.get(each.source)
@@ -325,8 +348,8 @@ def file_tensors(
 
 
 SMALL: Final = 1024
-"""Minimum bytes of a tensor in the external data file. Smaller tensors are stored in the model
-file.
+"""Minimum bytes of a tensor that is written to the external data file. Smaller tensors are written
+to the model file.
 """
 FREE_INITIALIZERS: Final = 4
 """First ONNX IR version in which initializers need not be graph inputs."""
@@ -334,11 +357,13 @@ FREE_INITIALIZERS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
+    """The files that an export wrote, and statistics of their tensors."""
+
     files: tuple[Path, ...]
     replaced: int
-    """Number of tensors of the file with new values."""
+    """Number of tensors of the original file that have new values."""
     added: int
-    """Number of tensors that the file lacked."""
+    """Number of tensors that the original file lacked."""
     bytes: int
     """Total bytes of all tensors written."""
 
@@ -354,15 +379,16 @@ def write_trained(
     """Write a copy of the file `model` with the values of the parameters `trained`, by name, to
     `target`.
 
-    The nodes stay unchanged, with two exceptions: a trained ConstantOfShape becomes an initializer,
-    and parameters that the exporter had merged become separate initializers. If the tensors have
-    more than `inline_limit` bytes in total, trained initializers and external tensors of at least
-    SMALL bytes are written to `target`.data. Untrained tensors stored in the model file stay in the
-    model file, because masks are only recognised there.
+    The nodes stay unchanged, with two exceptions: a trained result of a ConstantOfShape node
+    becomes an initializer, and parameters that the exporter had merged become separate
+    initializers. If all tensors together have more than `inline_limit` bytes, some tensors of at
+    least SMALL bytes are written to the external file `target`.data: trained initializers, and
+    tensors that were in external files. Untrained tensors stored in the model file stay in the
+    model file, because the frontend recognises masks only there.
 
     All files are written atomically, `target` last. `progress` is called with the number of bytes
-    of every piece. Raise ModelError for a parameter that corresponds to no tensor of the file.
-    Raise ConfigurationError if a file cannot be written or would replace a file of the model, or if
+    of each piece. Raise ModelError for a parameter that corresponds to no tensor of the file. Raise
+    ConfigurationError if a file cannot be written or would replace a file of the model, or if
     `target`.data exists with other contents and `force` is not set.
     """
     import onnx
@@ -412,11 +438,15 @@ def write_trained(
 
 
 def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
-    """Remove the initializers, types and producing nodes of the tensors `names` from the file, and
-    the Identity nodes that named merged parameters. Return the removed Constant nodes by result.
+    """Remove from `proto` the tensors `names`: their initializers, their types, and the Constant and
+    ConstantOfShape nodes that compute them. Return the removed Constant nodes by the name of their
+    result.
+
+    Also remove the Identity nodes whose results were other names of a merged parameter.
     """
     graph = proto.graph
-    # Metadata of a tensor other than its type remains valid.
+    # The entry of a tensor in `value_info` contains its type and its metadata. Keep it if there is
+    # metadata, which remains valid.
     infos = [each for each in graph.value_info if each.name not in names or each.metadata_props]
     others = [each for each in graph.initializer if each.name not in names]
     kept: list[onnx.NodeProto] = []
@@ -437,7 +467,9 @@ def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodePro
 
 
 def _check_places(source: Source, files: tuple[Path, ...]) -> None:
-    """Raise ConfigurationError if a file to write belongs to the model itself."""
+    """Raise ConfigurationError if one of `files`, which are to be written, is the model file or one
+    of its external files.
+    """
     folder = source.path.parent
     entries = (entry for tensor in source.graph.initializer for entry in tensor.external_data)
     own = [source.path, *(folder / entry.value for entry in entries if entry.key == "location")]

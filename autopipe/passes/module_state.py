@@ -1,9 +1,9 @@
-"""The `state_dict` of a module, from its ONNX file and trained weights.
+"""Compute the `state_dict` of a PyTorch module from its ONNX file and trained weights.
 
-A file written by `autopipe export` has a record of all entries (`ir/state_names.py`). In other
-files of PyTorch's newer exporter, the signature of the traced program names parameters and buffers;
-a tied parameter has only one of its names there. Files of PyTorch's older exporter only name the
-tensors that their nodes read.
+A file written by `autopipe export` contains a record of all entries (`ir/state_names.py`). In other
+files of PyTorch's newer exporter, the signature of the traced program names parameters and buffers,
+but a tied parameter has only one of its names there. Files of PyTorch's older exporter name only
+the tensors that their nodes read.
 """
 
 from __future__ import annotations
@@ -38,23 +38,27 @@ class ModuleState:
     """The `state_dict` of a module after training."""
 
     tensors: tuple[Numbers, ...]
-    """Entries, in the module's layouts."""
+    """The entries with their data, in the layouts that they have in the module. The tensors named in
+    `others` are included.
+    """
     absent: tuple[str, ...] = ()
-    """Names of entries for which the file contains no tensor."""
+    """Names of entries of the `state_dict` for which the file contains no data."""
     others: tuple[str, ...] = ()
-    """Names of trained tensors in `tensors` that are not entries of the module, for example
-    parameters of its loss.
+    """Names of trained tensors in `tensors` that are not entries of the module's `state_dict`, for
+    example parameters of its loss.
     """
 
 
 def module_state(
     model: Path, trained: Mapping[str, Numbers], trainable: Collection[str], forwards: int | None
 ) -> ModuleState:
-    """Return the state of the module of an ONNX file with the weights `trained`, by the names of
-    the graph's parameters. `trainable` lists the names of trained parameters.
+    """Return the `state_dict` of the module from which the ONNX file `model` was exported, with the
+    weights `trained`.
 
-    Batch counters are increased for `forwards` micro-batches, or left unchanged if it is None.
-    Raise ModelError if the file's record of the module does not match the file.
+    `trained` contains weights by the names of the graph's parameters, and `trainable` the names of
+    those that were trained. Batch counters (`num_batches_tracked` of BatchNorm) are increased by
+    the number of micro-batches `forwards`, or left unchanged if it is None. Raise ModelError if the
+    file's record of the module does not match the file.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
@@ -85,9 +89,11 @@ def module_state(
 def _signed_state(
     source: Source, table: Weights, trained: Mapping[str, Numbers], trainable: Collection[str]
 ) -> ModuleState:
-    """Return the state according to the signature of the traced program. Buffers that the module
-    does not save are omitted. Persistent buffers in the file that the graph does not contain are
-    included.
+    """Return the `state_dict` of a file without a record, by the signature of the traced program.
+
+    Buffers that are not part of the module's `state_dict` are omitted. Persistent buffers that are
+    in the file, but not in the graph, are included. `trained` and `trainable` are those of
+    `module_state`, in the module's layouts.
     """
     signature = table.roles.signature
     found = {
@@ -113,7 +119,9 @@ def initializers_of(source: Source) -> dict[str, onnx.TensorProto]:
 
 
 def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
-    """Return the graph's name of an initializer, or its own name if no node reads it."""
+    """Return the name of the graph's parameter that corresponds to the initializer `tensor`; its own
+    name if there is none. `held` contains the parameters and constants of the file by initializer.
+    """
     each = held.get(tensor)
     while isinstance(each, Folded) and isinstance(each.source, str):
         tensor = each.source
@@ -124,8 +132,8 @@ def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
 
 
 def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
-    """Return an initializer of a file; None if the file does not contain its data. Raise ModelError
-    if the data does not fill its shape.
+    """Return the initializer `tensor` of a file with its data; None if the file does not contain the
+    data. Raise ModelError if the data does not fill the shape of the tensor.
     """
     where = f"initializer {tensor.name!r}"
     value = value_of(tensor, tensor.name, where)
@@ -145,8 +153,8 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
 
 
 def counters(source: Source, state: StateNames, forwards: int | None) -> dict[str, Numbers]:
-    """Return the batch counters of a file after `forwards` micro-batches of training, by the name
-    of the initializer; empty if `forwards` is None.
+    """Return the batch counters of a file, increased by `forwards` micro-batches of training, by the
+    name of their initializer; empty if `forwards` is None. `state` is the record of the file.
     """
     if forwards is None:
         return {}
@@ -160,8 +168,9 @@ def counters(source: Source, state: StateNames, forwards: int | None) -> dict[st
 
 
 def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
-    """Return the batch counters of the ONNX file `model` after `forwards` micro-batches of
-    training; empty without a record of the module.
+    """Return the batch counters of the ONNX file `model`, increased by `forwards` micro-batches of
+    training, by the name of their initializer. Empty if `forwards` is None or if the file contains
+    no record of the module's `state_dict`.
     """
     source = load(model)
     state = StateNames.of(source.metadata, initializers_of(source))
@@ -169,7 +178,9 @@ def counters_of(model: Path, forwards: int | None) -> dict[str, Numbers]:
 
 
 def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[np.generic]:
-    """Return a slice of integers increased by `amount`. An overflow wraps around, as in PyTorch."""
+    """Return the slice `box` of an integer tensor, with each element increased by `amount`. An
+    overflow wraps around, as in PyTorch.
+    """
     stored = np.asarray(numbers.read(box))
     bits = 8 * stored.dtype.itemsize
     unsigned = stored.view(f"<u{stored.dtype.itemsize}")
@@ -179,7 +190,9 @@ def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[n
 
 
 def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
-    """Return a parameter of a graph in the module's layout."""
+    """Return a parameter of a graph in the layout that it has in the PyTorch module. `layout` is the
+    difference between both layouts; None if they are equal.
+    """
     if layout is None:
         return numbers
     value = replace(numbers.value, shape=layout.shape)
@@ -187,21 +200,21 @@ def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
 
 
 def named(numbers: Numbers, name: str) -> Numbers:
-    """Return a tensor under another name."""
+    """Return the tensor with the name `name`."""
     return replace(numbers, value=replace(numbers.value, name=name))
 
 
 def block(array: npt.NDArray[np.generic], box: TensorSlice) -> npt.NDArray[np.generic]:
-    """Return a slice of an array."""
+    """Return the slice `box` of an array, in the shape of the slice."""
     return array[box.slices].reshape(box.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEntries:
-    """Tensors of a weights file, matched with the record of a model."""
+    """Tensors of a weights file, divided by whether they are entries of a model's `state_dict`."""
 
     by_tensor: Mapping[str, Numbers]
-    """By the initializer that contains them."""
+    """Tensors that are entries, by the name of the model's initializer that stores the entry."""
     rest: Mapping[str, Numbers]
     """Tensors that are not entries, by their own names."""
 
@@ -209,8 +222,9 @@ class RecordedEntries:
 def recorded_entries(
     stored: Mapping[str, Numbers], state: StateNames, weights: Path
 ) -> RecordedEntries:
-    """Return the tensors of the file `weights` by the initializers of a model that contain them.
-    Raise ModelError if two names of a tied tensor have different data.
+    """Return the tensors `stored` of the file `weights`, divided by the record `state` of a model's
+    `state_dict`. Raise ModelError if the model stores two entries as one tensor and their data
+    differs.
     """
     by_tensor: dict[str, Numbers] = {}
     for name, tensor in state.names.items():
@@ -231,6 +245,7 @@ def recorded_entries(
 
 
 def _are_equal(one: Numbers, other: Numbers) -> bool:
+    """True if two tensors have equal types, shapes and bytes."""
     if (one.value.shape, one.value.dtype) != (other.value.shape, other.value.dtype):
         return False
     everything = TensorSlice((0,) * len(one.value.shape), one.value.shape)
@@ -238,8 +253,8 @@ def _are_equal(one: Numbers, other: Numbers) -> bool:
 
 
 def unread_tensors(source: Source) -> Iterator[tuple[str, Value]]:
-    """Yield the initializers of a file that are only present for the module's `state_dict`, with
-    their types.
+    """Yield (name, type and shape) of each initializer of a file that no node reads and that is in
+    the file only because the module's `state_dict` contains it.
     """
     for name, tensor in initializers_of(source).items():
         if is_for_state_only(name):

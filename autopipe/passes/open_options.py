@@ -1,4 +1,6 @@
-"""Options of a strategy that a request leaves open, and the values that a plan gives them."""
+"""Options of a strategy that a request leaves open, and the values that a plan contains for them. An
+open option has a default value, for example None, for which the strategy chooses a value itself.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from autopipe.passes.registry import Strategy
 
 
 def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
-    """Return the strategy with its open options set to the values in the plan."""
+    """Return the strategy with each open option set to the value that `plan` contains for it. Other
+    options stay unchanged.
+    """
     defaults = _defaults(strategy)
     settled = {
         name: value
@@ -23,7 +27,9 @@ def with_settled_options(strategy: Strategy, plan: Plan) -> Strategy:
 
 
 def with_open_options(strategy: Strategy, plan: Plan) -> Strategy:
-    """Return the strategy with the options open for which the plan contains a value."""
+    """Return the strategy with each option for which `plan` contains a value reset to its default,
+    so that it is open.
+    """
     defaults = _defaults(strategy)
     opened = {name: defaults[name] for name in _settled(plan) if name in defaults}
     return (
@@ -32,12 +38,13 @@ def with_open_options(strategy: Strategy, plan: Plan) -> Strategy:
 
 
 def _settled(plan: Plan) -> dict[str, int | str]:
+    """Return, by name, the values that `plan` contains for options of its strategy."""
     degrees = plan.summary.degrees
     return {**dict(plan.placement.options), **(degrees.options if degrees is not None else {})}
 
 
 def _defaults(strategy: Strategy) -> dict[str, Any]:
-    """Return the default of each option. For an option that can be open, the default leaves it
-    open.
+    """Return the default of each option by name. For an option that can be open, the default is the
+    value that leaves it open.
     """
     return {field.name: field.default for field in dataclasses.fields(cast(Any, strategy))}

@@ -1,5 +1,5 @@
-"""A decoder's plan transferred to steps with more tokens per sequence (prefill). Stages, devices,
-splits and schedule stay the same.
+"""Transfer the plan of a decoder to steps with more tokens per sequence (prefill). Stages, devices,
+splits and schedule stay unchanged.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from autopipe.passes.pipeline import PlanResult, read_for
 
 
 def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
-    """Return the plan for steps with `length` tokens per sequence. None if the planned steps
-    already have at least that many tokens, or if the model file fixes the number.
+    """Return the plan of a decoder for steps with `length` tokens per sequence. None if the steps of
+    `planned` already have at least `length` tokens, or if the model file fixes the number of
+    tokens.
 
-    Raise the errors of reading the model, and InfeasibleError if the graph has other nodes in these
-    shapes.
+    Raise the errors of reading the model, and InfeasibleError if the graph for `length` tokens has
+    other nodes than the planned graph.
     """
     graph = planned.problem.graph
     if graph.type_of(TOKENS).shape[1] >= length:
@@ -42,10 +43,11 @@ def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
 
 
 def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
-    """Return the placement of `graph` for `other`, the graph of the same model in other shapes.
+    """Return a placement of `graph` transferred to `other`, the graph of the same model for other
+    input shapes. Nodes correspond if they have equal operators and results.
 
-    `other` may contain additional nodes that stages recompute: tables that are constants in a
-    smaller shape. Raise InfeasibleError for any other difference.
+    `other` may have additional nodes that each reading stage computes itself, such as tables that
+    are constants in the smaller shape. Raise InfeasibleError for any other difference.
     """
     places = {(node.op, node.outputs): index for index, node in enumerate(other.nodes)}
     own = [
@@ -63,11 +65,13 @@ def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
         )
 
     def carried(stage: Stage, more: set[int]) -> Stage:
+        """Return `stage` with its nodes in `other` and the additional nodes `more`."""
         nodes = sorted({own[node] for node in stage.nodes} | more)
         splits = sorted((own[node], splits) for node, splits in stage.splits)
         return replace(stage, nodes=tuple(nodes), splits=tuple(splits))
 
-    # Every stage computes the tables that it reads, independent of their stage in the placement.
+    # The placement must contain each node in a stage of each pipeline. Additional nodes are put
+    # into the first stage, although each stage that reads their results computes them itself.
     firsts = {
         stage.pipeline: index for index, stage in reversed(tuple(enumerate(placement.stages)))
     }

@@ -24,35 +24,40 @@ from autopipe.passes.batching import Division
 
 
 class Strategy(Protocol):
-    """Chooses a placement."""
+    """Interface of a strategy, which chooses a placement: stages, their devices and their splits."""
 
     name: ClassVar[str]
 
     def division(self, graph: Graph) -> Division:
-        """Return how to divide the samples of a step into micro-batches if the user leaves it
-        open.
+        """Return how to divide the samples of a step into micro-batches if the user does not state
+        the number or size of micro-batches.
         """
 
     def requires(self, problem: Problem) -> None:
-        """Raise AutopipeError, with a message of one line, if the problem is not supported."""
+        """Raise AutopipeError, with a message of one line, if this strategy does not support
+        `problem`.
+        """
 
     def run(self, problem: Problem) -> Placement:
-        """Return a placement. Raise InfeasibleError with the violated limit if there is none."""
+        """Return a placement for `problem`. Raise InfeasibleError, with the violated limit, if no
+        placement is possible.
+        """
 
 
 class Scheduler(Protocol):
-    """Chooses the order of tasks on every device."""
+    """Interface of a scheduler, which chooses the order of tasks on every device."""
 
     name: ClassVar[str]
 
     def requires(self, problem: Problem, placement: Placement) -> None:
-        """Raise AutopipeError, with a message of one line, if the placement is not supported."""
+        """Raise AutopipeError, with a message of one line, if this scheduler does not support
+        `placement`.
+        """
 
     def run(self, problem: Problem, placement: Placement) -> Schedule:
-        """Return a schedule of the placement."""
+        """Return a schedule of the tasks of `placement`."""
 
 
-# Module and class of each built-in strategy and scheduler.
 STRATEGIES = {
     "breadth_first": "autopipe.passes.placement.pase.strategy:BreadthFirst",
     "data_parallel": "autopipe.passes.placement.data_parallel:DataParallel",
@@ -69,8 +74,9 @@ STRATEGIES = {
     "tepdist": "autopipe.passes.placement.tepdist.strategy:TePDist",
     "tessel_shapes": "autopipe.passes.placement.tessel_shapes:TesselShapes",
 }
+"""Built-in strategies by name, as `module:class`."""
 FORMER_STRATEGIES = {"expert": "handcrafted", "given": "explicit"}
-"""Present name of each strategy that was renamed since the previous release."""
+"""Present names of strategies that were renamed since the previous release, by former name."""
 
 SCHEDULERS = {
     "1f1b": "autopipe.passes.schedule.published.one_f_one_b:OneForwardOneBackward",
@@ -93,15 +99,16 @@ SCHEDULERS = {
     "zb_v": "autopipe.passes.schedule.published.zero_bubble:ZeroBubbleV",
     "tessel": "autopipe.passes.schedule.tessel.scheduler:Tessel",
 }
+"""Built-in schedulers by name, as `module:class`."""
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Return the names of all strategies in alphabetical order."""
+    """Return the names of all built-in and registered strategies in alphabetical order."""
     return tuple(sorted({*STRATEGIES, *_announced("autopipe.strategies")}))
 
 
 def scheduler_names() -> tuple[str, ...]:
-    """Return the names of all schedulers in alphabetical order."""
+    """Return the names of all built-in and registered schedulers in alphabetical order."""
     return tuple(sorted({*SCHEDULERS, *_announced("autopipe.schedulers")}))
 
 
@@ -139,6 +146,11 @@ def _announced(group: str) -> dict[str, str]:
 
 
 def _find(what: str, name: str, places: dict[str, str], where: str) -> type[Any]:
+    """Import and return the class at `places[name]`, given as `module:class`.
+
+    Raise ConfigurationError, with the nearest name, if there is no such name. `what` is the word
+    for the class and `where` the location of the name in the user's input, both for messages.
+    """
     if name not in places:
         near = difflib.get_close_matches(name, places, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(places))}"

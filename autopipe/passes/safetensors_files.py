@@ -1,6 +1,7 @@
-"""Safetensors files, single or sharded with an index, in the format of Hugging Face's libraries.
+"""Read and write safetensors files, single or divided into shards with an index, in the format of
+Hugging Face's libraries.
 
-The index of a sharded set, `NAME.safetensors.index.json`, is a JSON object whose member
+The index of a set of shards, `NAME.safetensors.index.json`, is a JSON object whose member
 `weight_map` maps the name of each tensor to its file. The files are in the folder of the index.
 """
 
@@ -20,14 +21,16 @@ from autopipe.passes.export import Numbers, stored_tensor
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-"""Suffix of the file name of the index of a sharded set."""
+"""Suffix of the file name of the index of a set of shards."""
 _METADATA: Final = "__metadata__"
-"""Member of a header that is not a tensor."""
+"""Name of the member of a file's header that contains metadata; all other members are tensors."""
 _TYPES: Final = {tag: dtype for dtype, tag in SAFETENSORS_TYPES.items()}
 _MOST_HEADER: Final = 100_000_000
-"""Maximum bytes of a header, as defined by the format."""
+"""Maximum bytes of the header of a file, as defined by the format."""
 _MOST_INDEX: Final = 100_000_000
-"""Maximum bytes of an index. The index of a model of 1,000 layers has about 1 MB."""
+"""Maximum bytes of an index file that is read. The index of a model of 1,000 layers has about 1
+MB.
+"""
 
 
 def is_safetensors(path: Path) -> bool:
@@ -36,14 +39,19 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_safetensors(path: Path) -> dict[str, Numbers]:
-    """Return all tensors of a safetensors file, or of all files of an index, by name. The files are
-    untrusted. Raise ConfigurationError if a file cannot be read or the index does not match the
-    files.
+    """Return all tensors of the safetensors file `path`, by name. If `path` is an index, return the
+    tensors of all its files.
+
+    The content of the files is not trusted. Raise ConfigurationError if a file cannot be read or is
+    invalid, or if the index does not match the files.
     """
     return _read_index(path) if path.name.endswith(INDEX_SUFFIX) else _read_file(path)
 
 
 def _read_index(path: Path) -> dict[str, Numbers]:
+    """Return the tensors of all files of the index `path`, by name. Raise ConfigurationError for an
+    invalid index or file.
+    """
     try:
         if path.stat().st_size > _MOST_INDEX:
             raise ValueError(
@@ -84,6 +92,9 @@ def _read_index(path: Path) -> dict[str, Numbers]:
 
 
 def _read_file(path: Path) -> dict[str, Numbers]:
+    """Return the tensors of one safetensors file, by name. Only the header is read at once. Raise
+    ConfigurationError for an invalid file.
+    """
     try:
         if pointer := lfs_error(path):
             raise ConfigurationError(*pointer, where=str(path))
@@ -108,6 +119,10 @@ def _read_file(path: Path) -> dict[str, Numbers]:
 
 
 def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[str, Numbers]]:
+    """Yield (name, tensor) for each tensor of the header `entries` of a file. The data starts at
+    offset `start` of the file, which has `size` bytes. Raise ValueError, TypeError, KeyError or
+    AttributeError for an invalid header.
+    """
     for name, entry in entries.items():
         if name == _METADATA:
             continue
@@ -123,14 +138,15 @@ def _entries(path: Path, entries: Any, start: int, size: int) -> Iterator[tuple[
 
 
 def _count(number: object) -> int:
+    """Return `number`. Raise ValueError unless it is an integer of at least 0."""
     if type(number) is not int or number < 0:
         raise ValueError(f"a size or offset is {number!r}, expected an integer of at least 0")
     return number
 
 
 def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers]]:
-    """Return the tensors in consecutive groups of at most `most` bytes. A larger tensor is a group
-    by itself.
+    """Return the tensors in consecutive groups, one per file, of at most `most` bytes each. A larger
+    tensor is a group by itself. If `most` is None, there is one group.
     """
     groups: list[list[Numbers]] = [[]]
     size = 0
@@ -144,9 +160,10 @@ def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers
 
 
 def safetensors_paths(target: Path, count: int) -> list[Path]:
-    """Return the files of a set of `count` safetensors files: `target` alone, or the numbered
-    shards followed by their index. If `target` is an index, there is an index even for a single
-    shard.
+    """Return the paths of `count` safetensors files that are written for `target`: `target` itself
+    if it is one file, and otherwise the numbered shards, followed by their index.
+
+    If `target` has the name of an index, there is an index even for a single shard.
     """
     is_index = target.name.endswith(INDEX_SUFFIX)
     if count == 1 and not is_index:
@@ -165,11 +182,13 @@ def write_safetensors(
     progress: Progress = lambda _: None,
     most: int | None = None,
 ) -> tuple[list[Path], int]:
-    """Write tensors under their names to `target`, or to shards of at most `most` bytes with an
-    index if they do not fit into one file. Each file is written atomically, the index last. Return
-    (files, bytes): the files that were written, and the total bytes of all tensors.
+    """Write `tensors` to the safetensors file `target`. Return (files, bytes): the files that were
+    written, and the total bytes of all tensors.
 
-    Raise ConfigurationError if a file cannot be written or safetensors has no type for a tensor.
+    If the tensors have more than `most` bytes, they are written to shards of at most `most` bytes
+    and an index instead. Each file is written atomically, the index last. `progress` is called with
+    the number of bytes of each piece. Raise ConfigurationError if a file cannot be written, or if
+    the format has no type for a tensor or reserves its name.
     """
     for value in (each.value for each in tensors):
         if value.dtype not in SAFETENSORS_TYPES:
@@ -198,7 +217,8 @@ def write_safetensors(
 
 
 def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> None:
-    # Descending item sizes keep each tensor aligned.
+    """Write one safetensors file atomically."""
+    # In descending order of element sizes, each tensor starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda each: -each.value.dtype.itemsize)
     listed = ((each.value.name, each.value.dtype, each.value.shape) for each in ordered)
     header, _, _ = safetensors_header(listed, {"format": "pt"})
@@ -209,6 +229,9 @@ def _write_file(path: Path, tensors: Sequence[Numbers], progress: Progress) -> N
 
 
 def _write_index(paths: Sequence[Path], groups: Sequence[Sequence[Numbers]], total: int) -> None:
+    """Write the index of a set of shards atomically. `paths` are the shards, then the index;
+    `groups` are the tensors of each shard; `total` is the number of bytes of all tensors.
+    """
     files = {
         each.value.name: path.name
         for path, group in zip(paths, groups, strict=False)

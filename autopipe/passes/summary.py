@@ -1,5 +1,5 @@
-"""Assembly of a `Plan` from a placement, a schedule and a simulated step, with the metrics that
-users compare.
+"""Create a `Plan` from a placement, a schedule and a simulated step, with the metrics that users
+compare.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ def finished_plan(
     scores: LossScores | None,
     settled: tuple[str, ...] = (),
 ) -> Plan:
-    """Return the plan of a model. `names` are the names of the strategy and of the scheduler.
+    """Return the plan of the file `model`.
 
-    `settled` are the options of the strategy that the user left open and that follow from the
+    names: names of the strategy and of the scheduler.
+    prediction, timeline: costs of the stages, and the simulated step.
+    search_time_s: pairs (name of a strategy or scheduler, seconds of its search).
+    scores: comparison of the two variants of the losses; None if there is only one.
+    settled: names of the options of the strategy that the user left open and that follow from the
     parallel degrees of the plan.
     """
     cluster = problem.cluster
@@ -90,7 +94,7 @@ def finished_plan(
 def _communication_bytes(
     problem: Problem, placement: Placement
 ) -> tuple[tuple[str, int], ...] | None:
-    """Return the bytes that the communication of a step moves, by kind; None if code generation
+    """Return pairs (kind of communication, bytes that it moves in a step); None if code generation
     does not support the placement.
     """
     loss = problem.loss if problem.train else None

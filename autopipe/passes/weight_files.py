@@ -1,8 +1,9 @@
-"""Weights of a model from other files (safetensors or the ONNX file of another model), and the
-layouts of a module.
+"""Read the weights of a model from another file (safetensors or an ONNX file), and the layouts that
+parameters have in the PyTorch module.
 
-Tensors are matched by the module's names of the parameters and read in pieces. An export for
-training and an export for evaluation are the same model if they differ only in training behaviour.
+Tensors are matched by the names of parameters in the module, and read in pieces. Two ONNX files of
+one module, exported for training and for evaluation, count as one model if they differ only in
+training behaviour.
 """
 
 from __future__ import annotations
@@ -44,35 +45,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MatchedWeights:
-    """Result of matching a weights file with a model: `numbers` for the parameters of the model,
-    parameters `missing` from the file, and `unused` tensors of the file.
-    """
+    """Result of matching the tensors of a weights file with the parameters of a model."""
 
     numbers: Mapping[str, Numbers]
+    """Data for parameters of the model, by name in the model's graph."""
     missing: tuple[str, ...]
+    """Names of required parameters that the file lacks."""
     unused: tuple[str, ...]
+    """Names of tensors of the file that the model does not have, without `passed_over`. Of an ONNX
+    file, only trained parameters and running statistics are listed.
+    """
     passed_over: tuple[str, ...]
-    """Tensors of the file that training does not require: batch counters, and second names of tied
-    parameters.
+    """Names of tensors of the file that the model does not have and training does not require:
+    batch counters, and second names of tied parameters.
     """
     kept: tuple[str, ...] = ()
-    """Parameters that are not in the module's `state_dict`, for example parameters of its loss, and
-    not in the file.
+    """Names of required parameters that the file lacks and that are not in the module's
+    `state_dict`, for example parameters of its loss. They keep their values.
     """
 
 
 COUNTER: Final = "num_batches_tracked"
-"""Last component of the name of BatchNorm's batch counter, which no ONNX operator reads."""
+"""Last component of the name of the batch counter of a BatchNorm module, which no ONNX operator
+reads.
+"""
 
 
 def matched_weights(weights: Path, model: Path) -> MatchedWeights:
-    """Return the tensors of `weights` with the names, layouts and element types of the parameters
-    of `model`.
+    """Match the tensors of the file `weights` with the parameters of the ONNX file `model`. The data
+    is returned with the names, layouts and element types of the model's parameters.
 
-    Required are each trained parameter and running statistic of the model, under one of the names
-    recorded for it in the module, and each floating-point parameter that the forward pass does not
-    read. Tables, constants and counters are optional. Raise ModelError for a tensor of another
-    shape and for tied names with different data. Raise ConfigurationError if a file cannot be read.
+    Required are each trained parameter and running statistic of the model, under one of its names
+    in the module, and each floating-point entry of the module's `state_dict` that no node reads.
+    Tables, constants and counters are optional. Raise ModelError for a tensor of another shape, for
+    a type that cannot be converted, and for names of one tied parameter with different data. Raise
+    ConfigurationError if a file cannot be read.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
@@ -130,8 +137,8 @@ def matched_weights(weights: Path, model: Path) -> MatchedWeights:
 
 
 def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
-    """Return a tensor of the file `weights` in the element type of an initializer that no node
-    reads.
+    """Return the tensor `numbers` of the file `weights` with the name and element type of `value`,
+    an initializer of the model that no node reads. Raise ModelError if the shapes differ.
     """
     plain = replace(value, name=module_name(value.name))
     return named(
@@ -140,8 +147,8 @@ def _as_unread(numbers: Numbers, value: Value, weights: Path) -> Numbers:
 
 
 def _kept(table: Weights) -> dict[str, Parameter]:
-    """Return the tensors of a model that a weights file may contain, by their names in the
-    graph.
+    """Return the tensors of a model that a weights file may contain, by their names in the graph:
+    its parameters, and its constants as untrained parameters.
     """
     found: dict[str, Parameter] = {}
     for each in table.initializers().values():
@@ -154,8 +161,8 @@ def _kept(table: Weights) -> dict[str, Parameter]:
 
 
 def _named_by_nodes(source: Source) -> set[str]:
-    """Return the results of nodes that may be parameters, and the names that nodes read and nothing
-    writes.
+    """Return names of parameters that are not initializers: the results of nodes without operands
+    (`FIXED`), and the names that nodes read although no node, input or initializer provides them.
     """
     constant = {name for node in source.nodes if node.op_type in FIXED for name in node.output}
     written = {name for node in source.nodes for name in node.output}
@@ -165,8 +172,9 @@ def _named_by_nodes(source: Source) -> set[str]:
 
 
 def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: Path) -> Numbers:
-    """Return a tensor of the file `weights` in the layout and element type of a model's
-    parameter.
+    """Return the tensor `numbers` of the file `weights` in the layout and element type of the
+    model's parameter `held`. `layout` is the difference between its layouts in the module and in
+    the graph; None if they are equal. Raise ModelError if the shapes differ.
     """
     value = held.value
     shape = value.shape if layout is None else layout.shape
@@ -185,8 +193,9 @@ def _as_held(numbers: Numbers, held: Parameter, layout: Layout | None, weights: 
 
 
 def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Numbers]) -> bool:
-    """True if a tensor of the file is not required by a model: a batch counter, or a second name of
-    a tied parameter with data equal to the first name's.
+    """True if an unused tensor of the weights file is not a mistake: it is a batch counter or an
+    untrained buffer of integers, or a second name of a tied parameter whose data equals that of the
+    first name in `found`.
     """
     name = numbers.value.name
     signature = table.roles.signature
@@ -204,8 +213,8 @@ def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Number
 
 
 def _converted(numbers: Numbers, value: Value) -> Numbers:
-    """Return the data in the element type of `value`. Raise ModelError if the types differ and
-    cannot be converted.
+    """Return the tensor `numbers` with the name, element type and shape of `value`. Raise ModelError
+    if its element type cannot be converted.
     """
     own = numbers.value.dtype
     if own is value.dtype:
@@ -217,6 +226,7 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
         )
 
     def read(box: TensorSlice) -> npt.NDArray[np.generic]:
+        """Return a slice of the tensor in the element type of `value`."""
         block = numbers.read(box)
         if own is DType.BFLOAT16:
             block = (block.astype(np.uint32) << 16).view(np.float32)
@@ -226,11 +236,11 @@ def _converted(numbers: Numbers, value: Value) -> Numbers:
 
 
 def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
-    """Return (tensors, needed) of an ONNX file.
+    """Return (tensors, needed) of an ONNX file from which weights are read.
 
-    tensors: its parameters and constants, and its other tensors of the module, by the module's
-    names and in the module's layouts. needed: the names of its trained parameters and running
-    statistics.
+    tensors: its parameters and constants, and the entries of the module's `state_dict` that no node
+    reads, by their names in the module and in the module's layouts.
+    needed: the names of its trained parameters and running statistics.
     """
     source = load(path)
     table = Weights(source, roles_of(source), Chosen())
@@ -260,16 +270,16 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
 
 
 def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
-    """Return a parameter that is computed from a tensor of the file; None if the tensor's type
-    cannot be read.
+    """Return a parameter that is computed from a tensor of the ONNX file `path`; None if the element
+    type of the tensor cannot be read.
     """
     array = folded_numbers(parameter, path)
     return None if array is None else Numbers(parameter.value, partial(block, array))
 
 
 def layouts_of(model: Path) -> Mapping[str, Layout]:
-    """Return the layouts of the parameters that an ONNX file stores in another layout than the
-    module, by name.
+    """Return, by name, the difference between the layouts in the PyTorch module and in the ONNX file
+    `model`, for each parameter whose layouts differ.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
@@ -278,9 +288,11 @@ def layouts_of(model: Path) -> Mapping[str, Layout]:
 
 
 def are_one_model(one: Source, other: Source) -> bool:
-    """True if two files compute the same outputs at inference (without dropout, with running
-    statistics in BatchNormalization) from tensors of the same names. Names of nodes and
-    intermediate values are ignored.
+    """True if two ONNX files have equal nodes between equal inputs, outputs and initializers, except
+    for training behaviour. So they compute equal outputs in inference if their weights are equal.
+
+    Dropout and the training mode of BatchNormalization are ignored, and so are the names of nodes
+    and of intermediate values.
     """
     if sorted(one.opsets) != sorted(other.opsets) or _interface(one) != _interface(other):
         return False
@@ -288,12 +300,14 @@ def are_one_model(one: Source, other: Source) -> bool:
 
 
 def _interface(source: Source) -> tuple[list[str], list[str]]:
+    """Return the names of the inputs and of the outputs of a file."""
     return [each.name for each in source.graph.input], [each.name for each in source.graph.output]
 
 
 def _computed(source: Source) -> Iterator[object]:
-    """Yield everything that determines the outputs: nodes with the origins of their operands, and
-    tensors by name.
+    """Yield all that determines the outputs of a file in inference: its nodes with the sources of
+    their operands, the sources of its outputs, and its initializers by name. A source is the
+    (position, result) of a node, or the name of an input or initializer.
     """
     same: dict[str, str] = {}
     nodes = []
@@ -320,24 +334,29 @@ def _computed(source: Source) -> Iterator[object]:
         places |= {name: (number, index) for index, name in enumerate(_results(node))}
     yield [places.get(same.get(each.name, each.name), each.name) for each in source.graph.output]
     tensors = {each.name: each for each in source.graph.initializer if each.name in needed}
-    # Large tensors were loaded without their data, which may differ.
+    # Large tensors were loaded without their data, so their data is not compared. It may differ,
+    # because it consists of weights.
     yield sorted(
         (name, each.SerializeToString(deterministic=True)) for name, each in tensors.items()
     )
 
 
 def _is(node: onnx.NodeProto, operator: str) -> bool:
+    """True if the node has this operator of the standard ONNX domain."""
     return node.op_type == operator and node.domain in ("", "ai.onnx")
 
 
 def _results(node: onnx.NodeProto) -> list[str]:
-    """Return the results of a node, without the updated statistics of BatchNormalization in
-    training.
+    """Return the names of a node's results, without the updated statistics that BatchNormalization
+    has in training.
     """
     return list(node.output[:1] if _is(node, "BatchNormalization") else node.output)
 
 
 def _settings(node: onnx.NodeProto) -> list[bytes]:
+    """Return the serialized attributes of a node, sorted, without the training mode of
+    BatchNormalization.
+    """
     ignored = {"training_mode"} if _is(node, "BatchNormalization") else set()
     return sorted(
         each.SerializeToString(deterministic=True)
