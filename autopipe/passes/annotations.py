@@ -584,10 +584,11 @@ def write_annotated(model: Path, target: Path, configuration: Configuration) -> 
 
 
 def _spliced(data: memoryview, configuration: Configuration) -> Iterator[Piece]:
-    """Yield the pieces of the serialized model `data` with the annotations of `configuration`.
+    """Yield the pieces of a serialized model: the model `data` with the annotations of
+    `configuration` added.
 
-    The new annotations replace those of configurations with the same name or the same number of
-    devices.
+    They replace the annotations of existing configurations that have the name or the number of
+    devices of `configuration`.
     """
     import onnx
 

@@ -83,8 +83,8 @@ class DegreeRow:
     is_plan: bool = False
     """True if the plan has these degrees, and one stage per group of devices."""
     reason: str = ""
-    """Why the row is not the plan: the parts of the step that take longer than in the plan, or the
-    limit that is violated.
+    """Why the row is not the plan: the parts of its step that take longer than in the plan or, if
+    the row has no step, the error.
     """
 
     @property
@@ -490,7 +490,9 @@ def _without_step(row: DegreeRow, schedule: str) -> DegreeRow:
 
 
 def _form_of(scheduler: Scheduler) -> Grid:
-    """Return strategy grid with the placement pattern that a schedule requires."""
+    """Return strategy `grid` without degrees, with the placement pattern that a schedule requires:
+    stages per rank, style, or two pipelines in opposite directions.
+    """
     pattern: PlacementPattern | None = (
         getattr(scheduler, "pattern", None) if isinstance(scheduler, Published) else None
     )

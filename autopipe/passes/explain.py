@@ -286,7 +286,7 @@ class Edge:
 
     value: str
     reads: bool
-    """True if the node reads the value, False if the node writes it."""
+    """True if the node of the report reads the value, False if it writes the value."""
     node: str
     """Name of the node at the other end; "" if there is none, as for inputs and outputs of the model
     and for parameters.
@@ -615,7 +615,7 @@ def _with_stages(placement: Placement, stages: dict[int, Stage]) -> Placement:
 
 
 def _samples_of(problem: Problem, stage: Stage) -> SampleAxes:
-    """Return the sample axes of the graph for the micro-batch size of the stage."""
+    """Return the sample axes of the nodes of the graph at the micro-batch size of `stage`."""
     graph = problem.graph
     size = stage.micro_batch_size
     return sample_axes(graph if size == problem.micro_batch_size else resize_batch(graph, size))

@@ -450,7 +450,7 @@ STALLED_WORK_FACTOR = 50
 part's sweeps.
 """
 ALWAYS_ALLOWED_WORK = 1e5
-"""Work that is always allowed for an elimination, in sums."""
+"""Work of an elimination, in sums, that is allowed even if the budget is smaller."""
 
 
 def search(root: Subproblem, goal: Objective, budget: Budget) -> float:

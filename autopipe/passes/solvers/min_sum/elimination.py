@@ -71,7 +71,9 @@ def with_choice(neighbours_of: Neighbours, sizes: Sequence[int]) -> Neighbours:
 
 
 def breadth_first(neighbours_of: Neighbours) -> tuple[int, ...]:
-    """Return the nodes in breadth-first order from the first node of each component."""
+    """Return the nodes in breadth-first order, which starts at the node with the lowest index of
+    each connected component.
+    """
     order: list[int] = []
     seen: set[int] = set()
     for start in range(len(neighbours_of)):
@@ -86,8 +88,9 @@ def breadth_first(neighbours_of: Neighbours) -> tuple[int, ...]:
 
 
 def generate_seq(neighbours_of: Neighbours) -> tuple[int, ...]:
-    """Return the order of GenerateSeq (PaSE, section III-B): the next node is one with the smallest
-    dependent set; ties go to the lowest index.
+    """Return the elimination order of GenerateSeq (PaSE, section III-B): the next node is the one
+    with the fewest neighbours among the remaining nodes (the smallest dependent set); ties go to
+    the lowest index.
     """
     return _greedy_order(
         neighbours_of, lambda graph, node: len(graph[node]), lambda graph, connected: connected

@@ -231,9 +231,10 @@ class LabelPruning:
         labels = np.flatnonzero(bounds < self.threshold)
         if len(labels):
             labels = labels[np.lexsort((front.cost[labels], front.memory[labels], inverse[labels]))]
-            # Labels are sorted by group, then memory. Subtracting the group's number makes all
-            # ranks of a group smaller than those of earlier groups, so that the running minimum
-            # starts again with each group.
+            # Sort labels by group and then by memory. A label is not dominated if its cost is below
+            # the cost of all earlier labels of its group, so compare it with a running minimum.
+            # Ranks of costs, reduced by a multiple of the group's number, are smaller than those of
+            # all earlier groups, so that the running minimum starts again with each group.
             cost_rank = np.unique(front.cost[labels], return_inverse=True)[1]
             rank = cost_rank - inverse[labels] * len(labels)
             labels = labels[np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]]]
