@@ -260,6 +260,14 @@ class _Table:
     def _search(
         self, form: Grid, shard: bool, scores: Scores | None, recompute: str | None
     ) -> tuple[Request, Model, GridSearch]:
+        """Return (request, model, search) for trials with these options; equal options share one
+        search.
+
+        form: strategy `grid` with the placement pattern of the stages.
+        shard: True for a sharded optimizer state.
+        scores: variant of the losses; None for that of the request.
+        recompute: recomputation mode.
+        """
         key = form, shard, scores, recompute
         if key not in self._searches:
             optimizer = replace(self._request.optimizer, shard=shard)
@@ -305,6 +313,11 @@ class _Table:
     def _with_step(
         self, trial: _Trial, schedule: str, step_s: float, peak: int, found: Breakdown
     ) -> _Trial:
+        """Return the trial with a step of `step_s` seconds under `schedule` in its row.
+
+        `peak` is the maximum peak memory of any device in bytes, and `found` the breakdown of the
+        step.
+        """
         assert trial.candidate is not None and trial.placed is not None
         problem = trial.placed.problem
         row = replace(

@@ -439,6 +439,7 @@ def _scales(
             sums[name] = sums.get(name, np.zeros(4)) + own
 
     def ratio(measured: float, expected: float) -> float:
+        """Return the quotient of two times; 1 if one of them is 0."""
         return measured / expected if measured and expected else 1.0
 
     return {name: (ratio(*each[:2]), ratio(*each[2:])) for name, each in sums.items()}

@@ -327,6 +327,7 @@ def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]
 
 
 def _scratch(problem: Problem, each: StageNode) -> Scratch:
+    """Return the bytes of a node's temporary tensors on one device of its stage."""
     return scratch_of(problem.graph, problem.precision, each.index, each.use, each.sharing.degrees)
 
 

@@ -95,6 +95,9 @@ class StageNode:
 def _local_bytes(
     names: tuple[str, ...], elements: tuple[int | None, ...], widths: Mapping[str, int]
 ) -> dict[str, int]:
+    """Return the bytes of the tensors `names`, from their numbers of elements and the bytes per
+    element `widths`. A tensor whose number of elements is None is omitted.
+    """
     return {
         name: count * widths[name]
         for name, count in zip(names, elements, strict=True)
@@ -183,6 +186,7 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
     known: dict[tuple[int, tuple[Split, ...], int], NodeSharing] = {}
 
     def assigned(index: int, splits: tuple[Split, ...], group: int) -> StageNode:
+        """Return the node as `group` devices divide it by `splits`."""
         use = uses[index]
         key = (id(use), splits, group)
         if key not in known:

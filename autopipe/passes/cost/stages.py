@@ -86,6 +86,7 @@ def signatures_in(
     numbers: dict[Hashable, int] = {}
 
     def number(content: Hashable) -> int:
+        """Return a number for `content`; equal contents have equal numbers."""
         return numbers.setdefault(content, len(numbers))
 
     nodes = list[int]()

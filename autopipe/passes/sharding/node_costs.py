@@ -323,6 +323,7 @@ class NodeClass:
 
     @property
     def mesh_positions(self) -> MeshPositions:
+        """The mesh axes of the configurations on the stage's devices."""
         return self.stage.layouts.mesh_positions_of(self.configurations)
 
     def reads(self, position: int) -> TensorLayouts:
