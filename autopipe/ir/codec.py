@@ -1,10 +1,12 @@
-"""Conversion between dataclasses and documents (JSON, YAML), driven by type annotations.
+"""Conversion between dataclasses and documents (JSON or YAML), which follows the type annotations
+of the dataclasses.
 
-The keys of a dataclass are its fields in order of declaration, or the names in its class attribute
-`written`. Supported types: `bool`, `int`, `float`, `str`, `Literal`, enumerations, `tuple[X, ...]`
-and `tuple[X, Y]` (lists), `tuple[tuple[str, X], ...]` (a mapping), `dict` (unchanged), dataclasses,
-and unions of these and `None`. Marks refine a type: `Annotated[int, AtLeast(1)]`. Documents are
-untrusted: a missing or invalid value raises ConfigurationError with its place and key.
+A dataclass is written as a mapping. Its keys are its fields in order of declaration, or the names
+in its class attribute `written`. Supported types of fields are `bool`, `int`, `float`, `str`,
+`Literal`, enumerations, `tuple[X, ...]` and `tuple[X, Y]` (lists), `tuple[tuple[str, X], ...]` (a
+mapping), `dict` (unchanged), dataclasses, and unions of these and `None`. A mark in an annotation
+refines a type: `Annotated[int, AtLeast(1)]`. Documents are untrusted: a missing or invalid value
+raises ConfigurationError with its file and key.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from autopipe.ir.words import plural
 
 
 class Dataclass(Protocol):
+    """Any dataclass; used in annotations."""
+
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
@@ -36,7 +40,9 @@ MarkType = TypeVar("MarkType")
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Mark of a number with a bound. Errors use `words`, descriptions use `preposition`."""
+    """Mark of a number with a lower or upper bound. `holds(value, bound)` must be true. `words`
+    describe the bound in errors, and `preposition` in descriptions of types.
+    """
 
     words: str
     preposition: str
@@ -50,28 +56,30 @@ AtMost = functools.partial(Bound, "at most", "up to", operator.le)
 
 
 class NumberWithUnit:
-    """Mark of a number that may be written as text with a unit."""
+    """Mark of a number that a document may state as text with a unit, such as "80 GiB"."""
 
     __slots__ = ()
 
     def parse(self, text: str) -> float | None:
-        """Return the number in `text`, or None if there is none."""
+        """Return the number that `text` states, or None if it states none."""
         raise NotImplementedError
 
     def to_text(self, value: Any) -> object:
+        """Return the number `value` as a document states it."""
         raise NotImplementedError
 
     def describe(self, words: str) -> str:
+        """Return a description of the type. `words` describe the number."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class FilePath:
-    """Mark of a path. A relative path is relative to the folder of the document. A path contains a
-    `.` or a `/`, which distinguishes it from a name.
+    """Mark of a path. In a document, a relative path is relative to the document's folder. It must
+    contain a `.` or a `/`, which distinguishes a path from a name.
 
-    A text for which `refuses` is true is rejected: `words` describe the text in the error, and
-    `hint` is the hint of the error.
+    A text for which `refuses` returns true is rejected. `words` describe such a text in the error,
+    and `hint` is the hint of the error.
     """
 
     refuses: Callable[[str], bool] | None = None
@@ -81,7 +89,7 @@ class FilePath:
 
 @dataclass(frozen=True, slots=True)
 class Predicate:
-    """Mark of a value for which `test` is true. `words` describe valid values."""
+    """Mark of a value for which `test` must return true. `words` describe valid values."""
 
     test: Callable[[Any], object]
     words: str
@@ -89,28 +97,30 @@ class Predicate:
 
 @dataclass(frozen=True, slots=True)
 class KeyPath:
-    """Mark of a field whose key is not its name. A dot separates the keys of nested mappings."""
+    """Mark of a field whose key differs from its name. A dot in `key` separates the keys of nested
+    mappings.
+    """
 
     key: str
 
 
 class OmitDefault:
-    """Mark of a field that is not written if its value is the default."""
+    """Mark of a field that is not written if it has its default value."""
 
 
 class Inline:
-    """Mark of a field, a dataclass, whose keys are in the mapping of the outer dataclass."""
+    """Mark of a field that is a dataclass and whose keys are part of the outer dataclass's mapping."""
 
 
 class AsList:
-    """Mark of a dataclass that is written as a list of its fields. Trailing fields with defaults
-    may be missing in a document.
+    """Mark of a dataclass that is written as a list of its fields. A document may omit fields with
+    defaults at the end.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class CustomCodec:
-    """Mark of a value with custom functions for writing and reading."""
+    """Mark of a value that custom functions write and read. `words` describe valid values."""
 
     write: Callable[[Any], object]
     read: Callable[[Record], object]
@@ -119,8 +129,8 @@ class CustomCodec:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Mark of a field of pairs (key, value) for all keys that no other field has. The values are
-    those of the document; `plain` converts a value for writing.
+    """Mark of a field that collects all keys of the mapping that no other field has, as pairs (key,
+    value). The values are those of the document; `plain` converts them for writing.
     """
 
     plain: Callable[[Any], object]
@@ -128,23 +138,26 @@ class ExtraKeys:
 
 @dataclass(frozen=True, slots=True)
 class PositionOfKey:
-    """Mark of a field that is set to the file and line of the key `key`."""
+    """Mark of a field that is set to the file and line of the key `key` in the document."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class FormerKey:
-    """Mark of a field that had another key in the previous release: documents may still use it.
+    """Mark of a field that had the key `key` in the previous release. Documents may still use this
+    key.
 
-    `values` lists (former value, present value) for the values that changed with the key.
+    `values` lists (former value, present value) for values that were renamed with the key.
     """
 
     key: str
     values: tuple[tuple[object, object], ...] = ()
 
     def present_value(self, value: object) -> object:
-        """Return the present form of a former value; a value that did not change is returned."""
+        """Return the present value for a former value. A value that was not renamed is returned
+        unchanged.
+        """
         for former, present in self.values:
             if type(former) is type(value) and former == value:
                 return present
@@ -159,29 +172,32 @@ NonEmpty = Predicate(bool, "at least one")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of a dataclass."""
+    """A key of a dataclass in a document."""
 
     name: str
     """Name of the field."""
     hint: Any
-    """Type of the field, with its marks."""
+    """Annotated type of the field, with its marks."""
     default: object
     """Default value; `dataclasses.MISSING` if the key is required."""
     flag: str = ""
-    """Command-line flag that sets the key; "" if there is none."""
+    """Command-line flag that sets the value; "" if there is none."""
     path: tuple[str, ...] = ()
-    """Keys of the nested mappings that lead to the value."""
+    """Keys from the dataclass's mapping to the value, one per level of nesting."""
     sparse: bool = False
     flat: bool = False
 
     @property
     def required(self) -> bool:
+        """True if the field has no default."""
         return self.default is dataclasses.MISSING
 
 
 @functools.cache
 def schema_keys(schema: type[Dataclass]) -> tuple[Key, ...]:
-    """Return the keys of `schema` in order, except fields marked `ExtraKeys` or `PositionOfKey`."""
+    """Return the keys of the dataclass `schema` in order. Fields marked `ExtraKeys` or
+    `PositionOfKey` have no key.
+    """
     hints = typing.get_type_hints(schema, include_extras=True)
     found = {}
     for field in dataclasses.fields(schema):
@@ -206,7 +222,9 @@ def schema_keys(schema: type[Dataclass]) -> tuple[Key, ...]:
 
 @functools.cache
 def former_keys(schema: type[Dataclass]) -> Mapping[str, tuple[str, FormerKey]]:
-    """Return the key that replaces each former key of `schema`, with the mark of its field."""
+    """Return, by each former key of the dataclass `schema`, the present key and the mark of its
+    field.
+    """
     found = {}
     for key in schema_keys(schema):
         if mark := find_mark(split_annotated(key.hint)[1], FormerKey):
@@ -215,7 +233,7 @@ def former_keys(schema: type[Dataclass]) -> Mapping[str, tuple[str, FormerKey]]:
 
 
 def split_annotated(hint: Any) -> tuple[Any, tuple[object, ...]]:
-    """Return (type without marks, marks)."""
+    """Return (type, marks) of an annotated type; the marks are () if it has none."""
     if typing.get_origin(hint) is Annotated:
         base, *marks = typing.get_args(hint)
         return base, tuple(marks)
@@ -223,15 +241,17 @@ def split_annotated(hint: Any) -> tuple[Any, tuple[object, ...]]:
 
 
 def find_mark(marks: tuple[object, ...], kind: type[MarkType]) -> MarkType | None:
+    """Return the first mark of the class `kind`, or None if there is none."""
     return next((mark for mark in marks if isinstance(mark, kind)), None)
 
 
 def is_union(base: Any) -> bool:
+    """Return True if the type is a union."""
     return typing.get_origin(base) in (typing.Union, types.UnionType)
 
 
 def is_mapping(base: Any) -> bool:
-    """True if a type is `tuple[tuple[str, X], ...]`, which is written as a mapping."""
+    """Return True if the type is `tuple[tuple[str, X], ...]`, which is written as a mapping."""
     pair, *more = typing.get_args(base) or (None,)
     is_pair = typing.get_origin(pair) is tuple and typing.get_args(pair)[0] is str
     return (
@@ -243,7 +263,9 @@ def is_mapping(base: Any) -> bool:
 
 
 def marked_field(schema: type[Dataclass], kind: type[MarkType]) -> tuple[str, MarkType] | None:
-    """Return (name of the field, mark) of the first field with a mark of class `kind`, or None."""
+    """Return (field name, mark) for the first field of `schema` with a mark of the class `kind`, or
+    None if there is none.
+    """
     hints = typing.get_type_hints(schema, include_extras=True)
     marks = (
         (field.name, find_mark(split_annotated(hints[field.name])[1], kind))
@@ -253,7 +275,7 @@ def marked_field(schema: type[Dataclass], kind: type[MarkType]) -> tuple[str, Ma
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type in words, such as "a whole number from 1 or `auto`"."""
+    """Return a description of an annotated type, such as "a whole number from 1 or `auto`"."""
     base, marks = split_annotated(hint)
     for mark in marks:
         if isinstance(mark, CustomCodec | Predicate):
@@ -293,23 +315,23 @@ def describe_type(hint: Any) -> str:
 
 
 class Record:
-    """A value of a document, with its path of keys. Each format has a subclass, which creates the
-    errors.
+    """A value of a document, with the path of keys that leads to it. Each document format has a
+    subclass, which creates the errors.
     """
 
     __slots__ = ("key", "parent", "value")
     is_plain: ClassVar[bool] = False
-    """True if nested values are plain lists, dicts and scalars."""
+    """True if the nested values are plain lists, dicts and scalars, which need no conversion."""
 
     def __init__(self, value: Any, parent: Record | None = None, key: str | int = "") -> None:
         self.value = value
-        """A scalar, or a list, tuple or dict with values of the format."""
+        """A scalar, or a list, tuple or dict whose members are values of the document format."""
         self.parent = parent
         self.key = key
 
     @property
     def path(self) -> str:
-        """Path of keys of this value: `placement.stages[2]`."""
+        """Keys and indices that lead to this value, such as `placement.stages[2]`."""
         above = self.parent.path if self.parent else ""
         if isinstance(self.key, int):
             return f"{above}[{self.key}]"
@@ -317,56 +339,72 @@ class Record:
 
     @property
     def text(self) -> str | None:
-        """The value as text, or None if it is not text."""
+        """The value if it is text, otherwise None."""
         return self.value if isinstance(self.value, str) else None
 
     @property
     def display(self) -> str:
+        """Text of the value for messages."""
         raise NotImplementedError
 
     def child(self, value: Any, key: str | int) -> Self:
+        """Return the record for `value`, which is a member of this value at `key`, a key or an
+        index.
+        """
         raise NotImplementedError
 
     def error(self, message: str, hint: str = "") -> ConfigurationError:
+        """Return an error at the position of this value."""
         raise NotImplementedError
 
     def refusal(self, expected: str) -> ConfigurationError:
+        """Return the error for an invalid value. `expected` describes valid values."""
         raise NotImplementedError
 
     def reject(self, expected: str) -> NoReturn:
+        """Raise the error for an invalid value. `expected` describes valid values."""
         raise self.refusal(expected)
 
     def lacks(self, key: str, hint: Any) -> ConfigurationError:
-        """Return the error for a missing key with a value of type `hint`."""
+        """Return the error for the missing key `key`, whose value would have the type `hint`."""
         raise NotImplementedError
 
     def rejection_by_all_members(
         self, union: Any, refusals: list[ConfigurationError]
     ) -> ConfigurationError:
-        """Return the error for a value that several members of a union rejected."""
+        """Return the error for a value that more than one member of the union `union` rejected with
+        the errors `refusals`.
+        """
         return self.refusal(describe_type(union))
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> Any:
+        """Return the value as a scalar of the type `base`, whose marks are `marks`. A format whose
+        documents contain scalars as text overrides this method.
+        """
         return self.value
 
     def listed(self) -> Self:
-        """Return the record to read as a list of texts. Formats that accept a single text as a list
-        of one override this.
+        """Return the record to read as a list of texts. A format that accepts a single text in
+        place of a list with one text overrides this method.
         """
         return self
 
     def is_optional(self, key: Key) -> bool:
-        """True if this key may be missing."""
+        """Return True if a document may omit the key. JSON documents may omit fields marked
+        `OmitDefault`; other formats override this method.
+        """
         return key.sparse
 
     def rest(self, schema: type[Dataclass]) -> dict[str, object]:
-        """Return the values of fields marked `ExtraKeys` or `PositionOfKey`. Formats that reject
-        unknown keys override this.
+        """Return the values of fields marked `ExtraKeys` or `PositionOfKey`, by field name. A
+        format that rejects unknown keys does so here.
         """
         return {}
 
     def with_present_keys(self, schema: type[Dataclass]) -> Self:
-        """Return this mapping with former keys of `schema` (see `FormerKey`) replaced."""
+        """Return this mapping with the former keys of `schema` (see `FormerKey`) replaced by the
+        present ones.
+        """
         former = former_keys(schema)
         if not former or former.keys().isdisjoint(self.value):
             return self
@@ -379,12 +417,18 @@ class Record:
         return record
 
     def complete(self, schema: type[Dataclass], values: dict[str, object]) -> None:
-        """Check the values of a dataclass, by field name, before it is constructed."""
+        """Check the values of a dataclass, by field name, before it is constructed. The base class
+        accepts all values.
+        """
 
     def has(self, key: str) -> bool:
+        """Return True if the value is a mapping with the key `key`."""
         return isinstance(self.value, dict) and key in self.value
 
     def at(self, key: str, hint: Any = object) -> Self:
+        """Return the record at the key `key`. Raise ConfigurationError if the key is missing; its
+        value would have the type `hint`.
+        """
         if not isinstance(self.value, dict):
             self.reject("an object")
         if key not in self.value:
@@ -392,7 +436,9 @@ class Record:
         return self.child(self.value[key], key)
 
     def get(self, key: str, hint: Any) -> Any:
-        """Return the value of key `key` as a value of type `hint`."""
+        """Return the value at the key `key`, decoded as the type `hint`. Raise ConfigurationError
+        if it is missing or invalid.
+        """
         if self.is_plain and (quick := _fast_reader(hint)) and self.has(key):
             found = quick(self.value[key])
             if found is not _NOT_READ_FAST:
@@ -400,12 +446,18 @@ class Record:
         return decode(self.at(key, hint), hint)
 
     def items(self) -> Iterator[Self]:
+        """Yield the items of a list as records. Raise ConfigurationError if the value is not a
+        list.
+        """
         if not isinstance(self.value, list | tuple):
             self.reject("a list")
         for index, value in enumerate(self.value):
             yield self.child(value, index)
 
     def members(self) -> Iterator[tuple[str, Self]]:
+        """Yield (key, record) for the members of a mapping. Raise ConfigurationError if the value
+        is not a mapping.
+        """
         if not isinstance(self.value, dict):
             self.reject("an object")
         for key, value in self.value.items():
@@ -416,15 +468,18 @@ Reader = Callable[[Record], Any]
 
 
 def decode(record: Record, hint: Any, **more: object) -> Any:
-    """Return the record as a value of type `hint`. If fields are given in `more`, `hint` is a
-    dataclass and these fields are not read. Raise ConfigurationError for an invalid record.
+    """Return the value of the record as the type `hint`. If fields are given in `more`, `hint` is a
+    dataclass, and these fields are not read from the record. Raise ConfigurationError if the record
+    is invalid.
     """
     return _read_dataclass(hint, record, **more) if more else _reader(hint)(record)
 
 
 @functools.cache
 def _reader(hint: Any) -> Reader:
-    """Return the function that reads a type. It is cached: large documents have few types."""
+    """Return the function that decodes a record as the type `hint`. It is cached, because large
+    documents have few types.
+    """
     base, marks = split_annotated(hint)
     origin = typing.get_origin(base)
     if coded := find_mark(marks, CustomCodec):
@@ -453,12 +508,14 @@ def _reader(hint: Any) -> Reader:
 
 
 def _read_with_predicate(read: Reader, fits: Predicate, record: Record) -> object:
+    """Return the value that `read` decodes. Raise ConfigurationError unless `fits.test` accepts it."""
     if not fits.test(value := read(record)):
         record.reject(fits.words)
     return value
 
 
 def _read_union(union: Any, record: Record) -> object:
+    """Return the record as the first member of the union that accepts it."""
     fitting = [member for member in typing.get_args(union) if fits_type(record, member)]
     if not fitting:
         record.reject(describe_type(union))
@@ -467,11 +524,12 @@ def _read_union(union: Any, record: Record) -> object:
         try:
             return decode(record, member)
         except ConfigurationError as error:
-            refusals.append(error)  # The next member may accept the value.
+            refusals.append(error)  # The next member of the union may accept the value.
     raise refusals[0] if len(refusals) == 1 else record.rejection_by_all_members(union, refusals)
 
 
 def _read_literal(literal: Any, record: Record) -> object:
+    """Return the record as one of the values of a `Literal` type."""
     if not fits_type(record, literal):
         record.reject(describe_type(literal))
     options = typing.get_args(literal)
@@ -483,12 +541,14 @@ def _read_literal(literal: Any, record: Record) -> object:
 
 
 def _is_literal_value(value: object, literal: Any) -> bool:
+    """Return True if the value equals a value of the `Literal` type and has its class."""
     return any(
         value == option and type(value) is type(option) for option in typing.get_args(literal)
     )
 
 
 def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
+    """Return the record, a list or a mapping, as a tuple."""
     members = typing.get_args(base)
     if members == (str, ...):
         record = record.listed()
@@ -508,6 +568,7 @@ def _read_tuple(base: Any, record: Record) -> tuple[object, ...]:
 
 
 def _read_row(schema: type[DataclassType], record: Record) -> DataclassType:
+    """Return the record, a list of field values, as a dataclass marked `AsList`."""
     if not isinstance(record.value, list | tuple):
         record.reject("a list")
     values: dict[str, object] = {}
@@ -532,11 +593,13 @@ def _read_row(schema: type[DataclassType], record: Record) -> DataclassType:
 
 
 def _read_dataclass(schema: type[DataclassType], record: Record, **more: object) -> DataclassType:
+    """Return the record, a mapping, as a dataclass. The fields in `more` are not read."""
     if not isinstance(record.value, dict):
         record.reject(describe_type(schema) if record.path else "a mapping")
     record = record.with_present_keys(schema)
     values = record.rest(schema)
-    missing: list[ConfigurationError] = []  # Reported after errors of present keys.
+    # Errors for missing keys, which are raised only if all present keys are valid.
+    missing: list[ConfigurationError] = []
     for key, read, quick in _key_readers(schema):
         if key.name in more:
             continue
@@ -568,6 +631,9 @@ def _read_dataclass(schema: type[DataclassType], record: Record, **more: object)
 def _key_readers(
     schema: type[Dataclass],
 ) -> tuple[tuple[Key, Reader, Callable[[Any], Any] | None], ...]:
+    """Return, for each key of the dataclass, (key, reader, fast reader). The fast reader is None if
+    there is none, or if the key is in a nested mapping.
+    """
     return tuple(
         (key, _reader(key.hint), _fast_reader(key.hint) if len(key.path) == 1 else None)
         for key in schema_keys(schema)
@@ -579,11 +645,12 @@ _NOT_READ_FAST = object()
 
 @functools.cache
 def _fast_reader(hint: Any) -> Callable[[Any], Any] | None:
-    """Return a fast reader of plain JSON values for simple types, or None for other types.
+    """Return a function that reads plain JSON values of a simple type, or None if the type is not
+    simple.
 
-    The reader returns the value that `decode` would return, or `_NOT_READ_FAST` if `decode` must
-    read the value or report its error. Most values of large documents are strings, integers and
-    lists of integers, and the fast reader creates no Record for them.
+    The function returns the value that `decode` would return, or `_NOT_READ_FAST` if `decode` must
+    read the value or report its error. It creates no Record. Most values of large documents are
+    strings, integers and lists of integers.
     """
     base, marks = split_annotated(hint)
     bounds = [mark for mark in marks if isinstance(mark, Bound)]
@@ -609,15 +676,18 @@ def _fast_reader(hint: Any) -> Callable[[Any], Any] | None:
 
 
 def _read_indices_fast(value: Any) -> object:
+    """Return a list of nonnegative integers as a tuple, or `_NOT_READ_FAST` for any other value."""
     are_integers = type(value) is list and {int}.issuperset(map(type, value))
     return tuple(value) if are_integers and min(value, default=0) >= 0 else _NOT_READ_FAST
 
 
 def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Record) -> object:
+    """Return the record as a text, number or Boolean, and check its bounds."""
     if not fits_type(record, hint):
         record.reject(describe_type(hint))
     value = record.scalar(base, marks)
-    if base is float and not abs(value) <= sys.float_info.max:  # Too large, infinite or NaN.
+    # The number is too large for a float, infinite, or a NaN.
+    if base is float and not abs(value) <= sys.float_info.max:
         record.reject(describe_type(hint))
     value = float(value) if base is float else value
     for mark in marks:
@@ -629,7 +699,9 @@ def _read_scalar(hint: Any, base: type, marks: tuple[object, ...], record: Recor
 
 
 def fits_type(record: Record, hint: Any) -> bool:
-    """True if the JSON or YAML type of the record fits `hint`, regardless of its contents."""
+    """Return True if the record's kind of JSON or YAML value fits the type `hint`, whatever its
+    content is.
+    """
     base, marks = split_annotated(hint)
     value = record.value
     origin = typing.get_origin(base)
@@ -656,21 +728,25 @@ Writer = Callable[[Any], Any]
 
 
 def encode(value: Dataclass) -> dict[str, Any]:
-    """Return a dataclass as lists, dicts and scalars that `decode` reads."""
+    """Return a dataclass as lists, dicts and scalars, from which `decode` restores it."""
     return _write_dataclass(type(value), value)
 
 
 def encode_as(value: object, hint: Any) -> Any:
-    """Return a value of type `hint` as lists, dicts and scalars that `decode` reads."""
+    """Return a value of the type `hint` as lists, dicts and scalars, from which `decode` restores
+    it.
+    """
     return _writer(hint)(value)
 
 
 def _identity(value: Any) -> Any:
+    """Return the value unchanged: the writer of types that documents contain directly."""
     return value
 
 
 @functools.cache
 def _writer(hint: Any) -> Writer:
+    """Return the function that encodes values of the type `hint`."""
     base, marks = split_annotated(hint)
     origin = typing.get_origin(base)
     members = typing.get_args(base)
@@ -704,6 +780,7 @@ def _writer(hint: Any) -> Writer:
 
 
 def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
+    """Return a dataclass as a mapping."""
     found: dict[str, Any] = {}
     writers, rest = _key_writers(schema)
     for key, write in writers:
@@ -728,12 +805,14 @@ def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
 def _key_writers(
     schema: type[Dataclass],
 ) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, ExtraKeys] | None]:
+    """Return (pairs of a key and its writer, the field marked `ExtraKeys` or None) of a dataclass."""
     return tuple((key, _writer(key.hint)) for key in schema_keys(schema)), marked_field(
         schema, ExtraKeys
     )
 
 
 def _write_row(schema: type[Dataclass], value: object) -> list[object]:
+    """Return a dataclass marked `AsList` as a list of its field values."""
     cells: list[object] = []
     for key, write in _key_writers(schema)[0]:
         member = write(getattr(value, key.name))
@@ -742,7 +821,7 @@ def _write_row(schema: type[Dataclass], value: object) -> list[object]:
 
 
 def _is_member_of_union(value: object, hint: Any) -> bool:
-    """True if `value` is a value of `hint`, a member of a union."""
+    """Return True if the value is a value of the type `hint`, which is a member of a union."""
     base, _ = split_annotated(hint)
     origin = typing.get_origin(base)
     if base is type(None):

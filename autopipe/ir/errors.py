@@ -1,4 +1,4 @@
-"""Exceptions of autopipe, and text for their messages."""
+"""Exceptions of autopipe, and functions for the text of their messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 
 class AutopipeError(Exception):
-    """An error of the input or an impossible request. `message` describes the error in one line,
-    `where` is its file and line, node or stage, and `hint` is a remedy.
+    """An error in the user's input or request. `message` describes it in one line or more. `where`
+    is its place: file and line, node, or stage. `hint` is a remedy.
     """
 
     exit_code = 70
@@ -21,7 +21,7 @@ class AutopipeError(Exception):
 
     @property
     def line(self) -> str:
-        """First line of the message, with single spaces, for a row of a table."""
+        """First line of the message with single spaces between words, for a row of a table."""
         return " ".join(self.message.partition("\n")[0].split())
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class AutopipeError(Exception):
 
 
 class InternalError(AutopipeError):
-    """A bug of autopipe: a pass raised an exception that is no AutopipeError."""
+    """A bug of autopipe: a pass raised an exception other than an AutopipeError."""
 
 
 class ConfigurationError(AutopipeError):
@@ -47,8 +47,8 @@ class ModelError(AutopipeError):
 
 
 class InfeasibleError(AutopipeError):
-    """No solution exists, or none was found, within the limits. The message names the violated
-    limit.
+    """No solution exists within the limits, or the search found none. The message names the
+    violated limit.
     """
 
     exit_code = 4
@@ -61,33 +61,39 @@ class OutOfMemoryError(InfeasibleError):
 
 
 class RenamedWarning(FutureWarning):
-    """A name or key of the previous release was used; the next release rejects it."""
+    """Warning for the use of a name or key of the previous release. It is still accepted, but the
+    next release will reject it.
+    """
 
 
 CANDIDATE_ERRORS = (ConfigurationError, InfeasibleError, ModelError)
-"""Errors that reject one candidate, so that a search continues with others."""
+"""Errors that reject one candidate of a search. The search continues with other candidates."""
 
 
 class LaunchError(AutopipeError):
-    """Ranks failed at run time. The message names the first failed rank and its task."""
+    """Ranks failed while a program ran. The message names the first rank that failed, and its task."""
 
     exit_code = 5
 
 
 class VerificationError(LaunchError):
-    """Two results that must be equal differ. The message names the tensor with the largest
-    difference and the difference.
+    """Two results differ that should be equal. The message names the tensor with the largest
+    difference, and the difference.
     """
 
 
 class CodegenError(AutopipeError):
-    """No program can be generated for a plan."""
+    """No program can be generated for a plan, because code generation does not support a part of
+    it.
+    """
 
     exit_code = 2
 
 
 def similar_name_hint(name: str, known: Iterable[str]) -> str:
-    """Return a hint: the known name that is most similar to `name`, or all known names."""
+    """Return a hint for an unknown name: the most similar of the `known` names, or all of them if
+    none is similar.
+    """
     names = list(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if match:
@@ -96,5 +102,5 @@ def similar_name_hint(name: str, known: Iterable[str]) -> str:
 
 
 def quote(text: str) -> str:
-    """Return a text for an error message: quoted, on one line, at most 60 characters of it."""
+    """Return a text in quotes for an error message, on one line, reduced to at most 60 characters."""
     return repr(text if len(text) <= 60 else text[:57] + "...")

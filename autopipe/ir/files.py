@@ -1,9 +1,9 @@
-"""File formats: JSON documents (plans, schedules, measured costs, manifests, checkpoints) and
+"""Two file formats: JSON documents (plans, schedules, measured costs, manifests, checkpoints) and
 safetensors.
 
 A safetensors file (https://huggingface.co/docs/safetensors) begins with the length of its header in
-eight bytes and the header, a JSON object with type, shape and byte offsets of each tensor. The
-tensors follow, row-major and little-endian.
+eight bytes, and the header, a JSON object with type, shape and byte offsets of each tensor. The
+data of the tensors follow, row-major and little-endian.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import DType
 
 INLINE_LIMIT: Final = 3 << 29
-"""Maximum bytes of tensors inside an ONNX file (1.5 GiB), because a protobuf is limited to 2
-GiB.
+"""Maximum bytes of tensors that are stored inside an ONNX file (1.5 GiB). The limit of a protobuf
+file is 2 GiB.
 """
 _ALIGNMENT_BYTES: Final = 4096
 Progress = Callable[[int], None]
-"""Callback with the number of written bytes after each piece."""
+"""Callback that a writer calls after each piece with the number of bytes of the piece."""
 
 
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/v1\n"
-"""Start of a Git LFS pointer, a text file in place of a file that is not downloaded."""
+"""First line of a Git LFS pointer, the small text file that stands for a file that Git has not
+downloaded.
+"""
 
 
 def lfs_error(path: Path) -> tuple[str, str] | None:
-    """Return (message, hint) of an error if `path` is a Git LFS pointer, otherwise None."""
-    if not path.is_file():  # Reading a pipe would block.
+    """Return (message, hint) of an error if the file is a Git LFS pointer instead of the file
+    itself, otherwise None.
+    """
+    if not path.is_file():  # Only regular files are read, because reading a pipe would block.
         return None
     try:
         with path.open("rb") as file:
             start = file.read(len(_LFS_POINTER))
-    except OSError:  # The reader of the file reports this error.
+    except OSError:  # The caller reads the file next and reports this error.
         return None
     if start != _LFS_POINTER:
         return None
@@ -46,15 +50,15 @@ def lfs_error(path: Path) -> tuple[str, str] | None:
 
 
 def pad_to_alignment(file: IO[bytes]) -> int:
-    """Pad the file to the next multiple of 4,096 bytes, so that a tensor there can be mapped into
-    memory. Return the new offset.
+    """Write zero bytes up to the next multiple of 4,096 bytes, so that a tensor from there on can
+    be mapped into memory. Return the new offset.
     """
     file.write(bytes(-file.tell() % _ALIGNMENT_BYTES))
     return file.tell()
 
 
 class JsonRecord(Record):
-    """A value of a JSON document. `file` names the document in errors."""
+    """A value of a JSON document. `file` is the name of the document for errors."""
 
     __slots__ = ("file",)
     is_plain = True
@@ -88,12 +92,13 @@ class JsonRecord(Record):
 
 
 def read_json_record(path: Path, form: str) -> JsonRecord:
-    """Return the JSON object in the file `path`, whose key `format` must be `form`. Raise
-    ConfigurationError for a file that cannot be read, is not JSON, or has another format.
+    """Return the JSON object in the file `path`. Raise ConfigurationError if the file cannot be
+    read, is not JSON, or has a value other than `form` for the key `format`.
     """
     where = str(path)
 
     def reject_constant(text: str) -> NoReturn:
+        """Raise ValueError for NaN and infinities, which Python's parser would accept."""
         raise ValueError(f"{text} is not a valid number")
 
     try:
@@ -114,16 +119,16 @@ def read_json_record(path: Path, form: str) -> JsonRecord:
 
 
 def document_text(form: dict[str, object]) -> str:
-    """Return the document as JSON with one line per entry of the outer object, for compact files
-    with readable differences.
+    """Return a document as JSON with one line per key of the outer object. The file is compact, and
+    differences between two files are readable.
     """
     lines = [f"{json.dumps(key)}: {_value_text(value)}" for key, value in form.items()]
     return "{" + ",\n ".join(lines) + "}\n"
 
 
 def _value_text(value: object) -> str:
-    """Return a value as JSON. An object that is in a list several times is converted once, because
-    devices with equal tasks share the list of tasks.
+    """Return a value as JSON. An object that occurs several times in a list is converted only once,
+    because devices with equal tasks share one list of tasks.
     """
     if not isinstance(value, list | tuple):
         return json.dumps(value, allow_nan=False)
@@ -152,7 +157,7 @@ SAFETENSORS_TYPES: Final = {
     DType.FLOAT8E5M2: "F8_E5M2",
     DType.FLOAT8E8M0: "F8_E8M0",
 }
-"""Names of element types in safetensors."""
+"""Name of each element type in the safetensors format. Other types cannot be stored."""
 _COMPLEX_COMPONENT_TYPES = {DType.COMPLEX64: "F32", DType.COMPLEX128: "F64"}
 _HEADER_ALIGNMENT_BYTES = 8
 
@@ -160,10 +165,11 @@ _HEADER_ALIGNMENT_BYTES = 8
 def safetensors_header(
     tensors: Iterable[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return (header, offsets, size) of a safetensors file with consecutive tensors.
+    """Return (header, offsets, size) for a safetensors file in which tensors follow one another.
 
-    `tensors` lists (name, type, shape). `offsets` maps names to byte offsets in the file; `size` is
-    the size of the file. A complex number is written as two real numbers.
+    `tensors` lists (name, type, shape). `header` is the bytes before the data, `offsets` has the
+    offset of each tensor in the file by name, and `size` is the size of the file; all are in bytes.
+    A complex number is stored as two real numbers.
     """
     form: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     starts = dict[str, int]()

@@ -1,4 +1,4 @@
-"""Caches for results of pure functions of large immutable values."""
+"""Caches for the results of pure functions of large immutable values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 MAX_CACHED_GRAPHS = 32
-"""Number of graphs whose results are cached: one model at different micro-batch sizes has
-several.
+"""Number of graphs for which results are cached. More than one is needed, because a search plans
+one model with several micro-batch sizes.
 """
 
 
 def memoize(most: int) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Return a decorator that caches the `most` most recently used results of a pure function.
 
-    Numbers, strings and tuples of strings are compared by value, all other arguments by identity,
-    because comparing a graph can take longer than the function. The cache keeps arguments alive.
-    Callers must not modify a result. Exceptions are not cached.
+    Arguments that are numbers, strings or tuples of strings are compared by value. Others are
+    compared by identity, because comparing two graphs can take longer than the function. The cache
+    keeps its arguments alive. Callers must not modify a result. Exceptions are not cached.
     """
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -50,8 +50,9 @@ def memoize(most: int) -> Callable[[Callable[Arguments, Result]], Callable[Argum
 
 
 def memoize_all(function: Callable[[Key], Result]) -> Callable[[Key], Result]:
-    """Return `function` with a cache of all results. An AutopipeError is cached too, and raised
-    again. The cache lives as long as the returned function, for example for one search.
+    """Return `function` with a cache for all of its results. An AutopipeError that it raises is
+    cached as well, and raised again. The cache exists as long as the returned function, for example
+    during one search.
     """
     known: dict[Key, Result | AutopipeError] = {}
 
@@ -70,6 +71,9 @@ def memoize_all(function: Callable[[Key], Result]) -> Callable[[Key], Result]:
 
 
 def _hashable(value: object) -> Hashable:
+    """Return a key for an argument: the argument if it is compared by value, otherwise its
+    identity.
+    """
     if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
         return ("texts", *value)
     return value if isinstance(value, str | int | float) else (id(value),)

@@ -1,4 +1,6 @@
-"""Paths in plan and program folders that stay valid if the folder is moved with its model."""
+"""Paths in the files of plan and program folders. They remain valid if a folder is moved together
+with its model.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from pathlib import Path
 
 
 def relative_path(path: str | Path, home: str | Path) -> str:
-    """Return `path` relative to the folder `home`, for use in a file that is in `home`.
+    """Return `path` relative to the folder `home`, for a file in that folder.
 
-    Symbolic links in the folders of both paths are resolved, because `..` after a link leads to
-    another folder. If `path` itself is a link, it is not resolved, because weight files are next to
-    the link. A bare name gets the prefix `./`, so that readers recognise a path.
+    Symbolic links among the parent folders of both paths are resolved first, because `..` after a
+    link leads to another folder. A link at the end of `path` is not resolved, because weight files
+    are next to the link. A bare file name gets the prefix `./`, by which readers recognise a path.
     """
     path = Path(path).absolute()
     found = os.path.relpath(path.parent.resolve() / path.name, Path(home).resolve())
@@ -19,8 +21,8 @@ def relative_path(path: str | Path, home: str | Path) -> str:
 
 
 def movable_path(path: str, home: str | Path, model: str | Path) -> str:
-    """Return `path` relative to `home` if it is in the folder of the file `model` or below, so that
-    it can be moved with the model. Otherwise return an absolute path.
+    """Return `path` relative to `home` if it is in or below the folder of the file `model`, so that
+    both can be moved together. Otherwise return an absolute path.
     """
     absolute = Path(path).absolute()
     return (
@@ -31,7 +33,7 @@ def movable_path(path: str, home: str | Path, model: str | Path) -> str:
 
 
 def resolve_path(home: str | Path, text: str) -> str:
-    """Return the absolute path of `text`, a path in a file of the folder `home`. This is the
-    inverse of `relative_path`.
+    """Return the absolute path for `text`, a path in a file of the folder `home`; the inverse of
+    `relative_path`.
     """
     return os.path.normpath(os.path.join(Path(home).resolve(), text))

@@ -1,9 +1,9 @@
-"""A finished plan (decisions, graph digest, predictions, alternatives) and its files: `plan.json`,
-and `schedule.json` with the order and the start times of tasks.
+"""A finished plan (decisions, digest of the graph, predictions, alternatives) and its files:
+`plan.json`, and `schedule.json` with the order and the start times of the tasks.
 
-The blocks of the schedule are phases of stages, and its units are micro-batches of the step. A
-stage with smaller micro-batches runs several for each micro-batch of the step, and has a block for
-each of them.
+`schedule.json` has the format of `autopipe.ir.block_schedule`. Its blocks are the phases of the
+stages, and its units are the micro-batches of the step. A stage with smaller micro-batches runs
+several of them per unit, and has a block for each.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The settings from which a candidate of the search follows: equal settings give an equal plan.
+    """The settings that determine a candidate of the search: equal settings give an equal plan.
 
-    `options` are the options of the strategy that differ from their defaults, as in a
-    configuration. `schedule` is None if no schedule was searched. `micro_batches` is None if the
-    strategy chooses their number. `shard` is the value of `Optimizer.shard`.
+    `options` are the options of the strategy that differ from their defaults, as in a configuration
+    file. `schedule` is the name of the scheduler, or None if the schedule was not searched.
+    `micro_batches` is None if the strategy chooses their number. `shard` is the value of
+    `Optimizer.shard`.
     """
 
     strategy: str
@@ -71,17 +72,19 @@ class Choice:
     recompute: str = "none"
     shard: bool = False
     scores: Annotated[Scores | None, OmitDefault()] = None
-    """The form of the losses as in `LossScores.choice`; None if the losses have one form."""
+    """Whether the losses keep or recompute their logits, as in `LossScores.choice`; None if the
+    model has no such choice.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A candidate of the search: its settings, and metrics of its placement and its simulated step,
-    which are None if the candidate has no placement or no step.
+    """A candidate of the search: its settings, and the metrics of its placement and of its
+    simulated step. The metrics are None if the candidate has no placement or no step.
 
-    `lower_bound_s` is a lower bound of the step for any schedule of the placement. `refused` is the
-    reason why there is no step. `same_as` is the strategy that gave an equal placement before, from
-    which the step is taken.
+    `lower_bound_s` is a lower bound of the step for all schedules of the placement. `refused` is
+    the reason why the candidate has no step. `same_as` is the strategy that had given an equal
+    placement before, whose step is used.
     """
 
     choice: Choice
@@ -96,8 +99,8 @@ class Alternative:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sort key: seconds of the step (infinite without a step), then seconds of the lower bound
-        if there is no step.
+        """Sort key of the candidate: the seconds of its step (infinite without a step), then the
+        seconds of its lower bound if it has no step.
         """
         if self.step_time_s is not None:
             return self.step_time_s, 0.0
@@ -105,10 +108,11 @@ class Alternative:
 
 
 def best_per_strategy(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
-    """Return the alternative with the shortest step of each strategy, the best strategy first.
+    """Return, for each strategy, the alternative with the shortest step. The strategy with the
+    shortest step comes first.
 
-    Ties: the first alternative wins. Strategies with an equal placement are sorted so that the
-    strategy that found it first precedes the others.
+    Of alternatives with equal steps, the first one is chosen. Of strategies with an equal
+    placement, the one that found the placement first precedes the others.
     """
     found: dict[str, Alternative] = {}
     for each in alternatives:
@@ -120,53 +124,57 @@ def best_per_strategy(alternatives: Iterable[Alternative]) -> tuple[Alternative,
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Parts of a step in seconds, averaged over the devices. They add up to the step.
+    """The seconds of a step, divided into parts that add up to the step. The parts are averages
+    over the devices.
 
-    The ideal is linear speed-up at the roofline: the time of one device for the batch, with
-    unlimited memory and without launch overhead, divided by the number of devices. Devices of
-    different types share the work in proportion to their speed, and have this weight in averages.
+    The ideal is the time of linear speed-up at the roofline: the time of one device for the full
+    batch, with unlimited memory and without launch overhead, divided by the number of devices.
+    Devices of different types share the ideal work in proportion to their speed, and have this
+    weight in the averages.
     """
 
     ideal_s: Amount
     bubble_s: float = 0.0
-    """Waiting time of the busiest device if messages took no time."""
+    """Time that the busiest device would wait if messages took no time."""
     imbalance_s: float = 0.0
-    """Time in which devices have less work than the busiest device."""
+    """Time that devices would wait because they have less work than the busiest device."""
     exposed_p2p_s: Annotated[float, FormerKey("messages_s")] = 0.0
-    """P2P communication between stages that no computation hides."""
+    """Time of P2P messages between stages that is not hidden by computation."""
     collectives_s: float = 0.0
-    """Collectives inside stages with split operators."""
+    """Time of collectives inside stages whose operators are split."""
     gradients_s: float = 0.0
-    """All-reduce of gradients at the end of the step, and all-gather of parameters if the optimizer
-    state is sharded.
+    """Time of the all-reduce of gradients at the end of the step and, if the optimizer state is
+    sharded, of the all-gather of parameters.
     """
     recomputation_s: float = 0.0
-    """Forward passes that run again for backward."""
+    """Time of forwards that run again in backward."""
     redundant_compute_s: Annotated[float, FormerKey("repetition_s")] = 0.0
-    """Operators that several devices compute for the same samples because the operators are not
-    sharded over all of these devices.
+    """Time of operators that several devices compute for the same samples, because they are not
+    split over all devices of their stage.
     """
     update_s: float = 0.0
-    """The update beyond the fraction of a device in linear speed-up: its launch, and updates of
-    equal parameters by several devices.
+    """Time of the optimizer update in addition to the update's ideal time with linear speed-up. It
+    consists of launch overhead, and of updates of replicated parameters.
     """
     launch_overhead_s: Annotated[float, FormerKey("launches_s")] = 0.0
-    """Overhead of launches, of starts of tasks and of posted messages, and the lower efficiency of
-    small tensors. Negative if devices of different types each run the operators at which they are
-    fastest.
+    """Overhead of kernel launches, of starting tasks and of posting messages, and time lost by
+    lower efficiency for small tensors. It is negative if devices of different types each run the
+    operators for which they are fastest.
     """
     host_s: Annotated[float, OmitDefault()] = 0.0
-    """The device waits because the host starts operators more slowly than the device computes them.
+    """Time that devices wait because the host launches operators more slowly than the devices
+    compute them.
     """
 
     @property
     def step_s(self) -> float:
+        """Seconds of the step: the sum of all parts."""
         return math.fsum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the seconds of each part by its name, the ideal first. The name is that of the
-        field in words, such as `exposed P2P`.
+        """Seconds of each part by its name, the ideal first. The names are those of the fields in
+        words, such as `exposed P2P`.
         """
         return {
             field.name.removesuffix("_s").replace("_", " ").replace("p2p", "P2P"): getattr(
@@ -177,15 +185,16 @@ class Breakdown:
 
     @property
     def losses(self) -> tuple[tuple[str, float], ...]:
-        """Return (name, seconds) of each part except the ideal, the longest first."""
+        """(name, seconds) of each part except the ideal, the longest first."""
         _, *found = self.parts.items()
         return tuple(sorted(found, key=lambda each: -each[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class CostCoverage:
-    """Number of nodes whose operators were measured, and number whose time is extrapolated: their
-    roofline time is multiplied by the ratio of measured to roofline time of the measured operators.
+    """Number of nodes whose operators were measured, and number of nodes whose time is
+    extrapolated: their roofline time, multiplied by the ratio of measured to roofline time of the
+    measured operators.
     """
 
     measured: Index
@@ -194,29 +203,29 @@ class CostCoverage:
 
 @dataclass(frozen=True, slots=True)
 class LossScores:
-    """Form of the losses, which keep their scores (logits) for backward or recompute them, and the
-    costs of both forms.
+    """The choice whether the losses keep their logits (scores) for backward or recompute them, and
+    the costs of both.
 
-    Times and bytes are for one micro-batch on a single device: the matmul that computes the logits,
-    the loss, and the nodes between them.
+    Times and bytes are for one micro-batch on one device. They include the matmul that computes the
+    logits, the loss, and the nodes between them.
     """
 
     choice: Scores
     keep_s: Amount
-    """Seconds of forward and backward if the logits are kept."""
+    """Seconds of forward and backward if the losses keep their logits."""
     recompute_s: Amount
-    """Seconds of forward and backward if the logits are recomputed."""
+    """Seconds of forward and backward if the losses recompute their logits."""
     saved_bytes: Index
-    """Bytes of logits that are saved for backward if they are kept."""
+    """Bytes of the logits that are saved for backward if the losses keep them."""
     other_step_s: Annotated[Amount | None, OmitDefault()] = None
-    """Seconds of a step with the other form; None if no such plan was made."""
+    """Seconds of the step of a plan with the other choice; None if no such plan was made."""
     other_refused: Annotated[str | None, OmitDefault()] = None
-    """Reason why there is no plan with the other form."""
+    """Reason why there is no plan with the other choice; "" if there is one or none was tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The metrics of a plan that users compare; the keys of `summary` in `plan.json`."""
+    """The metrics of a plan that users compare; they are the keys of `summary` in `plan.json`."""
 
     strategy: str
     schedule: str
@@ -225,46 +234,50 @@ class Summary:
     micro_batches: Count
     micro_batch_size: Count
     depth: Count
-    """Stages on the longest path of the stage graph."""
+    """Number of stages on the longest path of the stage graph."""
     step_time_s: Amount
     samples_per_s: Amount
     bubble_rate: float
     peak_memory_bytes: tuple[Index, ...]
     search_time_s: tuple[tuple[str, Amount], ...]
     lower_bound_s: Amount
-    """No schedule of this placement can take less."""
+    """Lower bound, in seconds, of the step for all schedules of this placement."""
     optimal: bool
     """True if the schedule is proven optimal for the placement, up to the rounding that the proof
-    states: its period if it has a steady state, otherwise its step.
+    states. The proof is about the period if the schedule has a steady state, otherwise about the
+    step.
     """
     gap: float | None
-    """Fraction of the period, or of the step, above the proven lower bound; 0 if it is optimal."""
+    """Fraction of the period, or of the step, by which it may exceed the optimum; 0 if it is
+    optimal.
+    """
     communication_bytes: tuple[tuple[str, Index], ...] | None
-    """Bytes that the communication of a step moves over all devices, by kind (`ir/program.py`);
-    None if code generation does not support the placement.
+    """Bytes that the communication of a step moves, over all devices, by kind (see
+    `COMMUNICATION_KINDS` in `ir/program.py`); None if code generation does not support the
+    placement.
     """
     splits: SplitProof | None = None
     costs: Annotated[CostCoverage | None, OmitDefault()] = None
     scores: Annotated[LossScores | None, OmitDefault()] = None
-    """None if the model's losses have one form."""
+    """Choice of the losses' logits and its costs; None if the model has no such choice."""
     bound_holds_for: Annotated[Literal["placement"] | None, OmitDefault()] = None
-    """Scope of `lower_bound_s`, `optimal` and `gap`: every schedule of this placement, and no other
-    placement.
+    """Scope of `lower_bound_s`, `optimal` and `gap`: all schedules of this placement, but no other
+    placements.
 
-    None in a plan of an earlier version of autopipe, like the figures below.
+    None in a plan of an earlier version of autopipe, as are the metrics below.
     """
     degrees: Annotated[PlanDegrees | None, OmitDefault()] = None
     tokens_per_sample: Annotated[Count | None, OmitDefault()] = None
-    """Tokens of a sample; None if samples are not sequences of tokens."""
+    """Number of tokens of a sample; None if samples are not sequences of tokens."""
     mfu: Annotated[Amount | None, OmitDefault()] = None
-    """Model FLOPs utilisation: FLOPs of forward and backward without recomputation, over the step's
-    seconds times the peak FLOP/s of all devices in the number format of products.
+    """Model FLOPs utilisation: the FLOPs of forward and backward without recomputation, divided by
+    the seconds of the step and by the peak FLOP/s of all devices in the precision of matmuls.
     """
 
     @property
     def rate_per_device(self) -> tuple[float, str]:
-        """Return (amount, unit) of what a device processes per second: tokens, or samples of models
-        without tokens.
+        """(amount, unit) that a device processes per second: tokens or, for a model without tokens,
+        samples.
         """
         samples_per_s = self.samples_per_s / self.devices
         if self.tokens_per_sample is None:
@@ -274,11 +287,12 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A placement and a schedule for the graph with `graph_digest`, whose ONNX file is `model`.
+    """A plan: a placement and a schedule for the graph with the digest `graph_digest`, whose ONNX
+    file is `model`.
 
-    `device_names` are the device types by device if the cluster has groups of devices, otherwise
-    (). `alternatives` are the candidates of the search, () if the strategy was named. The schedule
-    is stored in `schedule.json`.
+    `device_names` has the device type of each device if the cluster has several pools, otherwise it
+    is (). `alternatives` are the candidates of the search; () if the user named the strategy.
+    `schedule.json` contains the schedule, and `plan.json` everything else.
     """
 
     written: ClassVar = (
@@ -311,8 +325,8 @@ class Plan:
 
     @property
     def host_bound_stages(self) -> tuple[int, ...]:
-        """The stages for whose micro-batches the host takes longer than the device, in ascending
-        order.
+        """Ascending indices of the stages for whose micro-batches the host needs more time than the
+        device.
         """
         return tuple(
             index for index, stage in enumerate(self.prediction.stages) if stage.host_bound
@@ -320,7 +334,7 @@ class Plan:
 
     @property
     def has_own_sizes(self) -> bool:
-        """True if a stage has smaller micro-batches than the step."""
+        """True if a stage has a micro-batch size other than that of the step."""
         return any(
             stage.micro_batch_size != self.summary.micro_batch_size
             for stage in self.placement.stages
@@ -332,12 +346,12 @@ PLAN_FILE = "plan.json"
 SCHEDULE_FILE = "schedule.json"
 _MESSAGE_COLUMNS = tuple(field.name for field in dataclasses.fields(Message))[:-2]
 _SLICE_COLUMNS = ("source_turn", "source_turns", "target_turn", "target_turns")
-"""Further columns of messages, if stages have micro-batches of different sizes."""
+"""Additional columns of messages, if stages have micro-batches of different sizes."""
 
 
 def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None = None) -> None:
-    """Write `plan.json` and `schedule.json` into `folder`. The path of the model is written
-    relative to `home`, the folder that they are moved to (default: `folder`).
+    """Write `plan.json` and `schedule.json` into `folder`. The path of the model becomes relative
+    to `home`, the folder to which the files will be moved (default: `folder`).
     """
     model = relative_path(plan.model, home or folder)
     (folder / PLAN_FILE).write_text(
@@ -349,8 +363,8 @@ def write_plan(folder: Path, plan: Plan, timeline: Timeline, home: Path | None =
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan without its schedule as lists, dicts and scalars. A list names the columns of
-    messages.
+    """Return the plan without its schedule as lists, dicts and scalars. Messages are lists, whose
+    columns are named once.
     """
     form = encode(plan)
     stages, messages = form["predictions"].values()
@@ -364,9 +378,11 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 @memoize(2)
 def plan_digest(plan: Plan) -> str:
-    """Return the SHA-256 of the graph digest, the placement, the predictions and the schedule.
+    """Return the SHA-256 of the digest of the graph, the mode, the batch size, the placement, the
+    predictions, and the order of the schedule.
 
-    Search times, notes and options of the strategy, and the path of the ONNX file do not affect it.
+    Search times, the strategy's notes and options, and the path of the ONNX file do not affect the
+    digest.
     """
     form = plan_json(
         dataclasses.replace(
@@ -382,8 +398,8 @@ def plan_digest(plan: Plan) -> str:
 
 
 def read_plan(folder: Path) -> Plan:
-    """Return the plan in `folder`, with an absolute path of its model. Raises ConfigurationError
-    with file and key.
+    """Return the plan in `folder`, with an absolute path of its model. Raise ConfigurationError,
+    with file and key, if the plan is invalid.
     """
     record = read_json_record(folder / PLAN_FILE, FORMAT)
     plan: Plan = decode(record, Plan, schedule=Schedule(0, ()))
@@ -437,8 +453,8 @@ def read_plan(folder: Path) -> Plan:
 
 
 def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Placement) -> None:
-    """Raise ConfigurationError if predictions or messages do not fit the stages of the
-    placement.
+    """Raise ConfigurationError if the number of predictions, or the stages and devices of messages,
+    do not fit the placement.
     """
     if len(prediction.stages) != len(placement.stages):
         record.at("stages").reject(
@@ -467,7 +483,9 @@ def _check_prediction(record: JsonRecord, prediction: Prediction, placement: Pla
 
 _BLOCK_NAME_PATTERN = re.compile(r"(\d{1,9})([FBIW])(?:\.(\d{1,9}))?")
 TaskKind = tuple[int, Phase, int]
-"""A stage, a phase, and the number of the stage's micro-batch within a micro-batch of the step."""
+"""(stage, phase, number of the stage's micro-batch within a micro-batch of the step): the tasks of
+a block.
+"""
 _BACKWARD_PHASES_FOR_OTHER_STAGES = (Phase.BACKWARD, Phase.INPUT_GRADIENT)
 
 
@@ -475,17 +493,19 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
     """Return the schedule of a plan as lists, dicts and scalars, with times in seconds and memory
     in bytes.
 
-    The memory of a block is the change of occupied memory: positive for a forward, which saves
-    tensors for backward; negative for a backward, or for both of its halves together.
+    The memory of a block is the change of the memory in use: positive for a forward, which saves
+    tensors for backward; negative for a backward. For the two halves of a split backward, the sum
+    is negative.
     """
     schedule = plan.schedule
     stages = plan.prediction.stages
     proof = None if schedule.period is None else schedule.proof
     ratios = micro_batch_ratios(plan.placement, plan.summary.micro_batch_size) or (1,) * len(stages)
-    # Most devices of a group have one order object in common, so each order is visited once.
+    # Most devices of a lane share one object for their order, so each order is visited once.
     distinct = {id(order): order for order in schedule.tasks}.values()
 
     def kind_of(task: Task) -> TaskKind:
+        """Return the kind of a task, which is also the key of its block."""
         return task.stage, task.phase, task.micro_batch % ratios[task.stage]
 
     found = {kind_of(task) for order in distinct for task in order}
@@ -498,7 +518,7 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
         needs = set(graph.needs(stage, phase, turn))
         if (
             phase in _BACKWARD_PHASES_FOR_OTHER_STAGES
-        ):  # Another stage may have its backward whole or split.
+        ):  # Another stage may have a split or an unsplit backward.
             needs |= {
                 (other, half, part)
                 for other, _, part in needs
@@ -532,8 +552,8 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
         "units": schedule.micro_batches,
         "makespan": max((span.end for span in timeline.own_spans), default=0.0),
         "period": schedule.period,
-        # `optimal` and `gap` count from the period's bound where there is a proven period, else
-        # from the step's.
+        # `optimal` and `gap` refer to this bound: that of the period if it has a proof, otherwise
+        # that of the step.
         "lower_bound": plan.summary.lower_bound_s if proof is None else proof.lower_bound,
         "optimal": plan.summary.optimal,
         "gap": plan.summary.gap,
@@ -546,8 +566,8 @@ def schedule_json(plan: Plan, timeline: Timeline) -> dict[str, object]:
 
 
 def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
-    """Return the schedule in the file `path`. Raises ConfigurationError, with the file and the key,
-    if the schedule cannot run.
+    """Return the schedule in the file `path`. Raise ConfigurationError, with file and key, if it is
+    invalid or cannot run. `train` is False for inference.
     """
     record = read_json_record(path, SCHEDULE_FORMAT)
     kinds = [_read_task_kind(block, stages) for block in record.at("blocks").items()]
@@ -578,11 +598,12 @@ def _read_schedule(path: Path, stages: StageGraph, train: bool) -> Schedule:
 def _read_task_orders(
     tasks: JsonRecord, kinds: list[TaskKind], stages: StageGraph
 ) -> Iterator[tuple[Task, ...]]:
-    """Yield the order of tasks of each device. Devices with equal lists, as in a device group,
+    """Yield the tasks of each device in order. Devices with equal lists, such as those of a lane,
     share one tuple.
     """
 
     def read_task(record: JsonRecord) -> Task:
+        """Return the task that a JSON object represents."""
         block = record.get("block", Index)
         unit = record.get("unit", Index)
         if block >= len(kinds):
@@ -600,6 +621,9 @@ def _read_task_orders(
 
 
 def _read_task_kind(record: JsonRecord, stages: StageGraph) -> TaskKind:
+    """Return the kind of tasks that a block of the file represents. Raise ConfigurationError if it
+    does not fit the stages.
+    """
     match = _BLOCK_NAME_PATTERN.fullmatch(record.get("name", str))
     if match is None or int(match[1]) >= len(stages.stage_devices):
         record.at("name").reject(

@@ -1,8 +1,8 @@
-"""The program of each rank as data, from which code is generated.
+"""The programs of all ranks as data, from which code is generated.
 
 `StageCode` has the operations of a stage's forward on local shards; autograd computes the backward.
-`RankCode` has the instructions of a rank, with loops. A `Bucket` holds gradients that the same
-ranks reduce in one collective. `COMMUNICATION_KINDS` defines the kinds of communication of a step,
+`RankCode` has the instructions of a rank, with loops. A `Bucket` contains gradients that the same
+ranks reduce in one collective. `COMMUNICATION_KINDS` defines the kinds of communication in a step,
 for predictions and for measurements.
 """
 
@@ -25,39 +25,41 @@ from autopipe.ir.problem import AVERAGED_LOSS, LossDivision
 from autopipe.ir.schedule import EVERY_MICRO_BATCH, MicroBatchSlice
 
 FORMAT = "autopipe.program/1"
-"""Format of the manifest of a program folder."""
+"""Value of the key `format` in the manifest of a program folder."""
 
 REFERENCE_FOLDER = "reference"
-"""Subfolder of a program folder for the same step on one device."""
+"""Subfolder of a program folder with a program that computes the same step on one device."""
 FORWARD_FOLDER = "forward"
-"""Subfolder of a program folder for the model's forward on one device."""
+"""Subfolder of a program folder with a program that computes the model's forward on one device."""
 
 HARDWARE_QUEUES = 32
-"""Value of CUDA_DEVICE_MAX_CONNECTIONS for ranks, the maximum that CUDA supports. The check for
-deadlocks assumes this value.
+"""Value of the environment variable CUDA_DEVICE_MAX_CONNECTIONS for ranks, the maximum that CUDA
+supports. The check for deadlocks assumes this value.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One operator on local shards."""
+    """One use of an operator on the local shards of a device."""
 
     node: int
     """Index of the node in the graph."""
     signature: Signature
-    """Operands and results with local shapes."""
+    """Node, with the local shapes of its operands and results."""
     splits: tuple[Split, ...] = ()
     mesh: MeshAxes = ()
-    """Axis of the stage's device mesh for each split."""
+    """For each of `splits`, the axis of the stage's device mesh over which it is split."""
     joint: tuple[tuple[str, ...], ...] = ()
-    """Sets of split axes for which the operator itself communicates in a process group; see
-    `Call.group`.
+    """Sets of split axes. For each set, the operator itself communicates in the process group over
+    these axes; see `Call.group`.
     """
     samples: BatchDimension | None = None
-    """Batch dimension of the random numbers of a random operator."""
+    """For an operator that generates random numbers, the dimension of its result that contains the
+    batch; None if there is none.
+    """
 
     def mesh_of(self, axes: Iterable[str]) -> MeshAxes:
-        """Return the mesh axes over which the node is split along the iteration axes `axes`."""
+        """Return the mesh axes over which the iteration axes `axes` of the node are split."""
         wanted = frozenset(axes)
         return merge_axes(
             place
@@ -67,38 +69,42 @@ class Compute:
 
     @property
     def reads(self) -> tuple[str, ...]:
+        """Names of the values that the operation reads."""
         return tuple(value.name for value in self.signature.operands if value is not None)
 
     @property
     def writes(self) -> tuple[str, ...]:
+        """Names of the values that the operation writes."""
         return tuple(value.name for value in self.signature.results if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A redistribution of a value over the devices of a stage. `source` and `result` are the local
-    shards before and after it. Its backward is the transposed redistribution of the gradient.
+    """A redistribution of a value over the devices of a stage: the local shard `source` becomes the
+    local shard `result`. In backward, the gradient is redistributed in the opposite direction.
     """
 
     source: Value
     result: Value
     relayout: Redistribution
     itemsize: int
-    """Bytes per element that are sent. Under autocast they can be fewer than those of the type of
-    `source`.
+    """Bytes per element in the messages. Under autocast, they can be fewer than those of the type
+    of `source`.
     """
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the larger of the two shards, with `itemsize` bytes per element."""
+        """Size in bytes of the larger shard, with `itemsize` bytes per element."""
         return max(self.source.elements, self.result.elements) * self.itemsize
 
     @property
     def reads(self) -> tuple[str, ...]:
+        """Names of the values that the operation reads."""
         return (self.source.name,)
 
     @property
     def writes(self) -> tuple[str, ...]:
+        """Names of the values that the operation writes."""
         return (self.result.name,)
 
 
@@ -107,8 +113,8 @@ Operation = Compute | Collective
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Nodes of a recomputing stage that are recomputed together in backward. They are recomputed if
-    one of the results named in `flowing` gets a gradient.
+    """Nodes of a recomputing stage that backward recomputes together, if one of the results named
+    in `flowing` gets a gradient.
     """
 
     nodes: tuple[int, ...]
@@ -117,31 +123,37 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class StageCode:
-    """The forward of one stage, which is equal on all of its devices."""
+    """The forward of one stage. It is equal on all devices of the stage."""
 
     stage: int
     devices: tuple[int, ...]
     inputs: tuple[Value, ...]
-    """Local values in the order of the function's arguments."""
+    """Inputs with local shapes, in the order of the arguments of the generated function."""
     outputs: tuple[Value, ...]
-    """Local values in the order of the function's results."""
+    """Outputs with local shapes, in the order of the results of the generated function."""
     parameters: tuple[tuple[int, Value], ...]
-    """Pairs (index in the graph's parameters, local value)."""
+    """Pairs (index of the parameter in the graph, parameter with its local shape)."""
     constants: tuple[tuple[int, Constant], ...]
-    """Pairs (index in the graph's constants, local constant)."""
+    """Pairs (index of the constant in the graph, constant with its local data)."""
     operations: tuple[Operation, ...]
     recompute: bool = False
     pipeline: int = 0
     ratio: int = 1
-    """Number of equal micro-batches that the stage runs per micro-batch of the program."""
+    """Number of micro-batches of the stage per micro-batch of the program. Above 1 if the stage has
+    smaller micro-batches.
+    """
     deferred: tuple[int, ...] = ()
-    """Nodes whose parameter gradients are computed in the second half of a split backward."""
+    """Indices of the nodes whose parameter gradients are computed in the second half of a split
+    backward.
+    """
     segments: tuple[Segment, ...] = ()
-    """Segments in the order in which they run, if the stage recomputes and trains."""
+    """Segments in the order in which the forward runs them; () unless the stage recomputes in a
+    training program.
+    """
 
     def meshes(self) -> tuple[MeshAxes, ...]:
-        """Return the distinct mesh axes over which ranks of the stage communicate, sorted. One axis
-        of the size of the stage stands for all ranks.
+        """Return the distinct mesh axes over which ranks of the stage communicate, sorted. A single
+        axis with the size of the stage stands for all of its ranks.
         """
         whole = (MeshAxis(len(self.devices), 1),)
         found = set[MeshAxes]()
@@ -153,8 +165,8 @@ class StageCode:
         return tuple(sorted(found - {()}))
 
     def by_segment(self) -> tuple[tuple[Operation, ...], ...]:
-        """Return the operations of each segment, or all operations as one group if there are no
-        segments. A redistribution belongs to the segment of the next computation.
+        """Return the operations of each segment. Without segments, return one group with all
+        operations. A redistribution belongs to the segment of the next operator.
         """
         segment_of = {
             node: number for number, segment in enumerate(self.segments) for node in segment.nodes
@@ -174,75 +186,80 @@ class StageCode:
 
 @dataclass(frozen=True, slots=True)
 class MessageSlice:
-    """A slice of a tensor that one rank sends to another after a task."""
+    """A slice of a tensor that one rank sends to another rank after a task."""
 
     channel: int
-    """Number of the channel. Messages of a channel arrive in the order in which they are sent."""
+    """Number of the channel. The messages of a channel arrive in the order in which they are sent.
+    """
     tensor: str
     source_stage: int
     target_stage: int
     source_rank: int
     target_rank: int
     sent: TensorSlice
-    """The slice in the sender's local tensor."""
+    """Position of the slice in the sender's local tensor."""
     received: TensorSlice
-    """The slice in the receiver's local tensor."""
+    """Position of the slice in the receiver's local tensor."""
     needs_gradient: bool
-    """True if the gradient of the slice is sent back."""
+    """True if the receiver sends the gradient of the slice back."""
     dtype: DType
-    """Element type of the message; it can be narrower than the type of the tensor."""
+    """Element type of the message, which can be narrower than that of the tensor."""
     source_slice: MicroBatchSlice = EVERY_MICRO_BATCH
-    """Micro-batches of the source stage after which the message is sent."""
+    """Micro-batches of the source stage for which the message is sent."""
     target_slice: MicroBatchSlice = EVERY_MICRO_BATCH
-    """Micro-batches of the target stage that read the message."""
+    """Micro-batches of the target stage that use the message."""
 
     @property
     def bytes(self) -> int:
+        """Size of the message in bytes."""
         return self.sent.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """Messages from one rank to another: one slice per micro-batch, and its gradient back.
+    """The messages from one rank to another for one slice of a tensor: one per micro-batch, and the
+    gradient of each in the opposite direction.
 
-    All messages from one rank to another use one NCCL communicator, so the target posts receives in
-    the order of the sends.
+    All channels from one rank to another share one NCCL communicator, so the target must post
+    receives in the order of the sends.
     """
 
     number: Index
     source_rank: Annotated[Index, KeyPath("source")]
     target_rank: Annotated[Index, KeyPath("target")]
     buffers: Index
-    """Maximum number of messages that the target holds at a time."""
+    """Maximum number of messages of the channel that the target holds at a time."""
     gradient_buffers: Index
-    """Maximum number of gradient messages that the source holds at a time."""
+    """Maximum number of gradient messages of the channel that the source holds at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataInput:
+    """A slice of a graph input that a stage on a rank reads."""
+
     tensor: str
     box: TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """A rank's shard of a parameter."""
+    """A shard of a parameter on a rank."""
 
     parameter: Index
     """Index of the parameter in the graph."""
     box: Annotated[TensorSlice, Inline()]
-    """Slice of the full parameter."""
+    """The slice of the full parameter."""
     gradient_ranks: Annotated[tuple[Index, ...], KeyPath("ranks")]
-    """Ranks with this shard; their gradients are summed."""
+    """Ranks that hold this shard. Their gradients are added up."""
     home: Index | None
-    """The only stage that uses the shard, if all of these ranks run it: its last backward completes
-    the gradient. Otherwise None.
+    """The stage that uses the shard, if it is the only one and all of these ranks run it: then its
+    last backward completes the gradient. Otherwise None.
     """
 
 
 class Opcode(enum.Enum):
-    """Method of a stage that a rank's program calls. `backward_input` and `backward_weight` are the
-    halves of a split backward (the names of `torch.distributed.pipelining`).
+    """Method of a stage that an instruction calls. `backward_input` and `backward_weight`, the
+    halves of a split backward, have the names of `torch.distributed.pipelining`.
     """
 
     RECV = "recv"
@@ -257,30 +274,32 @@ class Opcode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One operation of a rank on one stage and micro-batch.
+    """One call of a rank's program, for one stage and one micro-batch.
 
-    `recv` posts a receive and `send` returns at once; `forward` and `backward` wait for their
-    messages.
+    `recv` posts a receive, and `send` starts a send; both return at once. `forward` and `backward`
+    wait for the messages that they need.
     """
 
     opcode: Opcode
     stage: int
     micro_batch: int
     source: int | None = None
-    """Stage from which a receive receives; None for all source stages."""
+    """For a receive: the source stage whose messages it receives; None for all source stages."""
     part: int | None = None
-    """Index of the slice of source micro-batches whose messages a receive receives; None for
-    all.
+    """For a receive: the index of the slice of source micro-batches whose messages it receives;
+    None for all slices.
     """
 
     def shifted(self, distance: int) -> Instruction:
+        """Return this instruction for the micro-batch that is `distance` larger."""
         return replace(self, micro_batch=self.micro_batch + distance)
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Repeats `body` `count` times. Each repetition adds `stride` to the micro-batch indices, or
-    the entry of `strides` for each instruction if stages have different micro-batch sizes.
+    """`count` repetitions of the instructions `body`. The micro-batches of each repetition are
+    `stride` larger than those of the repetition before. If stages have different micro-batch sizes,
+    `strides` has one stride per instruction instead.
     """
 
     body: tuple[Instruction, ...]
@@ -294,6 +313,10 @@ Section = tuple["Instruction | Loop", ...]
 
 @dataclass(frozen=True, slots=True)
 class StageOnRank:
+    """A stage on one rank: the inputs that it reads as data, and the slices that it receives and
+    sends.
+    """
+
     stage: int
     data: tuple[DataInput, ...]
     receives: tuple[MessageSlice, ...]
@@ -302,7 +325,9 @@ class StageOnRank:
 
 @dataclass(frozen=True, slots=True)
 class RankCode:
-    """The program of one rank: its stages, its parameter shards and the three parts of its step."""
+    """The program of one rank: its stages, its shards of parameters, and the three sections of its
+    step.
+    """
 
     rank: int
     stages: tuple[StageOnRank, ...]
@@ -314,7 +339,9 @@ class RankCode:
 
 @dataclass(frozen=True, slots=True)
 class OutputShard:
-    """The rank and the slice of one shard of a graph output after the forward of a stage."""
+    """A shard of a graph output on a rank after the forward of a stage: the rank, and the slice of
+    the full output.
+    """
 
     rank: Index
     box: Annotated[TensorSlice, Inline()]
@@ -322,34 +349,36 @@ class OutputShard:
 
 @dataclass(frozen=True, slots=True)
 class OutputStage:
-    """The stage that computes an output, and the shards of the output."""
+    """The stage that computes a graph output, and the shards of the output on its ranks."""
 
     stage: Index
     position: Index
-    """Index of the output among the stage's results."""
+    """Index of the output among the results of the stage."""
     combine: str
-    """`concat` if the shards are slices of the value; `sum` if the value is the sum of the shards
-    of all ranks, divided by `copies`.
+    """How the shards give the output: `concat` if they are slices of it; `sum` if the sum over all
+    ranks, divided by `copies`, is the output.
     """
     copies: Count
-    """Number of ranks with each shard."""
+    """Number of ranks that hold each shard."""
     shards: tuple[OutputShard, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A graph output for one micro-batch of the stage that computes it."""
+    """A graph output, with the shape for one micro-batch of the stage that computes it."""
 
     value: Annotated[Value, Inline()]
     batch_axis: Index | None
-    """Axis along which micro-batches are concatenated; None if they are averaged."""
+    """Axis along which the outputs of micro-batches are concatenated; None if they are averaged."""
     places: tuple[OutputStage, ...]
-    """Stage and shards in each pipeline."""
+    """For each pipeline, the stage that computes the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputBounds:
-    """Integer range [`least`, `below`) of a slice of an input, for all samples of a micro-batch."""
+    """Valid range of the integers in a slice of an input, from `least` to below `below`, for all
+    samples of a micro-batch.
+    """
 
     least: int
     below: int
@@ -359,41 +388,43 @@ class InputBounds:
 
 @dataclass(frozen=True, slots=True)
 class InputRange:
-    """Valid values of a graph input, derived from its uses as indices and classes."""
+    """Valid values of a graph input, which follow from its uses as indices and class labels."""
 
     value: Annotated[Value, Inline()]
     batch_axis: Index | None
     below: int | None
-    """Random data are integers in [0, `below`), or real numbers if it is None."""
+    """Random input data are integers from 0 to below this number, or real numbers if it is None."""
     drawn: Annotated[tuple[InputBounds, ...], OmitDefault()] = ()
-    """Slices for which random data have other bounds."""
+    """Bounds of random input data for slices with other bounds than `below`."""
     allowed: Annotated[tuple[InputBounds, ...], OmitDefault()] = ()
-    """Bounds of slices. Data outside of them are rejected, except the label `ignored`."""
+    """Bounds of slices. Input data outside of them are rejected, except the label `ignored`."""
     ignored: Annotated[int | None, OmitDefault()] = None
-    """Ignored label of a loss; None if there is none."""
+    """Label that a loss ignores; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningStatisticCalls:
-    """The calls of BatchNormalization, in graph order, that update a running statistic that several
-    stages of a pipeline hold.
+    """The calls of BatchNormalization that update one running statistic, in graph order, if several
+    stages of a pipeline update it.
     """
 
     parameter: Index
-    """Index of the statistic."""
+    """Index of the statistic among the parameters."""
     stages: tuple[Index, ...]
-    """Stage of each call."""
+    """Index of the stage of each call."""
     momenta: tuple[float, ...]
-    """Factor of the old value in each call."""
+    """For each call, the factor of the old value in the new value."""
 
     def made_by(self, stage: int) -> tuple[int, ...]:
-        """Return the indices of the calls of a stage."""
+        """Return the indices of the calls that the stage `stage` makes."""
         return tuple(number for number, each in enumerate(self.stages) if each == stage)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All input of code generation, for steps of `micro_batches` · `micro_batch_size` samples."""
+    """The complete input of code generation. A step has `micro_batches` · `micro_batch_size`
+    samples.
+    """
 
     world_size: int
     train: bool
@@ -406,25 +437,23 @@ class Program:
     stages: tuple[StageCode, ...]
     ranks: tuple[RankCode, ...]
     channels: tuple[Channel, ...]
-    """Channels between different ranks, by number."""
+    """Channels between different ranks, in the order of their numbers."""
     shard: bool = False
-    """`Optimizer.shard`: True if the optimizer state is sharded (ZeRO-1)."""
+    """True if the optimizer state is sharded over replicas (ZeRO-1); see `Optimizer.shard`."""
     loss_division: LossDivision = AVERAGED_LOSS
     labels: int | None = None
-    """Number of labels of a micro-batch if the loss is a sum over labels that are not ignored; None
-    if the loss is a mean.
+    """Number of labels of a micro-batch if its loss is a sum over the labels that are not ignored;
+    None if the loss is a mean.
     """
     low_precision: tuple[int, ...] = ()
-    """Indices of parameters of which stages read a 16-bit copy."""
+    """Indices of the parameters of which stages read a 16-bit copy."""
     running_calls: tuple[RunningStatisticCalls, ...] = ()
-    """Entries for each running statistic and pipeline in which several stages hold the
-    statistic.
-    """
+    """One entry per running statistic and pipeline in which several stages update the statistic."""
 
     @property
     def roundings(self) -> int:
-        """Maximum number of stage boundaries, on a path through the model, at which messages have a
-        narrower type than the value.
+        """Maximum number of messages between stages, on a path through the model, whose element
+        type is narrower than that of the value.
         """
         types = {
             (code.stage, value.name): value.dtype for code in self.stages for value in code.outputs
@@ -440,7 +469,7 @@ class Program:
             for each in stage.sends
         }
         found = [0] * len(self.stages)
-        for _ in self.stages:  # One iteration suffices if edges lead to larger stage indices.
+        for _ in self.stages:  # One iteration suffices if all edges lead to larger stage indices.
             before = list(found)
             for source, target, rounds in sorted(edges):
                 found[target] = max(found[target], found[source] + rounds)
@@ -449,8 +478,8 @@ class Program:
         return max(found, default=0)
 
     def micro_batches_of(self, stage: int) -> range:
-        """Return the micro-batches of a stage in a step. Micro-batch m runs on pipeline m mod p,
-        with p pipelines.
+        """Return the micro-batches of a stage in a step. With p pipelines, micro-batch m runs on
+        pipeline m mod p.
         """
         code = self.stages[stage]
         pipelines = 1 + max(each.pipeline for each in self.stages)
@@ -458,16 +487,18 @@ class Program:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""Minimum bytes of a bucket after which it takes no further shard. The value is that of torch's
+"""Bytes of gradients after which a bucket takes no further shard. The value is that of torch's
 DistributedDataParallel.
 """
 _ALIGNMENT_BYTES = 16
-"""Alignment, in bytes, of shards in a bucket, for vector loads on a GPU."""
+"""Alignment of shards in a bucket, in bytes, for vector loads on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketShard:
-    """A shard of a trained parameter that several ranks have. `home` is as in `ParameterShard`."""
+    """A shard of a trained parameter whose gradient several ranks reduce. `home` is as in
+    `ParameterShard`.
+    """
 
     parameter: int
     elements: int
@@ -479,8 +510,8 @@ class BucketShard:
 
 @dataclass(frozen=True, slots=True)
 class ElementRange:
-    """Elements `start` … `stop` - 1, in row-major order, of a parameter's shard. They begin at
-    element `at` of the rank's part of a bucket.
+    """Elements `start` to `stop` - 1, in row-major order, of a shard of a parameter. The first of
+    them is element `at` of the rank's part of a bucket.
     """
 
     parameter: int
@@ -489,8 +520,8 @@ class ElementRange:
     at: int
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[TensorSlice]:
-        """Yield the slices of a shard of `shape` that hold these elements, in order: at most two
-        per dimension.
+        """Yield rectangular slices of the shard, which has shape `shape`, that consist of these
+        elements, in order. There are at most two slices per dimension.
         """
         if not shape:
             yield TensorSlice((), ())
@@ -498,7 +529,7 @@ class ElementRange:
         inner = math.prod(shape[1:])
         stop = self.stop
         row, offset = divmod(self.start, inner)
-        if offset or row == (stop - 1) // inner:  # Part of a row comes first.
+        if offset or row == (stop - 1) // inner:  # The range starts with a part of a row.
             end = min(inner, stop - row * inner)
             for box in replace(self, start=offset, stop=end).boxes(shape[1:]):
                 yield TensorSlice((row, *box.starts), (row + 1, *box.stops))
@@ -514,45 +545,54 @@ class ElementRange:
 class Bucket:
     """Shards of one element type whose gradients the same ranks reduce in one collective.
 
-    With ZeRO-1 a bucket is one contiguous vector. Each shard begins at a multiple of 16 bytes. The
-    vector is padded so that all ranks have equal parts, whose boundaries can be inside parameters.
+    With ZeRO-1, a bucket is one contiguous vector, in which each shard begins at a multiple of 16
+    bytes. The vector is padded so that it can be divided into parts of equal size, one per rank.
+    The boundaries of the parts can be inside shards.
     """
 
     blocks: tuple[BucketShard, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """Ranks that reduce the gradients of the bucket."""
         return self.blocks[0].ranks
 
     @property
     def home(self) -> int | None:
+        """The only stage that uses the shards, as in `ParameterShard.home`, or None."""
         return self.blocks[0].home
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Offset of each shard in the bucket, in elements."""
+        """For each shard, its offset in the bucket, in elements."""
         ends = accumulate(-(-block.elements // self._step) * self._step for block in self.blocks)
         return (0, *ends)[: len(self.blocks)]
 
     @property
     def share(self) -> int:
+        """Number of elements of each rank's part of the bucket."""
         used = self.starts[-1] + self.blocks[-1].elements
         return -(-used // (len(self.ranks) * self._step)) * self._step
 
     @property
     def elements(self) -> int:
+        """Number of elements, with padding."""
         return self.share * len(self.ranks)
 
     @property
     def bytes(self) -> int:
+        """Size in bytes, with padding."""
         return self.elements * self.blocks[0].itemsize
 
     @property
     def _step(self) -> int:
+        """Number of elements to a multiple of which shards and parts are aligned."""
         return max(1, _ALIGNMENT_BYTES // self.blocks[0].itemsize)
 
     def runs(self, rank: int) -> Iterator[ElementRange]:
-        """Yield the ranges of elements of each shard that are in a rank's part, in order."""
+        """Yield, for each shard with elements in the part of the rank `rank`, the range of these
+        elements, in order.
+        """
         first = self.ranks.index(rank) * self.share
         last = first + self.share
         for block, begin in zip(self.blocks, self.starts, strict=True):
@@ -564,8 +604,8 @@ class Bucket:
 
 def make_buckets(blocks: Iterable[BucketShard]) -> tuple[Bucket, ...]:
     """Return the buckets of a rank's shards in the order of their collectives, which is equal on
-    all ranks. Shards without a home come first. Parameters are in descending order, because
-    backward computes the gradients of the first parameters last.
+    all ranks. Buckets of shards without a home come first. Parameters with larger indices come
+    first, because backward computes their gradients first.
     """
     groups: dict[tuple[int, tuple[int, ...]], list[BucketShard]] = {}
     for block in sorted(blocks, key=lambda block: block.parameter, reverse=True):
@@ -594,10 +634,11 @@ COMMUNICATION_KINDS = (
     "parameter",
     "send",
 )
-"""Kinds of communication of a step, in the order of reports, and the bytes that each counts.
+"""Kinds of communication in a step, in the order of reports, and the bytes that count for each
+kind.
 
-Each device counts each collective in which it takes part, forward and backward. A total is the sum
-over all devices.
+Each device counts each collective in which it takes part, in forward and in backward. A total is
+the sum over all devices.
 
 * `all_reduce`: the reduced tensor;
 * `reduce_scatter`: the input tensor;
@@ -606,17 +647,20 @@ over all devices.
 * `redistribute`: the elements received from other devices;
 * `gradient`: parameter gradients that are reduced once per step, fully or into shards;
 * `parameter`: parameters that are gathered once per step after a sharded update;
-* `send`: activations and their gradients that are sent to other stages' devices.
+* `send`: activations and their gradients that are sent to devices of other stages.
 
-Collectives inside an operator count under their own kind. Slicing a local copy communicates
-nothing. Reports, inference outputs and checkpoints are not counted.
+Collectives inside an operator count under their own kind. Taking a slice of a local copy needs no
+communication. Communication for reports, for inference outputs and for checkpoints does not count.
 """
 
 
 def backward_collective(kind: str) -> str:
-    """Return the kind of the backward of a collective; it has the same number of bytes."""
+    """Return the kind of the collective that backward runs for a collective of the kind `kind` in
+    forward. Both move equally many bytes.
+    """
     return {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
 
 
 def in_kind_order(counted: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes per kind in the order of `COMMUNICATION_KINDS`, with 0 for missing kinds."""
     return {kind: counted.get(kind, 0) for kind in COMMUNICATION_KINDS}

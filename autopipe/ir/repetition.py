@@ -1,8 +1,8 @@
 """Detection of the repeated part of a list, such as the tasks of a device or the instructions of a
 program.
 
-A part of a list repeats if each item equals the item `length` positions earlier, except for its
-micro-batch, and all micro-batches increase by one distance.
+A part of a list repeats if each item equals the item `length` positions before it, except for its
+micro-batch, and all micro-batches increase by one common distance.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ def longest_run(
 ) -> tuple[int, int, int]:
     """Return (start, count, distance) of the longest run of repetitions of `length` items.
 
-    - start: position of the first item of the run.
-    - count: number of repetitions, 0 if nothing repeats. Ties: the first run wins.
-    - distance: difference of the micro-batches of consecutive repetitions, 1 or more.
+    - start: index of the first item of the run.
+    - count: number of repetitions; 0 if nothing repeats. Of several longest runs, the first is
+      returned.
+    - distance: difference between the micro-batches of consecutive repetitions, 1 or more.
 
     `is_equal[i]` is True if item i + `length` equals item i except for its micro-batch. Time and
     memory are linear in the length of the list.
@@ -28,7 +29,8 @@ def longest_run(
     distances = np.where(
         is_equal, np.maximum(micro_batches[length:] - micro_batches[:-length], 0), 0
     )
-    # n consecutive items with one distance are n // length + 1 repetitions.
+    # n consecutive items that equal the items `length` positions later, with one distance, are n //
+    # length + 1 repetitions.
     starts = np.concatenate(([0], np.flatnonzero(np.diff(distances)) + 1))
     spans = np.diff(np.concatenate((starts, [len(distances)])))
     counts = np.where((distances[starts] > 0) & (spans >= length), 1 + spans // length, 0)

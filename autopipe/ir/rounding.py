@@ -1,10 +1,11 @@
-"""Bound of the difference between two correct results of a step, from the number of sequential
+"""A bound of the difference between two correct results of a step, from the number of sequential
 roundings.
 
 After n sequential roundings with relative errors of at most u and random signs, the relative error
-is at most λ √n u, with a probability that depends on λ and n only (Higham and Mary, "A New Approach
+is at most λ √n u, with a probability that depends only on λ and n (Higham and Mary, "A New Approach
 to Probabilistic Rounding Error Analysis", SIAM Journal on Scientific Computing 41(5), 2019, theorem
-2.4). This module uses λ = 1, which holds for norms of tensors in the experiments of that paper.
+2.4). This module uses λ = 1, with which the bound holds for norms of tensors in the experiments of
+that paper.
 """
 
 from __future__ import annotations
@@ -16,39 +17,42 @@ from typing import Annotated, Literal
 from autopipe.ir.codec import Index, OmitDefault
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Maximum relative error of rounding one number, by element type."""
+"""Unit roundoff u of each element type: the maximum relative error of rounding one number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Maximum number of sequential roundings in a step: forward and, in training, backward.
+    """Maximum number of sequential roundings in a step, on any path through forward and, in
+    training, backward.
 
-    TF32 rounding is not counted, because `verify` computes in IEEE precision.
+    Roundings to TF32 do not count, because `verify` computes matmuls in full fp32 precision.
     """
 
     dtype: Literal["float64", "float32", "float16", "bfloat16"] = "float32"
-    """Element type with the largest rounding error."""
+    """Element type with the largest unit roundoff."""
     accumulated: Index = 1
-    """Roundings of sums and of operator results to fp32, or to fp64 if `dtype` is float64."""
+    """Number of roundings, of sums and of results of operators, to fp32 (to fp64 if `dtype` is
+    float64).
+    """
     narrowed: Annotated[Index, OmitDefault()] = 0
-    """Roundings of operator results to a 16-bit `dtype`."""
+    """Number of roundings of results of operators to `dtype`, if it has 16 bits."""
     messages: Annotated[Index, OmitDefault()] = 0
-    """Roundings to a 16-bit `dtype` for P2P messages between stages."""
+    """Number of roundings to `dtype`, if it has 16 bits, in P2P messages between stages."""
 
     @property
     def accumulator(self) -> str:
-        """Element type in which sums are accumulated."""
+        """Element type in which sums are computed."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
     def step(self) -> float:
-        """Relative distance between neighbouring numbers of `dtype`: one unit in the last place."""
+        """Relative distance between neighbouring numbers of `dtype`, one unit in the last place."""
         return 2 * UNIT_ROUNDOFF[self.dtype]
 
     @property
     def bound(self) -> float:
-        """Maximum relative difference, in norm, of two correct results of a well-conditioned
-        step.
+        """Maximum relative difference between two correct results of a well-conditioned step, as
+        norms of tensors.
         """
         sums = UNIT_ROUNDOFF[self.accumulator] * math.sqrt(self.accumulated)
         return math.hypot(

@@ -47,14 +47,17 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.words import plural
 
 Dimension = tuple[str, ...]
-"""The names of the axes that index a dimension, outer to inner; () if no axis does."""
+"""Names of the axes that index a dimension of a tensor, from the outermost to the innermost; () if
+no axis indexes it.
+"""
 
 
 class AxisKind(enum.Enum):
-    """How an operator behaves if an axis is split over devices; the module docstring defines each
+    """How an operator behaves if an axis is split over devices. The module docstring defines each
     kind by its mark.
 
-    A PARALLEL axis has no mark: it indexes every result, so devices compute independent shards.
+    An axis of kind PARALLEL has no mark. It indexes each result, so devices compute independent
+    shards.
     """
 
     PARALLEL = "parallel"
@@ -66,14 +69,16 @@ class AxisKind(enum.Enum):
 
     @property
     def is_joint(self) -> bool:
-        """True if the operator's implementation uses its coordinate along the axis, and may
-        communicate over it.
+        """True if the implementation of the operator gets its coordinate along the axis, and may
+        communicate along it.
         """
         return self in (AxisKind.JOINT, AxisKind.AGREED)
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
+    """An axis of an iteration space."""
+
     name: str
     size: int
     kind: AxisKind
@@ -81,10 +86,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Windowed:
-    """A dimension of an operand that is read through windows.
+    """A dimension of an operand that is read through windows, as by a convolution.
 
-    Index i of `axis`, which has size `count`, reads the `reach` elements from i · stride + offset
-    on. Elements outside of the tensor have the value `fill`.
+    Index i of `axis`, which has size `count`, reads `reach` consecutive elements from element i ·
+    stride + offset on. Elements outside of the tensor have the value `fill`.
     """
 
     operand: int
@@ -97,7 +102,7 @@ class Windowed:
     fill: float = 0.0
 
     def span(self, count: int) -> int:
-        """Return the number of elements from the first to the last element that `count` consecutive
+        """Return the number of elements from the first to the last one that `count` consecutive
         windows read.
         """
         return (count - 1) * self.stride + self.reach
@@ -105,11 +110,12 @@ class Windowed:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The iteration space of a node.
+    """The iteration space of a node: its axes, and the axes that index each dimension of its
+    operands and results.
 
-    `operands[i]` and `results[i]` contain the axes of each dimension, or are None if the tensor is
-    absent. A dimension that is read through windows is described in `windows`; its entry in
-    `operands` is ().
+    `operands[i]` and `results[i]` contain the names of the axes of each dimension, or are None if
+    the tensor is absent. A dimension that is read through windows is described in `windows`; its
+    entry in `operands` is ().
     """
 
     axes: tuple[Axis, ...]
@@ -119,7 +125,7 @@ class Space:
 
     @property
     def points(self) -> int:
-        """Return the number of points of the iteration space: the product of all axis sizes."""
+        """Number of points of the iteration space: the product of the sizes of all axes."""
         return math.prod(axis.size for axis in self.axes)
 
     def axis(self, name: str) -> Axis:
@@ -130,11 +136,11 @@ class Space:
         raise KeyError(name)
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the size of each axis by name."""
+        """Return the sizes of the axes by name."""
         return {axis.name: axis.size for axis in self.axes}
 
     def windows_of(self, operand: int) -> tuple[Windowed, ...]:
-        """Return the windowed dimensions of the operand at this position."""
+        """Return the windowed dimensions of the operand with this index."""
         return tuple(window for window in self.windows if window.operand == operand)
 
     def __str__(self) -> str:
@@ -165,7 +171,7 @@ class Space:
 
 
 class NotationError(ModelError):
-    """A line of notation that does not fit the shapes of a node's tensors."""
+    """The notation of an iteration space does not fit the shapes of the node's tensors."""
 
 
 _KIND_BY_MARK = {
@@ -185,12 +191,13 @@ def parse_notation(
     extents: dict[str, int] | None = None,
     fill: float = 0.0,
 ) -> Space:
-    """Return the iteration space that `notation` describes for tensors of these shapes.
+    """Return the iteration space that `notation` describes for tensors with the given shapes. The
+    shape of an absent tensor is None.
 
-    A shape is None if its tensor is absent. Axis sizes are inferred from the shapes. `extents` must
-    contain the size of an axis if it occurs only in merged dimensions and the other axes of the
-    dimension do not determine it. `fill` is the value that windows read outside of a tensor. Raise
-    NotationError if notation and shapes disagree.
+    The sizes of axes are inferred from the shapes. `extents` must contain the size of an axis that
+    occurs only in merged dimensions, unless the sizes of the other axes of such a dimension
+    determine it. `fill` is the value that windows read outside of a tensor. Raise NotationError if
+    the notation does not fit the shapes.
     """
     operand_text, arrow, result_text = notation.partition("->")
     if not arrow:
@@ -225,12 +232,18 @@ def parse_notation(
 
 
 _Window = tuple[int, int, str, tuple[int, int, int]]
-"""(operand, dimension, axis, (stride, offset, reach))."""
+"""A dimension that is read through windows: (operand index, dimension index, axis, (stride, offset,
+reach)).
+"""
 
 
 def _parse_tensors(
     text: str, count: int, marks: dict[str, str], windows: list[_Window]
 ) -> list[tuple[Dimension, ...] | None]:
+    """Return the dimensions of each tensor in the part of the notation before or after `->`. Store
+    the marks of axes in `marks`, and windowed dimensions in `windows`. Raise NotationError unless
+    it describes `count` tensors.
+    """
     words = text.split(",") if count else []
     if len(words) != count:
         raise NotationError(
@@ -243,6 +256,9 @@ def _parse_tensors(
 def _parse_tensor(
     text: str, marks: dict[str, str], operand: int, windows: list[_Window]
 ) -> tuple[Dimension, ...] | None:
+    """Return the dimensions of a tensor as its notation describes them, or None for an absent
+    tensor. Store the marks of axes in `marks`, and windowed dimensions in `windows`.
+    """
     if text == "?":
         return None
 
@@ -272,10 +288,11 @@ def _solve_sizes(
     known: dict[str, int],
     notation: str,
 ) -> dict[str, int]:
-    """Return `known` extended by the axis sizes that follow from the tensors' shapes.
+    """Return `known` with the sizes of all other axes, which follow from the shapes of the tensors.
+    Raise NotationError if a size does not follow or contradicts a shape.
 
-    Axes that index a dimension alone are solved first. Then each merged dimension with one unknown
-    axis is solved, in order.
+    First, the sizes of axes that index a dimension alone are set. Then each merged dimension with
+    one unknown axis is solved, in order.
     """
     dimensions: list[tuple[Dimension, int]] = []
     for tensor, shape in tensors:

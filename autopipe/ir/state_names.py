@@ -1,9 +1,10 @@
-"""The record in an ONNX file of a module's `state_dict`, which `autopipe export` writes into the
-file's metadata.
+"""The record of a PyTorch module's `state_dict` in the metadata of an ONNX file, which `autopipe
+export` writes.
 
-A file holds each tensor once, under one name, and only tensors that its nodes read. The record has
-the other names of tied tensors. Tensors that no node reads are initializers whose names begin with
-`INITIALIZER_PREFIX`. Buffers that the module does not save are not in the record.
+A file contains each tensor once, under one name, and the exporter writes only tensors that nodes
+read. The record adds the other names of tied tensors. Tensors that no node reads are added to the
+file as initializers with the prefix `INITIALIZER_PREFIX`. Buffers that the module does not save in
+its `state_dict` are not recorded.
 """
 
 from __future__ import annotations
@@ -17,40 +18,46 @@ from typing import Final
 from autopipe.ir.errors import ModelError
 
 METADATA_KEY: Final = "autopipe.state_dict"
-"""Key of the file's metadata: a JSON object with the fields of `StateNames`."""
+"""Key of the record in the file's metadata. Its value is a JSON object with the fields of
+`StateNames`.
+"""
 INITIALIZER_PREFIX: Final = "autopipe.state/"
-"""Start of the names of initializers that are in the file for the module's `state_dict` only."""
+"""Prefix of the names of initializers that are in the file only because they belong to the module's
+`state_dict`.
+"""
 MAX_NAMES: Final = 1 << 20
-"""Maximum entries of a `state_dict`."""
+"""Maximum number of entries of a `state_dict` in a record."""
 MAX_TIED_NAMES: Final = 1024
-"""Maximum names of one tensor. Each name is written as a tensor, so a small file could otherwise
-expand to a huge one.
+"""Maximum number of names of one tensor. Reading a record writes the tensor once per name, so a
+small file could otherwise expand to a huge one.
 """
 MAX_COUNT: Final = 1 << 20
-"""Maximum increment of a counter per forward pass."""
+"""Maximum increment of a counter in one forward pass."""
 
 
 def is_for_state_only(name: str) -> bool:
-    """True if no node reads the initializer, which exists only for the module's `state_dict`."""
+    """Return True if an initializer exists only for the module's `state_dict`, so that no node
+    reads it.
+    """
     return name.startswith(INITIALIZER_PREFIX)
 
 
 def module_name(name: str) -> str:
-    """Return the name of an initializer without `INITIALIZER_PREFIX`: its name in the module."""
+    """Return the name of a tensor in the module: the name of its initializer without
+    `INITIALIZER_PREFIX`.
+    """
     return name.removeprefix(INITIALIZER_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
 class StateNames:
-    """The entries of a module's `state_dict`."""
+    """The record: the entries of a module's `state_dict`."""
 
     names: Mapping[str, str]
-    """The initializer of the file that holds an entry, by the entry's name, in the order of the
-    module.
-    """
+    """For each entry, in the order of the module, the name of the initializer that contains it."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """The increment of a counter per forward pass in training, such as 1 for BatchNorm's
-    `num_batches_tracked`, by the name of the counter's initializer.
+    """For each counter, the increment in one forward pass in training, by the name of its
+    initializer. It is 1 for `num_batches_tracked` of BatchNorm.
     """
 
     def text(self) -> str:
@@ -59,8 +66,8 @@ class StateNames:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str], initializers: Collection[str]) -> StateNames | None:
-        """Return the record of a file, None if it has none. Raises ModelError if the record does
-        not fit the initializers.
+        """Return the record in the metadata of a file, or None if the file has none. Raise
+        ModelError if the record is invalid or does not fit the names of the initializers.
         """
         text = metadata.get(METADATA_KEY)
         if text is None:
@@ -97,8 +104,10 @@ class StateNames:
 
 
 def _is_count(value: object) -> bool:
+    """Return True if the value is a valid increment of a counter."""
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def _invalid_record_error(reason: str) -> ModelError:
+    """Return the error for an invalid record; `reason` says why it is invalid."""
     return ModelError(f"the model's metadata entry {METADATA_KEY!r} {reason}")

@@ -21,32 +21,31 @@ class Span:
 
 
 class StepEndKind(enum.Enum):
-    """Kind of work at the end of a training step."""
+    """Kind of work that a device does after its last task of a training step."""
 
     GRADIENT_SUM = "gradient sum"
-    """Gradient all-reduce of a stage."""
+    """All-reduce of the gradients of a stage."""
     UPDATE = "update"
-    """Optimizer update of all parameters of a device."""
+    """Optimizer update of all parameters of the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEndSpan:
-    """Start and end of work of a device after its last task, in seconds from the start of the
-    step.
-    """
+    """Start and end of work of a device after its last task, in seconds from the start of the step."""
 
     device: int
     kind: StepEndKind
     stage: int | None
-    """Stage of a gradient all-reduce; None for an update."""
+    """Stage whose gradients are reduced; None for an optimizer update."""
     start: float
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A P2P message between devices of two stages for one micro-batch. `task` is the sending task:
-    a forward sends activations, a backward sends gradients.
+    """A P2P message between devices of two stages for one micro-batch, with its start and end in
+    seconds from the start of the step. `task` is the task that sends: a forward sends activations,
+    a backward sends gradients.
     """
 
     source: int
@@ -58,33 +57,40 @@ class Transfer:
 
 
 Links = tuple[tuple[tuple[int, int], ...], ...]
-"""Groups of device pairs. All pairs of a group exchange equal messages at equal times."""
+"""Groups of device pairs. All pairs of a group exchange messages of equal sizes at equal times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Tasks, messages and memory of one step.
+    """The tasks, messages and memory of one step. Times are in seconds from the start of the step.
 
-    Of devices with equal spans only the first one's are stored, and of pairs with equal transfers
-    only the first one's, because a step of thousands of devices has millions.
+    A step of thousands of devices has millions of spans and transfers. Therefore, spans are stored
+    for only one of several devices with equal spans (a lane), and transfers for only one of several
+    pairs with equal transfers.
     """
 
     own_spans: tuple[Span, ...]
-    """Spans of the first device of each lane, sorted by device and start."""
+    """Tasks of the first device of each lane, sorted by device and start."""
     own_transfers: tuple[Transfer, ...]
-    """Transfers of the first pair of each group of `links`, in both directions."""
+    """Messages between the first pair of each group of `links`, in both directions."""
     memory: tuple[tuple[tuple[float, int], ...], ...]
-    """For each device, pairs (time, bytes in use from this time), sorted by time from 0."""
+    """For each device, pairs (time, bytes in use from this time on), sorted by time. The first time
+    is 0.
+    """
     static_memory: tuple[int, ...]
-    """Constant part of the memory of each device: parameters, gradients, optimizer state."""
+    """For each device, the bytes that are in use during the whole step: parameters, gradients,
+    optimizer state.
+    """
     end: float
-    """End of the step in seconds, including gradient all-reduce and update."""
+    """End of the step, including gradient all-reduces and updates."""
     lanes: DeviceGroups = ()
-    """Groups of devices with equal spans; () if the spans of all devices are stored."""
+    """Groups of devices with equal spans; () if `own_spans` has the spans of all devices."""
     links: Links = ()
-    """Groups of pairs with equal transfers; () if all transfers are stored."""
+    """Groups of pairs with equal transfers; () if `own_transfers` has all transfers."""
     own_ends: tuple[StepEndSpan, ...] = ()
-    """Gradient all-reduces and updates of the first device of each lane, by device and start."""
+    """Gradient all-reduces and updates of the first device of each lane, sorted by device and
+    start.
+    """
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -118,12 +124,12 @@ class Timeline:
 
     @property
     def _first_device_of_group(self) -> dict[int, int]:
-        """{device: first device of its lane}."""
+        """For each device, the first device of its lane."""
         return {device: devices[0] for devices in self.lanes for device in devices}
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Messages between all pairs of devices. Equal messages of a group of pairs are
+        """Messages between all pairs of devices. Equal messages of the pairs of a group are
         consecutive.
         """
         if not self.links:
@@ -140,14 +146,15 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[int, ...]:
-        # Devices with equal memory share one curve object.
+        """For each device, the maximum number of bytes in use."""
+        # Devices with equal memory share one object of `memory`, whose maximum is computed once.
         curves = {id(curve): curve for curve in self.memory}
         peaks = {key: max((used for _, used in curve), default=0) for key, curve in curves.items()}
         return tuple(peaks[id(curve)] for curve in self.memory)
 
     @property
     def bubble_rate(self) -> float:
-        """Fraction of device time in which no task runs, on average over the devices."""
+        """Fraction of the step in which a device runs no task, averaged over the devices."""
         count = {devices[0]: len(devices) for devices in self.lanes}
         busy = sum((span.end - span.start) * count.get(span.device, 1) for span in self.own_spans)
         return 1.0 - busy / (len(self.memory) * self.end) if self.end else 0.0
@@ -155,16 +162,16 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class TaskSeconds:
-    """Seconds of the tasks of a stage for one micro-batch, either on the host or on the device."""
+    """Seconds per task of a stage for one micro-batch, either of the host or of the device."""
 
     forward_s: Amount
     backward_s: Amount = 0.0
-    """Seconds of a backward, including the recomputed forward."""
+    """Seconds of a backward, including the forward that it recomputes."""
     weight_gradient_s: Amount = 0.0
-    """Seconds of the second half of a split backward; included in `backward_s`."""
+    """Seconds of the second half of a split backward. They are part of `backward_s`."""
 
     def of(self, phase: Phase) -> float:
-        """Return the seconds of a task of a phase."""
+        """Return the seconds of a task with the phase `phase`."""
         return {
             Phase.FORWARD: self.forward_s,
             Phase.BACKWARD: self.backward_s,
@@ -175,56 +182,65 @@ class TaskSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """Predicted seconds and bytes of a stage on each of its devices, per micro-batch unless stated
+    """Predicted times and memory of a stage on each of its devices, per micro-batch unless stated
     otherwise.
     """
 
     forward_s: Amount
     backward_s: Amount = 0.0
-    """Seconds of a backward, including the recomputed forward."""
+    """Seconds of a backward, including the forward that it recomputes."""
     input_gradient_s: Amount = 0.0
     weight_gradient_s: Amount = 0.0
     split_s: Amount = 0.0
-    """Additional seconds per micro-batch if its backward is split. They are added to the first half
-    of the backward.
+    """Additional seconds per micro-batch if its backward is split; they belong to the first half.
     """
     gradient_s: Amount = 0.0
-    """Seconds of the gradient all-reduce, once per step."""
+    """Seconds of the all-reduce of the stage's gradients, once per step."""
     update_s: Amount = 0.0
     parameter_bytes: Index = 0
     static_bytes: Index = 0
-    """Bytes allocated during the whole step: parameters, gradients, optimizer state, message
+    """Bytes that are in use during the whole step: parameters, gradients, optimizer state, message
     buffers.
     """
     kept_bytes: Index = 0
-    """Bytes saved from the start of a forward to the end of its backward."""
+    """Bytes that a forward saves. They are in use from the start of the forward to the end of its
+    backward.
+    """
     weight_kept_bytes: Index = 0
-    """Bytes saved from the end of the first half of a split backward to the end of the second half.
+    """Bytes that are in use from the end of the first half of a split backward to the end of the
+    second half.
     """
     transient_bytes: Index = 0
-    """Temporary bytes within a backward or, in inference, within a forward."""
+    """Maximum bytes that a backward (in inference, a forward) uses temporarily."""
     on_host: Annotated[TaskSeconds | None, OmitDefault()] = None
-    """Seconds in which the host launches the operators of each task; None if host time is not
+    """Seconds that the host needs to launch the operators of each task; None if host time is not
     modelled.
     """
     on_device: Annotated[TaskSeconds | None, OmitDefault()] = None
-    """Seconds in which the device computes and communicates; None if host time is not modelled."""
+    """Seconds that the device needs to compute and communicate in each task; None if host time is
+    not modelled.
+    """
 
     @property
     def host_bound(self) -> bool:
-        """True if a micro-batch takes more host time than device time."""
+        """True if forward and backward of a micro-batch take more time on the host than on the
+        device.
+        """
         if self.on_host is None or self.on_device is None:
             return False
         host_s = self.on_host.forward_s + self.on_host.backward_s
         return host_s > self.on_device.forward_s + self.on_device.backward_s
 
     def host_wait_s(self, phase: Phase) -> float:
-        """Return the seconds of a task in which the device waits for the host."""
+        """Return the seconds of a task with the phase `phase` in which the device waits for the
+        host.
+        """
         if self.on_host is None or self.on_device is None:
             return 0.0
         return max(0.0, self.on_host.of(phase) - self.on_device.of(phase))
 
     def seconds(self, phase: Phase) -> float:
+        """Return the seconds of a task with the phase `phase`."""
         return {
             Phase.FORWARD: self.forward_s,
             Phase.BACKWARD: self.backward_s,
@@ -233,8 +249,8 @@ class StagePrediction:
         }[phase]
 
     def added_bytes(self, phase: Phase) -> int:
-        """Return the change, in bytes, of used memory by a task of a training step. It is negative
-        if the task frees memory.
+        """Return the change of the bytes in use by a task with the phase `phase` of a training
+        step. It is negative if the task frees memory.
         """
         return {
             Phase.FORWARD: self.kept_bytes,
@@ -246,9 +262,10 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message from a device of one stage to a device of a later stage after a forward, and its
-    gradient after the backward. If the micro-batch sizes of the stages differ, the message has the
-    samples that micro-batches of `source_slice` and of `target_slice` have in common.
+    """A P2P message from a device of one stage to a device of a later stage after a forward, and
+    the message with its gradient after the backward. If the micro-batch sizes of the stages differ,
+    a message contains the samples that a micro-batch of `source_slice` and one of `target_slice`
+    have in common.
     """
 
     source_stage: Index
@@ -265,8 +282,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predictions of the stages in order, and the messages of one micro-batch; of the largest
-    micro-batch if stages have different sizes.
+    """Predictions for the stages, in order, and the messages of one micro-batch (of the largest one
+    if the stages have different sizes).
     """
 
     stages: tuple[StagePrediction, ...] = ()
@@ -274,4 +291,5 @@ class Prediction:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
+        """Distinct pairs (source stage, target stage) between which messages are sent, sorted."""
         return tuple(sorted({(each.source_stage, each.target_stage) for each in self.messages}))

@@ -1,4 +1,4 @@
-"""Decoding of packed protobuf varints."""
+"""Decoding of packed integers in the variable-length format of protobuf (varints)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 _CONTINUATION_BIT = 0x80
-"""Bit of a byte that is set if more bytes of the varint follow."""
+"""Bit of a byte that is set if further bytes of the integer follow."""
 
 
 def low_bits_of_varints(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16]:
-    """Return the low 16 bits of each varint of a packed field.
+    """Return the low 16 bits of each integer in the bytes `payload` of a packed protobuf field.
 
-    These are all bits of float16 and bfloat16 values in `TensorProto.int32_data`
+    For float16 and bfloat16 values in `TensorProto.int32_data`, these are all bits
     (https://onnx.ai/onnx/api/classes.html).
     """
     if not payload.size:
@@ -20,7 +20,8 @@ def low_bits_of_varints(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint16
     ends = np.flatnonzero(payload < _CONTINUATION_BIT)
     starts = np.concatenate(([0], ends[:-1] + 1))
     places = np.arange(int(ends[-1]) + 1) - np.repeat(starts, ends - starts + 1)
-    # A byte has seven bits, the lowest first; the low 16 bits are in the first three bytes.
+    # Each byte contains seven bits of the integer, the lowest first, so the low 16 bits are in the
+    # first three bytes.
     parts = (payload[: places.size] & 0x7F).astype(np.uint32) << np.minimum(7 * places, 31).astype(
         np.uint32
     )

@@ -1,4 +1,4 @@
-"""Text of messages: plurals, lists, printable names, and numbers with units."""
+"""Text for messages: plurals, lists, printable names, and numbers with units."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 def plural(count: float, noun: str, many: str = "") -> str:
     """Return `noun` if `count` is 1, otherwise its plural.
 
-    `many` is the plural if no rule gives it, for example of a noun with its verb: `plural(n, "node
-    is", "nodes are")`.
+    `many` states a plural for which no rule exists, for example of a noun with its verb: `plural(n,
+    "node is", "nodes are")`.
     """
     if count == 1:
         return noun
@@ -35,22 +35,26 @@ def plural(count: float, noun: str, many: str = "") -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """Return a number with its noun in the matching form: `1 device`, `1,024 devices`."""
+    """Return a number with thousands separators and its noun in the matching form: `1 device`,
+    `1,024 devices`.
+    """
     return f"{count:,} {plural(count, noun)}"
 
 
 def list_first(texts: Sequence[str], most: int) -> str:
-    """Return the first `most` texts, separated by commas, and the number of further texts."""
+    """Return the first `most` texts, separated by commas, followed by the number of texts that are
+    omitted, if any.
+    """
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{', '.join(texts[:most])}{more}"
 
 
 def printable(text: str) -> str:
-    """Return `text` on one line, with an escape in place of each character that would move the
-    cursor, or colour, reorder or hide text.
+    """Return `text` on one line. Each character that would move the cursor, or colour, reorder or
+    hide text, is replaced by an escape sequence.
 
-    Every name from a model, a plan or a schedule passes through this function before a person sees
-    it.
+    Each name from a model, a plan or a schedule must pass through this function before it is shown
+    to a person, because these files are untrusted.
     """
     if text.isprintable():
         return text
@@ -60,7 +64,9 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return `text` with its line breaks; each line is escaped by `printable`."""
+    """Return `text` with its line breaks, and with all other unsafe characters escaped as by
+    `printable`.
+    """
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
@@ -70,13 +76,13 @@ def bytes_text(size: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a time with three digits: `41.2 ms`."""
+    """Return a time in seconds with about three digits and its unit: `41.2 ms`."""
     return in_largest_unit(seconds, _SECONDS) or f"{seconds / 1e-9:.0f} ns"
 
 
 def in_largest_unit(value: float, units: Sequence[tuple[str, float]]) -> str | None:
-    """Return the value in the largest unit of `units` that is not larger than the value, or None if
-    all units are larger. `units` lists (name, size), the largest first.
+    """Return `value` as text in the largest unit that does not exceed it, or None if all units
+    exceed it. `units` lists (name, size), the largest unit first.
     """
     for unit, scale in units:
         if abs(value) >= scale:
