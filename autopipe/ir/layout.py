@@ -1,12 +1,12 @@
 """Layouts of tensors on a group of devices, and the data that a change of layout moves.
 
-`Layout` contains the information that DTensor calls placements: which mesh axes shard which
-dimension, and over which mesh axes the devices have partial sums.
+A `Layout` contains the information that DTensor calls placements: which axes of the device mesh
+shard which dimension, and over which mesh axes the devices hold partial sums.
 
-The volume of a change of layout is t_x of PaSE (Elango, IPDPS 2021, section II): the elements that
-a device needs and does not have. At an outer level of the cluster, nodes take the role of
-devices: each node receives each missing element once. The cost model and code generation both use
-this module, so the predicted communication is the communication that runs.
+The volume of a change of layout is t_x of PaSE (Elango, IPDPS 2021, section II): the number of
+elements that a device needs and does not have. At an outer level of the cluster, nodes take the
+role of devices, so each missing element is sent to a node once. The cost model and code generation
+both use this module, so the predicted communication equals the communication that runs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A slice of a tensor: for each dimension a half-open index range [start, stop)."""
+    """A rectangular slice of a tensor: a half-open index range [start, stop) per dimension."""
 
     starts: tuple[Index, ...]
     stops: tuple[Index, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Number of elements in each dimension."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """The slice as an index for arrays and tensors."""
         return tuple(map(slice, self.starts, self.stops))
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def intersect(self, other: TensorSlice) -> TensorSlice | None:
@@ -55,48 +58,51 @@ class TensorSlice:
         return TensorSlice(starts, stops)
 
     def shifted(self, distances: Iterable[int]) -> TensorSlice:
-        """Return this slice moved by `distances`, one signed number of elements per dimension."""
+        """Return this slice moved by `distances`, a signed number of elements for each dimension."""
         steps = tuple(distances)
         return TensorSlice(tuple(map(add, self.starts, steps)), tuple(map(add, self.stops, steps)))
 
     def within(self, outer: TensorSlice) -> TensorSlice:
-        """Return this slice in coordinates whose origin is the first element of `outer`."""
+        """Return this slice relative to `outer`: the first element of `outer` has index 0 in each
+        dimension.
+        """
         return self.shifted(-start for start in outer.starts)
 
     def moved(self, source: TensorSlice, target: TensorSlice) -> TensorSlice:
-        """Return this slice moved by the vector from the first element of `source` to the first
-        element of `target`.
+        """Return this slice moved as far as the first element of `target` is from the first element
+        of `source`.
         """
         return self.shifted(map(sub, target.starts, source.starts))
 
 
 def full_slice(shape: tuple[int, ...]) -> TensorSlice:
-    """Return the slice that covers an entire tensor of this shape."""
+    """Return the slice of a tensor with this shape that contains all of its elements."""
     return TensorSlice((0,) * len(shape), shape)
 
 
 class MeshAxis(NamedTuple):
-    """An axis of the device mesh that a group forms.
+    """An axis of the device mesh that a group of devices forms.
 
-    The device at position p of the group has coordinate (p // stride) % degree along this axis.
+    The device at position p of the group has the coordinate (p // stride) % degree along this axis.
     """
 
     degree: int
     stride: int
 
     def coordinate(self, position: int) -> int:
+        """Return the coordinate along this axis of the device at a position of the group."""
         return position // self.stride % self.degree
 
 
 MeshAxes = tuple[MeshAxis, ...]
-"""Mesh axes, ordered from outer to inner."""
+"""Mesh axes, ordered from the outermost to the innermost."""
 
 
 def mesh_axes_of(splits: Sequence[Split], group: int) -> MeshAxes:
-    """Return one mesh axis per split, for a group of `group` devices.
+    """Return one mesh axis for each of `splits`, for a group of `group` devices.
 
-    The first split gets the outermost axis (the largest stride). If the product of the degrees is
-    smaller than `group`, the innermost positions hold copies. The product must divide `group`.
+    The first split has the outermost axis, with the largest stride. The product of the degrees must
+    divide `group`. If it is smaller than `group`, consecutive devices hold copies.
     """
     found = []
     stride = group
@@ -110,8 +116,8 @@ def mesh_axes_of(splits: Sequence[Split], group: int) -> MeshAxes:
 
 
 def mesh_axis_by_name(splits: Sequence[Split], group: int) -> dict[str, MeshAxis]:
-    """Return the mesh axis of each split, by the name of the split axis of the iteration space,
-    outer to inner.
+    """Return the mesh axis of each split, by the name of the iteration axis that is split. The
+    order is from the outermost to the innermost mesh axis.
     """
     return {
         split.axis: axis for split, axis in zip(splits, mesh_axes_of(splits, group), strict=True)
@@ -119,10 +125,11 @@ def mesh_axis_by_name(splits: Sequence[Split], group: int) -> dict[str, MeshAxis
 
 
 def merge_axes(axes: Iterable[MeshAxis]) -> MeshAxes:
-    """Return the canonical form of `axes`, which are ordered from outer to inner.
+    """Return the canonical form of mesh axes, which are ordered from the outermost to the
+    innermost.
 
-    Two neighbouring axes become one if the outer stride is inner stride · inner degree. Axes of
-    degree 1 are dropped.
+    Two neighbouring axes are merged if the stride of the outer one is the product of stride and
+    degree of the inner one. Axes of degree 1 are removed.
     """
     found: list[MeshAxis] = []
     for axis in axes:
@@ -135,13 +142,14 @@ def merge_axes(axes: Iterable[MeshAxis]) -> MeshAxes:
 
 
 Positions = TypeVar("Positions", int, NDArray[np.int64])
-"""The position of one device in its group, or an array of positions."""
+"""The position of a device in its group, or an array of positions."""
 
 
 def coordinate_along(axes: MeshAxes, position: Positions) -> Positions:
-    """Return the coordinate of each position along `axes`, combined into one number.
+    """Return the coordinate of each position along several mesh axes, combined to one number.
 
-    `axes` are ordered from outer to inner; the innermost one varies fastest.
+    `axes` are ordered from the outermost to the innermost; the number changes fastest along the
+    innermost axis.
     """
     index = position - position
     for axis in axes:
@@ -150,15 +158,15 @@ def coordinate_along(axes: MeshAxes, position: Positions) -> Positions:
 
 
 def total_degree(axes: Iterable[MeshAxis]) -> int:
-    """Return the product of the degrees of `axes`."""
+    """Return the product of the degrees of mesh axes."""
     return math.prod([axis.degree for axis in axes])
 
 
 def group_members(axes: MeshAxes, position: int) -> tuple[int, ...]:
-    """Return the positions of the devices that form a process group over `axes` with the device at
-    `position`.
+    """Return the positions of the devices in the process group over `axes` that contains the device
+    at `position`.
 
-    Their coordinates differ from those of `position` along `axes` only. The order is row-major over
+    The coordinates of the members are equal along all other mesh axes. The order is row-major over
     `axes`.
     """
     found = [position - sum(axis.coordinate(position) * axis.stride for axis in axes)]
@@ -169,10 +177,11 @@ def group_members(axes: MeshAxes, position: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WindowedShards:
-    """Shards of one dimension that an operator reads through windows (convolution, pooling).
+    """The shards of a dimension that an operator reads through windows, as a convolution or pooling
+    does.
 
-    Shard i consists of the `length` elements from index i · step + offset on. Neighbouring shards
-    may overlap or leave gaps, and the first and last ones may extend beyond the tensor.
+    Shard i contains `length` elements from index i · step + offset on. Neighbouring shards may
+    overlap or leave gaps. The first and the last shards may extend beyond the tensor.
     """
 
     step: int
@@ -180,23 +189,23 @@ class WindowedShards:
     length: int
 
     def joined(self, count: int) -> WindowedShards:
-        """Return the shards that result if each `count` consecutive shards are joined into one."""
+        """Return the shards that result if groups of `count` consecutive shards are joined."""
         return WindowedShards(self.step * count, self.offset, (count - 1) * self.step + self.length)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Distribution of one tensor over the devices of a group (what DTensor calls its placements).
+    """Distribution of a tensor over the devices of a group (what DTensor calls its placements).
 
-    `shard_axes[i]` are the mesh axes that shard dimension i, outer to inner. Over `sums` the
-    devices hold partial sums (the tensor is their sum); over `means` they hold partial means (the
-    tensor is their average). Over all other mesh axes they hold copies. All axes are merged
-    (`merge_axes`), so that equal distributions compare equal.
+    `shard_axes[i]` are the mesh axes that shard dimension i, from the outermost to the innermost.
+    Over the mesh axes `sums`, the devices hold partial sums, which add up to the tensor; over
+    `means`, they hold partial means, whose average is the tensor. Over all other mesh axes, they
+    hold copies. Mesh axes are merged (`merge_axes`), so that equal distributions compare equal.
 
-    Shards along a dimension have equal sizes and do not overlap, except for an operand that is read
-    through windows. `windows` is () if no dimension is; otherwise `windows[i]` gives the shards of
-    dimension i, or is None if they are even. `fill` is the value of elements beyond the tensor.
-    Results of nodes always have even shards.
+    The shards of a dimension have equal sizes and do not overlap, except for an operand that is
+    read through windows. `windows[i]` has the windowed shards of dimension i, or is None if its
+    shards are even; `windows` is () if all dimensions have even shards. `fill` is the value of
+    elements beyond the tensor. Results of nodes always have even shards.
     """
 
     shape: tuple[int, ...]
@@ -208,7 +217,8 @@ class Layout:
     _hash: int | None = field(default=None, init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
-        # The number of different layouts is small, but each operand of each node looks one up.
+        # There are few different layouts, but each operand of each node is a key of a cache, so the
+        # hash is stored.
         if (known_hash := self._hash) is None:
             known_hash = hash(
                 (self.shape, self.shard_axes, self.sums, self.means, self.windows, self.fill)
@@ -223,29 +233,28 @@ class Layout:
 
     @property
     def partial_over(self) -> MeshAxes:
-        """Return the mesh axes over which devices hold partial sums or means, outer to inner.
+        """Mesh axes over which devices hold partial sums or means, from the outermost to the
+        innermost.
 
-        An axis of sums and an axis of means are not merged, because a reduction over a part of both
-        must leave one of each.
+        An axis of sums and an axis of means are not merged, because a reduction over a part of each
+        must leave the rest of each.
         """
         return tuple(sorted(self.sums + self.means, key=lambda axis: -axis.stride))
 
     @property
     def shard_count(self) -> int:
-        """Return the number of different shards, which is the product of the degrees of
-        `shard_axes`.
-        """
+        """Number of different shards: the product of the degrees of `shard_axes`."""
         return total_degree(axis for axes in self.shard_axes for axis in axes)
 
     def reduced(self) -> Layout:
-        """Return the layout after the partial sums and means are all-reduced; the shards stay."""
+        """Return the layout after an all-reduce of the partial sums and means. The shards remain."""
         return Layout(self.shape, self.shard_axes)
 
     def even(self) -> Layout:
-        """Return the layout with even shards along the same mesh axes.
+        """Return the layout with even shards along the same mesh axes, without windows.
 
-        A dimension that is read through windows becomes unsharded if the degree does not divide its
-        size.
+        A dimension that is read through windows is no longer sharded if the degree does not divide
+        its size.
         """
         if not self.windows:
             return self
@@ -257,8 +266,8 @@ class Layout:
         return Layout(self.shape, tuple(shard_axes))
 
     def shard_ranges(self) -> tuple[WindowedShards, ...]:
-        """Return the index ranges of the shards of each dimension; even shards have offset 0 and
-        step = length.
+        """Return the index ranges of the shards of each dimension. Even shards have offset 0, and
+        their step equals their length.
         """
         even = [
             size // total_degree(axes)
@@ -271,7 +280,7 @@ class Layout:
         )
 
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of one device's shard."""
+        """Return the shape of the shard of a device."""
         if not self.windows:
             return tuple(
                 size // total_degree(axes)
@@ -281,7 +290,7 @@ class Layout:
 
     @property
     def local_elements(self) -> int:
-        """Return the number of elements of one device's shard."""
+        """Number of elements of the shard of a device."""
         return (
             math.prod(self.local_shape())
             if self.windows
@@ -289,9 +298,9 @@ class Layout:
         )
 
     def copies_of_first_shard(self, group: int) -> tuple[int, ...]:
-        """Return the positions, among `group` devices, that hold the shard of position 0.
-
-        For a partial layout, these devices hold partial sums of equal shards.
+        """Return the positions of the devices, of `group` devices, that hold the same shard as the
+        device at position 0. In a partial layout, these devices hold partial sums of the same
+        shard.
         """
         positions = np.arange(group)
         difference = sum(
@@ -301,9 +310,8 @@ class Layout:
         return tuple(np.flatnonzero(difference == 0).tolist())
 
     def shard(self, position: int) -> TensorSlice:
-        """Return the slice of the tensor that the device at `position` holds.
-
-        A shard that is read through windows may extend beyond the tensor.
+        """Return the slice of the tensor that the device at `position` holds. A shard that is read
+        through windows may extend beyond the tensor.
         """
         starts = []
         stops = []
@@ -315,10 +323,8 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def holders_by_shard(layout: Layout, group: int) -> tuple[tuple[TensorSlice, tuple[int, ...]], ...]:
-    """Return (shard, positions) pairs: each different shard, with all positions of `group` that
-    hold it.
-
-    Shards are ordered by the first position that holds them.
+    """Return pairs (shard, positions): each different shard, and the positions of all devices, of
+    `group` devices, that hold it. Shards are ordered by their first position.
     """
     found: dict[TensorSlice, list[int]] = {}
     for position in range(group):
@@ -332,12 +338,12 @@ def replicated_layout(shape: tuple[int, ...]) -> Layout:
 
 
 def shard_copies(layout: Layout, group: int) -> Layout:
-    """Return the layout in which each group of copies is sharded further, so that no two devices
-    hold equal data.
+    """Return the layout in which devices with equal shards divide the shard among them, so that no
+    two devices hold equal data.
 
     The first dimension whose local size is divisible by the number of copies is sharded. Return
     `layout` unchanged if there are no copies, if no dimension is divisible, if the layout has
-    windows or partial sums, or if the mesh axes do not nest.
+    windows or partial sums, or if the copies do not correspond to mesh axes.
     """
     copies: list[MeshAxis] = []
     outer = group
@@ -366,12 +372,12 @@ def operand_layout(
     axes: Mapping[str, MeshAxis],
     windows: Sequence[Windowed] = (),
 ) -> Layout:
-    """Return the layout in which devices need an operand, or hold a result, of a node.
+    """Return the layout in which the devices of a node need an operand, or hold a result.
 
-    `dimensions` are the dimensions of the operand in the node's iteration space and `shape` is its
-    shape. `axes` is `mesh_axis_by_name` of the node's splits. `windows` are the operand's
-    (`Space.windows_of`). The splits must satisfy `are_even_splits`: otherwise a split inside a
-    merged dimension does not give contiguous shards.
+    `dimensions` are the axes of the operand's dimensions in the node's iteration space, and `shape`
+    is its shape. `axes` is the result of `mesh_axis_by_name` for the node's splits. `windows` are
+    the operand's windowed dimensions (`Space.windows_of`). The splits must satisfy
+    `are_even_splits`; otherwise the shards of a merged dimension would not be contiguous.
     """
     shard_axes = [
         merge_axes([axes[name] for name in dimension if name in axes]) for dimension in dimensions
@@ -392,7 +398,8 @@ def operand_layout(
         is_even = shards == WindowedShards(size // degree, 0, size // degree) and size % degree == 0
         windowed_shards[window.dimension] = None if is_even else shards
         if shards.offset < 0 or (degree - 1) * shards.step + shards.offset + shards.length > size:
-            fill = window.fill  # A shard extends beyond the tensor.
+            # The value beyond the tensor matters only if a shard extends beyond the tensor.
+            fill = window.fill
     return Layout(
         shape,
         tuple(shard_axes),
@@ -407,10 +414,10 @@ def result_layout(
     shape: tuple[int, ...],
     axes: Mapping[str, MeshAxis],
 ) -> Layout:
-    """Return the layout that a node produces for a result.
+    """Return the layout in which the devices of a node produce a result.
 
-    A split axis that the result does not contain makes it a partial mean if the axis has kind MEAN.
-    If the kind is AGREED, the devices hold copies. For any other kind the result is a partial sum.
+    If an axis that the result lacks is split, the devices hold partial means if its kind is MEAN,
+    copies if its kind is AGREED, and partial sums otherwise.
     """
     sharded = operand_layout(dimensions, shape, axes)
     result_axes = {name for dimension in dimensions for name in dimension}
@@ -427,9 +434,9 @@ def result_layout(
 
 
 def even_degree_hint(extent: int, degree: int) -> str:
-    """Return a hint for a dimension of `extent` elements that `degree` devices cannot shard evenly.
-
-    It suggests a padded size, and the largest smaller degree that divides the size if there is one.
+    """Return a hint for a dimension of `extent` elements that cannot be divided into `degree` equal
+    shards: a size to which it can be padded, and the largest smaller degree above 1 that divides
+    it, if there is one.
     """
     divisors = [count for count in range(2, min(degree, extent) + 1) if extent % count == 0]
     padded = -(-extent // degree) * degree
@@ -438,16 +445,16 @@ def even_degree_hint(extent: int, degree: int) -> str:
 
 
 def is_even_split(space: Space, axis: str, degree: int) -> bool:
-    """True if splitting `axis` alone into `degree` parts satisfies `are_even_splits`."""
+    """Return True if a split of only `axis` into `degree` parts satisfies `are_even_splits`."""
     return are_even_splits(space, (Split(axis, degree),))
 
 
 def are_even_splits(space: Space, splits: Sequence[Split]) -> bool:
-    """True if `splits` together give each device one contiguous, equally large shard of each
-    tensor.
+    """Return True if, with `splits`, the shard of each tensor on each device is contiguous and all
+    shards have one size.
 
     Each degree must divide the size of its axis. In a dimension that merges several axes, an axis
-    may be split only if all axes outside of it in that dimension are split down to size 1.
+    may be split only if all axes outside of it in the dimension are split down to size 1.
     """
     degrees = {split.axis: split.degree for split in splits}
     sizes = space.axis_sizes()
@@ -457,7 +464,9 @@ def are_even_splits(space: Space, splits: Sequence[Split]) -> bool:
 
 
 def merged_dimensions(space: Space) -> tuple[Dimension, ...]:
-    """Return the distinct dimensions of the operands and results that merge several axes."""
+    """Return the distinct dimensions of operands and results that merge several axes, each as a
+    tuple of axis names.
+    """
     tensors = (*space.operands, *space.results)
     mixed = (dimension for tensor in tensors for dimension in tensor or () if len(dimension) > 1)
     return tuple(dict.fromkeys(mixed))
@@ -466,10 +475,8 @@ def merged_dimensions(space: Space) -> tuple[Dimension, ...]:
 def is_one_range(
     dimension: Dimension, extents: Mapping[str, int], degrees: Mapping[str, int]
 ) -> bool:
-    """True if the splits give each device one contiguous range of a merged dimension.
-
-    `degrees` divide `extents`. The condition: the axes outside of each split axis have local size
-    1.
+    """Return True if the shard of a merged dimension is one contiguous range on each device: all
+    axes outside of a split axis have local size 1. The degrees must divide the sizes `extents`.
     """
     outside = 1
     for name in dimension:
@@ -481,8 +488,8 @@ def is_one_range(
 
 
 def missing_elements(source: Layout, target: Layout, group: int) -> NDArray[np.int64]:
-    """Return, for each position of a group, the elements that the position needs under `target` and
-    lacks under `source`.
+    """Return, for each position of a group, the number of elements that the device needs for the
+    layout `target` and does not have in the layout `source`.
 
     The result has shape [group]. Elements beyond the tensor do not count.
     """
@@ -497,11 +504,11 @@ def missing_elements(source: Layout, target: Layout, group: int) -> NDArray[np.i
 
 
 def layout_over_neighbours(layout: Layout, size: int) -> Layout:
-    """Return the layout over groups of `size` neighbouring devices, each group counted as one
+    """Return the layout over groups of `size` neighbouring devices, where each group counts as one
     device.
 
-    A group's shard is the union of its devices' shards if that is one contiguous slice; otherwise
-    it is the smallest slice that contains all of them.
+    The shard of a group is the smallest slice that contains the shards of its devices. If the
+    shards form one contiguous slice, it is their union.
     """
     windows = layout.windows or (None,) * len(layout.shard_axes)
     pairs = [
@@ -516,10 +523,10 @@ def sharded_over_neighbours(
     axes: MeshAxes, window: WindowedShards | None, size: int
 ) -> tuple[MeshAxes, WindowedShards | None]:
     """Return (mesh axes, windowed shards) of one dimension over groups of `size` neighbouring
-    devices.
+    devices, where each group counts as one device.
 
-    `axes` are the mesh axes that shard the dimension, and `window` its windowed shards or None if
-    the shards are even. The result keeps the mesh axes up to the first one that lies inside a
+    `axes` are the mesh axes that shard the dimension, and `window` its windowed shards, or None if
+    the shards are even. The result contains the mesh axes before the first one that lies inside a
     group.
     """
     found = []
@@ -529,7 +536,8 @@ def sharded_over_neighbours(
             found.append(MeshAxis(axis.degree, axis.stride // size))
             continue
         if span > size and span % size == 0 and size % axis.stride == 0:
-            # The outer part of the axis distinguishes groups; its inner part lies inside a group.
+            # Only the outer part of this axis distinguishes groups; its inner part is inside a
+            # group.
             found.append(MeshAxis(span // size, 1))
         break
     outer = merge_axes(found)
@@ -541,8 +549,8 @@ def sharded_over_neighbours(
 def _index_ranges_by_device(
     layout: Layout, group: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (starts, stops), both of shape [group, dimensions]: the index range of each device's
-    shard, clipped to the tensor.
+    """Return (starts, stops), both of shape [group, dimensions]: the index ranges of the shard of
+    each device, limited to the tensor.
     """
     positions = np.arange(group)
     starts = np.zeros((group, len(layout.shape)), dtype=np.int64)
@@ -557,10 +565,10 @@ def _index_ranges_by_device(
 
 @dataclass(frozen=True, slots=True)
 class SliceTransfer:
-    """A slice of a tensor that the device at position `source` sends to the device at position
-    `target`.
+    """The transfer of a slice of a tensor from the device at position `source` to the device at
+    position `target`.
 
-    Both may be the same position. `part` is in coordinates of the full tensor.
+    Both positions may be equal. `part` is the slice of the full tensor.
     """
 
     source: int
@@ -569,12 +577,13 @@ class SliceTransfer:
 
 
 def slice_transfers(source: Layout, target: Layout, group: int) -> Iterator[SliceTransfer]:
-    """Yield the transfers that produce layout `target` from layout `source`, ordered by target
-    position.
+    """Yield the transfers that change the layout of a tensor from `source` to `target`, ordered by
+    target position.
 
-    `source` has even shards and no partial sums. Of several positions that hold a shard, the
-    nearest to the target by number sends: a device that has the data sends it to itself, and
-    otherwise the sender is often in the same node. Elements beyond the tensor are not sent.
+    `source` must have even shards and no partial sums. If several devices hold a shard, the one
+    with the nearest position to the target sends it: a device that has the data itself needs no
+    communication, and a near device is often in the same node. Elements beyond the tensor are not
+    sent.
     """
     holders = holders_by_shard(source, group)
     for position in range(group):
@@ -612,7 +621,7 @@ class Redistribution:
 
     @property
     def divisor(self) -> int:
-        """Return the number by which to divide the reduced sum: the degree of the partial means
-        that this step reduces.
+        """The number by which the reduced sum is divided: the total degree of the mesh axes of
+        partial means that this step reduces; 1 for sums.
         """
         return total_degree(self.source.means) // total_degree(self.result.means)

@@ -1,4 +1,6 @@
-"""Input of strategies and schedulers: model, cluster and settings, but no planning decision."""
+"""The input of strategies and schedulers: the model, its costs, the cluster and the settings, but
+no planning decision.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from autopipe.ir.training import LRScheduler, Training
 
 
 def matches_pattern(pattern: str, name: str, key: str) -> bool:
-    """True if `pattern` matches the full `name`. A pattern is a glob or, after `re:`, a regular
-    expression. Raise ConfigurationError, with the pattern's configuration key `key`, if the regular
-    expression is invalid.
+    """Return True if `pattern` matches the full `name`. A pattern is a glob or, after `re:`, a
+    regular expression. Raise ConfigurationError if the regular expression is invalid; `key` is the
+    configuration key of the pattern, for the message.
     """
     if pattern.startswith("re:"):
         try:
@@ -45,43 +47,42 @@ class Mode(enum.Enum):
 
 
 Scores = Literal["keep", "recompute"]
-"""Handling of the logits of a cross-entropy: saved for backward, or recomputed in backward to save
-memory.
+"""What happens to the logits (scores) of a cross-entropy: they are saved for backward, or backward
+recomputes them, which saves memory.
 """
 SCORES: tuple[Scores, Scores] = ("keep", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNodeTime:
-    """Time of one node on one device type."""
+    """Time of a node on one device type, from measured costs."""
 
     device: str
     """Name of the device type."""
     known: bool
-    """True if the node was measured. Otherwise its time is the roofline time multiplied by
+    """True if the node itself was measured. Otherwise, its time is its roofline time multiplied by
     `scale`.
     """
     points: tuple[tuple[float, float, float], ...] = ()
-    """Triples (fraction of the node that a device computes, forward seconds, backward seconds) in
-    ascending order. () if the roofline time is used.
+    """Measured times: triples (fraction of the node that one device computes, seconds of forward,
+    seconds of backward), in ascending order of the fraction. () if the roofline time is used.
     """
     scale: tuple[float, float] = (1.0, 1.0)
-    """Factors of the roofline time of forward and of backward."""
+    """Pair (forward, backward) of factors of the roofline time."""
 
 
 BACKWARD_OPERATORS = 2
-"""Number of operators that the host launches in backward per operator of forward. Layers of the
-programs generated for BERT and GPT dispatch 2.0 to 2.1 ATen operators in backward per operator of
-forward, in fp32 and bf16.
+"""Number of operators that the host launches in backward for each operator of forward. Layers of
+generated programs for BERT and GPT dispatch 2.0 to 2.1 times as many ATen operators in backward as
+in forward, in fp32 and in bf16.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """Cost of one node for one micro-batch, independent of the device.
+    """Cost of a node for one micro-batch, for all devices together.
 
-    All values are for the unsharded node. If a node is sharded into n equal shards, each shard has
-    1/n of the cost.
+    If the node is sharded into n equal shards, each shard has 1/n of the cost.
     """
 
     kind: str
@@ -89,30 +90,33 @@ class NodeCost:
     forward_flops: float
     backward_flops: float
     forward_bytes: float
-    """Bytes that forward reads and writes, including parameters."""
+    """Bytes that forward reads and writes in memory, including parameters."""
     backward_bytes: float
-    """Bytes that backward reads and writes, including parameters."""
+    """Bytes that backward reads and writes in memory, including parameters."""
     kept_bytes: int
-    """Bytes saved for backward. A value that several nodes save is counted at the first one."""
+    """Bytes that are saved for backward. A value that several nodes save counts for the first of
+    them.
+    """
     measured: tuple[MeasuredNodeTime, ...] = ()
-    """Times per device type, if the plan uses measured costs."""
+    """Times on each device type if the plan uses measured costs, otherwise ()."""
     launches: float = 1.0
-    """Number of kernels that a forward launches. If several nodes run as one kernel, each has a
-    fraction of it.
+    """Number of kernels that a forward launches. If one kernel computes several nodes, each of them
+    has a fraction of it.
     """
     operators: float = 1.0
-    """Number of operators, including views, that the host launches in a forward."""
+    """Number of operators, including views, that the host dispatches in a forward."""
     backward_operators: float = 0.0
-    """Number of operators, including views, that the host launches in a backward."""
+    """Number of operators, including views, that the host dispatches in a backward."""
     product_rate: float = 1.0
-    """Fraction of the device's matmul rate that the operator's shapes permit."""
+    """Fraction of the device's FLOP/s for matmuls that the shapes of the operator permit."""
     recomputed_flops: float = 0.0
-    """FLOPs of backward that recompute values of forward, such as the scores of an attention."""
+    """FLOPs of backward that compute values of forward again, such as the scores of an attention.
+    """
 
 
 FIRST_LOSS_SCALE = 2.0**16
 PARAMETER_GROUPS_KEY = "optimizer.groups"
-"""Configuration key of parameter groups, for errors."""
+"""Configuration key of parameter groups, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +172,20 @@ class Optimizer:
 
     @property
     def states(self) -> int:
-        """Number of fp32 state values per parameter element; for `muon`, of matrices."""
+        """Number of fp32 optimizer states per element of a parameter (for `muon`, of a matrix)."""
         return {"adamw": 2, "adam": 2, "lion": 1, "muon": 1}.get(
             self.name, 1 if self.momentum else 0
         )
 
     def states_of(self, is_matrix: bool) -> int:
-        """Return the number of fp32 state values per element of a matrix or of another
-        parameter.
+        """Return the number of fp32 optimizer states per element of a matrix (`is_matrix`) or of
+        another parameter.
         """
         return 2 if self.name == "muon" and not is_matrix else self.states
 
     def group_of(self, name: str) -> int | None:
-        """Return the index of the group of parameter `name`, or None if no group matches. Raise
-        ConfigurationError for an invalid regular expression.
+        """Return the index of the first group that matches the parameter called `name`, or None if
+        none matches. Raise ConfigurationError for an invalid regular expression.
         """
         return next(
             (
@@ -226,51 +230,54 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class LossDivision:
-    """Formula for the loss of a step from the losses of its micro-batches."""
+    """Formula by which the loss of a step is computed from the losses of its micro-batches."""
 
     weight: Annotated[Annotated[float, Above(0)] | None, OmitDefault()] = None
     """Factor of the loss of each micro-batch in the loss of the step; None for 1 / the number of
     micro-batches.
     """
     exact: Annotated[bool, OmitDefault()] = True
-    """False if the loss of the step differs from the loss of the full batch, because statistics or
-    losses are computed per micro-batch.
+    """False if the loss of the step can differ from the loss of the full batch, because statistics
+    or losses are computed for each micro-batch.
     """
     divisible: Annotated[bool, OmitDefault()] = True
     """False if the loss of a batch cannot be computed from the losses of its parts. Validation then
     uses full batches only.
     """
     divided: Annotated[str, OmitDefault()] = ""
-    """Name of the model's loss if the program computes a dividend instead of it and, if the loss
-    has a divisor, that divisor as counted labels. "" if the program computes the model's loss.
+    """Name of the model's loss, if the program computes its dividend instead of it. If the loss
+    also has a divisor, the program computes the divisor as the number of counted labels. "" if the
+    program computes the model's loss itself.
     """
     added: Annotated[float, OmitDefault()] = 0.0
-    """Number added to the divisor of a step."""
+    """Number that is added to the divisor of a step."""
     minimum: Annotated[float | None, OmitDefault()] = None
-    """Minimum divisor of a step; None for no minimum."""
+    """Minimum of the divisor of a step; None for no minimum."""
     root: Annotated[bool, OmitDefault()] = False
-    """True if the loss of a step is the square root of the weighted sum of the micro-batches."""
+    """True if the loss of a step is the square root of the weighted sum over its micro-batches."""
 
     def divisor(self, total: float) -> float:
-        """Return the divisor of a step, given the weighted sum of the divisors of its
+        """Return the divisor of a step. `total` is the weighted sum of the divisors of its
         micro-batches.
         """
         return max(total + self.added, -math.inf if self.minimum is None else self.minimum)
 
     def loss(self, total: float) -> float:
-        """Return the loss of a step, given the weighted sum of the losses of its micro-batches."""
+        """Return the loss of a step. `total` is the weighted sum of the losses of its
+        micro-batches.
+        """
         if not self.root:
             return total
         return math.sqrt(total) if total >= 0 else math.nan
 
 
 AVERAGED_LOSS = LossDivision()
-"""The loss of the step is the average of the losses of its micro-batches."""
+"""Formula for a loss of the step that is the average of the losses of its micro-batches."""
 
 
 def wanted_outputs(graph: Graph, mode: Mode, loss: str | None) -> tuple[str, ...]:
-    """Return the names of the values that a step computes: in training the loss, and the number of
-    counted labels if the graph has it; otherwise the outputs of the graph.
+    """Return the names of the values that a step computes. In training, they are the loss and, if
+    the graph has it, the number of counted labels; in inference, the outputs of the graph.
     """
     if mode is not Mode.TRAIN or not loss:
         return graph.outputs
@@ -279,14 +286,16 @@ def wanted_outputs(graph: Graph, mode: Mode, loss: str | None) -> tuple[str, ...
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A planning problem: the graph of one micro-batch with its costs, a cluster, and limits."""
+    """A planning problem: the graph of one micro-batch, the costs of its nodes, a cluster, and
+    settings.
+    """
 
     graph: Graph
-    """The forward pass of one micro-batch: `batch_size / micro_batches` samples. A stage may have
-    smaller micro-batches.
+    """The forward pass of one micro-batch, with `batch_size / micro_batches` samples. A stage may
+    have smaller micro-batches.
     """
     work: tuple[NodeCost, ...]
-    """Cost of each node."""
+    """Cost of each node of the graph."""
     cluster: Cluster
     batch_size: int
     micro_batches: int
@@ -297,50 +306,51 @@ class Problem:
     training: Training = field(default=Training())
     precision: str = "fp32"
     compiled: bool = False
-    """True if stages are compiled, which fuses neighbouring elementwise operators into one
+    """True if torch compiles the stages, which fuses neighbouring elementwise operators to one
     kernel.
     """
     recompute: str = "none"
-    """`none`, `full` (every stage recomputes its forward in backward) or `auto` (stages recompute
-    if memory requires it).
+    """Which stages compute their forward again in backward: `none`, `full` (all stages) or `auto`
+    (stages that otherwise exceed the memory).
     """
     memory_limit: int | None = None
-    """Bytes that tensors may use per device; None for the memory of the device."""
+    """Maximum bytes of tensors on each device; None for the memory of the device."""
     constraints: tuple[Constraint, ...] = ()
     time_limit: float | None = None
     solver: str = "auto"
-    """The solver of integer programs: `auto`, or the name of a solver that PuLP runs."""
+    """Solver for integer programs: `auto`, or the name of a solver that PuLP can run."""
     seed: int = 0
     micro_batch_sizes: tuple[int, ...] = ()
-    """Micro-batch sizes that a strategy may choose for a stage: divisors of the micro-batch size of
-    the graph, ascending. () if all stages have the micro-batch size of the graph.
+    """Micro-batch sizes, ascending, between which a strategy may choose for each stage; they divide
+    the micro-batch size of the graph. () if all stages have the micro-batch size of the graph.
     """
     costs: Costs | None = None
     loss_division: LossDivision = AVERAGED_LOSS
     known_s: float = math.inf
-    """Step time, in seconds, of a known plan. A strategy may raise InfeasibleError if it finds no
-    shorter step.
+    """Seconds of the step of a known plan. A strategy may raise InfeasibleError if it finds no plan
+    with a shorter step.
     """
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of one micro-batch of the graph: the maximum micro-batch size of a stage."""
+        """Number of samples of a micro-batch of the graph, the maximum micro-batch size of a stage."""
         return self.batch_size // self.micro_batches
 
     @property
     def train(self) -> bool:
+        """True for training."""
         return self.mode is Mode.TRAIN
 
     def states_of(self, is_matrix: bool) -> int:
-        """Return the number of fp32 state values, including the weight average, per element of a
-        matrix or of another parameter.
+        """Return the number of fp32 values per element of a matrix (`is_matrix`) or of another
+        parameter: the optimizer states, and the average of the weights if there is one.
         """
         return self.optimizer.states_of(is_matrix) + (self.training.ema_decay is not None)
 
     @property
     def step_flops(self) -> float:
-        """FLOPs of a step: the forward of all nodes and, in training, their backward without
-        recomputation.
+        """FLOPs of a step: the forward of all nodes and, in training, their backward without the
+        recomputation of forward values.
         """
         per_micro_batch = sum(each.forward_flops for each in self.work)
         if self.train:
@@ -351,12 +361,12 @@ class Problem:
 
     @property
     def peak_flops(self) -> float:
-        """Sum of the peak FLOP/s of all devices in the problem's precision."""
+        """Sum of the peak FLOP/s of all devices in the precision of the problem."""
         return sum(device.peak(self.precision) for device in self.cluster.devices)
 
     @property
     def recomputes_all(self) -> bool:
-        """True if every stage recomputes its forward in backward."""
+        """True if each stage recomputes its forward in backward."""
         return self.train and self.recompute == "full"
 
     @property
@@ -366,7 +376,7 @@ class Problem:
 
     def memory_of(self, device: int) -> int:
         """Return the bytes that tensors may use on a device: the memory limit or, without a limit,
-        the device memory minus the CUDA context and NCCL buffers.
+        the memory of the device minus that of the CUDA context and of NCCL's buffers.
         """
         if self.memory_limit is not None:
             return self.memory_limit
