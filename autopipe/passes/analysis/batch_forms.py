@@ -657,8 +657,8 @@ class _Forms:
         return _mixed(node, f"computes a function of {found.text}")
 
     def _integer(self, name: str) -> int | None:
-        """Return the value of the constant `name` if it is a single positive integer, otherwise
-        None.
+        """Return the value of the constant `name` if it is one positive integer; None otherwise, or
+        if `name` is no constant.
         """
         constant = self._graph.constant(name)
         if constant is None or constant.array.size != 1:

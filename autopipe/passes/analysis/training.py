@@ -31,7 +31,9 @@ def matrices(graph: Graph) -> frozenset[str]:
 
 
 def check_groups(optimizer: Optimizer, graph: Graph) -> None:
-    """Raise ConfigurationError for a parameter group that matches no trainable parameter."""
+    """Raise ConfigurationError if a parameter group of the optimizer matches no trainable
+    parameter.
+    """
     names = [each.value.name for each in graph.parameters if each.trainable]
     for each in optimizer.groups:
         alone = Optimizer(groups=(each,))

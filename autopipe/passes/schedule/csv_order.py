@@ -82,8 +82,8 @@ def _row(line: str, where: str) -> Iterator[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class CsvOrder:
-    """Follow the order in a file with the CSV format of `torch.distributed.pipelining`: one row per
-    rank, computations only (`0F0,0F1,0B0`).
+    """Run tasks in the order that a file lists, in the CSV format of
+    `torch.distributed.pipelining`: one row per rank, with computations only (`0F0,0F1,0B0`).
 
     `autopipe show --csv` writes such a file, and so does torch. Each rank may run only the stages
     that the placement assigns to its device.

@@ -155,8 +155,8 @@ def device_symmetry(
     }
     links: dict[Hashable, list[tuple[int, int]]] = {}
     for (low, high), exchanged in messages_of_pair.items():
-        # The sender of the first message comes first. Otherwise equal pairs whose devices are
-        # numbered in opposite orders would differ.
+        # The pair begins with the sender of its first message. Otherwise two equal pairs whose
+        # devices are numbered in opposite orders would count as different.
         pair = (low, high) if exchanged[0].source == low else (high, low)
         content = tuple(
             (replace(message, source=0, target=0), message.source == pair[0])
@@ -321,7 +321,9 @@ class _Run:
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
         kinds = [(stage, phase) for stage in range(len(stages)) for phase in _PHASES]
-        self.phases = len(kinds)  # Number of kinds that are phases of stages.
+        # Number of kinds that stand for a phase of a stage. Later kinds stand for work at the end
+        # of the step.
+        self.phases = len(kinds)
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
         self.sends, self.awaited = _message_edges(prediction.messages, len(stages))

@@ -41,7 +41,7 @@ from autopipe.passes.schedule.predict import task_ticks
 
 @dataclass(frozen=True, slots=True)
 class GPipe:
-    """Every device runs all forwards of a step, then all backwards, both in the order of
+    """Each device runs all forwards of a step, then all backwards, both in the order of
     micro-batches.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"

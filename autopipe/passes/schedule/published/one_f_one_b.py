@@ -44,8 +44,9 @@ from autopipe.passes.schedule.published.base import (
 
 @dataclass(frozen=True, slots=True)
 class OneForwardOneBackward:
-    """Each stage has as many micro-batches in flight as there are stages on the longest path from
-    it to an end of the graph. (In flight: the forward has run, the backward has not.)
+    """Each stage alternates one forward and one backward. It has as many micro-batches in flight
+    (their forward has run, their backward has not) as there are stages on the longest path from it
+    to an end of the graph of stages.
 
     For a chain this is 1F1B with flushes, Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
     Training" (2021), section 2.2. For a DAG it is the extension by the depth of each stage of Jeon
@@ -67,11 +68,15 @@ class OneForwardOneBackward:
 
 
 class OneForwardOneBackwardPlus(Published):
-    """1F1B for the stages on one device. Forwards of stages on several devices run just before the
-    next stage's forward, and their backwards just after its backward.
+    """1F1B for placements in which some stages span the devices of several other stages, such as a
+    large embedding that is sharded over all devices. The other stages run 1F1B. The forward of a
+    spanning stage runs directly before the forward of the next of the other stages, and its
+    backward directly after the backward of that stage. A spanning stage after the last of the
+    others runs its forward directly after the last forward and its backward directly before the
+    last backward.
 
     Lin et al., "Tessel" (HPCA 2024), section VI-A. It is the paper's baseline for placements that
-    shard large embeddings over all devices. Without such stages it equals 1F1B.
+    shard large embeddings over all devices. Without spanning stages it equals 1F1B.
     """
 
     name: ClassVar[str] = "1f1b_plus"
@@ -143,20 +148,20 @@ def _keyed_tasks(
 
 @dataclass(frozen=True, slots=True)
 class KForwardsKBackwards:
-    """Each stage has as many samples in flight as the stages after it require, and runs k tasks of
-    one phase in a row.
+    """Each stage alternates k forwards and k backwards, and has as many samples in flight (their
+    forward has run, their backward has not) as the stages after it require.
 
     Jeon et al., "GraphPipe" (2024), Algorithm 2. Stages may have different micro-batch sizes and
     form any DAG. The number of samples in flight follows from the paper's Table 2, and each
-    backward runs as early as that number permits. With equal sizes and k = 1 it equals 1F1B.
-    Inference runs only forwards.
+    backward runs as early as that number permits. With equal micro-batch sizes and k = 1 it equals
+    1F1B. Inference runs only forwards.
     """
 
     name: ClassVar[str] = "kfkb"
 
     k: int | tuple[int, ...] = 1
-    """Number of forwards, and of backwards, in a row: one number for all stages, or one for each
-    stage. 1 has the minimum number of samples in flight.
+    """Number of forwards, and of backwards, that a stage runs in a row: one number for all stages,
+    or one for each stage. The value 1 has the minimum number of samples in flight.
     """
 
     def requires(self, problem: Problem, placement: Placement) -> None:
@@ -235,12 +240,14 @@ def stage_order(
 
 
 class InterleavedOneForwardOneBackward(Published):
-    """Each device runs p micro-batches on its first stage, then on its second stage, and so on, as
-    many micro-batches at a time as there are devices.
+    """1F1B with several stages per device. Each device runs p micro-batches on its first stage,
+    then these p micro-batches on its second stage, and so on, where p is the number of devices of a
+    pipeline.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM" (2021), section 2.2.2. The bubble is (p - 1)(F + B) / v. At most vp + p - 1
-    activations of stages are saved per device.
+    Megatron-LM" (2021), section 2.2.2. With v stages per device, the bubble is (p - 1)(F + B) / v,
+    where F and B are the times of the forwards and of the backwards of one micro-batch on one
+    device. A device saves the activations of at most vp + p - 1 forwards of stages.
     """
 
     name: ClassVar[str] = "interleaved_1f1b"
@@ -288,11 +295,13 @@ class InterleavedOneForwardOneBackward(Published):
 
 
 class LoopedBreadthFirst(Published):
-    """GPipe with several stages per device: a device runs all micro-batches on one stage before the
-    next.
+    """GPipe with several stages per device: a device runs all micro-batches on one stage before it
+    runs the next stage.
 
-    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022), section 4.1. With at least p
-    micro-batches the bubble is (p - 1)(F + B) / v. The activations of all micro-batches are saved.
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (2022), section 4.1. On p devices with v
+    stages each, and with at least p micro-batches, the bubble is (p - 1)(F + B) / v, where F and B
+    are the times of the forwards and of the backwards of one micro-batch on one device. The
+    activations of all micro-batches are saved.
     """
 
     name: ClassVar[str] = "looped_bfs"
@@ -315,12 +324,13 @@ class LoopedBreadthFirst(Published):
 
 
 class Chimera(Published):
-    """1F1B in two pipelines of opposite directions. Each pipeline runs groups of p / 2
-    micro-batches.
+    """1F1B in two pipelines that pass the same p devices in opposite directions. Each pipeline runs
+    micro-batches in groups of p / 2.
 
     Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
-    Pipelines" (2021), sections III-A and III-C, direct concatenation. With M micro-batches and F =
-    B, the bubble is p - 2 of 2M + p - 2 slots. A device saves p/2 + 1 to p activations, and has the
+    Pipelines" (2021), sections III-A and III-C, direct concatenation. With M micro-batches, and if
+    forwards and backwards take equally long, a step has 2M + p - 2 slots, and each device is idle
+    in p - 2 of them. A device saves the activations of p/2 + 1 to p micro-batches, and has the
     parameters of two stages.
     """
 
@@ -342,14 +352,15 @@ class Chimera(Published):
 
 
 class Hanayo(Published):
-    """Chimera without a second copy of the parameters: one pipeline visits the devices in ascending
-    and descending order, instead of two pipelines of opposite directions.
+    """Chimera without a second copy of the parameters: instead of two pipelines of opposite
+    directions, one pipeline visits the devices in ascending and descending order.
 
     Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training
     Efficiency" (2023). The placement determines the number of waves w: 2w stages on each of p
-    devices. Groups of p micro-batches follow one another without a gap on the grid. With F = B the
-    bubble is therefore (p - 1)(F + B) / 2w for any number of micro-batches. 2wp activations of
-    stages are saved.
+    devices. Groups of p micro-batches follow one another without a gap. Let F and B be the times of
+    the forwards and of the backwards of one micro-batch on one device. If F = B, the bubble is
+    therefore (p - 1)(F + B) / 2w for any number of micro-batches. A device saves the activations of
+    2wp forwards of stages.
     """
 
     name: ClassVar[str] = "hanayo"

@@ -31,17 +31,20 @@ from autopipe.passes.schedule.published.base import (
 
 
 class ZeroBubbleH1(Published):
-    """1F1B whose weight gradients fill idle slots.
+    """1F1B in which backwards are split into input gradients and weight gradients, and weight
+    gradients fill idle slots.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.1. With at least p micro-batches
-    the bubble is (p - 1)(F + I - W). p activations are saved.
+    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.1. Let F, I and W be the times
+    of a forward, an input gradient and a weight gradient of one micro-batch. On p devices, with at
+    least p micro-batches, the bubble is (p - 1)(F + I - W). A device saves the activations of at
+    most p micro-batches.
     """
 
     name: ClassVar[str] = "zb_h1"
     pattern: ClassVar[PlacementPattern] = CHAIN
     warm_up_factor: ClassVar[int] = 1
-    """Stage s runs `warm_up_factor` * (p - 1 - s) + 1 forwards before its first I, and saves up to
-    `warm_up_factor` * (p - 1) + 1 activations.
+    """Stage s of p runs `warm_up_factor` * (p - 1 - s) + 1 forwards before its first input
+    gradient. It saves the activations of up to `warm_up_factor` * (p - 1) + 1 micro-batches.
     """
 
     def orders(self, rank_stages: RankStages, micro_batches: int) -> Sequence[Sequence[Task]]:
@@ -61,12 +64,14 @@ class ZeroBubbleH1(Published):
 
 
 class ZeroBubbleH2(ZeroBubbleH1):
-    """ZB-H1 with more warm-up forwards: a device runs forwards until its first I is ready.
+    """ZB-H1 with more warm-up forwards: a device runs forwards until its first input gradient is
+    ready.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.2. With at least 2p - 1
-    micro-batches, no device is idle for longer than (p - 1)(F + I - 2W) between its first and its
-    last task. 2p - 1 activations are saved. Devices start one after another, p - 1 forwards from
-    the first to the last, and end in the same order.
+    Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.2. Let F, I and W be the times
+    of a forward, an input gradient and a weight gradient of one micro-batch. On p devices, with at
+    least 2p - 1 micro-batches, no device is idle for longer than (p - 1)(F + I - 2W) between its
+    first and its last task. A device saves the activations of at most 2p - 1 micro-batches. Devices
+    start one after another, p - 1 forwards from the first to the last, and end in the same order.
     """
 
     name: ClassVar[str] = "zb_h2"
@@ -74,13 +79,14 @@ class ZeroBubbleH2(ZeroBubbleH1):
 
 
 class ZeroBubbleV(Published):
-    """Two stages per device in a V: the device with the first stage also has the last stage, and
-    starts the backwards.
+    """Zero-bubble schedule with two stages per device in a V: the device with the first stage also
+    has the last stage, and starts the backwards. Backwards are split into input gradients (I) and
+    weight gradients (W).
 
     Qi et al., "Zero Bubble Pipeline Parallelism" (2023), the section on ZB-V of the extended
-    version. With at least 2p - 1 micro-batches and F = I = W, no device is idle between its first
-    and its last task. The activations of 2p stages are saved, as many bytes as p activations of
-    1F1B.
+    version. On p devices, with at least 2p - 1 micro-batches, and if a forward, an I and a W take
+    equally long, no device is idle between its first and its last task. A device saves the
+    activations of 2p forwards of stages, as many bytes as those of p micro-batches under 1F1B.
     """
 
     name: ClassVar[str] = "zb_v"
@@ -112,11 +118,14 @@ def _zb_v_notation(rank: int, p: int, micro_batches: int) -> Iterator[str]:
 
 
 class VHalf(Published):
-    """A V with two stages per device whose memory is half of 1F1B's.
+    """Two stages per device in a V (the pipeline visits the devices in ascending and then in
+    descending order), with half of the activation memory of 1F1B. Backwards are split into input
+    gradients (I) and weight gradients (W).
 
-    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W
-    the bubble is about half of 1F1B's, the work of p/2 micro-batches. The activations of 2 * ((p +
-    2) // 2) stages are saved, half as many bytes as for 1F1B.
+    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. If a forward, an
+    I and a W take equally long, the bubble on p devices is about half of the bubble of 1F1B, the
+    work of p/2 micro-batches. A device saves the activations of 2 * ((p + 2) // 2) forwards of
+    stages, half as many bytes as under 1F1B.
     """
 
     name: ClassVar[str] = "v_half"
@@ -159,12 +168,14 @@ class VHalf(Published):
 
 
 class VMin(VHalf):
-    """A V with two stages per device and the minimum memory: micro-batches pass the devices as fast
-    as possible, so their activations are needed for the shortest time.
+    """Two stages per device in a V, with the minimum activation memory: micro-batches pass the
+    devices as fast as possible, so their activations are needed for the shortest time. Backwards
+    are split into input gradients (I) and weight gradients (W).
 
-    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. With F = I = W
-    the bubble is about two thirds of 1F1B's, the work of 2p/3 micro-batches. The activations of 2 *
-    ((p + 4) // 3) stages are saved, a third as many bytes as for 1F1B.
+    Qi et al., "Pipeline Parallelism with Controllable Memory" (2024), section 3.2. If a forward, an
+    I and a W take equally long, the bubble on p devices is about two thirds of the bubble of 1F1B,
+    the work of 2p/3 micro-batches. A device saves the activations of 2 * ((p + 4) // 3) forwards of
+    stages, a third as many bytes as under 1F1B.
     """
 
     name: ClassVar[str] = "v_min"
@@ -172,13 +183,14 @@ class VMin(VHalf):
 
 
 class DualPipe(Published):
-    """Two pipelines in opposite directions. Each device alternates forwards of one direction with
-    backwards of the other.
+    """Two pipelines that pass the same p devices in opposite directions. Each device alternates
+    forwards of one direction with backwards of the other.
 
-    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1. The bubble is (p/2 - 1)(F&B +
-    B - 3W), where F&B is the time of a forward and a backward that overlap. p + 1 activations are
-    saved, and each device has the parameters of two stages. Here the forward and the backward do
-    not overlap: the forward runs first.
+    DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.2.1. The bubble in the paper is
+    (p/2 - 1)(F&B + B - 3W), where F&B is the time of a forward and a backward that overlap, B that
+    of a backward and W that of its weight gradients. Here the forward and the backward do not
+    overlap: the forward runs first. A device saves the activations of p + 1 micro-batches, and has
+    the parameters of two stages.
     """
 
     name: ClassVar[str] = "dualpipe"
@@ -237,12 +249,14 @@ def _dualpipe_notation(distance: int, depth: int, micro_batches: int) -> Iterato
 
 
 class DualPipeV(Published):
-    """DualPipe on half of the devices: one pipeline with two stages per device visits the devices
-    in ascending and descending order, in place of the two directions.
+    """DualPipe on half of the devices: instead of two pipelines of opposite directions, one
+    pipeline with two stages per device visits the devices in ascending and then in descending
+    order.
 
-    DeepSeek-AI, DualPipe (2025), after Sea AI Lab's proposal to cut DualPipe in half. With P = 2p
-    stages on p devices, the formulas of DualPipe for P hold: the bubble is (p - 1)(F&B + B - 3W),
-    and 2p + 1 activations of stages are saved.
+    DeepSeek-AI, DualPipe (2025), after Sea AI Lab's proposal to cut DualPipe in half. With 2p
+    stages on p devices, the formulas of DualPipe for 2p devices hold: the bubble is (p - 1)(F&B + B
+    - 3W), where F&B is the time of a forward and a backward that overlap, B that of a backward and
+    W that of its weight gradients. A device saves the activations of 2p + 1 forwards of stages.
     """
 
     name: ClassVar[str] = "dualpipe_v"

@@ -61,21 +61,23 @@ result that it finds on an idle machine, so that equal requests make equal plans
 
 @dataclass(frozen=True, slots=True)
 class Tessel:
-    """Search for the order with the shortest period, then the shortest warm-up and cool-down, then
-    the least memory, for any placement.
+    """Search, for any placement, for the order of tasks with the shortest period of its steady
+    state, then the shortest warm-up and cool-down, then the least memory.
 
     Lin et al., "Tessel: Boosting Distributed Execution of Large DNN Models via Flexible Schedule
-    Search" (HPCA 2024). Stages may form chains or branches, several per device or on several
-    devices, and each stage has its micro-batch size. Backwards are split into input gradients and
-    weight gradients if this shortens the step by more than 5%, or if the split order of fewer
-    micro-batches, repeated, is shorter. 1F1B and GPipe (kFkB if micro-batch sizes differ) are
-    simulated too, and the schedule with the shortest step that fits in memory is used. If messages
-    of the result wait for each other on their links, a second search includes the links.
+    Search" (HPCA 2024). Stages may form chains or branches. A device may run several stages, a
+    stage may run on several devices, and each stage has its own micro-batch size. Backwards are
+    split into input gradients and weight gradients if this shortens the step by more than 5%, or if
+    it does so for fewer micro-batches and repeating their order is shorter. 1F1B and GPipe (kFkB if
+    micro-batch sizes differ) are simulated too, and the schedule with the shortest step that fits
+    in memory is used. If messages of the result wait for each other on their links, a second search
+    includes the links.
     """
 
     time_limit: float = 4.0
     """Seconds that the search may take. They are counted as the work of an idle machine, so that
-    equal requests make equal plans. The time limit of the plan, if given, is measured by the clock.
+    equal requests make equal plans on any machine. If the plan has a time limit, that limit is
+    measured by the clock.
     """
 
     name: ClassVar[str] = "tessel"
@@ -310,7 +312,8 @@ class _Search:
         static = static_memory(stages.devices, stages.stage_devices, prediction.stages)
         free = [problem.memory_of(device) - used for device, used in enumerate(static)]
         blocks = add_memory(blocks, prediction.stages, free, repetitions)
-        # Up to four searches divide the time: unsplit and split, each without and with links.
+        # Up to four searches share the time limit: with unsplit and with split backwards, each
+        # without and with links.
         limit = self.scheduler.time_limit
         patience = _PATIENCE
         if problem.time_limit is not None:
@@ -326,8 +329,8 @@ class _Search:
         except InfeasibleError:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
-        # An unsplit backward equals two halves that follow each other. The search with split
-        # backwards therefore covers all orders, unless splitting costs time.
+        # A search with split backwards covers all orders, because two halves that follow each other
+        # equal an unsplit backward. This does not hold if splitting costs time.
         has_split_cost = split and any(stage.split_s for stage in prediction.stages)
         unsplit_load = math.floor(busiest_seconds(stages, prediction) / tick)
         load = unsplit_load if has_split_cost else max(blocks.graph.loads)
