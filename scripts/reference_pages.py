@@ -49,17 +49,18 @@ from autopipe.passes.registry import (
 _COMMANDS_INTRODUCTION = """\
 # Command reference
 
-This page lists every command with its flags. `autopipe COMMAND --help` prints the text of one command.
+This page lists every command of autopipe with its flags. `autopipe COMMAND --help` prints the section of one command.
 
-Every command also accepts `--json`, `-q`/`--quiet`, `-v`/`--verbose`, `--debug` and `--help`:
+Every command also accepts the following flags:
 
 | flag | effect |
 |---|---|
 """
 
 _STREAMS_TEXT = """
-Results are printed on stdout; progress, notes and warnings on stderr. An error is one line with its location and message,
-followed by a hint; with `--json` it is also an object on stdout.
+A command prints its results on stdout, and its progress, notes and warnings on stderr. An error is printed on stderr as one
+line with its location and message, followed by a line with a hint. With `--json`, the error is also printed as an object
+on stdout. The exit code states how the command ended:
 
 | exit code | meaning |
 |---|---|
@@ -75,46 +76,63 @@ followed by a hint; with `--json` it is also an object on stdout.
 _CONFIGURATION_INTRODUCTION = """\
 # Configuration reference
 
-This page lists the keys of configuration files, cluster files and placement files. Print the configuration of a
-command, with all defaults, by `autopipe config show`, and check a file by `autopipe config check FILE`.
+This page lists the keys of configuration files, cluster files and placement files. `autopipe config show` prints a
+configuration with all defaults, and `autopipe config check FILE` checks a file.
 
-A configuration is one YAML file, read by `--config FILE`. Flags and `--set KEY=VALUE` override it. A dot separates the
-name of a section and a key: `--set optimizer.lr=0.1`. Sizes are written as `14GiB` or `512MB`, rates as `900GB/s`,
-`400Gb/s` or `15.7TFLOP/s`, times as `5us` or as a number of seconds. Numbers may have an exponent: `1e-4`. Unknown keys,
-duplicate keys and values of another type are rejected with `file:line`.
+A configuration is a YAML file, which `--config FILE` reads. Flags, and `--set KEY=VALUE`, override its keys. A dot separates
+the name of a section from the name of a key: `--set optimizer.lr=0.1`.
+
+Values with units are written as follows:
+
+- sizes: `14GiB` or `512MB`;
+- rates: `900GB/s`, `400Gb/s` or `15.7TFLOP/s`;
+- times: `5us`, or a number of seconds;
+- numbers may have an exponent: `1e-4`.
+
+If a file has an unknown key, a duplicate key or a value of another type, it is rejected, and the error names `file:line`.
 """
 
 
 _OPTIONS_INTRODUCTION = """\
 # Strategies and schedulers
 
-This page lists all strategies and schedulers with their options; `autopipe config strategies NAME` and
-`autopipe config schedules NAME` print them too.
+This page lists all strategies and schedulers with their options. `autopipe config strategies NAME` and
+`autopipe config schedules NAME` print the same for one of them.
 
-A strategy assigns the model to stages and devices. A scheduler orders the tasks of each device. Select them by name
-(`--strategy`, `--schedule`). Their options are keys of the sections `strategy` and `schedule` of a configuration, or
-`--set strategy.KEY=VALUE` and `--set schedule.KEY=VALUE`. Installed packages can add strategies and schedulers through
-the entry points `autopipe.strategies` and `autopipe.schedulers`.
+A strategy assigns the model to stages and devices; `--strategy NAME` selects it. A scheduler orders the tasks of each
+device; `--schedule NAME` selects it.
+
+Options are keys of the sections `strategy` and `schedule` of a configuration. On the command line, they are written as
+`--set strategy.KEY=VALUE` and `--set schedule.KEY=VALUE`.
+
+Installed Python packages can add strategies and schedulers through the entry points `autopipe.strategies` and
+`autopipe.schedulers`.
 """
 
 _MODELS_INTRODUCTION = """\
 # Models of the zoo
 
-`autopipe zoo build NAME -o FILE --set KEY=VALUE` writes one of these models as an ONNX file. `--set size=NAME` selects a
-published size, and other `--set` flags override its keys. Every model has these keys:
+The zoo contains models for tests and benchmarks. `autopipe zoo build NAME -o FILE --set KEY=VALUE` writes one of them as an
+ONNX file. `--set size=NAME` selects a published size, which determines the other keys; further `--set` flags override
+them. Every model has these keys:
 """
 
 _OPERATORS_INTRODUCTION = """\
 # Operators
 
-This page lists the operators of a graph after reading: ONNX operators, some of ONNX Runtime (`com.microsoft`), and fused
-operators of autopipe. Check a model by `autopipe inspect MODEL`, which lists unsupported operators with the first node of
-each. Further operators are replaced while a model is read: ONNX functions, control flow that can be resolved, and the
-operators of ONNX Runtime in `autopipe/passes/frontend/decompositions`.
+This page lists the operators that a graph can contain after a model was read: operators of ONNX, some operators of ONNX
+Runtime (`com.microsoft`), and fused operators of autopipe. To check a model, run `autopipe inspect MODEL`. It lists
+unsupported operators, and names the first node of each.
 
-- *Cost class*: the entry of `efficiency` in a [cluster file](configuration.md#a-cluster-file) that applies. A view
-  neither computes nor copies.
-- *Constant operands*: indices of operands whose values must be known when the model is read.
+A model file may contain further operators, which are replaced by these operators while the model is read: ONNX functions,
+control flow that can be resolved, and the operators of ONNX Runtime in `autopipe/passes/frontend/decompositions`.
+
+Each section contains the operators of one module of `autopipe/ir/ops`. The columns of the tables are:
+
+- *cost class*: which entry of `efficiency` in a [cluster file](configuration.md#a-cluster-file) determines the achievable
+  speed of the operator. A view neither computes nor copies.
+- *constant operands*: the indices of the operands whose values must be known when the model is read.
+- *notes*: `random` means that the operator draws random numbers; `no gradient` means that it has no backward.
 """
 
 GENERATED = "<!-- Generated: python scripts/reference_pages.py docs -->"
@@ -157,14 +175,16 @@ def configuration_page() -> str:
     """Return the page of all keys of the YAML files."""
     parts = [
         _CONFIGURATION_INTRODUCTION,
-        "## A configuration file\n",
+        "## A configuration file\n\nThe keys of a configuration file are:\n",
         keys_table(Configuration),
         (
-            "## A cluster file\n\nRead by `--cluster FILE` or `cluster.file`, or inlined under "
-            "`cluster.inline`.\n"
+            "## A cluster file\n\nA cluster file describes devices and links. `--cluster FILE` or the "
+            "key `cluster.file` reads it, or the key `cluster.inline` contains its keys.\n"
         ),
         keys_table(ClusterDescription),
-        "## A placement file\n\nBlocks of one micro-batch, for `autopipe schedule FILE`.\n",
+        "## A placement file\n\nA placement file describes the blocks of one micro-batch, for which "
+        "`autopipe schedule FILE` searches a schedule. A block is one task, such as the forward of "
+        "a stage.\n",
         keys_table(PlacementDescription),
     ]
     return "\n".join(parts)
