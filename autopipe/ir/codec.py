@@ -109,7 +109,9 @@ class OmitDefault:
 
 
 class Inline:
-    """Mark of a field that is a dataclass and whose keys are part of the outer dataclass's mapping."""
+    """Mark of a field that is a dataclass and whose keys are part of the outer dataclass's
+    mapping.
+    """
 
 
 class AsList:
@@ -508,7 +510,9 @@ def _reader(hint: Any) -> Reader:
 
 
 def _read_with_predicate(read: Reader, fits: Predicate, record: Record) -> object:
-    """Return the value that `read` decodes. Raise ConfigurationError unless `fits.test` accepts it."""
+    """Return the value that `read` decodes. Raise ConfigurationError unless `fits.test` accepts
+    it.
+    """
     if not fits.test(value := read(record)):
         record.reject(fits.words)
     return value
@@ -805,7 +809,9 @@ def _write_dataclass(schema: type[Dataclass], value: object) -> dict[str, Any]:
 def _key_writers(
     schema: type[Dataclass],
 ) -> tuple[tuple[tuple[Key, Writer], ...], tuple[str, ExtraKeys] | None]:
-    """Return (pairs of a key and its writer, the field marked `ExtraKeys` or None) of a dataclass."""
+    """Return (pairs of a key and its writer, the field marked `ExtraKeys` or None) of a
+    dataclass.
+    """
     return tuple((key, _writer(key.hint)) for key in schema_keys(schema)), marked_field(
         schema, ExtraKeys
     )

@@ -71,7 +71,9 @@ CANDIDATE_ERRORS = (ConfigurationError, InfeasibleError, ModelError)
 
 
 class LaunchError(AutopipeError):
-    """Ranks failed while a program ran. The message names the first rank that failed, and its task."""
+    """Ranks failed while a program ran. The message names the first rank that failed, and its
+    task.
+    """
 
     exit_code = 5
 
@@ -102,5 +104,7 @@ def similar_name_hint(name: str, known: Iterable[str]) -> str:
 
 
 def quote(text: str) -> str:
-    """Return a text in quotes for an error message, on one line, reduced to at most 60 characters."""
+    """Return a text in quotes for an error message, on one line, reduced to at most 60
+    characters.
+    """
     return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -74,7 +74,9 @@ class DType(enum.Enum):
 
     @property
     def packed_bits(self) -> int:
-        """Bits per element of a type of which a byte in a file holds several elements; otherwise 0."""
+        """Bits per element of a type of which a byte in a file holds several elements; otherwise
+        0.
+        """
         return _BITS_OF_PACKED_TYPES.get(self, 0)
 
     @property

@@ -306,7 +306,9 @@ def _read_texts(record: JsonRecord) -> tuple[str, ...]:
 
 
 def _read_attribute(record: JsonRecord) -> Attribute:
-    """Return the attribute that a JSON value represents: a scalar, or a list of values of one type."""
+    """Return the attribute that a JSON value represents: a scalar, or a list of values of one
+    type.
+    """
     if type(record.value) is not list:
         return _read_scalar(record)
     values = tuple(map(_read_scalar, record.items()))

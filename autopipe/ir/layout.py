@@ -58,7 +58,9 @@ class TensorSlice:
         return TensorSlice(starts, stops)
 
     def shifted(self, distances: Iterable[int]) -> TensorSlice:
-        """Return this slice moved by `distances`, a signed number of elements for each dimension."""
+        """Return this slice moved by `distances`, a signed number of elements for each
+        dimension.
+        """
         steps = tuple(distances)
         return TensorSlice(tuple(map(add, self.starts, steps)), tuple(map(add, self.stops, steps)))
 
@@ -247,7 +249,9 @@ class Layout:
         return total_degree(axis for axes in self.shard_axes for axis in axes)
 
     def reduced(self) -> Layout:
-        """Return the layout after an all-reduce of the partial sums and means. The shards remain."""
+        """Return the layout after an all-reduce of the partial sums and means. The shards
+        remain.
+        """
         return Layout(self.shape, self.shard_axes)
 
     def even(self) -> Layout:

@@ -296,7 +296,9 @@ def keep_folder(folder: Path) -> None:
 
 
 def _make_locked_folder(prefix: str, parent: Path | None) -> tuple[Path, int]:
-    """Return (path, descriptor) of a new folder. The open descriptor holds the lock of the folder."""
+    """Return (path, descriptor) of a new folder. The open descriptor holds the lock of the
+    folder.
+    """
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -124,7 +124,9 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def _is_safetensors_index(path: Path) -> bool:
-    """Return True if the file is an index of safetensors files (a JSON object with a `weight_map`)."""
+    """Return True if the file is an index of safetensors files (a JSON object with a
+    `weight_map`).
+    """
     try:
         document = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

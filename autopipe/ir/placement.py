@@ -283,7 +283,9 @@ def crossing_values(graph: Graph, placement: Placement) -> Iterator[tuple[str, i
 
 
 def stage_edges(graph: Graph, placement: Placement) -> tuple[tuple[int, int], ...]:
-    """Return the distinct pairs (producing stage, consuming stage) with values that cross, sorted."""
+    """Return the distinct pairs (producing stage, consuming stage) with values that cross,
+    sorted.
+    """
     return tuple(
         sorted({(source, target) for _, source, target in crossing_values(graph, placement)})
     )

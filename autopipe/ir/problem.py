@@ -333,7 +333,9 @@ class Problem:
 
     @property
     def micro_batch_size(self) -> int:
-        """Number of samples of a micro-batch of the graph, the maximum micro-batch size of a stage."""
+        """Number of samples of a micro-batch of the graph, the maximum micro-batch size of a
+        stage.
+        """
         return self.batch_size // self.micro_batches
 
     @property

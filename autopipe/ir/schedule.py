@@ -53,7 +53,9 @@ class Task:
 
     @staticmethod
     def parse(text: str) -> Task:
-        """Return the task with a text such as `2F0`. Raise ConfigurationError for an invalid text."""
+        """Return the task with a text such as `2F0`. Raise ConfigurationError for an invalid
+        text.
+        """
         match = _TASK_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigurationError(

@@ -31,7 +31,9 @@ class StepEndKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepEndSpan:
-    """Start and end of work of a device after its last task, in seconds from the start of the step."""
+    """Start and end of work of a device after its last task, in seconds from the start of the
+    step.
+    """
 
     device: int
     kind: StepEndKind

@@ -199,7 +199,9 @@ def convert_write_errors(path: Path) -> Iterator[None]:
 
 
 def _checkpoint_error(path: Path, message: str, where: object = None) -> LaunchError:
-    """Return the error for the checkpoint at `path`; `where` is a part of the checkpoint, if known."""
+    """Return the error for the checkpoint at `path`; `where` is a part of the checkpoint, if
+    known.
+    """
     hint = f"remove {path.name} to go on from the one before"
     return LaunchError(
         message, hint=hint, where=str(path / MANIFEST_FILE if where is None else where)
@@ -393,7 +395,9 @@ def check_has_no_checkpoints(folder: Path) -> None:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of step `step` in the run's checkpoint folder `folder`."""
+    """Return the folder of the checkpoint of step `step` in the run's checkpoint folder
+    `folder`.
+    """
     return folder / f"step_{step:08d}"
 
 

@@ -189,7 +189,9 @@ def make_subject(
 
 
 def _unique_input_name(name: str, held: Collection[str]) -> str:
-    """Return `name` with as many underscores appended as needed to differ from all names in `held`."""
+    """Return `name` with as many underscores appended as needed to differ from all names in
+    `held`.
+    """
     while name in held:
         name += "_"
     return name

@@ -315,7 +315,9 @@ class ReportFollower:
         self._read = 0  # Number of bytes that have been read.
 
     def poll(self) -> None:
-        """Pass the records of all lines that were completed since the last call to the functions."""
+        """Pass the records of all lines that were completed since the last call to the
+        functions.
+        """
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

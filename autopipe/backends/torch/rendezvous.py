@@ -239,7 +239,9 @@ class RendezvousHandler(DynamicRendezvousHandler):
         return True
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        """Return the agent's store for the ranks, which listens on the address of this node only."""
+        """Return the agent's store for the ranks, which listens on the address of this node
+        only.
+        """
         made = _listen_with_store(self.address, master_port)
         if made is None:
             raise LaunchError("no port is free for the rendezvous store", where=self.address)

@@ -304,7 +304,9 @@ def configure_compiler() -> None:
 
 
 def import_modules_that_look_for_cuda() -> None:
-    """Import the modules of torch that check for a CUDA device only once, when they are imported."""
+    """Import the modules of torch that check for a CUDA device only once, when they are
+    imported.
+    """
     import torch._dynamo
     import torch._inductor.utils  # noqa: F401
 

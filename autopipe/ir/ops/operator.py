@@ -257,7 +257,9 @@ It returns None if the result contains no element of the operand, or if the posi
 
 
 def no_index_range(signature: Signature, slot: int) -> Range | None:
-    """Return None: the elements of the operand are neither indices nor labels (see `IndexRange`)."""
+    """Return None: the elements of the operand are neither indices nor labels (see
+    `IndexRange`).
+    """
     return None
 
 
@@ -526,12 +528,16 @@ def space_from_notation(text: str) -> Callable[[Signature], Space]:
 
 
 def per_point(coefficient: float) -> Callable[[Signature, Space], float]:
-    """Return a function for `Operator.flops`: `coefficient` FLOPs per point of the iteration space."""
+    """Return a function for `Operator.flops`: `coefficient` FLOPs per point of the iteration
+    space.
+    """
     return lambda signature, space: coefficient * space.points
 
 
 def per_result(coefficient: float) -> Callable[[Signature, Space], float]:
-    """Return a function for `Operator.flops`: `coefficient` FLOPs per element of the first result."""
+    """Return a function for `Operator.flops`: `coefficient` FLOPs per element of the first
+    result.
+    """
     return lambda signature, space: coefficient * math.prod(signature.result().shape)
 
 

@@ -39,7 +39,9 @@ from autopipe.ir.training import DataSettings, Evaluation, LRScheduler, Training
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Origin of a program (model and plan), its predicted metrics, and the settings of its steps."""
+    """Origin of a program (model and plan), its predicted metrics, and the settings of its
+    steps.
+    """
 
     model: str
     """Path of the ONNX file that contains the weights."""

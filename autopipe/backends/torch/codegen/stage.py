@@ -126,7 +126,9 @@ def emit_forward(stage: StageCode) -> ForwardSource:
 
 
 class _Segment(NamedTuple):
-    """Operations that backward recomputes together, with the names of their arguments and results."""
+    """Operations that backward recomputes together, with the names of their arguments and
+    results.
+    """
 
     operations: tuple[Operation, ...]
     arguments: Names
