@@ -55,30 +55,36 @@ HEADER = (
 )  # fmt: skip
 TEXT = """# Exported models
 
-This page lists exported models that were taken from their file to verified ranks. Each row is one ONNX file, for which
-four commands ran: `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`, `launch --device cpu` and `verify`.
-`python scripts/exported_models.py` writes this page. Rows ran at commits up to {commit} ({day}), with {versions}.
+This page lists exported models that were taken from their file to verified ranks. Each row is one
+ONNX file, for which four commands ran: `autopipe plan --gpus 4 --cluster cpu-local`, `codegen`,
+`launch --device cpu` and `verify`. `python scripts/exported_models.py` writes this page. Rows ran
+at commits up to {commit} ({day}), with {versions}.
 
 The column `exporter` names the source of the file:
 
-- `light`: networks that ship with onnx. For training, their weights are random, and YAML adds a loss.
-- `dynamo=True` and `dynamo=False`: small random models of `transformers` and torch, from the newer and the older exporter
-  of torch. The number after `@` is the opset of the file.
+- `light`: networks that ship with onnx. For training, their weights are random, and YAML adds a
+  loss.
+- `dynamo=True` and `dynamo=False`: small random models of `transformers` and torch, from the newer
+  and the older exporter of torch. The number after `@` is the opset of the file.
 - `hand`: graphs of `tests/exports`.
 
 Some files are results of optimizers, quantisers and converters.
 
 The other columns contain:
 
-- *outputs*: `loss` means two steps of training, one of which is compared; `forward` means one step of inference.
-- *batch*: micro-batches × samples per micro-batch. If the file has another number of samples, it follows after `/`.
+- *outputs*: `loss` means two steps of training, one of which is compared; `forward` means one step
+  of inference.
+- *batch*: micro-batches × samples per micro-batch. If the file has another number of samples, it
+  follows after `/`.
 - *nodes*: number of nodes in the file → number of nodes in the plan.
 - *devices of each stage*: for example, in 1+2+1 the middle stage has two replicas.
-- the columns with differences: ‖a − b‖₂ / ‖b‖₂ of the tensor with the largest difference. `outputs, ONNX Runtime` compares
-  the outputs of one device with ONNX Runtime. The columns with `one device` compare four ranks with one device.
+- the columns with differences: ‖a − b‖₂ / ‖b‖₂ of the tensor with the largest difference. `outputs,
+  ONNX Runtime` compares the outputs of one device with ONNX Runtime. The columns with `one device`
+  compare four ranks with one device.
 
-If the exporter has computed tensors from parameters, `plan` may refuse to train these tensors. For the files in `FOLDED`
-of `tests/exports/journey.py`, the tensors are therefore listed in `model.trainable`.
+If the exporter has computed tensors from parameters, `plan` may refuse to train these tensors. For
+the files in `FOLDED` of `tests/exports/journey.py`, the tensors are therefore listed in
+`model.trainable`.
 
 **{passed} of {count} rows pass.** {missing} of {total} files have no row.
 

@@ -49,7 +49,8 @@ from autopipe.passes.registry import (
 _COMMANDS_INTRODUCTION = """\
 # Command reference
 
-This page lists every command of autopipe with its flags. `autopipe COMMAND --help` prints the section of one command.
+This page lists every command of autopipe with its flags. `autopipe COMMAND --help` prints the
+section of one command.
 
 Every command also accepts the following flags:
 
@@ -58,9 +59,10 @@ Every command also accepts the following flags:
 """
 
 _STREAMS_TEXT = """
-A command prints its results on stdout, and its progress, notes and warnings on stderr. An error is printed on stderr as one
-line with its location and message, followed by a line with a hint. With `--json`, the error is also printed as an object
-on stdout. The exit code states how the command ended:
+A command prints its results on stdout, and its progress, notes and warnings on stderr. An error is
+printed on stderr as one line with its location and message, followed by a line with a hint. With
+`--json`, the error is also printed as an object on stdout. The exit code states how the command
+ended:
 
 | exit code | meaning |
 |---|---|
@@ -76,11 +78,11 @@ on stdout. The exit code states how the command ended:
 _CONFIGURATION_INTRODUCTION = """\
 # Configuration reference
 
-This page lists the keys of configuration files, cluster files and placement files. `autopipe config show` prints a
-configuration with all defaults, and `autopipe config check FILE` checks a file.
+This page lists the keys of configuration files, cluster files and placement files. `autopipe config
+show` prints a configuration with all defaults, and `autopipe config check FILE` checks a file.
 
-A configuration is a YAML file, which `--config FILE` reads. Flags, and `--set KEY=VALUE`, override its keys. A dot separates
-the name of a section from the name of a key: `--set optimizer.lr=0.1`.
+A configuration is a YAML file, which `--config FILE` reads. Flags, and `--set KEY=VALUE`, override
+its keys. A dot separates the name of a section from the name of a key: `--set optimizer.lr=0.1`.
 
 Values with units are written as follows:
 
@@ -89,50 +91,55 @@ Values with units are written as follows:
 - times: `5us`, or a number of seconds;
 - numbers may have an exponent: `1e-4`.
 
-If a file has an unknown key, a duplicate key or a value of another type, it is rejected, and the error names `file:line`.
+If a file has an unknown key, a duplicate key or a value of another type, it is rejected, and the
+error names `file:line`.
 """
 
 
 _OPTIONS_INTRODUCTION = """\
 # Strategies and schedulers
 
-This page lists all strategies and schedulers with their options. `autopipe config strategies NAME` and
-`autopipe config schedules NAME` print the same for one of them.
+This page lists all strategies and schedulers with their options. `autopipe config strategies NAME`
+and `autopipe config schedules NAME` print the same for one of them.
 
-A strategy assigns the model to stages and devices; `--strategy NAME` selects it. A scheduler orders the tasks of each
-device; `--schedule NAME` selects it.
+A strategy assigns the model to stages and devices; `--strategy NAME` selects it. A scheduler orders
+the tasks of each device; `--schedule NAME` selects it.
 
-Options are keys of the sections `strategy` and `schedule` of a configuration. On the command line, they are written as
-`--set strategy.KEY=VALUE` and `--set schedule.KEY=VALUE`.
+Options are keys of the sections `strategy` and `schedule` of a configuration. On the command line,
+they are written as `--set strategy.KEY=VALUE` and `--set schedule.KEY=VALUE`.
 
-Installed Python packages can add strategies and schedulers through the entry points `autopipe.strategies` and
-`autopipe.schedulers`.
+Installed Python packages can add strategies and schedulers through the entry points
+`autopipe.strategies` and `autopipe.schedulers`.
 """
 
 _MODELS_INTRODUCTION = """\
 # Models of the zoo
 
-The zoo contains models for tests and benchmarks. `autopipe zoo build NAME -o FILE --set KEY=VALUE` writes one of them as an
-ONNX file. `--set size=NAME` selects a published size, which determines the other keys; further `--set` flags override
-them. Every model has these keys:
+The zoo contains models for tests and benchmarks. `autopipe zoo build NAME -o FILE --set KEY=VALUE`
+writes one of them as an ONNX file. `--set size=NAME` selects a published size, which determines the
+other keys; further `--set` flags override them. Every model has these keys:
 """
 
 _OPERATORS_INTRODUCTION = """\
 # Operators
 
-This page lists the operators that a graph can contain after a model was read: operators of ONNX, some operators of ONNX
-Runtime (`com.microsoft`), and fused operators of autopipe. To check a model, run `autopipe inspect MODEL`. It lists
-unsupported operators, and names the first node of each.
+This page lists the operators that a graph can contain after a model was read: operators of ONNX,
+some operators of ONNX Runtime (`com.microsoft`), and fused operators of autopipe. To check a model,
+run `autopipe inspect MODEL`. It lists unsupported operators, and names the first node of each.
 
-A model file may contain further operators, which are replaced by these operators while the model is read: ONNX functions,
-control flow that can be resolved, and the operators of ONNX Runtime in `autopipe/passes/frontend/decompositions`.
+A model file may contain further operators, which are replaced by these operators while the model is
+read: ONNX functions, control flow that can be resolved, and the operators of ONNX Runtime in
+`autopipe/passes/frontend/decompositions`.
 
-Each section contains the operators of one module of `autopipe/ir/ops`. The columns of the tables are:
+Each section contains the operators of one module of `autopipe/ir/ops`. The columns of the tables
+are:
 
-- *cost class*: which entry of `efficiency` in a [cluster file](configuration.md#a-cluster-file) determines the achievable
-  speed of the operator. A view neither computes nor copies.
-- *constant operands*: the indices of the operands whose values must be known when the model is read.
-- *notes*: `random` means that the operator draws random numbers; `no gradient` means that it has no backward.
+- *cost class*: which entry of `efficiency` in a [cluster file](configuration.md#a-cluster-file)
+  determines the achievable speed of the operator. A view neither computes nor copies.
+- *constant operands*: the indices of the operands whose values must be known when the model is
+  read.
+- *notes*: `random` means that the operator draws random numbers; `no gradient` means that it has no
+  backward.
 """
 
 GENERATED = "<!-- Generated: python scripts/reference_pages.py docs -->"

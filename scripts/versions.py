@@ -95,26 +95,28 @@ CURRENT_ENVIRONMENT = "this one"
 HEADER = ("environment", "versions", "tests", "run", "failures", "notes")
 TEXT = """# Versions
 
-This page lists the versions of dependencies with which the tests of autopipe were run, and the results. `pyproject.toml`
-contains the lower bound of each dependency, and `constraints.txt` the versions with which all tests run.
-`python scripts/versions.py` repeats the tests of this page. Its flag `--list` prints the tests of each set and the
-versions of each environment.
+This page lists the versions of dependencies with which the tests of autopipe were run, and the
+results. `pyproject.toml` contains the lower bound of each dependency, and `constraints.txt` the
+versions with which all tests run. `python scripts/versions.py` repeats the tests of this page. Its
+flag `--list` prints the tests of each set and the versions of each environment.
 
-autopipe uses some private interfaces of torch, which can change with each version: the elastic agent, stores, fake
-tensors and compiler options. Only the module `autopipe/backends/torch/torch_interfaces.py` imports them, and
+autopipe uses some private interfaces of torch, which can change with each version: the elastic
+agent, stores, fake tensors and compiler options. Only the module
+`autopipe/backends/torch/torch_interfaces.py` imports them, and
 `tests/backends/torch/test_torch_interfaces.py` checks their names and signatures.
 
 These versions of torch are not supported:
 
 - torch 2.6 cannot launch, because its `TCPStore` does not accept a socket that already listens.
-- torch 2.9 launches, but the losses of a compiled program with random numbers differ by 0.02% from the eager program.
+- torch 2.9 launches, but the losses of a compiled program with random numbers differ by 0.02% from
+  the eager program.
 - torch 2.7, 2.8 and 2.10 were not tested.
 
-Each row of the following table is one set of tests in one environment, with {python}. The column `run` contains the
-number of tests that ran, without skipped tests. The environments are:
+Each row of the following table is one set of tests in one environment, with {python}. The column
+`run` contains the number of tests that ran, without skipped tests. The environments are:
 
-- `lowest`: the lower bounds of `pyproject.toml`. transformers is not installed, because it needs click 8.4.2, so tests
-  that export its models are skipped.
+- `lowest`: the lower bounds of `pyproject.toml`. transformers is not installed, because it needs
+  click 8.4.2, so tests that export its models are skipped.
 - `newest`: the newest release of each dependency.
 - All others: the versions of `constraints.txt`, except for torch, whose version is in the name.
 
