@@ -153,7 +153,7 @@ def test_tied_embeddings_and_a_loss_that_makes_its_scores(
     loss = builder.node("SoftmaxCrossEntropyLoss", *rows, ignore_index=1)
     plain = builder.graph(loss)
     monkeypatch.setattr(normalization, "MAX_CLASSES_PER_BLOCK", 3)
-    graph = cross_entropy.with_linear_losses(plain, (loss,))
+    graph = cross_entropy.fuse_linear_losses(plain, (loss,))
     assert [node.op for node in graph.nodes] == [
         "Gather",
         "Tanh",

@@ -24,7 +24,7 @@ from autopipe.passes.frontend.decompositions.registry import (
     Decomposition,
     decompose,
     decomposition_of,
-    node_of,
+    node_from_proto,
 )
 from autopipe.passes.frontend.derivations import Step
 from autopipe.passes.frontend.detached import DetachedReads, detached_reads, straight_through
@@ -513,7 +513,7 @@ def _find_replacement_nodes(
         return replace_control_flow(node, operands, sweep.access())
     if sweep.sequences.handles(node):
         return sweep.sequences.replace(node, operands, sweep.types, sweep.arrays)
-    if sweep.dynamic_shapes.concerns(node, operands, sweep.types, sweep.arrays, sweep.declared):
+    if sweep.dynamic_shapes.must_replace(node, operands, sweep.types, sweep.arrays, sweep.declared):
         rewriter = _file_rewriter(sweep, node, operands)
         sweep.dynamic_shapes.replace_node(rewriter, sweep.types, sweep.arrays)
         return ()  # The rewriter has visited the new nodes already.
@@ -595,7 +595,9 @@ class _TypedScope(_FileScope):
 def _file_rewriter(sweep: _Sweep, node: onnx.NodeProto, operands: tuple[str, ...]) -> FileRewriter:
     """Return a rewriter for the node whose new nodes are read as if the file contained them."""
     scope = _FileScope(sweep)
-    return FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
+    return FileRewriter(
+        scope, node_from_proto(node, operands), node, lambda each: _visit(sweep, each)
+    )
 
 
 def _read_decomposition(
@@ -605,7 +607,9 @@ def _read_decomposition(
     that the node is kept.
     """
     scope = _TypedScope(sweep) if decomposition.is_typed else _FileScope(sweep)
-    rewriter = FileRewriter(scope, node_of(node, operands), node, lambda each: _visit(sweep, each))
+    rewriter = FileRewriter(
+        scope, node_from_proto(node, operands), node, lambda each: _visit(sweep, each)
+    )
     is_replaced = decompose(decomposition, rewriter)
     for name, value in rewriter.aliases.items():
         _add_alias(sweep, name, value)

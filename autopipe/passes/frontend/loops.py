@@ -16,7 +16,7 @@ from autopipe.ir.ops import operator_of, signature_of
 from autopipe.ir.ops.loop import LOOP
 from autopipe.passes.frontend.cleanup import cleaned
 from autopipe.passes.frontend.control_flow import MAX_UNROLLED_NODES, KeptLoop, ScanInput
-from autopipe.passes.frontend.fusion.rules import fused
+from autopipe.passes.frontend.fusion.rules import fuse_operators
 from autopipe.passes.frontend.inference import RANDOM
 
 
@@ -85,7 +85,7 @@ def loop_of(
         outputs=tuple(results),
         values=tuple(types[name] for node in inner for name in node.outputs if name),
     )
-    body = fused(cleaned(body))
+    body = fuse_operators(cleaned(body))
     _require_repeatable(body)
     needed = {*given, *body.outputs, *(name for node in body.nodes for name in node.inputs)}
     body = replace(body, inputs=tuple(value for value in body.inputs if value.name in needed))

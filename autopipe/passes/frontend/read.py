@@ -20,8 +20,8 @@ from autopipe.passes.frontend.cleanup import (
     without_unread,
 )
 from autopipe.passes.frontend.elements import DTYPES
-from autopipe.passes.frontend.fusion.cross_entropy import is_large, with_linear_losses
-from autopipe.passes.frontend.fusion.rules import fused
+from autopipe.passes.frontend.fusion.cross_entropy import fuse_linear_losses, has_large_loss
+from autopipe.passes.frontend.fusion.rules import fuse_operators
 from autopipe.passes.frontend.inference import MisfitError
 from autopipe.passes.frontend.input_shapes import (
     Inputs,
@@ -226,10 +226,10 @@ def _read(
         | stale
     )
     graph = without_refused(graph, weights.found)
-    recomputing = with_linear_losses(graph, wanted_outputs(graph, mode, scalar))
+    recomputing = fuse_linear_losses(graph, wanted_outputs(graph, mode, scalar))
     other = (
         None
-        if recomputing is graph or (scores is None and not is_large(recomputing))
+        if recomputing is graph or (scores is None and not has_large_loss(recomputing))
         else recomputing
     )
     for each in (graph, other):
@@ -332,7 +332,7 @@ def _simplified(read: Graph, loss: str | CrossEntropy | None) -> tuple[Graph, st
     """Return (graph after cleanup and fusion, with its loss; name of the loss, "" if there is
     none).
     """
-    graph = fused(cleaned(read))
+    graph = fuse_operators(cleaned(read))
     lost = set(read.parameters) ^ set(graph.parameters)
     # Fusion of experts may remove untrained tensors of zeros. Any other change of the parameters is
     # an internal error, not an error of the file.

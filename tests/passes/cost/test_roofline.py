@@ -32,7 +32,7 @@ def test_a_loss_that_makes_its_scores_multiplies_once_more_in_backward(
     scores = builder.linear(builder.linear("x", 4), 10, trained)
     loss = builder.node("SoftmaxCrossEntropyLoss", (scores, "labels"), ())
     apart = builder.finish(loss)
-    joined = cross_entropy.with_linear_losses(apart, (loss,))
+    joined = cross_entropy.fuse_linear_losses(apart, (loss,))
     (_, product, taken) = annotate(apart)
     (_, both) = annotate(joined)
     assert both.forward_flops == product.forward_flops + taken.forward_flops

@@ -22,7 +22,7 @@ from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.passes.frontend import inference as known
 from autopipe.passes.frontend import read_model
 from autopipe.passes.frontend.cleanup import with_named_outputs, without_repeats
-from autopipe.passes.frontend.fusion.rules import View, fused
+from autopipe.passes.frontend.fusion.rules import View, fuse_operators
 from autopipe.passes.frontend.inference import MOST_OPERATIONS, Budget, operations_of
 from autopipe.passes.frontend.interpret import _Sweep, _unique
 from autopipe.passes.frontend.load import DEEPEST, inlined
@@ -272,15 +272,15 @@ def test_chains_of_products_are_looked_at_in_linear_time(
     )
     graph = read_model(saved(proto, tmp_path)).graph
     looks = 0
-    made_by = View.made_by
+    producer_of = View.producer_of
 
     def counted(view: View, name: str, *operators: str) -> Node | None:
         nonlocal looks
         looks += 1
-        return made_by(view, name, *operators)
+        return producer_of(view, name, *operators)
 
-    monkeypatch.setattr(View, "made_by", counted)
-    assert len(fused(graph).nodes) == 601
+    monkeypatch.setattr(View, "producer_of", counted)
+    assert len(fuse_operators(graph).nodes) == 601
     assert looks < 600 * 100
 
 

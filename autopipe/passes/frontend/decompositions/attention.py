@@ -31,7 +31,7 @@ ROTARY_BASE = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionOperands:
     """Names of the operands of an ONNX Attention node, "" for an absent one.
 
     `query` is [B, H, T, F], `key` and `value` are [B, G, tokens, F]; `mask` is boolean or is added
@@ -51,7 +51,7 @@ class Heads:
     causal: int = 0
 
 
-def group_query_attention(rewriter: FileRewriter) -> None:
+def decompose_group_query_attention(rewriter: FileRewriter) -> None:
     """Decompose GroupQueryAttention: optional normalisation and rotary positions of queries and
     keys, an update of the key-value cache, and Attention.
 
@@ -63,7 +63,7 @@ def group_query_attention(rewriter: FileRewriter) -> None:
     groups = node.integer("kv_num_heads")
     for name in ("sliding_window_cache", "kv_cache_bit_width"):
         rewriter.require(not node.integer(name), f"{name!r} is not supported")
-    projections = _packed_or_separate(rewriter, heads, groups)
+    projections = _read_projections(rewriter, heads, groups)
     query, key, value = (
         _split_heads(rewriter, each, count)
         for each, count in zip(projections, (heads, groups, groups), strict=True)
@@ -85,7 +85,7 @@ def group_query_attention(rewriter: FileRewriter) -> None:
             for each, weight in ((query, 14), (key, 15))
         )
     if node.integer("do_rotary"):
-        positions = _positions(rewriter, past_lengths, batch, tokens)
+        positions = _rotary_positions(rewriter, past_lengths, batch, tokens)
         query, key = (_rotate_by_cache(rewriter, each, positions) for each in (query, key))
     present = (key, value)
     mask = rewriter.operand(10)
@@ -110,9 +110,9 @@ def group_query_attention(rewriter: FileRewriter) -> None:
         sink = rewriter.add("Expand", [zero, rewriter.integers(heads)], (heads,))
     window = node.integer("local_window_size", -1)
     causal = node.integer("causal", 1)
-    output, _, _ = _attend(
+    output, _, _ = _write_attention(
         rewriter,
-        Heads(query, key, value, mask, lengths=lengths, sink=sink, causal=causal),
+        AttentionOperands(query, key, value, mask, lengths=lengths, sink=sink, causal=causal),
         3,
         softcap=node.number("softcap"),
         qk_matmul_output_mode=(0, 2, 3)[node.integer("qk_output")],
@@ -122,23 +122,27 @@ def group_query_attention(rewriter: FileRewriter) -> None:
         rewriter.give(index, each)
 
 
-def multi_head_attention(rewriter: FileRewriter) -> None:
+def decompose_multi_head_attention(rewriter: FileRewriter) -> None:
     """Decompose MultiHeadAttention. Its operands 3 to 8 are the bias, the padding mask, the tensor
     that is added to the logits, cached keys, cached values, and the number of valid cached tokens.
     """
-    _multi_head(rewriter, rewriter.operand(3), rewriter.operand(4), rewriter.operand(5), 6)
+    _decompose_multi_head(
+        rewriter, rewriter.operand(3), rewriter.operand(4), rewriter.operand(5), 6
+    )
 
 
-def decoder_masked_attention(rewriter: FileRewriter) -> None:
+def decompose_decoder_masked_attention(rewriter: FileRewriter) -> None:
     """Decompose DecoderMaskedMultiHeadAttention: MultiHeadAttention of one new token, with another
     order of operands. Raises ModelError if the node has beams, since beam search is not supported.
     """
     beams = rewriter.known(8) if rewriter.operand(8) else 1
     rewriter.require(beams == 1 and not rewriter.operand(9), "beams are not supported")
-    _multi_head(rewriter, rewriter.operand(10), rewriter.operand(3), rewriter.operand(4), 5)
+    _decompose_multi_head(
+        rewriter, rewriter.operand(10), rewriter.operand(3), rewriter.operand(4), 5
+    )
 
 
-def attention(rewriter: FileRewriter) -> None:
+def decompose_attention(rewriter: FileRewriter) -> None:
     """Decompose com.microsoft's Attention, which computes queries, keys and values by one matrix
     product, and then attends. Result 1 is the stack of all keys and all values, [2, B, H, tokens,
     F].
@@ -146,7 +150,8 @@ def attention(rewriter: FileRewriter) -> None:
     node = rewriter.node
     heads = node.integer("num_heads")
     query, key, value = (
-        _split_heads(rewriter, each, heads) for each in _project(rewriter, rewriter.operand(2))
+        _split_heads(rewriter, each, heads)
+        for each in _project_queries_keys_values(rewriter, rewriter.operand(2))
     )
     past = rewriter.operand(4)
     past_length = rewriter.operand(6)
@@ -163,29 +168,29 @@ def attention(rewriter: FileRewriter) -> None:
         )
         query, key = (_rotate_by_position(rewriter, each, first_position) for each in (query, key))
     total = first_position + (0 if past_length else rewriter.shape(key)[2])
-    operands = Heads(query, key, value)
-    masked = _with_masks(rewriter, operands, rewriter.operand(3), rewriter.operand(5), total)
-    output, *present = _attend_with_past(rewriter, masked, caches, past_length, 2)
+    operands = AttentionOperands(query, key, value)
+    masked = _combine_masks(rewriter, operands, rewriter.operand(3), rewriter.operand(5), total)
+    output, *present = _write_attention_with_past(rewriter, masked, caches, past_length, 2)
     rewriter.give(0, output)
     if rewriter.has_result(1):
         stacked = (rewriter.reshape(each, 1, *rewriter.shape(each)) for each in present)
         rewriter.give(1, rewriter.concat(0, *stacked))
 
 
-def packed_attention(rewriter: FileRewriter) -> None:
+def decompose_packed_attention(rewriter: FileRewriter) -> None:
     """Decompose PackedAttention: Attention on a batch without padding, whose sequences are
     concatenated along the dimension of tokens.
     """
-    _attend_packed(
+    _write_packed_attention(
         rewriter,
-        _project(rewriter, rewriter.operand(2)),
+        _project_queries_keys_values(rewriter, rewriter.operand(2)),
         rewriter.required(3),
         rewriter.required(4),
         rewriter.operand(5),
     )
 
 
-def packed_multi_head_attention(rewriter: FileRewriter) -> None:
+def decompose_packed_multi_head_attention(rewriter: FileRewriter) -> None:
     """Decompose PackedMultiHeadAttention: MultiHeadAttention on a batch without padding, whose
     sequences are concatenated along the dimension of tokens. Queries, keys and values are separate
     or stacked.
@@ -205,7 +210,7 @@ def packed_multi_head_attention(rewriter: FileRewriter) -> None:
             rewriter.binary("Add", projection, part)
             for projection, part in zip(projections, biases, strict=True)
         ]
-    _attend_packed(
+    _write_packed_attention(
         rewriter, projections, rewriter.required(4), rewriter.required(5), rewriter.operand(6)
     )
 
@@ -224,8 +229,8 @@ def _split_heads(rewriter: Rewriter, name: str, heads: int) -> str:
     return rewriter.transpose(split, 0, 2, 1, 3)
 
 
-def _attend(
-    rewriter: Rewriter, heads: Heads, logits_index: int, **settings: Any
+def _write_attention(
+    rewriter: Rewriter, heads: AttentionOperands, logits_index: int, **settings: Any
 ) -> tuple[str, str, str]:
     """Write an ONNX Attention node. Return the names of its output [B, T, H · F], of all keys, and
     of all values, which include the cached ones.
@@ -269,30 +274,34 @@ def _attend(
     return rewriter.reshape(by_token, batch, tokens, count * features), keys, values
 
 
-def _attend_with_past(
-    rewriter: Rewriter, heads: Heads, past: tuple[str, str], past_length: str, logits_index: int
+def _write_attention_with_past(
+    rewriter: Rewriter,
+    heads: AttentionOperands,
+    past: tuple[str, str],
+    past_length: str,
+    logits_index: int,
 ) -> tuple[str, str, str]:
     """Write an ONNX Attention node whose keys and values are the cached ones, `past`, followed by
     the new ones of `heads`. Return the names of its output, of all keys, and of all values.
 
     If `past_length` is not "", it names the number of valid cached tokens; then the cache is a
-    longer buffer, and the new keys and values are written behind the valid tokens. See `_attend`
+    longer buffer, and the new keys and values are written behind the valid tokens. See `_write_attention`
     for `logits_index`.
     """
     tokens = rewriter.shape(heads.query)[2]
     if past[0] and past_length:
         batch = rewriter.shape(heads.query)[0]
-        length = _per_sequence(rewriter, past_length)
+        length = _reshape_per_sequence(rewriter, past_length)
         start = rewriter.add("Expand", [length, rewriter.integers(batch)], (batch,))
         key, value = _write_caches(rewriter, past, (heads.key, heads.value), start)
         lengths = rewriter.binary("Add", start, rewriter.integer(tokens))
         heads = dataclasses.replace(heads, key=key, value=value, lengths=lengths)
     elif past[0] and rewriter.shape(past[0])[2]:
         heads = dataclasses.replace(heads, past=past)
-    return _attend(rewriter, heads, logits_index, qk_matmul_output_mode=2)
+    return _write_attention(rewriter, heads, logits_index, qk_matmul_output_mode=2)
 
 
-def _packed_or_separate(rewriter: Rewriter, heads: int, groups: int) -> list[str]:
+def _read_projections(rewriter: Rewriter, heads: int, groups: int) -> list[str]:
     """Return the names of queries [B, T, heads · F], keys and values [B, T, groups · F]: operands 0
     to 2 of the replaced node, or the parts of operand 0 if operand 1 is absent.
     """
@@ -318,16 +327,16 @@ def _past_lengths(rewriter: Rewriter, tokens: int, total: int | None) -> str:
     maximum over the sequences of cached plus new tokens, or None if it is not known before running.
     If operand 6 turns out to be `tokens`, the result is 0: nothing is cached.
     """
-    last_position = _per_sequence(rewriter, rewriter.required(5))
+    last_position = _reshape_per_sequence(rewriter, rewriter.required(5))
     cached = rewriter.binary("Add", last_position, rewriter.integer(1 - tokens))
     if total is not None:
         return cached
-    longest = _per_sequence(rewriter, rewriter.required(6))
+    longest = _reshape_per_sequence(rewriter, rewriter.required(6))
     is_prompt = rewriter.binary("Equal", longest, rewriter.integer(tokens), DType.BOOL)
     return rewriter.select(is_prompt, rewriter.integer(0), cached)
 
 
-def _per_sequence(rewriter: Rewriter, name: str) -> str:
+def _reshape_per_sequence(rewriter: Rewriter, name: str) -> str:
     """Write the value `name`, which has one integer per sequence, as an int64 vector [B], and
     return the result's name.
     """
@@ -343,9 +352,9 @@ def _prompt_mask(rewriter: Rewriter, added: str, key: str) -> str:
     for keys that are not padding.
     """
     batch, _, tokens, _ = rewriter.shape(key)
-    last_position = _per_sequence(rewriter, rewriter.required(5))
+    last_position = _reshape_per_sequence(rewriter, rewriter.required(5))
     ends = rewriter.binary("Add", last_position, rewriter.integer(1))
-    visible = _visible_range(rewriter, ends, batch, tokens)
+    visible = _key_range_mask(rewriter, ends, batch, tokens)
     if not added:
         return visible
     hidden = rewriter.number(-math.inf, rewriter.type_of(added).dtype)
@@ -377,7 +386,7 @@ def _zero_unfilled(rewriter: Rewriter, caches: tuple[str, str], lengths: str) ->
     return rewriter.select(filled, caches[0], zero), rewriter.select(filled, caches[1], zero)
 
 
-def _positions(rewriter: Rewriter, past_lengths: str, batch: int, tokens: int) -> str:
+def _rotary_positions(rewriter: Rewriter, past_lengths: str, batch: int, tokens: int) -> str:
     """Return the name of the rotary positions [B, T] of the new tokens.
 
     Operand 9 of the replaced node may contain the positions. If nothing is cached (`past_lengths`
@@ -446,7 +455,9 @@ def _rotate_by_position(rewriter: Rewriter, name: str, first: int) -> str:
     )
 
 
-def _multi_head(rewriter: Rewriter, bias: str, padding: str, added: str, past: int) -> None:
+def _decompose_multi_head(
+    rewriter: Rewriter, bias: str, padding: str, added: str, past: int
+) -> None:
     """Decompose a MultiHeadAttention whose optional operands are `bias`, the padding mask
     `padding`, and the tensor `added` that is added to the logits ("" for an absent one).
 
@@ -460,8 +471,8 @@ def _multi_head(rewriter: Rewriter, bias: str, padding: str, added: str, past: i
     total = rewriter.shape(key)[2]
     if caches[0] and not past_length:
         total += rewriter.shape(caches[0])[2]
-    masked = _with_masks(rewriter, Heads(query, key, value), padding, added, total)
-    results = _attend_with_past(rewriter, masked, caches, past_length, 3)
+    masked = _combine_masks(rewriter, AttentionOperands(query, key, value), padding, added, total)
+    results = _write_attention_with_past(rewriter, masked, caches, past_length, 3)
     for index, each in enumerate(results):
         rewriter.give(index, each)
 
@@ -514,7 +525,9 @@ def _unstack(rewriter: Rewriter, name: str, parts: int) -> list[str]:
     return [rewriter.reshape(each, batch, tokens, heads * features) for each in pieces]
 
 
-def _with_masks(rewriter: Rewriter, heads: Heads, padding: str, added: str, total: int) -> Heads:
+def _combine_masks(
+    rewriter: Rewriter, heads: AttentionOperands, padding: str, added: str, total: int
+) -> AttentionOperands:
     """Return `heads` with the mask that is added to the logits [B, H, T, total]: the sum of the
     mask of the operand `padding` and of the tensor `added`; "" for an absent operand.
 
@@ -522,7 +535,7 @@ def _with_masks(rewriter: Rewriter, heads: Heads, padding: str, added: str, tota
     `causal` 1, or a mask that also hides later keys.
     """
     causal = rewriter.node.integer("unidirectional")
-    visible = _visible_keys(rewriter, padding, heads.query, total) if padding else ""
+    visible = _visible_key_mask(rewriter, padding, heads.query, total) if padding else ""
     if not visible:
         return dataclasses.replace(heads, mask=added, causal=causal)
     dtype = rewriter.type_of(heads.query).dtype
@@ -541,7 +554,7 @@ def _with_masks(rewriter: Rewriter, heads: Heads, padding: str, added: str, tota
     return dataclasses.replace(heads, mask=mask)
 
 
-def _visible_keys(rewriter: Rewriter, padding: str, query: str, total: int) -> str:
+def _visible_key_mask(rewriter: Rewriter, padding: str, query: str, total: int) -> str:
     """Return the name of a boolean mask that broadcasts to [B, H, T, total] and is true for keys
     that are not padding; "" if the operand `padding` has one key only, which means that there is no
     mask.
@@ -553,7 +566,7 @@ def _visible_keys(rewriter: Rewriter, padding: str, query: str, total: int) -> s
     batch, _, tokens, _ = rewriter.shape(query)
     shape = rewriter.shape(padding)
     if len(shape) == 1:
-        return _visible_range(rewriter, padding, batch, total)
+        return _key_range_mask(rewriter, padding, batch, total)
     if shape[-1] == 1 and total > 1:
         return ""  # A mask of size 1 for several keys stands for no mask.
     visible = rewriter.cast(padding, DType.BOOL)
@@ -563,7 +576,7 @@ def _visible_keys(rewriter: Rewriter, padding: str, query: str, total: int) -> s
     return rewriter.reshape(visible, shape[0], 1, rows, shape[-1])
 
 
-def _visible_range(rewriter: Rewriter, bounds: str, batch: int, total: int) -> str:
+def _key_range_mask(rewriter: Rewriter, bounds: str, batch: int, total: int) -> str:
     """Return the name of a boolean mask [B, 1, 1, total] that is true for the keys of sequence b
     before `bounds[b]`. If `bounds` has 2 · B elements, keys before `bounds[B + b]` are hidden, too.
     """
@@ -583,7 +596,7 @@ def _visible_range(rewriter: Rewriter, bounds: str, batch: int, total: int) -> s
     return rewriter.binary("And", visible, started)
 
 
-def _project(rewriter: Rewriter, bias: str) -> list[str]:
+def _project_queries_keys_values(rewriter: Rewriter, bias: str) -> list[str]:
     """Return the names of queries, keys and values [..., hidden]: the parts of operand 0 times
     operand 1 (the concatenated weights), plus `bias` if it is not "". Raises ModelError if the
     operands do not fit.
@@ -602,7 +615,7 @@ def _project(rewriter: Rewriter, bias: str) -> list[str]:
     return rewriter.split(product, len(rewriter.shape(product)) - 1, *sizes)
 
 
-def _attend_packed(
+def _write_packed_attention(
     rewriter: Rewriter, projections: list[str], offsets: str, bounds: str, added: str
 ) -> None:
     """Write attention within each of B sequences. `projections` are their queries, keys and values,
@@ -627,8 +640,8 @@ def _attend_packed(
         for each in projections
     ]
     query, key, value = (_split_heads(rewriter, each, heads) for each in padded)
-    operands = Heads(query, key, value, added, lengths=lengths)
-    output, _, _ = _attend(rewriter, operands, 1)
+    operands = AttentionOperands(query, key, value, added, lengths=lengths)
+    output, _, _ = _write_attention(rewriter, operands, 1)
     features = rewriter.shape(output)[2]
     flat = rewriter.reshape(output, batch * longest, features)
     order = rewriter.reshape(rewriter.cast(offsets, DType.INT64), batch * longest)

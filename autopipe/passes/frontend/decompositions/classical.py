@@ -12,7 +12,7 @@ from autopipe.passes.frontend.rewriter import FileRewriter
 DOMAIN = "ai.onnx.ml"
 
 
-def _scaler(rewriter: FileRewriter) -> None:
+def _decompose_scaler(rewriter: FileRewriter) -> None:
     """Decompose Scaler: (x − offset) · scale, in float32."""
     node = rewriter.node
     x = rewriter.cast(rewriter.required(0), DType.FLOAT32)
@@ -20,7 +20,7 @@ def _scaler(rewriter: FileRewriter) -> None:
     rewriter.add("Mul", [centred, rewriter.floats(*node.numbers("scale"))], result=0)
 
 
-def _array_feature_extractor(rewriter: FileRewriter) -> None:
+def _decompose_array_feature_extractor(rewriter: FileRewriter) -> None:
     """Decompose ArrayFeatureExtractor: a Gather of elements along the last axis. An operand that is
     a vector becomes a matrix of one row.
     """
@@ -32,7 +32,7 @@ def _array_feature_extractor(rewriter: FileRewriter) -> None:
     rewriter.add("Gather", [x, flat], axis=-1, result=0)
 
 
-def _linear_regressor(rewriter: FileRewriter) -> None:
+def _decompose_linear_regressor(rewriter: FileRewriter) -> None:
     """Decompose LinearRegressor: x · coefficientsᵀ + intercepts, in float32. Raises ModelError if
     the node has a `post_transform`.
     """
@@ -53,8 +53,8 @@ def _linear_regressor(rewriter: FileRewriter) -> None:
 
 
 CLASSICAL: dict[str, Callable[[FileRewriter], None]] = {
-    "ArrayFeatureExtractor": _array_feature_extractor,
-    "LinearRegressor": _linear_regressor,
-    "Scaler": _scaler,
+    "ArrayFeatureExtractor": _decompose_array_feature_extractor,
+    "LinearRegressor": _decompose_linear_regressor,
+    "Scaler": _decompose_scaler,
 }
 """Decompositions of domain ai.onnx.ml, by operator."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnx
 
 
-def flex_attention(rewriter: FileRewriter) -> None:
+def decompose_flex_attention(rewriter: FileRewriter) -> None:
     """Decompose FlexAttention: softmax(score_mod(scale · Q Kᵀ)), changed by prob_mod, times V.
     Query heads may share key-value heads. Raises ModelError if the query heads cannot be divided
     among the key heads.
@@ -41,9 +41,9 @@ def flex_attention(rewriter: FileRewriter) -> None:
     logits = rewriter.add("Mul", [logits, rewriter.add("CastLike", [scale, logits])])
     logits = rewriter.reshape(logits, batch, heads, tokens, keys)
     logits = rewriter.add("Cast", [logits], to=precision_number)
-    logits = _modified(rewriter, "score_mod", logits)
+    logits = _apply_subgraph(rewriter, "score_mod", logits)
     probabilities = rewriter.add("Softmax", [logits], axis=-1)
-    probabilities = _modified(rewriter, "prob_mod", probabilities)
+    probabilities = _apply_subgraph(rewriter, "prob_mod", probabilities)
     values = rewriter.add("Cast", [value.name], to=precision_number)
     weights = rewriter.reshape(probabilities, *grouped, keys)
     output = rewriter.add("MatMul", [weights, values])
@@ -51,7 +51,7 @@ def flex_attention(rewriter: FileRewriter) -> None:
     rewriter.reshape(output, batch, heads, tokens, value.shape[3], result=0)
 
 
-def _modified(rewriter: FileRewriter, attribute: str, operand: str) -> str:
+def _apply_subgraph(rewriter: FileRewriter, attribute: str, operand: str) -> str:
     """Write the nodes of the subgraph in `attribute`, whose input is the value `operand`. Return
     the name of the subgraph's output, or `operand` if the node has no such subgraph. Raises
     ModelError unless the subgraph has one input and one output.
@@ -64,10 +64,10 @@ def _modified(rewriter: FileRewriter, attribute: str, operand: str) -> str:
         len(graph.input) == 1 and len(graph.output) == 1,
         f"the subgraph {attribute!r} does not have exactly one input and one output",
     )
-    return _inlined(rewriter, graph, {graph.input[0].name: operand}, attribute)
+    return _inline_subgraph(rewriter, graph, {graph.input[0].name: operand}, attribute)
 
 
-def _inlined(
+def _inline_subgraph(
     rewriter: FileRewriter, graph: onnx.GraphProto, names: dict[str, str], title: str
 ) -> str:
     """Write the nodes of a subgraph and return the name of its first output.

@@ -11,7 +11,10 @@ from typing import Any
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType
 from autopipe.passes.frontend.decompositions import nchwc
-from autopipe.passes.frontend.decompositions.quantized import channels_first, channels_last
+from autopipe.passes.frontend.decompositions.quantized import (
+    move_channels_first,
+    move_channels_last,
+)
 from autopipe.passes.frontend.rewriter import FileRewriter
 
 DOMAIN = "com.microsoft"
@@ -31,7 +34,7 @@ _PLAIN_ACTIVATIONS = ("Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 """Activations without attributes."""
 
 
-def _fused_matmul(rewriter: FileRewriter) -> None:
+def _decompose_fused_matmul(rewriter: FileRewriter) -> None:
     """Transpose the factors of a FusedMatMul for which transBatchA or transBatchB is 1: in these,
     the rows come before the batch dimensions, and must come behind them. A FusedMatMul without such
     a factor is kept.
@@ -52,14 +55,14 @@ def _fused_matmul(rewriter: FileRewriter) -> None:
     rewriter.add("FusedMatMul", factors, result=0, domain=DOMAIN, **attributes)
 
 
-def _group_norm(rewriter: FileRewriter) -> None:
+def _decompose_group_norm(rewriter: FileRewriter) -> None:
     """Decompose GroupNorm. Its channels come last unless channels_last=0; activation=1 means that
     SiLU follows.
     """
-    _normalize(rewriter, rewriter.required(0))
+    _write_group_normalization(rewriter, rewriter.required(0))
 
 
-def _skip_group_norm(rewriter: FileRewriter) -> None:
+def _decompose_skip_group_norm(rewriter: FileRewriter) -> None:
     """Decompose SkipGroupNorm: GroupNorm of the sum x + skip + bias, where the bias may be absent.
     Result 1 is the sum.
     """
@@ -78,17 +81,17 @@ def _skip_group_norm(rewriter: FileRewriter) -> None:
         total = rewriter.add("Add", [total, bias])
     if rewriter.has_result(1):
         total = rewriter.add("Identity", [total], result=1)
-    _normalize(rewriter, total)
+    _write_group_normalization(rewriter, total)
 
 
-def _normalize(rewriter: FileRewriter, x: str) -> None:
+def _write_group_normalization(rewriter: FileRewriter, x: str) -> None:
     """Write the group normalisation of the value `x`, followed by SiLU if the replaced node has
     activation=1, as result 0 of the replaced node.
     """
     node = rewriter.node
     is_last = node.integer("channels_last", 1)
     is_activated = node.integer("activation")
-    x = channels_first(rewriter, x) if is_last else x
+    x = move_channels_first(rewriter, x) if is_last else x
     x = rewriter.add(
         "GroupNormalization",
         [x, rewriter.required(1), rewriter.required(2)],
@@ -99,10 +102,10 @@ def _normalize(rewriter: FileRewriter, x: str) -> None:
     if is_activated:
         x = rewriter.add("QuickGelu", [x], result=None if is_last else 0, domain=DOMAIN, alpha=1.0)
     if is_last:
-        channels_last(rewriter, x, result=0)
+        move_channels_last(rewriter, x, result=0)
 
 
-def _bias_split_gelu(rewriter: FileRewriter) -> None:
+def _decompose_bias_split_gelu(rewriter: FileRewriter) -> None:
     """Decompose BiasSplitGelu: x + bias is divided along the last axis; the result is the first
     half times Gelu of the second half.
     """
@@ -113,20 +116,20 @@ def _bias_split_gelu(rewriter: FileRewriter) -> None:
     rewriter.add("Mul", [first, rewriter.add("Gelu", [second], domain=DOMAIN)], result=0)
 
 
-def _bias_add(rewriter: FileRewriter) -> None:
+def _decompose_bias_add(rewriter: FileRewriter) -> None:
     """Decompose BiasAdd: x + bias + skip."""
     total = rewriter.add("Add", [rewriter.required(0), rewriter.required(1)])
     rewriter.add("Add", [total, rewriter.required(2)], result=0)
 
 
-def _max_pool_channels_last(rewriter: FileRewriter) -> None:
+def _decompose_nhwc_max_pool(rewriter: FileRewriter) -> None:
     """Decompose NhwcMaxPool: a MaxPool of images whose channels come last."""
-    x = channels_first(rewriter, rewriter.required(0))
+    x = move_channels_first(rewriter, rewriter.required(0))
     pooled = rewriter.add("MaxPool", [x], **rewriter.attributes())
-    channels_last(rewriter, pooled, result=0)
+    move_channels_last(rewriter, pooled, result=0)
 
 
-def _convolution_channels_last(rewriter: FileRewriter) -> None:
+def _decompose_nhwc_conv(rewriter: FileRewriter) -> None:
     """Decompose NhwcConv, a convolution of images whose channels come last. The weight is [outputs,
     …, inputs], as ONNX Runtime's optimizer writes it, or [outputs, inputs, …], as the operator's
     description says.
@@ -134,15 +137,15 @@ def _convolution_channels_last(rewriter: FileRewriter) -> None:
     x = rewriter.required(0)
     weight = rewriter.required(1)
     channels = rewriter.shape(x)[-1]
-    x = channels_first(rewriter, x)
+    x = move_channels_first(rewriter, x)
     if rewriter.shape(weight)[-1] * rewriter.node.integer("group", 1) == channels:
-        weight = channels_first(rewriter, weight)
+        weight = move_channels_first(rewriter, weight)
     operands = [x, weight, *rewriter.node.inputs[2:]]
     found = rewriter.add("Conv", operands, **rewriter.attributes())
-    channels_last(rewriter, found, result=0)
+    move_channels_last(rewriter, found, result=0)
 
 
-def _activate(rewriter: FileRewriter, x: str, parameters: Sequence[float]) -> None:
+def _write_activation(rewriter: FileRewriter, x: str, parameters: Sequence[float]) -> None:
     """Write result 0 of the replaced node: the activation of the value `x` that the node's
     attribute `activation` names, or `x` itself without the attribute. `parameters` are the values
     of the activation's attributes. Raises ModelError for an unknown activation.
@@ -164,7 +167,9 @@ def _activate(rewriter: FileRewriter, x: str, parameters: Sequence[float]) -> No
         rewriter.add("Identity", [x], result=0)
 
 
-def _convolve(rewriter: FileRewriter, weight: str, x: str, is_channels_last: bool = False) -> None:
+def _write_fused_convolution(
+    rewriter: FileRewriter, weight: str, x: str, is_channels_last: bool = False
+) -> None:
     """Write result 0 of the replaced node, a fused convolution: `x` convolved with `weight`, plus
     the bias (operand 2) and operand 3 if they are present, then the activation of the node.
 
@@ -173,38 +178,40 @@ def _convolve(rewriter: FileRewriter, weight: str, x: str, is_channels_last: boo
     bias = [rewriter.operand(2)] if rewriter.operand(2) else []
     attributes = rewriter.attributes("activation", "activation_params")
     x = rewriter.add("Conv", [x, weight, *bias], **attributes)
-    x = channels_last(rewriter, x) if is_channels_last else x
+    x = move_channels_last(rewriter, x) if is_channels_last else x
     if rewriter.operand(3):
         x = rewriter.add("Add", [x, rewriter.operand(3)])
-    _activate(rewriter, x, rewriter.node.numbers("activation_params"))
+    _write_activation(rewriter, x, rewriter.node.numbers("activation_params"))
 
 
-def _fused_conv(rewriter: FileRewriter) -> None:
+def _decompose_fused_conv(rewriter: FileRewriter) -> None:
     """Decompose FusedConv: a convolution, an optional sum, and an activation."""
-    _convolve(rewriter, rewriter.required(1), rewriter.required(0))
+    _write_fused_convolution(rewriter, rewriter.required(1), rewriter.required(0))
 
 
-def _fused_conv_channels_last(rewriter: FileRewriter) -> None:
+def _decompose_nhwc_fused_conv(rewriter: FileRewriter) -> None:
     """Decompose NhwcFusedConv: FusedConv of images whose channels come last."""
-    x = channels_first(rewriter, rewriter.required(0))
-    _convolve(rewriter, rewriter.required(1), x, is_channels_last=True)
+    x = move_channels_first(rewriter, rewriter.required(0))
+    _write_fused_convolution(rewriter, rewriter.required(1), x, is_channels_last=True)
 
 
-def _nchwc_conv(rewriter: FileRewriter) -> None:
+def _decompose_nchwc_conv(rewriter: FileRewriter) -> None:
     """Decompose com.microsoft.nchwc's Conv, whose weight is stored in blocks of channels."""
-    _convolve(rewriter, nchwc.plain_weight(rewriter), rewriter.required(0))
+    _write_fused_convolution(rewriter, nchwc.restore_weight_layout(rewriter), rewriter.required(0))
 
 
-def _fused_gemm(rewriter: FileRewriter) -> None:
+def _decompose_fused_gemm(rewriter: FileRewriter) -> None:
     """Decompose FusedGemm: Gemm, then an activation."""
     node = rewriter.node
     parameters = ("activation_alpha", "activation_beta", "activation_gamma")
     operands = [name for name in node.inputs if name]
     x = rewriter.add("Gemm", operands, **rewriter.attributes("activation", *parameters))
-    _activate(rewriter, x, [node.number(each) for each in parameters if node.has(each)])
+    _write_activation(rewriter, x, [node.number(each) for each in parameters if node.has(each)])
 
 
-def _embed_layer_normalization(rewriter: FileRewriter, is_quantized: bool = False) -> None:
+def _decompose_embed_layer_normalization(
+    rewriter: FileRewriter, is_quantized: bool = False
+) -> None:
     """Decompose EmbedLayerNormalization and, if `is_quantized`, QEmbedLayerNormalization: the layer
     normalisation of the sum of word, position and segment embeddings.
 
@@ -213,7 +220,7 @@ def _embed_layer_normalization(rewriter: FileRewriter, is_quantized: bool = Fals
     """
     node = rewriter.node
 
-    def dequantized(name: str, table: int) -> str:
+    def dequantize(name: str, table: int) -> str:
         """Return the name of `name` in floating point, where `name` is operand `table` or a part of
         it. The scale of operand i is operand i + 6, its zero point operand i + 11. If the node is
         not quantised, return `name`.
@@ -225,18 +232,18 @@ def _embed_layer_normalization(rewriter: FileRewriter, is_quantized: bool = Fals
 
     tokens = rewriter.required(0)
     samples, length = rewriter.shape(tokens)
-    words = dequantized(rewriter.add("Gather", [rewriter.required(2), tokens]), 2)
+    words = dequantize(rewriter.add("Gather", [rewriter.required(2), tokens]), 2)
     if rewriter.operand(8) and not is_quantized:
         positions = rewriter.add("Gather", [rewriter.required(3), rewriter.operand(8)])
     else:
         positions = rewriter.slice(rewriter.required(3), {0: (0, length)})
-    total = rewriter.add("Add", [words, dequantized(positions, 3)])
+    total = rewriter.add("Add", [words, dequantize(positions, 3)])
     if rewriter.operand(1):
         segments = rewriter.add("Gather", [rewriter.required(4), rewriter.operand(1)])
-        total = rewriter.add("Add", [total, dequantized(segments, 4)])
+        total = rewriter.add("Add", [total, dequantize(segments, 4)])
     if rewriter.has_result(2):
         total = rewriter.add("Identity", [total], result=2)
-    scale_and_bias = [dequantized(rewriter.required(index), index) for index in (5, 6)]
+    scale_and_bias = [dequantize(rewriter.required(index), index) for index in (5, 6)]
     rewriter.add(
         "LayerNormalization",
         [total, *scale_and_bias],
@@ -252,19 +259,19 @@ def _embed_layer_normalization(rewriter: FileRewriter, is_quantized: bool = Fals
 
 
 FUSED: dict[str, Callable[[FileRewriter], None]] = {
-    "FusedMatMul": _fused_matmul,
-    "GroupNorm": _group_norm,
-    "SkipGroupNorm": _skip_group_norm,
-    "BiasSplitGelu": _bias_split_gelu,
-    "BiasAdd": _bias_add,
-    "NhwcConv": _convolution_channels_last,
-    "NhwcMaxPool": _max_pool_channels_last,
-    "NhwcFusedConv": _fused_conv_channels_last,
-    "FusedConv": _fused_conv,
-    "FusedGemm": _fused_gemm,
-    "EmbedLayerNormalization": _embed_layer_normalization,
-    "QEmbedLayerNormalization": partial(_embed_layer_normalization, is_quantized=True),
+    "FusedMatMul": _decompose_fused_matmul,
+    "GroupNorm": _decompose_group_norm,
+    "SkipGroupNorm": _decompose_skip_group_norm,
+    "BiasSplitGelu": _decompose_bias_split_gelu,
+    "BiasAdd": _decompose_bias_add,
+    "NhwcConv": _decompose_nhwc_conv,
+    "NhwcMaxPool": _decompose_nhwc_max_pool,
+    "NhwcFusedConv": _decompose_nhwc_fused_conv,
+    "FusedConv": _decompose_fused_conv,
+    "FusedGemm": _decompose_fused_gemm,
+    "EmbedLayerNormalization": _decompose_embed_layer_normalization,
+    "QEmbedLayerNormalization": partial(_decompose_embed_layer_normalization, is_quantized=True),
 }
 """Decompositions of domain com.microsoft, by operator."""
-NCHWC: dict[str, Callable[[FileRewriter], None]] = {"Conv": _nchwc_conv, **nchwc.NCHWC}
+NCHWC: dict[str, Callable[[FileRewriter], None]] = {"Conv": _decompose_nchwc_conv, **nchwc.NCHWC}
 """Decompositions of domain com.microsoft.nchwc, by operator."""

@@ -17,7 +17,10 @@ from functools import cache
 from pathlib import Path
 
 from autopipe.ir.graph import DType
-from autopipe.passes.frontend.decompositions.quantized import channels_first, channels_last
+from autopipe.passes.frontend.decompositions.quantized import (
+    move_channels_first,
+    move_channels_last,
+)
 from autopipe.passes.frontend.rewriter import FileRewriter
 
 DOMAIN = "com.microsoft.nchwc"
@@ -35,7 +38,7 @@ def block_size() -> int:
     return 8 if lacks_avx512 else 16
 
 
-def plain_weight(rewriter: FileRewriter) -> str:
+def restore_weight_layout(rewriter: FileRewriter) -> str:
     """Return the name of the weight of a convolution (operand 1) in the layout [output channels,
     input channels, …].
 
@@ -62,13 +65,13 @@ def plain_weight(rewriter: FileRewriter) -> str:
     return rewriter.reshape(ordered, outputs, inputs, *window)
 
 
-def _reorder_input(rewriter: FileRewriter) -> None:
+def _decompose_reorder_input(rewriter: FileRewriter) -> None:
     """Decompose ReorderInput: pad the channels with zeros to a multiple of the block size. The
     result is [batch, channels, …], also if the operand has its channels last.
     """
     x = rewriter.required(0)
     if rewriter.node.integer("channels_last"):
-        x = channels_first(rewriter, x)
+        x = move_channels_first(rewriter, x)
     batch, channels, *window = rewriter.shape(x)
     missing = -channels % block_size()
     if not missing:
@@ -78,7 +81,7 @@ def _reorder_input(rewriter: FileRewriter) -> None:
     rewriter.add("Concat", [x, zeros], axis=1, result=0)
 
 
-def _reorder_output(rewriter: FileRewriter) -> None:
+def _decompose_reorder_output(rewriter: FileRewriter) -> None:
     """Decompose ReorderOutput: remove the padded channels, and move the channels last if the node
     has channels_last=1.
     """
@@ -87,10 +90,10 @@ def _reorder_output(rewriter: FileRewriter) -> None:
         rewriter.slice(rewriter.required(0), bounds, result=0)
         return
     plain = rewriter.slice(rewriter.required(0), bounds)
-    channels_last(rewriter, plain, result=0)
+    move_channels_last(rewriter, plain, result=0)
 
 
-def _upsample(rewriter: FileRewriter) -> None:
+def _decompose_upsample(rewriter: FileRewriter) -> None:
     """Decompose Upsample into Resize with the node's scales, by default nearest-neighbour."""
     node = rewriter.node
     scales = [float(each) for each in node.integers("scales")]
@@ -104,7 +107,7 @@ def _upsample(rewriter: FileRewriter) -> None:
     )
 
 
-def _same_operator(rewriter: FileRewriter) -> None:
+def _write_same_operator(rewriter: FileRewriter) -> None:
     """Write the standard ONNX operator that has the name of the replaced node's operator, with
     equal attributes. It reads plain images, for which it computes equal numbers.
     """
@@ -112,11 +115,11 @@ def _same_operator(rewriter: FileRewriter) -> None:
 
 
 NCHWC: dict[str, Callable[[FileRewriter], None]] = {
-    "ReorderInput": _reorder_input,
-    "ReorderOutput": _reorder_output,
-    "Upsample": _upsample,
+    "ReorderInput": _decompose_reorder_input,
+    "ReorderOutput": _decompose_reorder_output,
+    "Upsample": _decompose_upsample,
     **dict.fromkeys(
-        ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"), _same_operator
+        ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"), _write_same_operator
     ),
 }
 """Decompositions of domain com.microsoft.nchwc, by operator, except Conv, which `fused` adds."""

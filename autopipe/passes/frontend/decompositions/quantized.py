@@ -20,7 +20,7 @@ MASK_FILTER = -10000.0
 """
 
 
-def dequantized(rewriter: FileRewriter, index: int) -> str:
+def dequantize_operand(rewriter: FileRewriter, index: int) -> str:
     """Write operand `index` of the replaced node in floating point and return the result's name.
     The scale is operand `index + 1`; the zero point, which may be absent, is operand `index + 2`.
     """
@@ -36,7 +36,7 @@ def quantize_result(rewriter: FileRewriter, name: str, index: int) -> None:
     rewriter.add("QuantizeLinear", [name, *(each for each in operands if each)], result=0)
 
 
-def channels_last(rewriter: FileRewriter, name: str, result: int | None = None) -> str:
+def move_channels_last(rewriter: FileRewriter, name: str, result: int | None = None) -> str:
     """Transpose the value `name` from [batch, channels, …] to [batch, …, channels] and return the
     result's name. `result` is the index of the replaced node's result that this is, None for a new
     value.
@@ -45,7 +45,7 @@ def channels_last(rewriter: FileRewriter, name: str, result: int | None = None) 
     return rewriter.transpose(name, 0, *range(2, rank), 1, result=result)
 
 
-def channels_first(rewriter: FileRewriter, name: str) -> str:
+def move_channels_first(rewriter: FileRewriter, name: str) -> str:
     """Transpose the value `name` from [batch, …, channels] to [batch, channels, …] and return the
     result's name.
     """
@@ -53,23 +53,23 @@ def channels_first(rewriter: FileRewriter, name: str) -> str:
     return rewriter.transpose(name, 0, rank - 1, *range(1, rank - 1))
 
 
-def _binary(op: str, rewriter: FileRewriter) -> None:
+def _decompose_binary(op: str, rewriter: FileRewriter) -> None:
     """Decompose a quantised operator of two quantised operands: `op` between DequantizeLinear and
     QuantizeLinear.
     """
-    found = rewriter.add(op, [dequantized(rewriter, 0), dequantized(rewriter, 3)])
+    found = rewriter.add(op, [dequantize_operand(rewriter, 0), dequantize_operand(rewriter, 3)])
     quantize_result(rewriter, found, 6)
 
 
-def _unary(op: str, rewriter: FileRewriter) -> None:
+def _decompose_unary(op: str, rewriter: FileRewriter) -> None:
     """Decompose a quantised operator of one quantised operand: `op` between DequantizeLinear and
     QuantizeLinear.
     """
-    found = rewriter.add(op, [dequantized(rewriter, 0)], **rewriter.attributes())
+    found = rewriter.add(op, [dequantize_operand(rewriter, 0)], **rewriter.attributes())
     quantize_result(rewriter, found, 3)
 
 
-def _softmax(rewriter: FileRewriter) -> None:
+def _decompose_softmax(rewriter: FileRewriter) -> None:
     """Decompose QLinearSoftmax. Its attribute `opset` decides the meaning of `axis`: before opset
     13, the elements along all axes from `axis` on form one softmax.
 
@@ -79,7 +79,7 @@ def _softmax(rewriter: FileRewriter) -> None:
     """
     node = rewriter.node
     shape = rewriter.shape(rewriter.required(0))
-    x = dequantized(rewriter, 0)
+    x = dequantize_operand(rewriter, 0)
     if node.integer("opset") < 13:
         axis = node.integer("axis", 1) % max(len(shape), 1)
         matrix = rewriter.reshape(x, math.prod(shape[:axis]), math.prod(shape[axis:]))
@@ -91,34 +91,40 @@ def _softmax(rewriter: FileRewriter) -> None:
     rewriter.add("QuantizeLinear", [probabilities, scale, rewriter.operand(4)], result=0)
 
 
-def _concat(rewriter: FileRewriter) -> None:
+def _decompose_concat(rewriter: FileRewriter) -> None:
     """Decompose QLinearConcat. Operands 0 and 1 are the scale and zero point of the result; then
     come the parts, each with its scale and zero point.
     """
-    parts = [dequantized(rewriter, index) for index in range(2, len(rewriter.node.inputs), 3)]
+    parts = [
+        dequantize_operand(rewriter, index) for index in range(2, len(rewriter.node.inputs), 3)
+    ]
     joined = rewriter.add("Concat", parts, axis=rewriter.node.integer("axis"))
     quantize_result(rewriter, joined, 0)
 
 
-def _where(rewriter: FileRewriter) -> None:
+def _decompose_where(rewriter: FileRewriter) -> None:
     """Decompose QLinearWhere: a Where whose two sources and whose result are quantised."""
-    operands = [rewriter.required(0), dequantized(rewriter, 1), dequantized(rewriter, 4)]
+    operands = [
+        rewriter.required(0),
+        dequantize_operand(rewriter, 1),
+        dequantize_operand(rewriter, 4),
+    ]
     quantize_result(rewriter, rewriter.add("Where", operands), 7)
 
 
-def _pool(op: str, rewriter: FileRewriter) -> None:
+def _decompose_pool(op: str, rewriter: FileRewriter) -> None:
     """Decompose a quantised pool: `op` between DequantizeLinear and QuantizeLinear. Channels come
     last if the node has channels_last=1.
     """
     is_last = rewriter.node.integer("channels_last")
-    x = dequantized(rewriter, 0)
-    x = channels_first(rewriter, x) if is_last else x
+    x = dequantize_operand(rewriter, 0)
+    x = move_channels_first(rewriter, x) if is_last else x
     pooled = rewriter.add(op, [x], **rewriter.attributes("channels_last"))
-    pooled = channels_last(rewriter, pooled) if is_last else pooled
+    pooled = move_channels_last(rewriter, pooled) if is_last else pooled
     quantize_result(rewriter, pooled, 3)
 
 
-def _convolution(rewriter: FileRewriter) -> None:
+def _decompose_convolution(rewriter: FileRewriter) -> None:
     """Decompose com.microsoft's QLinearConv into ONNX's, with transposes if the node has
     channels_last=1.
     """
@@ -127,18 +133,18 @@ def _convolution(rewriter: FileRewriter) -> None:
     if not rewriter.node.integer("channels_last"):
         rewriter.add("QLinearConv", [x, *others], result=0, **attributes)
         return
-    found = rewriter.add("QLinearConv", [channels_first(rewriter, x), *others], **attributes)
-    channels_last(rewriter, found, result=0)
+    found = rewriter.add("QLinearConv", [move_channels_first(rewriter, x), *others], **attributes)
+    move_channels_last(rewriter, found, result=0)
 
 
-def _integer_product(rewriter: FileRewriter, left: str, right: str, *zero_points: str) -> str:
+def _write_integer_matmul(rewriter: FileRewriter, left: str, right: str, *zero_points: str) -> str:
     """Write the exact int32 product of two matrices of 8-bit integers and return its name.
     `zero_points` are those of `left` and `right`, "" for an absent one.
     """
     return rewriter.add("MatMulInteger", [left, right, *zero_points])
 
 
-def _scale_product(
+def _write_scaled_product(
     rewriter: FileRewriter, product: str, scales: tuple[str, str], bias: str = ""
 ) -> None:
     """Write result 0 of the replaced node: float32(product) · scales[0] · scales[1] + bias.
@@ -151,23 +157,23 @@ def _scale_product(
         rewriter.add("Add", [scaled, bias], result=0)
 
 
-def _product_to_float(rewriter: FileRewriter) -> None:
+def _decompose_matmul_integer_to_float(rewriter: FileRewriter) -> None:
     """Decompose MatMulIntegerToFloat: the exact product of two quantised matrices, scaled to
     float32, plus an optional bias.
     """
     a, b, a_scale, b_scale, a_zero, b_zero, bias = map(rewriter.operand, range(7))
-    product = _integer_product(rewriter, a, b, a_zero, b_zero)
-    _scale_product(rewriter, product, (a_scale, b_scale), bias)
+    product = _write_integer_matmul(rewriter, a, b, a_zero, b_zero)
+    _write_scaled_product(rewriter, product, (a_scale, b_scale), bias)
 
 
-def _dynamic_product(rewriter: FileRewriter) -> None:
+def _decompose_dynamic_quantize_matmul(rewriter: FileRewriter) -> None:
     """Decompose DynamicQuantizeMatMul: the first factor is float32 and is quantised here by the
     range of its values; the second factor is quantised in the file. The result is float32.
     """
     a, b, b_scale, b_zero, bias = map(rewriter.operand, range(5))
     quantized, a_scale, a_zero = _quantize_by_range(rewriter, a)
-    product = _integer_product(rewriter, quantized, b, a_zero, b_zero)
-    _scale_product(rewriter, product, (a_scale, b_scale), bias)
+    product = _write_integer_matmul(rewriter, quantized, b, a_zero, b_zero)
+    _write_scaled_product(rewriter, product, (a_scale, b_scale), bias)
 
 
 def _quantize_by_range(rewriter: FileRewriter, x: str) -> tuple[str, str, str]:
@@ -180,7 +186,7 @@ def _quantize_by_range(rewriter: FileRewriter, x: str) -> tuple[str, str, str]:
     return names
 
 
-def _gemm(rewriter: FileRewriter) -> None:
+def _decompose_gemm(rewriter: FileRewriter) -> None:
     """Decompose QGemm: alpha times the product of two quantised matrices. The int32 bias (operand
     6) is added before scaling. The result is quantised if operand 7, its scale, is present;
     otherwise it is float32.
@@ -192,7 +198,7 @@ def _gemm(rewriter: FileRewriter) -> None:
         else rewriter.required(index)
         for index, flag in ((0, "transA"), (3, "transB"))
     )
-    product = _integer_product(rewriter, a, b, rewriter.operand(2), rewriter.operand(5))
+    product = _write_integer_matmul(rewriter, a, b, rewriter.operand(2), rewriter.operand(5))
     if rewriter.operand(6):
         product = rewriter.add("Add", [product, rewriter.operand(6)])
     number = rewriter.cast(product, DType.FLOAT32)
@@ -205,7 +211,7 @@ def _gemm(rewriter: FileRewriter) -> None:
         quantize_result(rewriter, scaled, 7)
 
 
-def _attention(rewriter: FileRewriter) -> None:
+def _decompose_attention(rewriter: FileRewriter) -> None:
     """Decompose QAttention: one exact product of quantised matrices has queries, keys and values.
     Logits, masks and probabilities are float32.
 
@@ -219,7 +225,7 @@ def _attention(rewriter: FileRewriter) -> None:
     hidden = rewriter.shape(rewriter.required(1))[1] // 3
     heads = node.integer("num_heads")
     features = hidden // heads
-    product = _integer_product(
+    product = _write_integer_matmul(
         rewriter,
         rewriter.required(0),
         rewriter.required(1),
@@ -248,7 +254,7 @@ def _attention(rewriter: FileRewriter) -> None:
     factor = rewriter.number(node.number("scale") or features**-0.5, DType.FLOAT32)
     logits = rewriter.add("MatMul", [query, rewriter.transpose(key, 0, 1, 3, 2)])
     logits = rewriter.add("Mul", [logits, factor])
-    for mask in _masks(rewriter, batch, tokens, keys):
+    for mask in _attention_masks(rewriter, batch, tokens, keys):
         logits = rewriter.add("Add", [logits, mask])
     attended = rewriter.add("MatMul", [rewriter.add("Softmax", [logits], axis=-1), value])
     by_token = rewriter.transpose(attended, 0, 2, 1, 3)
@@ -258,7 +264,7 @@ def _attention(rewriter: FileRewriter) -> None:
         rewriter.add("Concat", parts, axis=0, result=1)
 
 
-def _masks(rewriter: FileRewriter, batch: int, tokens: int, keys: int) -> list[str]:
+def _attention_masks(rewriter: FileRewriter, batch: int, tokens: int, keys: int) -> list[str]:
     """Return the names of the tensors to add to the logits [batch, heads, tokens, keys]: the
     padding mask of operand 5, if it is present, and the causal mask, if the node has
     unidirectional=1.
@@ -288,7 +294,7 @@ def _masks(rewriter: FileRewriter, batch: int, tokens: int, keys: int) -> list[s
     return found
 
 
-def _lstm(rewriter: FileRewriter) -> None:
+def _decompose_lstm(rewriter: FileRewriter) -> None:
     """Decompose DynamicQuantizeLSTM into an LSTM with dequantised weights. ONNX Runtime also
     quantises the inputs of each product; the decomposition does not.
     """
@@ -307,21 +313,21 @@ def _lstm(rewriter: FileRewriter) -> None:
 
 
 QUANTIZED: dict[str, Callable[[FileRewriter], None]] = {
-    "QLinearAdd": partial(_binary, "Add"),
-    "QLinearMul": partial(_binary, "Mul"),
-    "QLinearSigmoid": partial(_unary, "Sigmoid"),
-    "QLinearLeakyRelu": partial(_unary, "LeakyRelu"),
-    "QLinearReduceMean": partial(_unary, "ReduceMean"),
-    "QLinearSoftmax": _softmax,
-    "QLinearConcat": _concat,
-    "QLinearWhere": _where,
-    "QLinearGlobalAveragePool": partial(_pool, "GlobalAveragePool"),
-    "QLinearAveragePool": partial(_pool, "AveragePool"),
-    "QLinearConv": _convolution,
-    "QGemm": _gemm,
-    "MatMulIntegerToFloat": _product_to_float,
-    "DynamicQuantizeMatMul": _dynamic_product,
-    "DynamicQuantizeLSTM": _lstm,
-    "QAttention": _attention,
+    "QLinearAdd": partial(_decompose_binary, "Add"),
+    "QLinearMul": partial(_decompose_binary, "Mul"),
+    "QLinearSigmoid": partial(_decompose_unary, "Sigmoid"),
+    "QLinearLeakyRelu": partial(_decompose_unary, "LeakyRelu"),
+    "QLinearReduceMean": partial(_decompose_unary, "ReduceMean"),
+    "QLinearSoftmax": _decompose_softmax,
+    "QLinearConcat": _decompose_concat,
+    "QLinearWhere": _decompose_where,
+    "QLinearGlobalAveragePool": partial(_decompose_pool, "GlobalAveragePool"),
+    "QLinearAveragePool": partial(_decompose_pool, "AveragePool"),
+    "QLinearConv": _decompose_convolution,
+    "QGemm": _decompose_gemm,
+    "MatMulIntegerToFloat": _decompose_matmul_integer_to_float,
+    "DynamicQuantizeMatMul": _decompose_dynamic_quantize_matmul,
+    "DynamicQuantizeLSTM": _decompose_lstm,
+    "QAttention": _decompose_attention,
 }
 """Decompositions of quantised operators of domain com.microsoft, by operator."""

@@ -10,12 +10,12 @@ from autopipe.ir.graph import Node
 from autopipe.passes.frontend.decompositions import (
     attention,
     classical,
-    counterparts,
     fused,
     nchwc,
+    standard_counterparts,
     weight_only,
 )
-from autopipe.passes.frontend.decompositions.flex_attention import flex_attention
+from autopipe.passes.frontend.decompositions.flex_attention import decompose_flex_attention
 from autopipe.passes.frontend.decompositions.quantized import QUANTIZED
 from autopipe.passes.frontend.elements import attributes_of
 from autopipe.passes.frontend.rewriter import FileRewriter
@@ -40,25 +40,25 @@ class Decomposition(NamedTuple):
 
 
 _TYPED = {
-    "Attention": attention.attention,
-    "CausalConvWithState": counterparts.causal_convolution,
-    "DecoderMaskedMultiHeadAttention": attention.decoder_masked_attention,
-    "DequantizeLinear": counterparts.dequantize,
-    "GroupQueryAttention": attention.group_query_attention,
-    "LinearAttention": counterparts.linear_attention,
-    "MultiHeadAttention": attention.multi_head_attention,
-    "PackedAttention": attention.packed_attention,
-    "PackedMultiHeadAttention": attention.packed_multi_head_attention,
-    "QuantizeLinear": counterparts.quantize,
+    "Attention": attention.decompose_attention,
+    "CausalConvWithState": standard_counterparts.decompose_causal_convolution,
+    "DecoderMaskedMultiHeadAttention": attention.decompose_decoder_masked_attention,
+    "DequantizeLinear": standard_counterparts.decompose_dequantize_linear,
+    "GroupQueryAttention": attention.decompose_group_query_attention,
+    "LinearAttention": standard_counterparts.decompose_linear_attention,
+    "MultiHeadAttention": attention.decompose_multi_head_attention,
+    "PackedAttention": attention.decompose_packed_attention,
+    "PackedMultiHeadAttention": attention.decompose_packed_multi_head_attention,
+    "QuantizeLinear": standard_counterparts.decompose_quantize_linear,
 }
 _WEIGHT_ONLY = {
-    "GatherBlockQuantized": weight_only.gather_block_quantized,
-    "MatMulBnb4": weight_only.matmul_bnb4,
-    "MatMulNBits": weight_only.matmul_nbits,
+    "GatherBlockQuantized": weight_only.decompose_gather_block_quantized,
+    "MatMulBnb4": weight_only.decompose_matmul_bnb4,
+    "MatMulNBits": weight_only.decompose_matmul_nbits,
 }
 
 
-def _of_domain(
+def _key_by_domain(
     domain: str, table: Mapping[str, Callable[[FileRewriter], None]], is_typed: bool = False
 ) -> dict[tuple[str, str], Decomposition]:
     """Return the decompositions of `table`, which is keyed by operator, keyed by (domain,
@@ -68,13 +68,13 @@ def _of_domain(
 
 
 DECOMPOSITIONS: dict[tuple[str, str], Decomposition] = {
-    **_of_domain(MICROSOFT, _TYPED, is_typed=True),
-    **_of_domain(MICROSOFT, _WEIGHT_ONLY),
-    **_of_domain(MICROSOFT, fused.FUSED),
-    **_of_domain(MICROSOFT, QUANTIZED),
-    **_of_domain(nchwc.DOMAIN, fused.NCHWC),
-    **_of_domain(classical.DOMAIN, classical.CLASSICAL),
-    (PREVIEW, "FlexAttention"): Decomposition(flex_attention),
+    **_key_by_domain(MICROSOFT, _TYPED, is_typed=True),
+    **_key_by_domain(MICROSOFT, _WEIGHT_ONLY),
+    **_key_by_domain(MICROSOFT, fused.FUSED),
+    **_key_by_domain(MICROSOFT, QUANTIZED),
+    **_key_by_domain(nchwc.DOMAIN, fused.NCHWC),
+    **_key_by_domain(classical.DOMAIN, classical.CLASSICAL),
+    (PREVIEW, "FlexAttention"): Decomposition(decompose_flex_attention),
 }
 """All decompositions, by (domain, operator)."""
 
@@ -84,7 +84,7 @@ def decomposition_of(node: onnx.NodeProto) -> Decomposition | None:
     return DECOMPOSITIONS.get((node.domain, node.op_type))
 
 
-def node_of(proto: onnx.NodeProto, operands: tuple[str, ...]) -> Node:
+def node_from_proto(proto: onnx.NodeProto, operands: tuple[str, ...]) -> Node:
     """Convert a node of a file into a `Node` that reads `operands` instead of the operands in the
     file. Attributes that are graphs are omitted.
     """

@@ -26,7 +26,7 @@ _NF4 = (
 """Values of bitsandbytes' type NF4 (Dettmers et al., "QLoRA", 2023), indexed by the 4-bit code."""
 
 
-def matmul_nbits(rewriter: FileRewriter) -> None:
+def decompose_matmul_nbits(rewriter: FileRewriter) -> None:
     """Reshape the scales and zero points of a MatMulNBits to matrices [rows, blocks], and write its
     bias as an Add. A node whose scales and zero points are not vectors and that has no bias is
     kept.
@@ -50,7 +50,7 @@ def matmul_nbits(rewriter: FileRewriter) -> None:
         rewriter.add("Add", [product, bias], result=0)
 
 
-def matmul_bnb4(rewriter: FileRewriter) -> None:
+def decompose_matmul_bnb4(rewriter: FileRewriter) -> None:
     """Decompose MatMulBnb4 into a dequantisation of the weight and a MatMul.
 
     A Gather looks up each byte of the weight in a table of two values; the upper four bits are the
@@ -74,7 +74,7 @@ def matmul_bnb4(rewriter: FileRewriter) -> None:
     rewriter.add("MatMul", [rewriter.required(0), weight], result=0)
 
 
-def gather_block_quantized(rewriter: FileRewriter) -> None:
+def decompose_gather_block_quantized(rewriter: FileRewriter) -> None:
     """Decompose GatherBlockQuantized on 4-bit types: gather slices of the data, the scales and the
     zero points, then dequantise.
 

@@ -30,7 +30,7 @@ index of the dimension with size n are used.
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class PrefixLength:
     """The number of rows of a selection that consists of the first rows of a vector: `scale * count
     + offset`.
     """
@@ -61,13 +61,13 @@ class Selection:
     """A name for the sequence of the mask's elements in row-major order. Masks of different shapes
     can have one root. "" if only the mask itself identifies the elements.
     """
-    prefix: Prefix | None = field(default=None, compare=False)
+    prefix: PrefixLength | None = field(default=None, compare=False)
     """The number of selected rows, if the selection is the first rows along the mask's first axis;
     otherwise None.
     """
 
     @property
-    def first_rows(self) -> Prefix | None:
+    def first_rows(self) -> PrefixLength | None:
         """The number of selected elements, if the mask has one dimension and its first elements are
         selected; otherwise None.
         """
@@ -199,7 +199,7 @@ class SelectedRows:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of `value`, the tensor that the graph stores."""
-        return with_extent(self.row_type.shape, self.axis, self.selection.extent(self.over))
+        return replace_size(self.row_type.shape, self.axis, self.selection.extent(self.over))
 
     @property
     def row_axes(self) -> tuple[int, ...]:
@@ -210,7 +210,7 @@ class SelectedRows:
 Fact = Counted | Indices | SelectedRows
 
 
-def with_extent(shape: Sequence[int], axis: int, extent: int) -> tuple[int, ...]:
+def replace_size(shape: Sequence[int], axis: int, extent: int) -> tuple[int, ...]:
     """Return `shape` with the size `extent` along `axis`."""
     return (*shape[:axis], extent, *shape[axis + 1 :])
 
@@ -219,7 +219,7 @@ def row_type_of(value: Value, axis: int) -> Value:
     """Return the type of one row of a value whose dimension `axis` counts rows: its size along
     `axis` becomes 1.
     """
-    return Value("", value.dtype, with_extent(value.shape, axis, 1))
+    return Value("", value.dtype, replace_size(value.shape, axis, 1))
 
 
 def witness_type(fact: Fact) -> Value:
@@ -230,7 +230,7 @@ def witness_type(fact: Fact) -> Value:
         return Value("", DType.INT64, fact.numbers.shape)
     shape = fact.row_type.shape
     for axis in row_axes_of(fact):
-        shape = with_extent(shape, axis, WITNESS)
+        shape = replace_size(shape, axis, WITNESS)
     return replace(fact.row_type, shape=shape)
 
 

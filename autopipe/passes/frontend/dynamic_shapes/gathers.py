@@ -20,12 +20,12 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
 )
 from autopipe.passes.frontend.dynamic_shapes.indices import (
     are_own_ranks,
-    as_selected_rows,
     read_at_indices,
     read_own_elements,
+    to_selected_rows,
 )
 from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
-from autopipe.passes.frontend.dynamic_shapes.prefixes import at_most, slice_prefix
+from autopipe.passes.frontend.dynamic_shapes.prefixes import limit_selection, slice_prefix
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.dynamic_shapes.sizes import Number, SizeArray
 
@@ -43,7 +43,7 @@ def gather_own_elements(context: NodeContext) -> bool:
         return False
     if data.axis or not are_own_ranks(indices):
         return False
-    data = context.write.weighted(data)
+    data = context.write.apply_weights(data)
     value = read_own_elements(context.write, data, indices)
     shape = indices.constants.shape
     row_type = replace(data.row_type, shape=(*shape[:-1], *data.row_type.shape[shape[-1] :]))
@@ -63,25 +63,25 @@ def gather_by_rank(context: NodeContext) -> bool:
     positions = context.fact(1)
     if not isinstance(data, Indices | SelectedRows) or isinstance(positions, Counted):
         return False
-    depth = _depth(context, data, positions)
+    depth = _index_depth(context, data, positions)
     if depth is None or (data.axis >= depth if is_nd else data.axis != depth):
         return False
-    rows = as_selected_rows(write, data)
-    packed = write.packed(rows)
+    rows = to_selected_rows(write, data)
+    packed = write.pack(rows)
     index_type = context.types[context.operands[1]] if positions is None else positions.row_type
     name = context.operands[1]
     indices = None
     if positions is not None:
-        indices = as_selected_rows(write, positions)
-        indices = write.filled(indices, 0, indices.selection.axes)
+        indices = to_selected_rows(write, positions)
+        indices = write.fill_unselected(indices, 0, indices.selection.axes)
         name = indices.value
     column = data.axis if is_nd else None
     name = nonnegative_ranks(context, name, rows.selection, index_type, column)
     if indices is None:
-        write.replaced_node([packed.name, name], [result])
+        write.rewrite_node([packed.name, name], [result])
         return True
     value = f"{result}/rows"
-    write.replaced_node([packed.name, name], [value])
+    write.rewrite_node([packed.name, name], [value])
     outer = () if is_nd else packed.shape[:depth]
     inner = packed.shape[depth if is_nd else depth + 1 :]
     found = index_type.shape[:-1] if is_nd else index_type.shape
@@ -92,7 +92,7 @@ def gather_by_rank(context: NodeContext) -> bool:
     return True
 
 
-def _depth(
+def _index_depth(
     context: NodeContext, data: Indices | SelectedRows, positions: Indices | SelectedRows | None
 ) -> int | None:
     """Return the axis along which a Gather reads, or the number of indices per position of a
@@ -133,7 +133,7 @@ def nonnegative_ranks(
     return write.node("Where", [is_negative, write.node("Add", [name, count]), name])
 
 
-def gather_static(context: NodeContext) -> bool:
+def gather_from_static(context: NodeContext) -> bool:
     """Law of a Gather or GatherND that reads a static value at `Indices`. Return False if the
     result is not that value with sliced and reordered dimensions.
     """
@@ -188,10 +188,10 @@ def slice_rows(context: NodeContext) -> bool:
     if isinstance(starts, SizeArray):
         raise context.unsupported()
     start = int(starts[0])
-    end = _end(context, ends, fact.selection.capacity)
+    end = _slice_end(context, ends, fact.selection.capacity)
     if start == 0 and end is None and step == 1:
         return False
-    rows = as_selected_rows(write, fact)
+    rows = to_selected_rows(write, fact)
     if slice_prefix(context, rows, start, end, step):
         return True
     if step > 1:
@@ -199,8 +199,8 @@ def slice_rows(context: NodeContext) -> bool:
     selection = rows.selection
     result = context.node.output[0]
     if start == 0 and end is not None and 0 < end < selection.capacity:
-        packed = write.packed(rows)
-        first = at_most(context, selection, end)
+        packed = write.pack(rows)
+        first = limit_selection(context, selection, end)
         value = write.slice(packed.name, axis, 0, end)
         context.results[result] = SelectedRows(first, rows.row_type, axis, first.axes, value)
         return True
@@ -208,17 +208,17 @@ def slice_rows(context: NodeContext) -> bool:
     mask = write.flat_mask(selection)
     count = write.count_selected(selection)
     if start:
-        is_before = write.node("Less", [ranks, _from_last(write, start, count)])
+        is_before = write.node("Less", [ranks, _write_slice_bound(write, start, count)])
         mask = write.node("And", [mask, write.node("Not", [is_before])])
     if end is not None:
-        is_behind = write.node("GreaterOrEqual", [ranks, _from_last(write, end, count)])
+        is_behind = write.node("GreaterOrEqual", [ranks, _write_slice_bound(write, end, count)])
         mask = write.node("And", [mask, write.node("Not", [is_behind])])
     root = f"{selection.key} {start} {end}"
-    context.results[result] = _restricted(context, rows, mask, root)
+    context.results[result] = _restrict_rows(context, rows, mask, root)
     return True
 
 
-def _end(context: NodeContext, ends: Number, capacity: int) -> int | None:
+def _slice_end(context: NodeContext, ends: Number, capacity: int) -> int | None:
     """Return the end of a Slice of n rows, n <= `capacity`. A negative end counts from the last
     row; None means that the last row is included. Raises ModelError for an end that depends on n
     otherwise.
@@ -233,7 +233,7 @@ def _end(context: NodeContext, ends: Number, capacity: int) -> int | None:
     return None if offset >= 0 else int(offset)
 
 
-def _from_last(write: RowWriter, bound: int, count: str) -> str:
+def _write_slice_bound(write: RowWriter, bound: int, count: str) -> str:
     """Return the name of a bound of a Slice: `bound`, plus the number of rows `count` if it is
     negative.
     """
@@ -253,7 +253,7 @@ def split_rows(context: NodeContext) -> bool:
     axis = nonnegative_axis(context.integer("axis"), len(fact.row_type.shape))
     if fact.axis != axis or context.fact(1) is not None:
         return False
-    rows = as_selected_rows(write, fact)
+    rows = to_selected_rows(write, fact)
     selection = rows.selection
     ranks = write.ranks(selection)
     ends = write.node("CumSum", [context.operands[1], write.scalar(0, DType.INT64)])
@@ -263,11 +263,11 @@ def split_rows(context: NodeContext) -> bool:
         mask = write.node("And", [rest, is_before_end])
         rest = write.node("And", [rest, write.node("Not", [is_before_end])])
         root = f"{selection.key} {context.operands[1]} {place}"
-        context.results[name] = _restricted(context, rows, mask, root)
+        context.results[name] = _restrict_rows(context, rows, mask, root)
     return True
 
 
-def _restricted(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
+def _restrict_rows(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
     """Return the fact of only those of `rows` for which the boolean vector `mask`, with an element
     per element of the selection's mask, is true. `mask` must be false for rows that are not
     selected; `root` names the new selection.
@@ -275,5 +275,5 @@ def _restricted(context: NodeContext, rows: SelectedRows, mask: str, root: str) 
     write = context.write
     shape = rows.selection.shape
     selection = Selection(write.reshape(mask, shape), shape, shape, context.title, root)
-    full = write.spread(write.weighted(rows), rows.selection.axes)
+    full = write.spread(write.apply_weights(rows), rows.selection.axes)
     return replace(full, selection=selection)

@@ -28,7 +28,7 @@ REDUCTIONS = frozenset({"none", *_NEUTRAL})
 """Supported values of the attribute `reduction` of scatter operators."""
 
 
-def as_rows(write: RowWriter, indices: Indices) -> SelectedRows:
+def write_indices(write: RowWriter, indices: Indices) -> SelectedRows:
     """Write the integers that `indices` describes as a tensor, and return its fact. The tensor has
     a row per element of the mask, or per combination of coordinates on which the integers depend.
     """
@@ -37,7 +37,7 @@ def as_rows(write: RowWriter, indices: Indices) -> SelectedRows:
     over = tuple(axis for axis in selection.axes if indices.coordinate_factors(axis).any())
     count = selection.extent(over)
     rank = len(indices.constants.shape)
-    total = _term(write, indices.constants, dtype)
+    total = _write_coefficients(write, indices.constants, dtype)
     for axis in over:
         steps_shape = tuple(selection.shape[each] if each == axis else 1 for each in over)
         steps = write.reshape(write.arange(selection.shape[axis]), steps_shape)
@@ -45,7 +45,7 @@ def as_rows(write: RowWriter, indices: Indices) -> SelectedRows:
         coordinates = write.reshape(
             wide, [count if each == indices.axis else 1 for each in range(rank)]
         )
-        factor = _term(write, indices.coordinate_factors(axis), dtype)
+        factor = _write_coefficients(write, indices.coordinate_factors(axis), dtype)
         product = write.node("Mul", [write.cast(coordinates, dtype), factor])
         total = write.node("Add", [total, product])
     rows = SelectedRows(selection, indices.row_type, indices.axis, over, total)
@@ -53,22 +53,22 @@ def as_rows(write: RowWriter, indices: Indices) -> SelectedRows:
         return rows
     steps = write.arange(selection.capacity)
     ranks = write.reshape(
-        write.gathered_by_rank(selection, steps, (selection.capacity,), 0),
+        write.gather_rows_of_ranks(selection, steps, (selection.capacity,), 0),
         [selection.capacity if axis == indices.axis else 1 for axis in range(rank)],
     )
     ranked = write.node(
-        "Mul", [write.cast(ranks, dtype), _term(write, indices.rank_factors, dtype)]
+        "Mul", [write.cast(ranks, dtype), _write_coefficients(write, indices.rank_factors, dtype)]
     )
     full = write.spread(rows, selection.axes)
     return replace(full, value=write.node("Add", [full.value, ranked]))
 
 
-def as_selected_rows(write: RowWriter, fact: Indices | SelectedRows) -> SelectedRows:
+def to_selected_rows(write: RowWriter, fact: Indices | SelectedRows) -> SelectedRows:
     """Return the fact as `SelectedRows`. For `Indices`, this writes their integers as a tensor."""
-    return as_rows(write, fact) if isinstance(fact, Indices) else fact
+    return write_indices(write, fact) if isinstance(fact, Indices) else fact
 
 
-def _term(write: RowWriter, term: np.ndarray, dtype: DType) -> str:
+def _write_coefficients(write: RowWriter, term: np.ndarray, dtype: DType) -> str:
     """Write a coefficient array as a constant of the type `dtype` and return its name."""
     flat = write.vector(term.reshape(-1).tolist())
     return write.cast(write.reshape(flat, term.shape), dtype)
@@ -200,7 +200,7 @@ def write_at_indices(
     last = range(len(before) + len(order), len(divided))
     rows_first = [*positions, *range(len(before)), *last]
     base = write.transpose(write.reshape(data.name, divided), rows_first)
-    is_written, values = _combined_updates(write, rows, tuple(sorted(order)), (*before, *after))
+    is_written, values = _combine_updates(write, rows, tuple(sorted(order)), (*before, *after))
     zero = write.scalar(0, data.dtype)
     updates = write.node("Where", [is_written, values, zero if adds else base])
     total = write.node("Add", [base, updates]) if adds else updates
@@ -209,7 +209,7 @@ def write_at_indices(
     return True
 
 
-def _combined_updates(
+def _combine_updates(
     write: RowWriter, rows: SelectedRows, over: tuple[int, ...], rest: tuple[int, ...]
 ) -> tuple[str, str]:
     """Write, for each position along the mask axes `over`, (1) whether a selected row is written
@@ -224,11 +224,11 @@ def _combined_updates(
     is_written = write.reshape(mask, [*(mask_shape[axis] for axis in over), *ones])
     may_collide = any(selection.shape[axis] > 1 for axis in selection.axes if axis not in over)
     if not set(rows.over) <= set(over):
-        rows = write.filled(rows, 0, selection.axes)
-        flat = _rows_first(write, rows, rest)
+        rows = write.fill_unselected(rows, 0, selection.axes)
+        flat = _move_rows_first(write, rows, rest)
         return is_written, _sum_to_axes(write, flat, selection, over, rest)
     present = [selection.shape[axis] if axis in rows.over else 1 for axis in over]
-    unweighted = _rows_first(write, replace(rows, weight=""), rest)
+    unweighted = _move_rows_first(write, replace(rows, weight=""), rest)
     values = write.reshape(unweighted, [*present, *rest])
     if not rows.weight and not may_collide:
         return is_written, values
@@ -243,7 +243,7 @@ def _combined_updates(
     return is_written, write.node("Mul", [values, factor])
 
 
-def _rows_first(write: RowWriter, rows: SelectedRows, rest: tuple[int, ...]) -> str:
+def _move_rows_first(write: RowWriter, rows: SelectedRows, rest: tuple[int, ...]) -> str:
     """Write the stored rows with the dimension of rows first, reshaped to [rows, `rest` ...].
     Return the result's name.
     """
@@ -286,15 +286,15 @@ def scatter_rows(
     """
     selection = rows.selection
     extent = data.shape[axis]
-    rows = write.spread(write.weighted(rows), selection.axes)
+    rows = write.spread(write.apply_weights(rows), selection.axes)
     if reduction == "none":
-        indices = _redirected(write, operator, indices, extent)
+        indices = _redirect_unselected(write, operator, indices, extent)
         extra = write.slice(data.name, axis, 0, 1)
         target = write.node("Concat", [data.name, extra], axis=axis)
         attributes: dict[str, Any] = {}
     else:
-        rows = write.filled(rows, representable(_NEUTRAL[reduction], data.dtype))
-        indices = write.filled(indices, 0, selection.axes)
+        rows = write.fill_unselected(rows, representable_number(_NEUTRAL[reduction], data.dtype))
+        indices = write.fill_unselected(indices, 0, selection.axes)
         target = data.name
         attributes = {"reduction": reduction}
     if operator == "ScatterElements":
@@ -306,7 +306,7 @@ def scatter_rows(
         write.slice(written, axis, 0, extent, result)
 
 
-def representable(number: float, dtype: DType) -> float:
+def representable_number(number: float, dtype: DType) -> float:
     """Return `number`, or, if it is infinite and `dtype` is an integer type, the largest or
     smallest integer of the type.
     """
@@ -316,17 +316,17 @@ def representable(number: float, dtype: DType) -> float:
     return number
 
 
-def _redirected(
+def _redirect_unselected(
     write: RowWriter, operator: str, indices: SelectedRows, extent: int
 ) -> SelectedRows:
     """Return the indices with the index `extent`, which is outside of the data, for rows that are
     not selected. A ScatterND's positions have several indices along their last dimension, of which
     the first becomes `extent` and the others 0.
     """
-    indices = write.spread(write.weighted(indices), indices.selection.axes)
+    indices = write.spread(write.apply_weights(indices), indices.selection.axes)
     depth = indices.row_type.shape[-1] if operator == "ScatterND" else 1
     if depth == 1:
-        return write.filled(indices, extent)
+        return write.fill_unselected(indices, extent)
     rank = len(indices.shape)
     outside = write.reshape(write.vector([extent, *[0] * (depth - 1)]), [*[1] * (rank - 1), depth])
     mask, mask_shape = write.any_selected(indices.selection, indices.selection.axes)

@@ -20,7 +20,7 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     SelectedRows,
     Selection,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows
+from autopipe.passes.frontend.dynamic_shapes.indices import to_selected_rows
 from autopipe.passes.frontend.dynamic_shapes.laws import apply_laws
 from autopipe.passes.frontend.dynamic_shapes.mask_roots import MaskRoots
 from autopipe.passes.frontend.dynamic_shapes.node_context import (
@@ -29,14 +29,14 @@ from autopipe.passes.frontend.dynamic_shapes.node_context import (
     NodeFacts,
     RowAxes,
 )
-from autopipe.passes.frontend.dynamic_shapes.producers import select, select_first
-from autopipe.passes.frontend.dynamic_shapes.regrouping import in_joined_selection
+from autopipe.passes.frontend.dynamic_shapes.producers import record_range, record_selection
+from autopipe.passes.frontend.dynamic_shapes.regrouping import express_by_derived
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.dynamic_shapes.size_operators import (
-    counted_mask,
-    measure,
-    run_time_numbers,
+    compute_shape,
+    match_mask_count,
     size_results,
+    write_numbers,
 )
 from autopipe.passes.frontend.dynamic_shapes.sizes import MINIMA, SIZE_OPERATORS, SizeArray
 
@@ -92,7 +92,7 @@ class DynamicShapes(dict[str, Fact]):
         self._derived_selections: dict[object, Selection] = {}
         self._row_axes_cache: dict[object, RowAxes] = {}
 
-    def concerns(
+    def must_replace(
         self,
         node: onnx.NodeProto,
         operands: tuple[str, ...],
@@ -135,7 +135,7 @@ class DynamicShapes(dict[str, Fact]):
         context = self._node_facts(node, operands, types, arrays)
         with contextlib.suppress(ModelError, *_FAILURES):
             if node.op_type == "ReduceSum":
-                count = counted_mask(context, self._roots)
+                count = match_mask_count(context, self._roots)
                 if count is not None:
                     self._static_counts[node.output[0]] = count
             elif node.op_type in SIZE_OPERATORS - MINIMA:
@@ -151,7 +151,7 @@ class DynamicShapes(dict[str, Fact]):
         """Write the nodes of static shapes that replace the node of `rewriter`, and record the
         facts of its results. Raises ModelError if no law applies to the node.
         """
-        context = self._context(rewriter, types, arrays)
+        context = self._node_context(rewriter, types, arrays)
         try:
             self._interpret(context)
         except _FAILURES as error:
@@ -167,19 +167,19 @@ class DynamicShapes(dict[str, Fact]):
         """Record the facts of the node's results and write the nodes that compute them."""
         operator = context.node.op_type
         if operator in _SELECTING:
-            select(context, self._uses, self._roots)
+            record_selection(context, self._uses, self._roots)
         elif operator == "Range" and not any(context.facts):
-            limit = select_first(context, self._roots, self._bounds)
+            limit = record_range(context, self._roots, self._bounds)
             self._static_counts[context.operands[1]] = limit
         elif operator == "Identity" or (operator == "Concat" and len(context.operands) == 1):
             facts = (each for each in context.facts if each is not None)
             context.results.update((context.node.output[0], each) for each in facts)
         elif operator in ("Shape", "Size"):
-            measure(context)
+            compute_shape(context)
         else:
             apply_laws(context)
 
-    def _context(
+    def _node_context(
         self, rewriter: FileRewriter, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> NodeContext:
         """Return the node of `rewriter` with the facts of its operands and a writer."""
@@ -219,7 +219,7 @@ class DynamicShapes(dict[str, Fact]):
             derived_selections=self._derived_selections,
         )
         expressed = [
-            in_joined_selection(context, each)
+            express_by_derived(context, each)
             if slot in slots and isinstance(each, Counted)
             else each
             for slot, each in enumerate(facts)
@@ -234,16 +234,16 @@ class DynamicShapes(dict[str, Fact]):
         zeros. Numbers that depend on the count of selected rows are computed while running.
         """
         name = rewriter.required(0)
-        context = self._context(rewriter, {}, {})
+        context = self._node_context(rewriter, {}, {})
         fact = self.pop(name)
         write = context.write
         if isinstance(fact, Counted):
-            write.node("Identity", [run_time_numbers(context, name, fact)], name)
+            write.node("Identity", [write_numbers(context, name, fact)], name)
             return
-        rows = as_selected_rows(write, fact)
-        rows = write.filled(rows, 0, rows.selection.axes)
+        rows = to_selected_rows(write, fact)
+        rows = write.fill_unselected(rows, 0, rows.selection.axes)
         if rows.pair_axis is not None:
             if rows.selection.first_rows is None:
                 raise context.unsupported()
-            rows = write.filled_pairs(rows, 0)
-        write.node("Identity", [write.packed(rows).name], name)
+            rows = write.fill_unselected_pairs(rows, 0)
+        write.node("Identity", [write.pack(rows).name], name)

@@ -20,12 +20,12 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
 )
 from autopipe.passes.frontend.dynamic_shapes.gathers import (
     gather_by_rank,
+    gather_from_static,
     gather_own_elements,
-    gather_static,
     slice_rows,
     split_rows,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_rows
+from autopipe.passes.frontend.dynamic_shapes.indices import write_indices
 from autopipe.passes.frontend.dynamic_shapes.masked_reductions import reduce_rows, sort_rows
 from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
 from autopipe.passes.frontend.dynamic_shapes.regrouping import join_rows, regroup_rows
@@ -33,7 +33,7 @@ from autopipe.passes.frontend.dynamic_shapes.row_wise import compute_rows, move_
 from autopipe.passes.frontend.dynamic_shapes.scatters import scatter
 from autopipe.passes.frontend.dynamic_shapes.size_operators import (
     compute_sizes,
-    cut_to_count,
+    slice_to_count,
 )
 from autopipe.passes.frontend.dynamic_shapes.windows import compute_windows
 
@@ -64,7 +64,9 @@ class OperatorClass:
 ROW_WISE = OperatorClass("row-wise", frozenset())
 
 
-def _class(name: str, operators: str, *laws: Law, before: tuple[Law, ...] = ()) -> OperatorClass:
+def _operator_class(
+    name: str, operators: str, *laws: Law, before: tuple[Law, ...] = ()
+) -> OperatorClass:
     """Return the operator class of the space-separated `operators`. `before` are the laws that are
     tried before the rows of all operands are aligned.
     """
@@ -72,18 +74,18 @@ def _class(name: str, operators: str, *laws: Law, before: tuple[Law, ...] = ()) 
 
 
 OPERATOR_CLASSES: tuple[OperatorClass, ...] = (
-    _class("reshape", "Flatten Reshape", move_indices, before=(regroup_rows,)),
-    _class("concatenation", "Concat", move_indices, before=(join_rows,)),
-    _class("sort", "TopK", before=(sort_rows,)),
-    _class("slice", "Slice", move_indices, before=(cut_to_count, slice_rows)),
-    _class("split", "Split", move_indices, before=(split_rows,)),
-    _class("gather", "Gather", gather_static, move_indices, before=(gather_by_rank,)),
-    _class("gather by position", "GatherND", gather_static,
+    _operator_class("reshape", "Flatten Reshape", move_indices, before=(regroup_rows,)),
+    _operator_class("concatenation", "Concat", move_indices, before=(join_rows,)),
+    _operator_class("sort", "TopK", before=(sort_rows,)),
+    _operator_class("slice", "Slice", move_indices, before=(slice_to_count, slice_rows)),
+    _operator_class("split", "Split", move_indices, before=(split_rows,)),
+    _operator_class("gather", "Gather", gather_from_static, move_indices, before=(gather_by_rank,)),
+    _operator_class("gather by position", "GatherND", gather_from_static,
            before=(gather_own_elements, gather_by_rank)),
     OperatorClass("scatter", frozenset({"Scatter", "ScatterElements", "ScatterND"}),
                   laws=(scatter,), combines_selections=True),
-    _class("affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", move_indices),
-    _class("window", "Conv ConvTranspose MaxPool Pad", compute_rows, compute_windows),
+    _operator_class("affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", move_indices),
+    _operator_class("window", "Conv ConvTranspose MaxPool Pad", compute_rows, compute_windows),
 )  # fmt: skip
 """The operator classes that have their own laws."""
 CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.operators}
@@ -99,13 +101,13 @@ def apply_laws(context: NodeContext) -> None:
         isinstance(each, SelectedRows) and each.pair_axis is not None for each in context.facts
     )
     if has_pairs:
-        _apply_first((compute_rows, reduce_rows), aligned(context))
+        _apply_first((compute_rows, reduce_rows), align_selections(context))
         return
     if any(law(context) for law in operator_class.before_alignment):
         return
-    if operator_class.combines_selections and _applies_across_selections(context, operator_class):
+    if operator_class.combines_selections and _apply_across_selections(context, operator_class):
         return
-    context = aligned(context)
+    context = align_selections(context)
     if not any(isinstance(each, Indices | SelectedRows) for each in context.facts):
         compute_sizes(context)
         return
@@ -118,7 +120,7 @@ def _apply_first(laws: tuple[Law, ...], context: NodeContext) -> None:
         raise context.unsupported()
 
 
-def _applies_across_selections(context: NodeContext, operator_class: OperatorClass) -> bool:
+def _apply_across_selections(context: NodeContext, operator_class: OperatorClass) -> bool:
     """Apply the laws of a scatter into selected rows whose indices or updates are rows of another
     selection. Return False for another scatter, and if no law applies.
     """
@@ -129,12 +131,12 @@ def _applies_across_selections(context: NodeContext, operator_class: OperatorCla
         return False
     if all(each is None or each.selection.key == target.selection.key for each in others):
         return False
-    others_aligned = aligned(replace(context, facts=(None, *others)))
+    others_aligned = align_selections(replace(context, facts=(None, *others)))
     context = replace(context, facts=(target, *others_aligned.facts[1:]))
     return any(law(context) for law in operator_class.laws)
 
 
-def aligned(context: NodeContext) -> NodeContext:
+def align_selections(context: NodeContext) -> NodeContext:
     """Return the context with all facts expressed in terms of one selection. Raises ModelError if
     the operands have rows of different selections.
     """
@@ -144,16 +146,16 @@ def aligned(context: NodeContext) -> NodeContext:
     kinds = (Indices, SelectedRows, Counted)
     selection = next(each.selection for kind in kinds for each in facts if isinstance(each, kind))
     return replace(
-        context, facts=tuple(_aligned_fact(context, each, selection) for each in context.facts)
+        context, facts=tuple(_align_fact(context, each, selection) for each in context.facts)
     )
 
 
-def _aligned_fact(context: NodeContext, fact: Fact | None, selection: Selection) -> Fact | None:
+def _align_fact(context: NodeContext, fact: Fact | None, selection: Selection) -> Fact | None:
     """Return the fact expressed in terms of `selection`, whose mask may divide the same elements
     into other dimensions; None for a static operand.
     """
     if isinstance(fact, Indices) and fact.selection.shape != selection.shape:
-        fact = as_rows(context.write, fact)
+        fact = write_indices(context.write, fact)
     if isinstance(fact, SelectedRows):
-        return context.write.reexpressed(fact, selection)
+        return context.write.reexpress(fact, selection)
     return None if fact is None else replace(fact, selection=selection)

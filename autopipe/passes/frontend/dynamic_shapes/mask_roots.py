@@ -45,7 +45,7 @@ class MaskRoots:
         self._roots: dict[str, str] = {}
         self._first_equal: dict[object, str] = {}
 
-    def expanded_from(self, name: str) -> str:
+    def source_of_expand(self, name: str) -> str:
         """Return the name of the operand of the Expand that produces the value `name`; "" if no
         Expand does.
         """
@@ -86,7 +86,7 @@ class MaskRoots:
             node = self._producers.get(name)
         return self.root(name, types, arrays)
 
-    def factor(
+    def known_divisor(
         self, name: str, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> int:
         """Return a positive integer that is known to divide the scalar `name`, because the file

@@ -17,13 +17,13 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Indices,
     SelectedRows,
     depends_on_size,
+    replace_size,
     row_type_of,
-    with_extent,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows, representable
+from autopipe.passes.frontend.dynamic_shapes.indices import representable_number, to_selected_rows
 from autopipe.passes.frontend.dynamic_shapes.node_context import SHAPE_OPERANDS, NodeContext
-from autopipe.passes.frontend.dynamic_shapes.prefixes import at_most_root
-from autopipe.passes.frontend.dynamic_shapes.size_operators import run_time_numbers
+from autopipe.passes.frontend.dynamic_shapes.prefixes import limited_root
+from autopipe.passes.frontend.dynamic_shapes.size_operators import write_numbers
 from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
 NEUTRAL_ELEMENTS = {name: row.neutral for name, row in OPERATORS.items() if row.neutral is not None}
@@ -50,7 +50,7 @@ def reduce_rows(context: NodeContext) -> bool:
     write = context.write
     types = context.row_axes().types
     rows = {
-        slot: as_selected_rows(write, each)
+        slot: to_selected_rows(write, each)
         for slot, each in enumerate(context.facts)
         if isinstance(each, Indices | SelectedRows)
     }
@@ -65,13 +65,13 @@ def reduce_rows(context: NodeContext) -> bool:
     selection = first.selection
     names = list(context.operands)
     for slot, each in rows.items():
-        full = write.spread(write.weighted(each), selection.axes)
+        full = write.spread(write.apply_weights(each), selection.axes)
         if operator in NEUTRAL_ELEMENTS:
-            full = write.filled(full, _neutral_element(operator, each.row_type.dtype))
+            full = write.fill_unselected(full, _neutral_element(operator, each.row_type.dtype))
         elif slot == 1:
-            full = write.filled(full, context.integer("ignore_index", _IGNORED_LABEL))
+            full = write.fill_unselected(full, context.integer("ignore_index", _IGNORED_LABEL))
         names[slot] = full.value
-    fix_sizes(context, names, selection.capacity)
+    replace_counted_operands(context, names, selection.capacity)
     if operator in _RETURN_ROWS:
         context.results[result] = SelectedRows(
             selection, first.row_type, first.axis, selection.axes, f"{result}/rows"
@@ -81,7 +81,7 @@ def reduce_rows(context: NodeContext) -> bool:
     if operator in LOSSES and not context.has_attribute("ignore_index"):
         added = {"ignore_index": _IGNORED_LABEL}
     results = [f"{result}/rows"] if is_intermediate else context.node.output
-    write.replaced_node(names, results, **added)
+    write.rewrite_node(names, results, **added)
     if operator in _RETURN_POSITIONS:
         write.node("Gather", [write.ranks(selection), f"{result}/rows"], result, axis=0)
     if operator == "ReduceMean":
@@ -122,9 +122,9 @@ def fill_pairs(
     for slot, each in rows.items():
         number = _neutral_element(operator, each.row_type.dtype)
         if reduced_axes[slot] == each.axis:
-            found[slot] = write.filled(each, number, each.selection.axes)
+            found[slot] = write.fill_unselected(each, number, each.selection.axes)
         elif reduced_axes[slot] is not None:
-            found[slot] = write.filled_pairs(each, number)
+            found[slot] = write.fill_unselected_pairs(each, number)
     return found
 
 
@@ -134,7 +134,7 @@ def _neutral_element(operator: str, dtype: DType) -> float:
     """
     if operator in ("LogSoftmax", "Softmax"):
         return -1e4 if dtype is DType.FLOAT16 else -1e30
-    return representable(NEUTRAL_ELEMENTS[operator], dtype)
+    return representable_number(NEUTRAL_ELEMENTS[operator], dtype)
 
 
 def sort_rows(context: NodeContext) -> bool:
@@ -149,7 +149,7 @@ def sort_rows(context: NodeContext) -> bool:
         return False
     write = context.write
     k = context.number(1)
-    rows = as_selected_rows(write, fact)
+    rows = to_selected_rows(write, fact)
     capacity = rows.selection.capacity
     kept = None
     if isinstance(limit, Counted):
@@ -157,7 +157,7 @@ def sort_rows(context: NodeContext) -> bool:
             raise context.unsupported()
         kept = limit.selection
         returns_all = kept.key == rows.selection.key
-        if not returns_all and kept.root != at_most_root(rows.selection, kept.shape[0]):
+        if not returns_all and kept.root != limited_root(rows.selection, kept.shape[0]):
             raise context.unsupported()
         count = capacity if returns_all else kept.shape[0]
     elif k is None or isinstance(k, SizeArray) or k.size != 1:
@@ -168,20 +168,20 @@ def sort_rows(context: NodeContext) -> bool:
     if count > capacity:
         raise context.unsupported()
     fill = -math.inf if context.integer("largest", 1) else math.inf
-    neutral = representable(fill, rows.row_type.dtype)
-    packed = write.packed(write.filled(rows, neutral, rows.selection.axes))
+    neutral = representable_number(fill, rows.row_type.dtype)
+    packed = write.pack(write.fill_unselected(rows, neutral, rows.selection.axes))
     results = (*context.node.output, "")[:2]
     if kept is None:
-        write.replaced_node([packed.name, write.vector([count])], results)
+        write.rewrite_node([packed.name, write.vector([count])], results)
         return True
     names = [f"{name}/rows" if name else "" for name in results]
-    write.replaced_node([packed.name, write.vector([count])], names)
+    write.rewrite_node([packed.name, write.vector([count])], names)
     for result, name, dtype in zip(results, names, (packed.dtype, DType.INT64), strict=True):
         if not result:
             continue
-        value = Value(name, dtype, with_extent(packed.shape, rows.axis, count))
+        value = Value(name, dtype, replace_size(packed.shape, rows.axis, count))
         if returns_all:
-            context.results[result] = write.unpacked(rows.selection, value, rows.axis)
+            context.results[result] = write.unpack(rows.selection, value, rows.axis)
         else:
             context.results[result] = SelectedRows(
                 kept, row_type_of(value, rows.axis), rows.axis, kept.axes, name
@@ -189,7 +189,7 @@ def sort_rows(context: NodeContext) -> bool:
     return True
 
 
-def fix_sizes(context: NodeContext, names: list[str], count: int) -> None:
+def replace_counted_operands(context: NodeContext, names: list[str], count: int) -> None:
     """Replace, in `names`, the operands of the node that are polynomials in n, the number of
     selected rows.
 
@@ -205,4 +205,4 @@ def fix_sizes(context: NodeContext, names: list[str], count: int) -> None:
             flat = context.write.vector(numbers.reshape(-1).tolist())
             names[slot] = context.write.reshape(flat, numbers.shape)
         else:
-            names[slot] = run_time_numbers(context, names[slot], fact)
+            names[slot] = write_numbers(context, names[slot], fact)

@@ -132,7 +132,7 @@ class NodeFacts:
             for each in self.numbers()
         ]
 
-    def evaluated(
+    def evaluate_row(
         self, arrays: Sequence[np.ndarray | None], types: Sequence[Value]
     ) -> tuple[np.ndarray, ...] | None:
         """Return the results of the node for the operands `arrays`, which have one row. `types` are
@@ -148,7 +148,7 @@ class NodeFacts:
 
     def row_axes(self) -> RowAxes:
         """Return the dimensions of the results that count selected rows."""
-        types = [*map(self._type, self.operands, self.facts)]
+        types = [*map(self._operand_type, self.operands, self.facts)]
         numbers = self.numbers_for(WITNESS)
         kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
         axes = tuple(map(row_axes_of, self.facts))
@@ -172,7 +172,7 @@ class NodeFacts:
         results = [each for each in inferred if each is not None]
         if len(results) < sum(map(bool, self.node.output)):
             raise self.unsupported()
-        space = self._space(types, inferred, known)
+        space = self._iteration_space(types, inferred, known)
         names = [
             dimensions[axis]
             for dimensions, fact in zip(space.operands, self.facts, strict=True)
@@ -190,7 +190,7 @@ class NodeFacts:
         row = parallel[0]
         pair = next((each for each in names if each != row), None)
         written = [
-            (_position(dimensions, row), _position(dimensions, pair))
+            (_index_of(dimensions, row), _index_of(dimensions, pair))
             for dimensions in space.results
             if dimensions is not None
         ]
@@ -202,10 +202,10 @@ class NodeFacts:
         pair_axes = tuple(each for _, each in written)
         if pair in parallel:
             return RowAxes(results, axes, pair_axes)
-        reduced_axes = tuple(_position(each or (), pair) for each in space.operands)
+        reduced_axes = tuple(_index_of(each or (), pair) for each in space.operands)
         return RowAxes(results, axes, pair_axes, reduced_axes)
 
-    def _type(self, name: str, fact: Fact | None) -> Value | None:
+    def _operand_type(self, name: str, fact: Fact | None) -> Value | None:
         """Return the type of an operand for n = `WITNESS` selected rows; None if the operand is
         absent.
         """
@@ -213,7 +213,7 @@ class NodeFacts:
             return witness_type(fact)
         return self.types[name] if name else None
 
-    def _space(
+    def _iteration_space(
         self,
         types: Sequence[Value | None],
         results: Sequence[Value | None],
@@ -244,12 +244,12 @@ class NodeContext(NodeFacts):
     write: RowWriter
 
 
-def _position(dimensions: Sequence[object], name: object) -> int | None:
+def _index_of(dimensions: Sequence[object], name: object) -> int | None:
     """Return the index of `name` in `dimensions`, None if it is not there."""
     return next((place for place, each in enumerate(dimensions) if each == name), None)
 
 
-def selection_of(
+def make_selection(
     context: NodeFacts,
     mask: str,
     mask_shape: Sequence[int],

@@ -12,7 +12,12 @@ import numpy as np
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
-from autopipe.passes.frontend.dynamic_shapes.domain import Counted, Prefix, SelectedRows, Selection
+from autopipe.passes.frontend.dynamic_shapes.domain import (
+    Counted,
+    PrefixLength,
+    SelectedRows,
+    Selection,
+)
 from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
 from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
@@ -33,23 +38,23 @@ def bounded_prefix(
     rounded = write.node("Ceil", [checked]) if dtype.is_floating else checked
     count = write.cast(rounded, DType.INT64)
     if factor == 1 or maximum < factor:
-        return _new_prefix(context, root, Prefix(count, root), maximum)
+        return _new_prefix(context, root, PrefixLength(count, root), maximum)
     quotient = write.node("Div", [count, write.scalar(factor, DType.INT64)])
-    prefix = Prefix(quotient, f"{root} / {factor}", factor)
+    prefix = PrefixLength(quotient, f"{root} / {factor}", factor)
     context.derived_selections[root] = _prefix_selection(
         context, prefix, maximum // factor * factor
     )
     return context.derived_selections[root]
 
 
-def counted_limit(context: NodeContext, selection: Selection, limit: Value) -> Counted:
+def make_limit_fact(context: NodeContext, selection: Selection, limit: Value) -> Counted:
     """Return the fact of the value, of type `limit`, that is the number of rows of `selection`."""
     dtype = np.float64 if limit.dtype.is_floating else np.int64
-    base, scale, offset = in_base_selection(context, selection)
+    base, scale, offset = express_by_base(context, selection)
     return Counted(base, SizeArray.affine(limit.shape, scale, offset, dtype))
 
 
-def in_base_selection(context: NodeContext, selection: Selection) -> tuple[Selection, int, int]:
+def express_by_base(context: NodeContext, selection: Selection) -> tuple[Selection, int, int]:
     """Return (base, scale, offset): `selection` has `scale * n + offset` rows, where n is the
     number of rows of the selection `base`.
 
@@ -105,21 +110,21 @@ def strided_prefix(
     scale, added, step = (write.scalar(each, DType.INT64) for each in numbers)
     total = write.node("Add", [write.node("Mul", [prefix.count, scale]), added])
     count = write.node("Div", [total, step])
-    return _new_prefix(context, root, Prefix(count, root), capacity)
+    return _new_prefix(context, root, PrefixLength(count, root), capacity)
 
 
-def at_most(context: NodeContext, selection: Selection, maximum: int) -> Selection:
+def limit_selection(context: NodeContext, selection: Selection, maximum: int) -> Selection:
     """Return the selection of the first min(n, `maximum`) rows, where n is the number of elements
     of `selection`.
     """
-    root = at_most_root(selection, maximum)
+    root = limited_root(selection, maximum)
     if root in context.derived_selections:
         return context.derived_selections[root]
     count = context.write.count_selected(selection)
-    return _new_prefix(context, root, Prefix(count, root), maximum)
+    return _new_prefix(context, root, PrefixLength(count, root), maximum)
 
 
-def at_most_root(selection: Selection, maximum: int) -> str:
+def limited_root(selection: Selection, maximum: int) -> str:
     """Return the root of the selection of the first min(n, `maximum`) rows, by which it is found
     again.
     """
@@ -138,7 +143,7 @@ def slice_prefix(
     removed = end or 0
     selection = strided_prefix(context, rows.selection, step, removed - start)
     write = context.write
-    rows = write.spread(write.weighted(rows), rows.selection.axes)
+    rows = write.spread(write.apply_weights(rows), rows.selection.axes)
     capacity = rows.shape[rows.axis]
     value = write.slice(rows.value, rows.axis, start, capacity + removed)
     if step > 1:
@@ -148,7 +153,7 @@ def slice_prefix(
     return True
 
 
-def _prefix_selection(context: NodeContext, prefix: Prefix, capacity: int) -> Selection:
+def _prefix_selection(context: NodeContext, prefix: PrefixLength, capacity: int) -> Selection:
     """Return the selection of first rows whose number `prefix` states, of at most `capacity` rows.
     Equal numbers share one selection.
     """
@@ -160,7 +165,7 @@ def _prefix_selection(context: NodeContext, prefix: Prefix, capacity: int) -> Se
     return _new_prefix(context, root, prefix, capacity)
 
 
-def _new_prefix(context: NodeContext, root: str, prefix: Prefix, capacity: int) -> Selection:
+def _new_prefix(context: NodeContext, root: str, prefix: PrefixLength, capacity: int) -> Selection:
     """Write the mask that is true for first rows, record its selection under `root`, and return it.
     The mask has `capacity` elements. Raises ModelError if `capacity` is below 1.
     """

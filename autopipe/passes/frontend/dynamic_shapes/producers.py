@@ -19,12 +19,12 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Indices,
     SelectedRows,
     Selection,
-    with_extent,
+    replace_size,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_rows
+from autopipe.passes.frontend.dynamic_shapes.indices import write_indices
 from autopipe.passes.frontend.dynamic_shapes.mask_roots import MaskRoots
-from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext, selection_of
-from autopipe.passes.frontend.dynamic_shapes.prefixes import bounded_prefix, counted_limit
+from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext, make_selection
+from autopipe.passes.frontend.dynamic_shapes.prefixes import bounded_prefix, make_limit_fact
 from autopipe.passes.frontend.dynamic_shapes.size_operators import number_rows
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _NO_BOUND = 1 << 62
 """Limit of the elements of a value that no Gather reads as indices."""
 
 
-def select(context: NodeContext, uses: Uses, roots: MaskRoots) -> None:
+def record_selection(context: NodeContext, uses: Uses, roots: MaskRoots) -> None:
     """Record the facts of the indices or rows that a NonZero, Compress, Unique or NonMaxSuppression
     selects.
     """
@@ -60,7 +60,7 @@ def select(context: NodeContext, uses: Uses, roots: MaskRoots) -> None:
                 _select_unique(context, data)
 
 
-def select_first(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, int]) -> Counted:
+def record_range(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, int]) -> Counted:
     """Record the fact of a Range from 0 in steps of 1 whose limit is computed while running: its
     integers number the first rows. Return the fact of the limit.
 
@@ -83,12 +83,12 @@ def select_first(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, in
             hint=f"set the maximum size with --dim {shlex.quote(f'{result}:0=SIZE')}",
             where=context.title,
         )
-    factor = roots.factor(limit, context.types, context.arrays)
+    factor = roots.known_divisor(limit, context.types, context.arrays)
     selection = context.derived_selections.get(root) or bounded_prefix(
         context, limit, root, bounds[result], factor
     )
     number_rows(context, selection)
-    return counted_limit(context, selection, context.types[limit])
+    return make_limit_fact(context, selection, context.types[limit])
 
 
 def _select_nonzero(context: NodeContext, data: Value, uses: Uses, roots: MaskRoots) -> None:
@@ -113,7 +113,7 @@ def nonzero_selection(context: NodeContext, data: Value, roots: MaskRoots) -> Se
     rank = len(data.shape)
     name = data.name
     mask_shape: tuple[int, ...] = data.shape
-    source = context.types.get(roots.expanded_from(name))
+    source = context.types.get(roots.source_of_expand(name))
     if source is not None:
         mask_shape = (*[1] * (rank - len(source.shape)), *source.shape)
         name = source.name
@@ -121,7 +121,7 @@ def nonzero_selection(context: NodeContext, data: Value, roots: MaskRoots) -> Se
     if len(mask_shape) != len(context.types[name].shape):
         name = write.reshape(name, mask_shape)
     mask = name if data.dtype is DType.BOOL else write.cast(name, DType.BOOL)
-    return selection_of(context, mask, mask_shape, data.shape, root)
+    return make_selection(context, mask, mask_shape, data.shape, root)
 
 
 def _select_among_rows(context: NodeContext) -> None:
@@ -135,11 +135,11 @@ def _select_among_rows(context: NodeContext) -> None:
     if rows.row_type.shape != (1,):
         raise context.unsupported()
     former = rows.selection
-    rows = write.spread(write.weighted(rows), former.axes)
+    rows = write.spread(write.apply_weights(rows), former.axes)
     mask = write.node("And", [write.flat_mask(former), write.cast(rows.value, DType.BOOL)])
     shape = (rows.shape[0],)
     root = f"{former.key} {context.operands[0]}"
-    selection = selection_of(context, mask, shape, shape, root)
+    selection = make_selection(context, mask, shape, shape, root)
     ranks = write.reshape(write.ranks(former), (1, rows.shape[0]))
     context.results[context.node.output[0]] = SelectedRows(
         selection, Value("", DType.INT64, (1, 1)), 1, (0,), ranks
@@ -158,7 +158,7 @@ def _write_known_count(
     write = context.write
     positions = write.vector(range(count))
     if count < min(limit, extent):
-        positions = write.node("Gather", [write.selected_first(mask, extent), positions])
+        positions = write.node("Gather", [write.positions_selected_first(mask, extent), positions])
     write.reshape(positions, (1, count), context.node.output[0])
 
 
@@ -167,7 +167,7 @@ def _split_count(name: str, uses: Uses) -> int:
     possibly after a cast or transpose. An exporter that unrolls a loop over the elements writes
     such a Split. 0 if there is none.
     """
-    readers = _readers(name, uses, _VIEWS)
+    readers = _find_readers(name, uses, _VIEWS)
     if len(readers) != 1:
         return 0
     ((node, _),) = readers
@@ -180,7 +180,7 @@ def _index_limit(name: str, uses: Uses, types: Mapping[str, Value]) -> int:
     `name`, a very large number if there is none.
     """
     sizes = [_NO_BOUND]
-    for node, slot in _readers(name, uses, _ELEMENT_VIEWS):
+    for node, slot in _find_readers(name, uses, _ELEMENT_VIEWS):
         data = types.get(node.input[0])
         if node.op_type == "Gather" and slot == 1 and data is not None:
             axis = next((int(each.i) for each in node.attribute if each.name == "axis"), 0)
@@ -188,7 +188,9 @@ def _index_limit(name: str, uses: Uses, types: Mapping[str, Value]) -> int:
     return min(sizes)
 
 
-def _readers(name: str, uses: Uses, through: frozenset[str]) -> list[tuple[onnx.NodeProto, int]]:
+def _find_readers(
+    name: str, uses: Uses, through: frozenset[str]
+) -> list[tuple[onnx.NodeProto, int]]:
     """Return (node, operand index) of each reader of the value `name`. A reader whose operator is
     in `through` and that has the value as first operand is replaced by the readers of its results.
     """
@@ -223,8 +225,8 @@ def _select_by_condition(context: NodeContext, data: Value, roots: MaskRoots) ->
         count = shape[axis]
         mask = write.slice(mask, 0, 0, count)
         root = mask
-    selection = selection_of(context, mask, (count,), (count,), root)
-    row_type = Value("", data.dtype, with_extent(shape, axis, 1))
+    selection = make_selection(context, mask, (count,), (count,), root)
+    row_type = Value("", data.dtype, replace_size(shape, axis, 1))
     context.results[context.node.output[0]] = SelectedRows(selection, row_type, axis, (0,), name)
 
 
@@ -262,10 +264,10 @@ def _select_boxes(context: NodeContext) -> None:
         is_allowed = write.node("Less", [write.arange(maximum), named])
         mask = write.node("And", [mask, is_allowed])
     shape = (*scores.shape[:2], maximum)
-    selection = selection_of(context, mask, shape, shape)
+    selection = make_selection(context, mask, shape, shape)
     zero = np.zeros((1, 2), int)
     terms = (zero, np.array([[1, 0]]), np.array([[0, 1]]), zero, zero)
-    image_and_class = as_rows(write, Indices(selection, DType.INT64, 0, terms))
+    image_and_class = write_indices(write, Indices(selection, DType.INT64, 0, terms))
     columns = [
         write.spread(image_and_class, selection.axes).value,
         write.reshape(numbers, (selection.capacity, 1)),
@@ -289,9 +291,9 @@ def _boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
     if (boxes.axis, scores.axis) != (1, 2) or boxes.selection.key != scores.selection.key:
         raise context.unsupported()
     write = context.write
-    boxes = write.filled(boxes, 0.0, boxes.selection.axes)
-    scores = write.filled(scores, -math.inf, scores.selection.axes)
-    return write.packed(boxes), write.packed(scores)
+    boxes = write.fill_unselected(boxes, 0.0, boxes.selection.axes)
+    scores = write.fill_unselected(scores, -math.inf, scores.selection.axes)
+    return write.pack(boxes), write.pack(scores)
 
 
 def _select_unique(context: NodeContext, data: Value) -> None:
@@ -312,7 +314,7 @@ def _select_unique(context: NodeContext, data: Value) -> None:
     is_equal = write.node("Equal", [behind, before])
     true = write.cast(write.vector([1]), DType.BOOL)
     mask = write.node("Concat", [true, write.node("Not", [is_equal])], axis=0)
-    selection = selection_of(context, mask, (count,), (count,))
+    selection = make_selection(context, mask, (count,), (count,))
     zeros = write.expand(write.vector([0]), (1,), (count,))
     one = write.scalar(1, DType.INT64)
     order = write.node("CumSum", [write.cast(mask, DType.INT64), write.scalar(0, DType.INT64)])

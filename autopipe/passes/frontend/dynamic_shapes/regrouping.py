@@ -22,7 +22,7 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Selection,
     row_type_of,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows
+from autopipe.passes.frontend.dynamic_shapes.indices import to_selected_rows
 from autopipe.passes.frontend.dynamic_shapes.node_context import (
     SHAPE_OPERANDS,
     NodeContext,
@@ -46,8 +46,8 @@ def regroup_rows(context: NodeContext) -> bool:
     size = math.prod(target)
     if min(target, default=1) < 1 or size == math.prod(row_shape):
         return False
-    rows = as_selected_rows(context.write, fact)
-    found = _divided(context.write, _flattened(context.write, rows), target)
+    rows = to_selected_rows(context.write, fact)
+    found = _divide_rows(context.write, _flatten_rows(context.write, rows), target)
     if found is not None:
         context.results[context.node.output[0]] = found
     return found is not None
@@ -76,7 +76,7 @@ def _target_row_shape(context: NodeContext, row_shape: tuple[int, ...]) -> list[
     return [size or shape[place] for place, size in enumerate(sizes)]
 
 
-def _flattened(write: RowWriter, rows: SelectedRows) -> SelectedRows:
+def _flatten_rows(write: RowWriter, rows: SelectedRows) -> SelectedRows:
     """Return the fact of the flattened rows: each element is a row, selected with the row that
     contained it.
     """
@@ -84,7 +84,7 @@ def _flattened(write: RowWriter, rows: SelectedRows) -> SelectedRows:
     row_shape = rows.row_type.shape[1:]
     if not row_shape:
         return rows
-    rows = write.weighted(rows)
+    rows = write.apply_weights(rows)
     mask_shape = (*selection.mask_shape, *[1] * len(row_shape))
     shape = (*selection.shape, *row_shape)
     wide = replace(
@@ -99,7 +99,7 @@ def _flattened(write: RowWriter, rows: SelectedRows) -> SelectedRows:
     return SelectedRows(wide, replace(rows.row_type, shape=(1,)), 0, over, value)
 
 
-def _divided(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> SelectedRows | None:
+def _divide_rows(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> SelectedRows | None:
     """Return the fact of `rows`, of one element each, regrouped into rows of the shape `row_shape`.
     None unless the mask is broadcast along trailing axes, so that it selects a multiple of that
     many elements together.
@@ -115,7 +115,7 @@ def _divided(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> Sele
         block *= selection.shape[axis]
     if block % size:
         return None
-    rows = write.spread(write.weighted(rows), tuple(range(axis, len(selection.shape))))
+    rows = write.spread(write.apply_weights(rows), tuple(range(axis, len(selection.shape))))
     mask_shape = selection.mask_shape[:axis]
     shape = selection.shape[:axis]
     over = [each for each in rows.over if each < axis]
@@ -157,8 +157,8 @@ def join_rows(context: NodeContext) -> bool:
         if fact is None:
             parts.append(value)
             continue
-        rows = as_selected_rows(write, fact)
-        parts.append(write.spread(write.weighted(rows), rows.selection.axes))
+        rows = to_selected_rows(write, fact)
+        parts.append(write.spread(write.apply_weights(rows), rows.selection.axes))
     selection = _joined_selection(context, parts, axis)
     names = [part.name if isinstance(part, Value) else part.value for part in parts]
     joined = write.node("Concat", names, f"{result}/rows", axis=axis)
@@ -198,7 +198,7 @@ def _joined_selection(
     return joined
 
 
-def in_joined_selection(context: NodeFacts, counted: Counted) -> Counted:
+def express_by_derived(context: NodeFacts, counted: Counted) -> Counted:
     """Return the numbers as polynomials in the number of rows of a selection that was derived from
     that of `counted`, if possible; otherwise `counted`.
 

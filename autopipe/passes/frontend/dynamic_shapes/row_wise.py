@@ -16,11 +16,14 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
     Indices,
     SelectedRows,
+    replace_size,
     row_type_of,
-    with_extent,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows
-from autopipe.passes.frontend.dynamic_shapes.masked_reductions import fill_pairs, fix_sizes
+from autopipe.passes.frontend.dynamic_shapes.indices import to_selected_rows
+from autopipe.passes.frontend.dynamic_shapes.masked_reductions import (
+    fill_pairs,
+    replace_counted_operands,
+)
 from autopipe.passes.frontend.dynamic_shapes.node_context import SHAPE_OPERANDS, NodeContext
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.inference import RANDOM
@@ -78,7 +81,7 @@ def move_indices(context: NodeContext) -> bool:
                 arrays.append(np.zeros_like(array))
             else:
                 arrays.append(array)
-        found = context.evaluated(arrays, types)
+        found = context.evaluate_row(arrays, types)
         if found is None:
             return False
         results.append(found)
@@ -98,21 +101,25 @@ def compute_rows(context: NodeContext) -> bool:
     if axes is None:
         return False
     rows = {
-        slot: as_selected_rows(write, each)
+        slot: to_selected_rows(write, each)
         for slot, each in enumerate(context.facts)
         if isinstance(each, Indices | SelectedRows)
     }
-    if operator == "Mul" and not pair_axes and _weigh(context, types[0], axes[0], rows):
+    if (
+        operator == "Mul"
+        and not pair_axes
+        and _record_weighted_product(context, types[0], axes[0], rows)
+    ):
         return True
     keeps_weights = operator in _KEEP_WEIGHTS and len(rows) == 1
     over = _common_axes(rows, keeps_weights)
     if operator in RANDOM or pair_axes:
         over = next(iter(rows.values())).selection.axes
     for slot, each in rows.items():
-        rows[slot] = each if keeps_weights else write.spread(write.weighted(each), over)
+        rows[slot] = each if keeps_weights else write.spread(write.apply_weights(each), over)
         needs_safe = (operator, slot) in _SAFE_ELEMENTS and not _is_integer_power(context)
         if needs_safe and not isinstance(context.facts[slot], Indices):
-            rows[slot] = _made_safe(write, rows[slot], _SAFE_ELEMENTS[operator, slot])
+            rows[slot] = _fill_with_safe_element(write, rows[slot], _SAFE_ELEMENTS[operator, slot])
     if reduced_axes:
         rows.update(fill_pairs(context, rows, reduced_axes))
     names = [
@@ -120,8 +127,8 @@ def compute_rows(context: NodeContext) -> bool:
     ]
     first = next(iter(rows.values()))
     selection = first.selection
-    fix_sizes(context, names, selection.extent(first.over))
-    write.replaced_node(names, [f"{name}/rows" if name else "" for name in context.node.output])
+    replace_counted_operands(context, names, selection.extent(first.over))
+    write.rewrite_node(names, [f"{name}/rows" if name else "" for name in context.node.output])
     weight = first.weight if keeps_weights else ""
     if weight and operator == "Cast":
         weight = write.cast(weight, types[0].dtype)
@@ -130,7 +137,7 @@ def compute_rows(context: NodeContext) -> bool:
     for name, type_, axis, pair_axis in zip(present, types, axes, pairs, strict=True):
         row_type = row_type_of(type_, axis)
         if pair_axis is not None:
-            shape = with_extent(row_type.shape, pair_axis, selection.capacity)
+            shape = replace_size(row_type.shape, pair_axis, selection.capacity)
             row_type = replace(row_type, shape=shape)
         context.results[name] = SelectedRows(
             selection,
@@ -157,12 +164,12 @@ def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple
     return tuple(sorted(axes))
 
 
-def _made_safe(write: RowWriter, rows: SelectedRows, number: float) -> SelectedRows:
+def _fill_with_safe_element(write: RowWriter, rows: SelectedRows, number: float) -> SelectedRows:
     """Return the rows with `number` in the elements that are not selected, along both dimensions of
     rows if there are two.
     """
-    filled = write.filled(rows, number)
-    return filled if rows.pair_axis is None else write.filled_pairs(filled, number)
+    filled = write.fill_unselected(rows, number)
+    return filled if rows.pair_axis is None else write.fill_unselected_pairs(filled, number)
 
 
 def _is_integer_power(context: NodeContext) -> bool:
@@ -175,7 +182,7 @@ def _is_integer_power(context: NodeContext) -> bool:
     return bool(((exponent >= 1) & (exponent == np.floor(exponent))).all())
 
 
-def _weigh(
+def _record_weighted_product(
     context: NodeContext, result_type: Value, axis: int, rows: Mapping[int, SelectedRows]
 ) -> bool:
     """Record the product of rows with one number per row as weighted rows, if the numbers differ
@@ -188,7 +195,7 @@ def _weigh(
         return False
     for data, factor in ((rows[0], rows[1]), (rows[1], rows[0])):
         is_scalar = math.prod(factor.row_type.shape) == 1
-        has_result_shape = data.row_type.shape == with_extent(result_type.shape, axis, 1)
+        has_result_shape = data.row_type.shape == replace_size(result_type.shape, axis, 1)
         adds_axes = not set(factor.over) <= set(data.over)
         if is_scalar and has_result_shape and adds_axes and not factor.weight and not data.weight:
             count = factor.selection.extent(factor.over)

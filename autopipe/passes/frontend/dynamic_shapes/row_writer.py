@@ -17,8 +17,8 @@ from autopipe.ir.graph import DType, Value
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     SelectedRows,
     Selection,
+    replace_size,
     row_type_of,
-    with_extent,
 )
 from autopipe.passes.frontend.elements import NUMBERS, renamed
 from autopipe.passes.frontend.rewriter import (
@@ -56,7 +56,7 @@ class RowWriter:
         name = self._rewriter.node.name or operator
         return self._rewriter.add(operator, operands, results=results, name=name, **attributes)
 
-    def replaced_node(
+    def rewrite_node(
         self, operands: Sequence[str], results: Sequence[str], **attributes: int
     ) -> None:
         """Write the replaced node with other operands and results, and with `attributes` added."""
@@ -138,7 +138,7 @@ class RowWriter:
         self._add("TopK", operands, [values, positions], axis=0, largest=0)
         return values, positions
 
-    def selected_first(self, mask: str, count: int) -> str:
+    def positions_selected_first(self, mask: str, count: int) -> str:
         """Write the positions of the elements of `mask`, a boolean vector of `count` elements:
         first the positions of true elements, then those of false elements, both ascending. Return
         the result's name.
@@ -166,14 +166,14 @@ class RowWriter:
         )
         return self.cast(count, DType.BOOL), shape
 
-    def reexpressed(self, rows: SelectedRows, selection: Selection) -> SelectedRows:
+    def reexpress(self, rows: SelectedRows, selection: Selection) -> SelectedRows:
         """Return the rows in terms of `selection`, which selects the same elements, but whose mask
         can have other dimensions.
         """
         former = rows.selection
         if (former.mask_shape, former.shape) == (selection.mask_shape, selection.shape):
             return replace(rows, selection=selection)
-        full = self.spread(self.weighted(rows), former.axes)
+        full = self.spread(self.apply_weights(rows), former.axes)
         return replace(full, selection=selection, over=selection.axes)
 
     def flat_mask(self, selection: Selection) -> str:
@@ -199,18 +199,18 @@ class RowWriter:
             return total
         return self.node("Mul", [total, self.scalar(repeats, DType.INT64)])
 
-    def packed(self, rows: SelectedRows) -> Value:
+    def pack(self, rows: SelectedRows) -> Value:
         """Write a tensor of the rows with the selected ones first, in their order, and the others
         after them. Return it as a static value.
         """
-        rows = self.spread(self.weighted(rows), rows.selection.axes)
+        rows = self.spread(self.apply_weights(rows), rows.selection.axes)
         if rows.selection.first_rows is not None:
             return Value(rows.value, rows.row_type.dtype, rows.shape)
         mask, blocks, inner = self.mask_blocks(rows.selection)
         before = rows.shape[: rows.axis]
         after = rows.shape[rows.axis + 1 :]
         divided = self.reshape(rows.value, (*before, blocks, inner, *after))
-        order = self.selected_first(mask, blocks)
+        order = self.positions_selected_first(mask, blocks)
         found = self.node("Gather", [divided, order], axis=rows.axis)
         return Value(self.reshape(found, rows.shape), rows.row_type.dtype, rows.shape)
 
@@ -228,11 +228,11 @@ class RowWriter:
         mask = self.expand(self.reshape(selection.mask, stored), stored, wide)
         return self.reshape(mask, (math.prod(wide),)), math.prod(wide), inner
 
-    def unpacked(self, selection: Selection, value: Value, axis: int) -> SelectedRows:
+    def unpack(self, selection: Selection, value: Value, axis: int) -> SelectedRows:
         """Return the rows of a selection from a static value: row r of `value` along `axis` becomes
         the row of the selected element of rank r.
         """
-        name = self.gathered_by_rank(selection, value.name, value.shape, axis)
+        name = self.gather_rows_of_ranks(selection, value.name, value.shape, axis)
         return SelectedRows(selection, row_type_of(value, axis), axis, selection.axes, name)
 
     def spread(self, rows: SelectedRows, over: tuple[int, ...]) -> SelectedRows:
@@ -255,7 +255,7 @@ class RowWriter:
         value = self.reshape(expanded, (*before, math.prod(target), *after))
         return replace(rows, over=over, value=value)
 
-    def weighted(self, rows: SelectedRows) -> SelectedRows:
+    def apply_weights(self, rows: SelectedRows) -> SelectedRows:
         """Return the rows multiplied by their weights."""
         if not rows.weight:
             return rows
@@ -268,7 +268,7 @@ class RowWriter:
         aligned = self.reshape(weight.value, (*weight.shape, *ones))
         return replace(full, value=self.node("Mul", [full.value, aligned]))
 
-    def filled(
+    def fill_unselected(
         self, rows: SelectedRows, number: float, over: tuple[int, ...] | None = None
     ) -> SelectedRows:
         """Return the rows, multiplied by their weights, with `number` in the rows that are not
@@ -277,7 +277,7 @@ class RowWriter:
         They are stored with a row per element along the mask axes `over` and their present axes, or
         along their present axes only if `over` is None.
         """
-        rows = self.spread(self.weighted(rows), rows.over if over is None else over)
+        rows = self.spread(self.apply_weights(rows), rows.over if over is None else over)
         mask, shape = self.any_selected(rows.selection, rows.over)
         wide = rows.selection.masked_shape(rows.over)
         ones = [1] * (len(rows.shape) - rows.axis - 1)
@@ -285,7 +285,7 @@ class RowWriter:
         fill = self.scalar(number, rows.row_type.dtype)
         return replace(rows, value=self.node("Where", [flat, rows.value, fill]))
 
-    def filled_pairs(self, rows: SelectedRows, number: float) -> SelectedRows:
+    def fill_unselected_pairs(self, rows: SelectedRows, number: float) -> SelectedRows:
         """Return the rows with `number` in the elements whose position along `pair_axis`, their
         second dimension of rows, is not selected.
         """
@@ -296,7 +296,7 @@ class RowWriter:
         fill = self.scalar(number, rows.row_type.dtype)
         return replace(rows, value=self.node("Where", [mask, rows.value, fill]))
 
-    def gathered_by_rank(
+    def gather_rows_of_ranks(
         self, selection: Selection, source: str, shape: tuple[int, ...], axis: int
     ) -> str:
         """Write, for each element of the mask, row r of the value `source` along `axis`, where r is
@@ -324,4 +324,4 @@ class RowWriter:
             source, (*shape[:axis], shape[axis] // inner, inner, *shape[axis + 1 :])
         )
         found = self.node("Gather", [divided, clamped], axis=axis)
-        return self.reshape(found, with_extent(shape, axis, blocks * inner))
+        return self.reshape(found, replace_size(shape, axis, blocks * inner))

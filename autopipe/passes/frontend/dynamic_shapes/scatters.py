@@ -14,14 +14,14 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Fact,
     Indices,
     SelectedRows,
-    with_extent,
+    replace_size,
 )
 from autopipe.passes.frontend.dynamic_shapes.gathers import nonnegative_ranks
 from autopipe.passes.frontend.dynamic_shapes.indices import (
     REDUCTIONS,
     are_own_ranks,
-    as_selected_rows,
     scatter_rows,
+    to_selected_rows,
     write_at_indices,
 )
 from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
@@ -58,23 +58,23 @@ def _scatter_into_rows(
     write = context.write
     indices = context.fact(1)
     result = context.node.output[0]
-    rows = as_selected_rows(write, target)
+    rows = to_selected_rows(write, target)
     if isinstance(indices, Counted) or reduction not in REDUCTIONS:
         raise context.unsupported()
     if indices is None and context.fact(2) is not None:
         raise context.unsupported()
     is_nd = context.node.op_type == "ScatterND"
     if is_nd and isinstance(indices, Indices) and are_own_ranks(indices):
-        positions = _own_positions(write, indices)
-        full = write.spread(write.weighted(rows), rows.selection.axes)
-        updates = write.weighted(_updates(context, indices))
+        positions = _write_own_positions(write, indices)
+        full = write.spread(write.apply_weights(rows), rows.selection.axes)
+        updates = write.apply_weights(_update_rows(context, indices))
         updates = write.spread(updates, rows.selection.axes)
         attributes = {"reduction": reduction} if reduction != "none" else {}
         operands = [full.value, positions, updates.value]
         value = write.node("ScatterND", operands, f"{result}/rows", **attributes)
         context.results[result] = replace(full, value=value)
         return True
-    packed = write.packed(rows)
+    packed = write.pack(rows)
     written = Value(f"{result}/packed", packed.dtype, packed.shape)
     column = 0 if is_nd else None
     if indices is None:
@@ -82,21 +82,21 @@ def _scatter_into_rows(
         positions = nonnegative_ranks(
             context, context.operands[1], rows.selection, index_type, column
         )
-        write.replaced_node([packed.name, positions, context.operands[2]], [written.name])
+        write.rewrite_node([packed.name, positions, context.operands[2]], [written.name])
     else:
-        index_rows = as_selected_rows(write, indices)
+        index_rows = to_selected_rows(write, indices)
         if isinstance(indices, SelectedRows):
-            index_rows = write.weighted(index_rows)
+            index_rows = write.apply_weights(index_rows)
         positions = nonnegative_ranks(
             context, index_rows.value, rows.selection, index_rows.row_type, column
         )
         index_rows = replace(index_rows, value=positions)
         _scatter_into_static(context, packed, index_rows, reduction, written.name)
-    context.results[result] = write.unpacked(rows.selection, written, rows.axis)
+    context.results[result] = write.unpack(rows.selection, written, rows.axis)
     return True
 
 
-def _own_positions(write: RowWriter, indices: Indices) -> str:
+def _write_own_positions(write: RowWriter, indices: Indices) -> str:
     """Write the positions of a ScatterND in which each row updates itself, for every element of the
     mask: the number of the element, followed by the constant indices. Return the result's name.
     """
@@ -125,22 +125,22 @@ def _scatter_into_static(
     element. If possible, dimensions are reordered instead of a scatter.
     """
     write = context.write
-    rows = _updates(context, indices)
+    rows = _update_rows(context, indices)
     operator = "ScatterND" if context.node.op_type == "ScatterND" else "ScatterElements"
     is_nd = operator == "ScatterND"
     axis = 0 if is_nd else nonnegative_axis(context.integer("axis"), len(data.shape))
-    columns = _columns(indices, is_nd, data, axis) if reduction in ("none", "add") else None
+    columns = _index_columns(indices, is_nd, data, axis) if reduction in ("none", "add") else None
     if columns is not None:
         around = (*data.shape[:axis], *data.shape[axis + len(columns) :])
         fits = math.prod(rows.row_type.shape) == math.prod(around)
         adds = reduction == "add"
         if fits and write_at_indices(write, rows, columns, data, axis, adds, result):
             return
-    index_rows = as_selected_rows(write, indices)
+    index_rows = to_selected_rows(write, indices)
     scatter_rows(write, operator, data, index_rows, rows, axis, reduction, result)
 
 
-def _columns(
+def _index_columns(
     indices: Indices | SelectedRows, is_nd: bool, data: Value, axis: int
 ) -> tuple[tuple[int, ...], ...] | None:
     """Return the coefficients of each index of a position (see `Indices.index_columns`) if a
@@ -158,7 +158,7 @@ def _columns(
     return indices.index_columns(per_column=False) if is_slices else None
 
 
-def _updates(context: NodeContext, indices: Indices | SelectedRows) -> SelectedRows:
+def _update_rows(context: NodeContext, indices: Indices | SelectedRows) -> SelectedRows:
     """Return the updates of the scatter as rows of the selection of its indices. If the updates are
     static, row r belongs to the selected element of rank r. Raises ModelError if they are numbers
     that depend on the count of rows.
@@ -167,11 +167,11 @@ def _updates(context: NodeContext, indices: Indices | SelectedRows) -> SelectedR
     if isinstance(fact, Counted):
         raise context.unsupported()
     if fact is not None:
-        return as_selected_rows(context.write, fact)
+        return to_selected_rows(context.write, fact)
     updates = context.types[context.operands[2]]
     axis = indices.axis
-    name = context.write.gathered_by_rank(
+    name = context.write.gather_rows_of_ranks(
         indices.selection, context.operands[2], updates.shape, axis
     )
-    row_type = Value("", updates.dtype, with_extent(updates.shape, axis, 1))
+    row_type = Value("", updates.dtype, replace_size(updates.shape, axis, 1))
     return SelectedRows(indices.selection, row_type, axis, indices.selection.axes, name)

@@ -16,19 +16,19 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Indices,
     SelectedRows,
     Selection,
+    replace_size,
     row_axes_of,
-    with_extent,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_rows
+from autopipe.passes.frontend.dynamic_shapes.indices import write_indices
 from autopipe.passes.frontend.dynamic_shapes.mask_roots import MaskRoots
 from autopipe.passes.frontend.dynamic_shapes.node_context import (
     NodeContext,
     NodeFacts,
-    selection_of,
+    make_selection,
 )
 from autopipe.passes.frontend.dynamic_shapes.prefixes import (
-    at_most,
-    in_base_selection,
+    express_by_base,
+    limit_selection,
     scaled_prefix,
 )
 from autopipe.passes.frontend.dynamic_shapes.sizes import (
@@ -50,14 +50,14 @@ _N = (0, 1)
 """Coefficients of the polynomial n."""
 
 
-def measure(context: NodeContext) -> bool:
+def compute_shape(context: NodeContext) -> bool:
     """Law of Shape and Size: their results are polynomials in n, the number of selected rows."""
     (fact,) = context.facts
     assert fact is not None
     shape = fact.numbers.shape if isinstance(fact, Counted) else fact.row_type.shape
     start = context.integer("start")
     end = context.integer("end", len(shape))
-    selection, scale, offset = in_base_selection(context, fact.selection)
+    selection, scale, offset = express_by_base(context, fact.selection)
     offsets = np.array(shape, np.int64)
     scales = np.zeros_like(offsets)
     for axis in row_axes_of(fact):
@@ -66,14 +66,16 @@ def measure(context: NodeContext) -> bool:
     sizes = SizeArray.of([offsets, scales])
     if context.node.op_type == "Shape":
         kept = [each[start:end] for each in sizes.coefficients]
-        _record(context, context.node.output[0], selection, SizeArray.of(kept))
+        _record_numbers(context, context.node.output[0], selection, SizeArray.of(kept))
         return True
     total = product_of_elements(sizes)
-    _record(context, context.node.output[0], selection, total)
+    _record_numbers(context, context.node.output[0], selection, total)
     return True
 
 
-def _record(context: NodeContext, name: str, selection: Selection, numbers: SizeArray) -> None:
+def _record_numbers(
+    context: NodeContext, name: str, selection: Selection, numbers: SizeArray
+) -> None:
     """Record that the result `name` has the polynomials `numbers`. If they do not depend on n, the
     number of selected rows, write the result as a constant instead.
     """
@@ -101,20 +103,20 @@ def compute_sizes(context: NodeContext) -> bool:
     if operator == "Reshape" and numbers[0] is None and isinstance(numbers[1], SizeArray):
         _reshape_to_rows(context, numbers[1])
         return True
-    if is_complete and operator == "Range" and _count_rows(context, selection):
+    if is_complete and operator == "Range" and _compute_range(context, selection):
         return True
-    if is_complete and operator in MINIMA and _clamp_count(context, selection):
+    if is_complete and operator in MINIMA and _compute_minimum(context, selection):
         return True
     found = size_results(context)
     if found is not None:
         for name, each in found.items():
-            _record(context, name, selection, each)
+            _record_numbers(context, name, selection, each)
         return True
     names = [
-        run_time_numbers(context, name, each) if isinstance(each, Counted) else name
+        write_numbers(context, name, each) if isinstance(each, Counted) else name
         for name, each in zip(context.operands, context.facts, strict=True)
     ]
-    context.write.replaced_node(names, context.node.output)
+    context.write.rewrite_node(names, context.node.output)
     return True
 
 
@@ -138,7 +140,7 @@ def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
     return None if found is None else dict(zip(node.output, found, strict=True))
 
 
-def _clamp_count(context: NodeContext, selection: Selection) -> bool:
+def _compute_minimum(context: NodeContext, selection: Selection) -> bool:
     """Law of min(n, constants …), where n is the number of elements of `selection`: the result is
     the number of rows of the selection of its first rows. Return False for a minimum of other
     numbers.
@@ -153,14 +155,14 @@ def _clamp_count(context: NodeContext, selection: Selection) -> bool:
             elements.update((int(number),) for number in each.flat)
     constants = [int(each[0]) for each in elements if not any(each[1:])]
     others = {each for each in elements if any(each[1:])}
-    results = context.evaluated(context.numbers_for(WITNESS), ())
+    results = context.evaluate_row(context.numbers_for(WITNESS), ())
     if results is None or results[0].size != 1 or others != {_N}:
         return False
     maximum = min(constants, default=selection.capacity)
     if maximum < 1:
         return False
     if maximum < selection.capacity:
-        selection = at_most(context, selection, maximum)
+        selection = limit_selection(context, selection, maximum)
     context.results[context.node.output[0]] = Counted(
         selection, SizeArray.affine(results[0].shape, 1, 0)
     )
@@ -180,10 +182,10 @@ def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
         raise context.unsupported()
     count = context.types[context.operands[0]].elements // others
     shape = context.write.vector([count if each == _N else int(each[0]) for each in elements])
-    context.write.replaced_node([context.operands[0], shape], context.node.output)
+    context.write.rewrite_node([context.operands[0], shape], context.node.output)
 
 
-def run_time_numbers(context: NodeContext, name: str, counted: Counted) -> str:
+def write_numbers(context: NodeContext, name: str, counted: Counted) -> str:
     """Write numbers that are polynomials in n, computed while running from the mask that selects n
     elements. Return their name: `name` if they are floating-point numbers, which the graph computes
     already.
@@ -221,7 +223,7 @@ def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) 
     if shape.count(WITNESS) != 1 or max(shape) > WITNESS:
         raise context.unsupported()
     axis = shape.index(WITNESS)
-    row_shape = with_extent(shape, axis, 1)
+    row_shape = replace_size(shape, axis, 1)
     array = context.arrays.get(operand)
     is_known_index = array is not None and array.dtype.kind == "i"
     if array is not None and is_known_index and math.prod(row_shape) <= _MAX_EXPANDED:
@@ -230,7 +232,7 @@ def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) 
         context.results[result] = Indices(selection, context.types[operand].dtype, axis, terms)
         return
     value = f"{result}/rows"
-    write.replaced_node([*([operand] if operand else []), write.vector(row_shape)], [value])
+    write.rewrite_node([*([operand] if operand else []), write.vector(row_shape)], [value])
     dtype = context.types[operand].dtype if operand else _constant_type(context)
     context.results[result] = SelectedRows(selection, Value("", dtype, row_shape), axis, (), value)
 
@@ -244,7 +246,7 @@ def _constant_type(context: NodeContext) -> DType:
     return result.dtype
 
 
-def _count_rows(context: NodeContext, selection: Selection) -> bool:
+def _compute_range(context: NodeContext, selection: Selection) -> bool:
     """Law of a Range from 0 in steps of 1 up to n, the number of selected rows, or up to `scale * n
     + offset` if the first rows are selected. Return False for another Range.
     """
@@ -277,7 +279,7 @@ def number_rows(context: NodeContext, selection: Selection) -> None:
     if known.dtype == np.int64:
         context.results[result] = indices
         return
-    rows = as_rows(context.write, indices)
+    rows = write_indices(context.write, indices)
     dtype = DType(known.dtype.name)
     context.results[result] = SelectedRows(
         selection,
@@ -288,7 +290,7 @@ def number_rows(context: NodeContext, selection: Selection) -> None:
     )
 
 
-def is_cut_to_count(context: NodeContext) -> bool:
+def slices_to_count(context: NodeContext) -> bool:
     """True for a Slice whose end depends on the number of rows of one selection, and whose operand
     is static or has rows of another selection.
     """
@@ -300,18 +302,18 @@ def is_cut_to_count(context: NodeContext) -> bool:
     return data is None or is_other
 
 
-def cut_to_count(context: NodeContext) -> bool:
+def slice_to_count(context: NodeContext) -> bool:
     """Law of a Slice that keeps the first n rows of a value, where n is the number of elements of a
     selection that does not select this value: the selected element of rank r gets row r. Return
     False for another Slice.
     """
-    if not is_cut_to_count(context):
+    if not slices_to_count(context):
         return False
     write = context.write
     data = context.fact(0)
     end = context.fact(2)
     if isinstance(data, SelectedRows):
-        source = write.packed(data)
+        source = write.pack(data)
     else:
         source = context.types[context.operands[0]]
     starts, axes, steps = (context.number(slot) for slot in (1, 3, 4))
@@ -326,11 +328,11 @@ def cut_to_count(context: NodeContext) -> bool:
     if isinstance(data, SelectedRows) and data.axis != axis:
         raise context.unsupported()
     assert isinstance(end, Counted)
-    context.results[context.node.output[0]] = write.unpacked(end.selection, source, axis)
+    context.results[context.node.output[0]] = write.unpack(end.selection, source, axis)
     return True
 
 
-def counted_mask(context: NodeFacts, roots: MaskRoots) -> Counted | None:
+def match_mask_count(context: NodeFacts, roots: MaskRoots) -> Counted | None:
     """Return the fact of a ReduceSum of all elements of a boolean mask that is cast to integers:
     the result is the number of true elements. None for another ReduceSum.
     """
@@ -353,5 +355,5 @@ def counted_mask(context: NodeFacts, roots: MaskRoots) -> Counted | None:
     if not axes and context.integer("noop_with_empty_axes"):
         return None
     shape = (1,) * len(data.shape) if context.integer("keepdims", 1) else ()
-    selection = selection_of(context, mask.name, mask.shape, mask.shape, root)
+    selection = make_selection(context, mask.name, mask.shape, mask.shape, root)
     return Counted(selection, SizeArray.affine(shape, 1, 0))

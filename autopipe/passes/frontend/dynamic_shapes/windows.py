@@ -17,7 +17,7 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Selection,
     row_type_of,
 )
-from autopipe.passes.frontend.dynamic_shapes.indices import as_selected_rows, representable
+from autopipe.passes.frontend.dynamic_shapes.indices import representable_number, to_selected_rows
 from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
 from autopipe.passes.frontend.dynamic_shapes.prefixes import scaled_prefix, strided_prefix
 
@@ -35,23 +35,23 @@ def compute_windows(context: NodeContext) -> bool:
         return False
     if any(each is not None for each in context.facts[1:]):
         return False
-    rows = as_selected_rows(context.write, fact)
+    rows = to_selected_rows(context.write, fact)
     is_padding = context.node.op_type == "Pad"
-    fill, selection = _padding(context, rows) if is_padding else _windows(context, rows)
+    fill, selection = _pad_result(context, rows) if is_padding else _window_result(context, rows)
     if selection is None:
         return False
     inferred: Value = context.row_axes().types[0]
     write = context.write
     result = context.node.output[0]
-    filled = write.filled(write.weighted(rows), fill, rows.selection.axes)
-    write.replaced_node([filled.value, *context.operands[1:]], [f"{result}/rows"])
+    filled = write.fill_unselected(write.apply_weights(rows), fill, rows.selection.axes)
+    write.rewrite_node([filled.value, *context.operands[1:]], [f"{result}/rows"])
     context.results[result] = SelectedRows(
         selection, row_type_of(inferred, rows.axis), rows.axis, (0,), f"{result}/rows"
     )
     return True
 
 
-def _windows(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
+def _window_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
     """Return (fill, selection) of a convolution or max pooling: the element after the last row, and
     the selection of the rows of the result, one per position of the window. The selection is None
     if attributes are not supported.
@@ -75,7 +75,7 @@ def _windows(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection
     pads = lists.get("pads", [0] * 2 * dims)
     width = dilation * (kernel[place] - 1) + 1
     padding = pads[place] + pads[dims + place]
-    fill = representable(-math.inf, rows.row_type.dtype) if is_pooling else 0.0
+    fill = representable_number(-math.inf, rows.row_type.dtype) if is_pooling else 0.0
     is_transposed = context.node.op_type == "ConvTranspose"
     match words.get("auto_pad", "NOTSET"):
         case "SAME_UPPER" | "SAME_LOWER" if stride == 1 and not is_transposed:
@@ -93,7 +93,7 @@ def _windows(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection
     return fill, strided_prefix(context, rows.selection, stride, padding - width + 1)
 
 
-def _padding(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
+def _pad_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
     """Return (fill, selection) of a Pad along the dimension of rows: the element after the last
     row, and the selection of the rows of the result. The selection is None if the Pad copies rows
     from the end or its numbers are unknown.

@@ -26,9 +26,9 @@ from autopipe.passes.frontend.fusion.scores import (
     Scores,
     Shape,
     changes_leading_axes,
+    count_grouped_sizes,
     kind_of_mask,
-    parts,
-    scores_of,
+    match_scores,
 )
 from autopipe.passes.frontend.fusion.view import View
 from autopipe.passes.frontend.rewriter import Rewriter
@@ -40,24 +40,26 @@ SOFTMAX_LAST_AXIS_SINCE = 13
 """First opset in which the default axis of Softmax is the last one."""
 
 
-def attention(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_attention(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match attention that ends at the MatMul `node`: P · V with probabilities P = softmax(scores),
     or the transpose Vᵀ · Pᵀ. Return the nodes in place of `node`; None if the pattern does not
     match.
     """
     weights, value = node.inputs
     is_transposed = False
-    softmax = _softmax(view, weights)
-    transpose = view.made_by(value, "Transpose")
+    softmax = _find_softmax(view, weights)
+    transpose = view.producer_of(value, "Transpose")
     if softmax is None and transpose is not None and _swaps_last_axes(transpose):
         value = weights
         weights = transpose.inputs[0]
         is_transposed = True
-        softmax = _softmax(view, weights)
-    if softmax is None or not _multiplies(view.shape(weights), view.shape(value), is_transposed):
+        softmax = _find_softmax(view, weights)
+    if softmax is None or not _has_matching_heads(
+        view.shape(weights), view.shape(value), is_transposed
+    ):
         return None
     name, sinks = _scores_and_sinks(view, softmax, view.shape(weights)[-1])
-    scores = scores_of(view, name) if name else None
+    scores = match_scores(view, name) if name else None
     if scores is None or view.type_of(scores.query).dtype is not view.type_of(value).dtype:
         return None
     lead = _samples_and_heads(view, scores)
@@ -66,7 +68,7 @@ def attention(view: View, node: Node) -> tuple[Node, ...] | None:
     return _AttentionWriter(view, node, lead).write(scores, value, is_transposed, sinks)
 
 
-def _multiplies(weights: Shape, value: Shape, is_transposed: bool) -> bool:
+def _has_matching_heads(weights: Shape, value: Shape, is_transposed: bool) -> bool:
     """True if the values V have the samples and heads (leading dimensions) of the probabilities P.
     V may have one head for all heads of P unless the matmul is Vᵀ · Pᵀ (`is_transposed`). The
     arguments are the shapes of P and V.
@@ -76,21 +78,21 @@ def _multiplies(weights: Shape, value: Shape, is_transposed: bool) -> bool:
     return own == lead or (len(lead) == 2 and own == (lead[0], 1) and not is_transposed)
 
 
-def _softmax(view: View, name: str) -> Node | None:
+def _find_softmax(view: View, name: str) -> Node | None:
     """Return the softmax over the last axis that computes the probabilities `name`; None if there
     is none.
 
     These nodes may lie between the two: casts, a guard against NaN, a Reshape of the leading
     dimensions, and a Slice that removes the probability of an attention sink.
     """
-    name = view.without_casts(name)
-    node = view.made_by(name, "Reshape", "Squeeze", "Unsqueeze")
+    name = view.skip_casts(name)
+    node = view.producer_of(name, "Reshape", "Squeeze", "Unsqueeze")
     if node is not None and changes_leading_axes(view, node):
-        name = view.without_casts(node.inputs[0])
-    source, indices = view.sliced(name)
+        name = view.skip_casts(node.inputs[0])
+    source, indices = view.slice_source(name)
     if indices == range(view.shape(source)[-1] - 1):
-        name = view.without_casts(source)
-    softmax = view.made_by(_without_nan_guard(view, name), "Softmax")
+        name = view.skip_casts(source)
+    softmax = view.producer_of(_skip_nan_guard(view, name), "Softmax")
     rank = len(view.shape(name))
     default_axis = -1 if view.graph.opset >= SOFTMAX_LAST_AXIS_SINCE else 1
     if softmax is None or rank < 3 or softmax.integer("axis", default_axis) not in (-1, rank - 1):
@@ -105,24 +107,24 @@ def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
 
     If the softmax reads scores minus their maximum per row, return the scores.
     """
-    name = view.without_casts(softmax.inputs[0])
-    shifted = view.made_by(name, "Sub")
-    largest = view.made_by(shifted.inputs[1], "ReduceMax") if shifted is not None else None
+    name = view.skip_casts(softmax.inputs[0])
+    shifted = view.producer_of(name, "Sub")
+    largest = view.producer_of(shifted.inputs[1], "ReduceMax") if shifted is not None else None
     if shifted is not None and largest is not None and largest.inputs[0] == shifted.inputs[0]:
         is_per_row = view.shape(largest.outputs[0]) == (*view.shape(name)[:-1], 1)
         name = shifted.inputs[0] if is_per_row else name
     if view.shape(name)[-1] == keys:
         return name, ""
-    join = view.made_by(name, "Concat")
+    join = view.producer_of(name, "Concat")
     if join is None or [view.shape(each)[-1] for each in join.inputs] != [keys, 1]:
         return "", ""
     return join.inputs[0], join.inputs[1]
 
 
-def _without_nan_guard(view: View, name: str) -> str:
+def _skip_nan_guard(view: View, name: str) -> str:
     """Return x if the value `name` is Where(IsNaN(x), 0, x); otherwise `name`."""
-    node = view.made_by(name, "Where")
-    test = view.made_by(node.inputs[0], "IsNaN") if node is not None else None
+    node = view.producer_of(name, "Where")
+    test = view.producer_of(node.inputs[0], "IsNaN") if node is not None else None
     if (
         node is None
         or test is None
@@ -141,7 +143,7 @@ def _samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | None:
     dimension counts samples, and the product of the other leading sizes is the number of heads;
     None if this contradicts a shape of the scores.
     """
-    source = view.made_by(scores.query, "Reshape")
+    source = view.producer_of(scores.query, "Reshape")
     shapes = [*scores.shapes, view.shape(source.inputs[0])] if source is not None else scores.shapes
     lead = scores.shapes[-1][:-2]
     tail = view.shape(scores.query)[-2:]
@@ -149,7 +151,11 @@ def _samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | None:
         if len(shape) == 4 and (shape[-2:] == tail or shape in scores.shapes):
             return shape[0], shape[1]
     found = lead[0], math.prod(lead[1:])
-    return found if all(parts(shape[:-2], found) is not None for shape in scores.shapes) else None
+    return (
+        found
+        if all(count_grouped_sizes(shape[:-2], found) is not None for shape in scores.shapes)
+        else None
+    )
 
 
 def _swaps_last_axes(transpose: Node) -> bool:
@@ -168,7 +174,7 @@ def _may_hide_rows(view: View, mask: Mask) -> bool:
     if mask.low is None or math.isinf(mask.low) or view.array(mask.name) is not None:
         return False
     name = mask.name
-    while (node := view.made_by(name, "Not", "Cast", "Expand")) is not None:
+    while (node := view.producer_of(name, "Not", "Cast", "Expand")) is not None:
         name = node.inputs[0]
     return view.shape(name)[-2:-1] not in ((), (1,))
 
@@ -205,11 +211,11 @@ class _AttentionWriter:
         if any(kind == "other" and _may_hide_rows(view, mask) for mask, kind in masks):
             return None
         causal = masks[0][1] if len(masks) == 1 and masks[0][1] not in ("some", "other") else ""
-        value = self.transposed(value, "value") if is_transposed else value
-        key, key_scale = self.keys(scores.transposed, value)
-        value = self.by_head(value, "value")
-        query = self.by_head(scores.query, "query")
-        shared_key, shared_value = (_unrepeated(view, name) for name in (key, value))
+        value = self.transpose_last_axes(value, "value") if is_transposed else value
+        key, key_scale = self.recover_keys(scores.transposed, value)
+        value = self.reshape_by_head(value, "value")
+        query = self.reshape_by_head(scores.query, "query")
+        shared_key, shared_value = (_find_unrepeated_heads(view, name) for name in (key, value))
         if shared_key is not None and shared_value is not None:
             key = shared_key
             value = shared_value
@@ -224,10 +230,10 @@ class _AttentionWriter:
             if causal != "causal":
                 attributes["left_window_size"] = int(causal)
         elif masks:
-            added = [self.added_mask(mask) for mask, _ in masks]
+            added = [self.write_added_mask(mask) for mask, _ in masks]
             if None in added:
                 return None
-            operands.append(self.sum_of([each for each in added if each]))
+            operands.append(self.write_sum([each for each in added if each]))
         if sinks:
             sink = self.sink_per_head(sinks)
             if not sink:
@@ -246,7 +252,7 @@ class _AttentionWriter:
         node = self.node
         shape = (*self.lead, view.shape(operands[0])[2], view.shape(operands[2])[3])
         target = view.shape(node.outputs[0])
-        steps = [("Transpose", _swapped(shape))] if is_transposed else []
+        steps = [("Transpose", _swap_last_sizes(shape))] if is_transposed else []
         if shape[:2] != target[:-2]:
             steps.append(("Reshape", target))
         result = view.free(f"{node.outputs[0]}_heads") if steps else node.outputs[0]
@@ -256,9 +262,11 @@ class _AttentionWriter:
         for number, (operator, step_shape) in enumerate(steps):
             is_last = number == len(steps) - 1
             result = node.outputs[0] if is_last else ""
-            name = self.move(operator, name, "result", step_shape, result)
+            name = self.write_move(operator, name, "result", step_shape, result)
 
-    def add(self, op: str, operands: list[str], shape: Shape, role: str, result: str = "") -> str:
+    def write_node(
+        self, op: str, operands: list[str], shape: Shape, role: str, result: str = ""
+    ) -> str:
         """Write a node whose result has the shape `shape` and the element type of its last operand.
         Return the name of the result: `result`, or a new name that contains `role`. The node's name
         also contains `role`.
@@ -272,7 +280,7 @@ class _AttentionWriter:
             name=f"{self.node.name}/{role}_{len(self.rewriter.nodes)}",
         )
 
-    def move(
+    def write_move(
         self, op: str, name: str, role: str, shape: Shape, result: str = "", perm: Shape = ()
     ) -> str:
         """Write a Reshape, Expand or Transpose (`op`) of the value `name` to `shape`. Return the
@@ -296,7 +304,7 @@ class _AttentionWriter:
             **attributes,
         )
 
-    def by_head(self, name: str, role: str) -> str:
+    def reshape_by_head(self, name: str, role: str) -> str:
         """Return the name of the value `name` as [samples, heads, positions, features]. If the
         value is the Reshape of a tensor of that shape, return that tensor.
         """
@@ -305,19 +313,19 @@ class _AttentionWriter:
         if len(shape) == 4 and shape[:2] in (self.lead, (self.lead[0], 1)):
             return name
         target = (*self.lead, *shape[-2:])
-        source = view.made_by(name, "Reshape")
+        source = view.producer_of(name, "Reshape")
         if source is not None and view.shape(source.inputs[0]) == target:
             return source.inputs[0]
-        return self.move("Reshape", name, role, target)
+        return self.write_move("Reshape", name, role, target)
 
-    def transposed(self, name: str, role: str) -> str:
+    def transpose_last_axes(self, name: str, role: str) -> str:
         """Return the name of the value `name` with its last two axes exchanged. If the value is the
         result of a Transpose, one Transpose replaces both, or none if they cancel out.
         """
         view = self.view
         order = tuple(range(len(view.shape(name))))
-        shape = _swapped(view.shape(name))
-        transpose = view.made_by(name, "Transpose")
+        shape = _swap_last_sizes(view.shape(name))
+        transpose = view.producer_of(name, "Transpose")
         perm = order
         if transpose is not None:
             name = transpose.inputs[0]
@@ -325,29 +333,30 @@ class _AttentionWriter:
         perm = (*perm[:-2], perm[-1], perm[-2])
         if perm == order:
             return name
-        return self.move("Transpose", name, role, shape, perm=perm)
+        return self.write_move("Transpose", name, role, shape, perm=perm)
 
-    def keys(self, transposed: str, value: str) -> tuple[str, float]:
+    def recover_keys(self, transposed: str, value: str) -> tuple[str, float]:
         """Return (K, c): the keys [samples, heads, positions, features] and a number, for the value
         `transposed` = c · Kᵀ. `value` has the values of the attention.
         """
         view = self.view
         found = _keys_before_transpose(view, transposed)
         if found is not None:
-            scale, key = view.without_scale(found)
+            scale, key = view.split_scale(found)
             is_repeated = (
-                _unrepeated(view, key) is not None and _unrepeated(view, value) is not None
+                _find_unrepeated_heads(view, key) is not None
+                and _find_unrepeated_heads(view, value) is not None
             )
             shape = view.shape(key)
             has_heads = len(shape) == 4 and shape[:2] in (self.lead, (self.lead[0], 1))
             if is_repeated or has_heads:
                 return key, scale
-        if view.made_by(transposed, "Reshape") is not None:
-            return self.transposed(self.by_head(transposed, "key"), "key"), 1.0
-        scale, key = view.without_scale(self.transposed(transposed, "key"))
-        return self.by_head(key, "key"), scale
+        if view.producer_of(transposed, "Reshape") is not None:
+            return self.transpose_last_axes(self.reshape_by_head(transposed, "key"), "key"), 1.0
+        scale, key = view.split_scale(self.transpose_last_axes(transposed, "key"))
+        return self.reshape_by_head(key, "key"), scale
 
-    def added_mask(self, mask: Mask) -> str | None:
+    def write_added_mask(self, mask: Mask) -> str | None:
         """Return the name of the tensor that `mask` adds to scores [samples, heads, queries, keys];
         None if the mask cannot be broadcast to samples and heads.
         """
@@ -357,11 +366,11 @@ class _AttentionWriter:
             dtype = view.type_of(self.node.outputs[0]).dtype
             ends = [view.number_constant(each, dtype) for each in (0.0, mask.low)]
             choices = ends if mask.shown else ends[::-1]
-            name = self.add("Where", [name, *choices], view.shape(name), "mask")
+            name = self.write_node("Where", [name, *choices], view.shape(name), "mask")
         elif mask.factor != 1.0:
             factor = view.number_constant(mask.factor, view.type_of(name).dtype)
-            name = self.add("Mul", [name, factor], view.shape(name), "mask")
-        return self.mask_by_head(name, mask.scores[:-2])
+            name = self.write_node("Mul", [name, factor], view.shape(name), "mask")
+        return self.reshape_mask_by_head(name, mask.scores[:-2])
 
     def sink_per_head(self, column: str) -> str:
         """Return the name of the vector [heads] that the `column` of scores repeats for all samples
@@ -376,13 +385,13 @@ class _AttentionWriter:
         while axis >= 0 and view.shape(name)[axis : axis + 1] == (heads,):
             shape = view.shape(name)
             if math.prod(shape) == heads:
-                reshape = view.made_by(name, "Reshape", "Unsqueeze")
+                reshape = view.producer_of(name, "Reshape", "Unsqueeze")
                 if reshape is not None and view.shape(reshape.inputs[0]) == (heads,):
                     name = reshape.inputs[0]
                 if view.shape(name) == (heads,):
                     return name
-                return self.move("Reshape", name, "sinks", (heads,))
-            node = view.made_by(name, "Expand", "Transpose", "Gather")
+                return self.write_move("Reshape", name, "sinks", (heads,))
+            node = view.producer_of(name, "Expand", "Transpose", "Gather")
             if node is None:
                 break
             source = view.shape(node.inputs[0])
@@ -395,7 +404,7 @@ class _AttentionWriter:
             name = node.inputs[0]
         return ""
 
-    def mask_by_head(self, name: str, lead: Shape) -> str | None:
+    def reshape_mask_by_head(self, name: str, lead: Shape) -> str | None:
         """Return the name of the mask `name`, which broadcasts to [`lead` ..., queries, keys], as a
         mask that broadcasts to [samples, heads, queries, keys]; None if the dimensions of `lead`
         cannot be grouped into samples and heads.
@@ -405,10 +414,10 @@ class _AttentionWriter:
         if lead == self.lead or set(own) <= {1}:
             if len(shape) <= 4:
                 return name
-            return self.move("Reshape", name, "mask", (1, 1, *shape[-2:]))
+            return self.write_move("Reshape", name, "mask", (1, 1, *shape[-2:]))
         if own == lead:
-            return self.reshaped_mask(name, (*self.lead, *shape[-2:]))
-        count = parts(lead, self.lead)
+            return self.reshape_mask(name, (*self.lead, *shape[-2:]))
+        count = count_grouped_sizes(lead, self.lead)
         if count is None:
             return None
         # A Reshape can merge the dimensions of samples, or of heads, only if the mask has all of
@@ -417,29 +426,29 @@ class _AttentionWriter:
         expanded = [held if set(held) <= {1} else full for held, full in groups]
         target = (*expanded[0], *expanded[1])
         if target != own:
-            name = self.move("Expand", name, "mask", (*target, *shape[-2:]))
+            name = self.write_move("Expand", name, "mask", (*target, *shape[-2:]))
         merged = (math.prod(expanded[0]), math.prod(expanded[1]), *shape[-2:])
-        return self.reshaped_mask(name, merged)
+        return self.reshape_mask(name, merged)
 
-    def reshaped_mask(self, name: str, target: Shape) -> str:
+    def reshape_mask(self, name: str, target: Shape) -> str:
         """Return the name of the mask `name` in the shape `target`. If the mask is the Reshape of a
         tensor of that shape, return that tensor.
         """
-        source = self.view.made_by(name, "Reshape")
+        source = self.view.producer_of(name, "Reshape")
         if source is not None and self.view.shape(source.inputs[0]) == target:
             return source.inputs[0]
-        return self.move("Reshape", name, "mask", target)
+        return self.write_move("Reshape", name, "mask", target)
 
-    def sum_of(self, masks: list[str]) -> str:
+    def write_sum(self, masks: list[str]) -> str:
         """Write the sum of the masks, which broadcast to each other, and return its name."""
         total = masks[0]
         for mask in masks[1:]:
             shape = np.broadcast_shapes(self.view.shape(total), self.view.shape(mask))
-            total = self.add("Add", [total, mask], shape, "mask")
+            total = self.write_node("Add", [total, mask], shape, "mask")
         return total
 
 
-def _swapped(shape: Shape) -> Shape:
+def _swap_last_sizes(shape: Shape) -> Shape:
     """Return the shape with its last two sizes exchanged."""
     return (*shape[:-2], shape[-1], shape[-2])
 
@@ -451,37 +460,37 @@ def _keys_before_transpose(view: View, transposed: str) -> str | None:
     K may be [samples, heads, sharers, positions, features], where sharers counts the query heads
     that share a key head; a Reshape then merges heads and sharers.
     """
-    node = view.made_by(transposed, "Transpose")
+    node = view.producer_of(transposed, "Transpose")
     if node is not None:
         return node.inputs[0] if node.integers("perm") == (0, 1, 3, 2) else None
-    path = view.path(transposed, "Reshape", "Transpose", "Reshape")
+    path = view.producer_chain(transposed, "Reshape", "Transpose", "Reshape")
     if not path or path[1].integers("perm") != (0, 2, 1) or len(view.shape(transposed)) != 4:
         return None
     samples, heads, features, positions = view.shape(transposed)
     if view.shape(path[1].inputs[0]) != (samples * heads, positions, features):
         return None
     source = view.shape(path[2].inputs[0])
-    is_keys = (samples, heads, positions, features) in (source, _with_merged_heads(source))
+    is_keys = (samples, heads, positions, features) in (source, _merge_head_sizes(source))
     return path[2].inputs[0] if is_keys else None
 
 
-def _with_merged_heads(shape: Shape) -> Shape:
+def _merge_head_sizes(shape: Shape) -> Shape:
     """Return the shape (samples, heads, sharers, …) with its second and third size replaced by
     their product.
     """
     return (*shape[:1], math.prod(shape[1:3]), *shape[3:])
 
 
-def _unrepeated(view: View, name: str) -> str | None:
+def _find_unrepeated_heads(view: View, name: str) -> str | None:
     """Return the name of the keys or values with fewer heads from which `name` is made by repeating
     each head for the query heads that share it; None if `name` is not made so.
     """
     if len(view.shape(name)) == 4:
-        merged = view.made_by(name, "Reshape")
-        if merged is None or _with_merged_heads(view.shape(merged.inputs[0])) != view.shape(name):
+        merged = view.producer_of(name, "Reshape")
+        if merged is None or _merge_head_sizes(view.shape(merged.inputs[0])) != view.shape(name):
             return None
         name = merged.inputs[0]
-    path = view.path(name, "Expand", "Unsqueeze|Reshape")
+    path = view.producer_chain(name, "Expand", "Unsqueeze|Reshape")
     if not path:
         return None
     samples, groups, _, *rest = view.shape(name)

@@ -49,13 +49,13 @@ class _CappedProduct:
     softcap: float = 0.0
 
 
-def is_large(graph: Graph) -> bool:
+def has_large_loss(graph: Graph) -> bool:
     """True if any LinearCrossEntropy of the graph has at least `MIN_CLASSES` classes."""
     losses = (node for node in graph.nodes if qualified_name(node) == LINEAR_CROSS_ENTROPY)
     return any(classes_of(signature_of(graph, node)) >= MIN_CLASSES for node in losses)
 
 
-def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
+def fuse_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
     """Return the graph in which cross-entropies that the values `wanted` depend on are fused with
     the products that compute their logits; the graph itself if there is no cross-entropy to fuse.
 
@@ -65,7 +65,7 @@ def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
         return graph
     view = View(graph)
     nodes = list[Node]()
-    view.readers = _readers(graph, wanted)
+    view.readers = _count_reads(graph, wanted)
     changed = False
     for node in graph.nodes:
         view.writers.update({name: node for name in node.outputs if name})
@@ -75,7 +75,7 @@ def with_linear_losses(graph: Graph, wanted: Iterable[str]) -> Graph:
     return without_unread(view.build(nodes)) if changed else graph
 
 
-def _readers(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
+def _count_reads(graph: Graph, wanted: Iterable[str]) -> Counter[str]:
     """Return how often each value is read, counting only nodes on which the values `wanted` depend.
     Each of `wanted` counts as read once more.
     """
@@ -140,7 +140,7 @@ def _move_classes_last(view: View, node: Node, logits: str) -> tuple[str, str]:
             return "", labels
         return transpose.inputs[0], labels
     rows = _find_sole_producer(view, logits, "Reshape")
-    before = view.made_by(labels, "Reshape")
+    before = view.producer_of(labels, "Reshape")
     if rows is not None and before is not None and node.text("reduction", "mean") != "none":
         (given, *_) = rows.inputs
         (own, *_) = before.inputs
@@ -193,7 +193,7 @@ def _find_sole_producer(view: View, name: str, *operators: str) -> Node | None:
     """Return the node that writes the value `name` if its operator is one of `operators` and the
     value is read exactly once; otherwise None.
     """
-    return view.made_by(name, *operators) if view.readers[name] == 1 else None
+    return view.producer_of(name, *operators) if view.readers[name] == 1 else None
 
 
 def _find_row_move(view: View, name: str) -> Node | None:
@@ -248,11 +248,11 @@ def _match_product(view: View, name: str) -> _CappedProduct | None:
 
 def _match_softcap(view: View, name: str) -> tuple[float, str]:
     """Return (c, s) if the value `name` is c · tanh(s / c), otherwise (0, `name`)."""
-    softcap, inner = view.without_scale(name)
+    softcap, inner = view.split_scale(name)
     tanh = _find_sole_producer(view, inner, "Tanh") if view.readers[name] == 1 else None
     if tanh is None:
         return 0.0, name
-    scale, inner = view.without_scale(tanh.inputs[0])
+    scale, inner = view.split_scale(tanh.inputs[0])
     while (cast := _find_row_move(view, inner)) is not None and cast.op == "Cast":
         inner = cast.inputs[0]
     return (softcap, inner) if is_near(scale * softcap, 1.0) else (0.0, name)

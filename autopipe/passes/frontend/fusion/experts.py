@@ -33,7 +33,7 @@ first layer's result.
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ExpertLayer:
     """A linear layer of an expert: `source` times the matrix weight[index], plus bias[index].
     `bias` is "" if there is none.
     """
@@ -52,15 +52,15 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ExpertUnit:
     """An expert: its two layers, and the attributes of the gated unit between them.
 
     If gates and gated features have separate matrices, `first` is the layer of the gates, and `up`
     the matrix of the gated features. Otherwise `first` computes both, and `up` is "".
     """
 
-    first: Layer
-    second: Layer
+    first: ExpertLayer
+    second: ExpertLayer
     attributes: tuple[tuple[str, Attribute], ...] = ()
     up: str = ""
 
@@ -88,14 +88,14 @@ class Unit:
         return self.first.weight, self.up, self.second.weight
 
 
-def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match a mixture of experts that gathers the matrices of each token's experts. It ends at
     `node`, the ReduceSum of result · share [tokens, k, features] over axis 1. Return the nodes in
     its place; None if the pattern does not match.
     """
     rank = len(view.shape(node.inputs[0]))
     axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
-    product = view.made_by(_skip_reshapes(view, node.inputs[0]), "Mul")
+    product = view.producer_of(_skip_reshapes(view, node.inputs[0]), "Mul")
     if (
         rank != 3
         or axes is None
@@ -105,11 +105,11 @@ def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     ):
         return None
     for result, share in (product.inputs, product.inputs[::-1]):
-        unit = _match_unit(view, result, _gathered_layer)
+        unit = _match_unit(view, result, _match_gathered_layer)
         if unit is None or unit.first.index != unit.second.index:
             continue
         source = _find_repeated_rows(view, unit.first.source)
-        shares = _reshaped_source(view, share, view.shape(unit.first.index))
+        shares = _find_source_of_shape(view, share, view.shape(unit.first.index))
         if (
             source
             and shares
@@ -119,7 +119,7 @@ def gathered_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match a mixture that computes every expert for all tokens: the sum over experts of result ·
     share, which is 0 for tokens that did not choose the expert.
 
@@ -142,7 +142,9 @@ def masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
         total.experts[expert] = unit.matrices
         view.sums[node.outputs[0]] = total
         read = unit.first.source, chosen, shares
-        count = _listed_experts(view, vector, chosen) if vector else _expert_count(view, chosen)
+        count = (
+            _count_listed_experts(view, vector, chosen) if vector else _expert_count(view, chosen)
+        )
         if len(total.experts) < count or not total.experts.keys() <= set(range(count)):
             return None
         if unit.up:
@@ -203,7 +205,7 @@ def _make_listed_mixture(
 
 
 def _make_mixture(
-    view: View, node: Node, unit: Unit, read: tuple[str, str, str]
+    view: View, node: Node, unit: ExpertUnit, read: tuple[str, str, str]
 ) -> tuple[Node, ...]:
     """Return the nodes of a mixture whose experts' matrices are stacked. Matrices that are stored
     as [experts, inputs, outputs] are transposed. `read` has the names of tokens, chosen experts and
@@ -231,7 +233,7 @@ def _make_mixture(
 
 
 def _has_fitting_shapes(
-    view: View, unit: Unit, source: str, chosen: str, shares: str, result: str
+    view: View, unit: ExpertUnit, source: str, chosen: str, shares: str, result: str
 ) -> bool:
     """True if the shapes of tokens (`source`), chosen experts, shares, layers and result fit
     together, and tokens, matrices and result have one element type.
@@ -269,20 +271,20 @@ def _skip_reshapes(view: View, name: str) -> str:
     itself. At most `MAX_STEPS` nodes are skipped.
     """
     for _ in range(MAX_STEPS):
-        if (node := view.made_by(name, *_RESHAPING)) is None:
+        if (node := view.producer_of(name, *_RESHAPING)) is None:
             break
         name = node.inputs[0]
     return name
 
 
-def _reshaped_source(view: View, name: str, shape: tuple[int, ...]) -> str:
+def _find_source_of_shape(view: View, name: str, shape: tuple[int, ...]) -> str:
     """Return the name of a value with the shape `shape` that is `name` or that is only reshaped to
     `name`; "" if there is none.
     """
     for _ in range(MAX_STEPS):
         if view.shape(name) == shape:
             return name
-        if (node := view.made_by(name, *_RESHAPING)) is None:
+        if (node := view.producer_of(name, *_RESHAPING)) is None:
             break
         name = node.inputs[0]
     return ""
@@ -292,7 +294,7 @@ def _find_repeated_rows(view: View, name: str) -> str:
     """Return the name of the value [tokens, features] whose rows `name` repeats, each for the k
     experts of its token; "" if there is none.
     """
-    path = view.path(_skip_reshapes(view, name), "Expand|Tile", "|".join(_RESHAPING))
+    path = view.producer_chain(_skip_reshapes(view, name), "Expand|Tile", "|".join(_RESHAPING))
     if not path:
         return ""
     source = path[1].inputs[0]
@@ -306,18 +308,22 @@ def _find_repeated_rows(view: View, name: str) -> str:
     return source if is_repeated else ""
 
 
-def _match_unit(view: View, name: str, layer: Callable[[View, str], Layer | None]) -> Unit | None:
+def _match_unit(
+    view: View, name: str, layer: Callable[[View, str], ExpertLayer | None]
+) -> ExpertUnit | None:
     """Return the expert whose result is `name`: a SwiGLU between two layers. `layer` matches a
     layer by the name of its result. None if it does not match.
     """
     second = layer(view, name)
     node = (
-        view.made_by(_skip_reshapes(view, second.source), "SwiGLU") if second is not None else None
+        view.producer_of(_skip_reshapes(view, second.source), "SwiGLU")
+        if second is not None
+        else None
     )
     if second is None or node is None:
         return None
     gates, beta, limit = _match_swiglu_settings(view, node)
-    source, is_interleaved = view.halves(*gates)
+    source, is_interleaved = view.halved_source(*gates)
     first = layer(view, source) if source else None
     if first is None:
         return None
@@ -329,7 +335,7 @@ def _match_unit(view: View, name: str, layer: Callable[[View, str], Layer | None
     attributes |= {"activation_alpha": alpha} if alpha != 1.0 else {}
     attributes |= {"activation_beta": beta} if beta else {}
     attributes |= {"swiglu_limit": limit} if limit < math.inf else {}
-    return Unit(first, second, tuple(sorted(attributes.items())))
+    return ExpertUnit(first, second, tuple(sorted(attributes.items())))
 
 
 def _match_swiglu_settings(view: View, node: Node) -> tuple[tuple[str, str], float, float]:
@@ -340,9 +346,9 @@ def _match_swiglu_settings(view: View, node: Node) -> tuple[tuple[str, str], flo
     they are not clamped.
     """
     gate, up = node.inputs
-    value, beta = view.plus_number(up)
+    value, beta = view.split_addend(up)
     up, beta = (up, 0.0) if math.isnan(beta) else (value, beta)
-    clips = [view.made_by(each, "Clip") for each in (gate, up)]
+    clips = [view.producer_of(each, "Clip") for each in (gate, up)]
     if clips[0] is None or clips[1] is None:
         return (gate, up), beta, math.inf
     (low, high), (lowest, highest) = (
@@ -355,34 +361,34 @@ def _match_swiglu_settings(view: View, node: Node) -> tuple[tuple[str, str], flo
     return (gate, up), beta, math.inf
 
 
-def _gathered_layer(view: View, name: str) -> Layer | None:
+def _match_gathered_layer(view: View, name: str) -> ExpertLayer | None:
     """Match a layer with result `name` that gathers one matrix per row, and perhaps one bias per
     row, by equal indices. None if it does not match.
     """
     bias = index = ""
-    added = view.made_by(_skip_reshapes(view, name), "Add")
+    added = view.producer_of(_skip_reshapes(view, name), "Add")
     for left, right in (added.inputs, added.inputs[::-1]) if added is not None else ():
-        bias, index = _gathered_rows(view, right, 2)
+        bias, index = _match_gather(view, right, 2)
         if bias:
             name = left
             break
-    product = view.made_by(_skip_reshapes(view, name), "MatMul")
+    product = view.producer_of(_skip_reshapes(view, name), "MatMul")
     for matrix, vector in (product.inputs, product.inputs[::-1]) if product is not None else ():
-        weight, own = _gathered_rows(view, matrix, 3)
+        weight, own = _match_gather(view, matrix, 3)
         if not weight or index not in ("", own) or product is None:
             continue
         is_transposed = matrix == product.inputs[1]
         (rows, *sides) = view.shape(matrix)
         if view.shape(vector) == ((rows, 1, sides[0]) if is_transposed else (rows, sides[1], 1)):
-            return Layer(_skip_reshapes(view, vector), weight, is_transposed, own, bias)
+            return ExpertLayer(_skip_reshapes(view, vector), weight, is_transposed, own, bias)
     return None
 
 
-def _gathered_rows(view: View, name: str, rank: int) -> tuple[str, str]:
+def _match_gather(view: View, name: str, rank: int) -> tuple[str, str]:
     """Return (weight, indices) if the value `name` gathers slices of the parameter `weight`, which
     has `rank` dimensions, along its first axis; otherwise ("", "").
     """
-    node = view.made_by(name, "GatherND", "Gather")
+    node = view.producer_of(name, "GatherND", "Gather")
     if node is None or node.integer("batch_dims") or node.integer("axis"):
         return "", ""
     weight, index = node.inputs
@@ -395,28 +401,30 @@ def _gathered_rows(view: View, name: str, rank: int) -> tuple[str, str]:
     return weight, _skip_reshapes(view, index)
 
 
-def _indexed_layer(view: View, name: str) -> Layer | None:
+def _match_indexed_layer(view: View, name: str) -> ExpertLayer | None:
     """Match a layer with result `name` that multiplies all rows by the matrix of one expert, which
     a scalar index selects. None if it does not match.
     """
-    product = view.made_by(name, "MatMul")
+    product = view.producer_of(name, "MatMul")
     if product is None:
         return None
-    transpose = view.made_by(product.inputs[1], "Transpose")
-    matrix = view.made_by(product.inputs[1] if transpose is None else transpose.inputs[0], "Gather")
+    transpose = view.producer_of(product.inputs[1], "Transpose")
+    matrix = view.producer_of(
+        product.inputs[1] if transpose is None else transpose.inputs[0], "Gather"
+    )
     if matrix is None or matrix.integer("axis") or view.graph.parameter(matrix.inputs[0]) is None:
         return None
     if len(view.shape(matrix.inputs[0])) != 3 or view.shape(matrix.inputs[1]):
         return None
-    return Layer(product.inputs[0], matrix.inputs[0], transpose is None, matrix.inputs[1])
+    return ExpertLayer(product.inputs[0], matrix.inputs[0], transpose is None, matrix.inputs[1])
 
 
-def _separate_unit(view: View, name: str) -> Unit | None:
+def _match_separate_unit(view: View, name: str) -> ExpertUnit | None:
     """Match an expert with result `name` whose three matrices are separate parameters: a SwiGLU of
     two products, and a third product. None if it does not match.
     """
     down = _match_product(view, name)
-    node = view.made_by(down.source, "SwiGLU") if down is not None else None
+    node = view.producer_of(down.source, "SwiGLU") if down is not None else None
     gate, up = (
         (_match_product(view, each) for each in node.inputs) if node is not None else (None, None)
     )
@@ -429,20 +437,20 @@ def _separate_unit(view: View, name: str) -> Unit | None:
     ):
         return None
     gate, up = (
-        dataclasses.replace(each, source=_earliest_of_shape(view, each.source))
+        dataclasses.replace(each, source=_find_earliest_of_shape(view, each.source))
         for each in (gate, up)
     )
-    return Unit(gate, down, up=up.weight) if gate.source == up.source else None
+    return ExpertUnit(gate, down, up=up.weight) if gate.source == up.source else None
 
 
-def _earliest_of_shape(view: View, name: str) -> str:
+def _find_earliest_of_shape(view: View, name: str) -> str:
     """Return the name of the earliest value that has the shape of `name` and is only reshaped to
     `name`.
     """
     shape = view.shape(name)
     found = name
     for _ in range(MAX_STEPS):
-        node = view.made_by(name, *_RESHAPING)
+        node = view.producer_of(name, *_RESHAPING)
         if node is None:
             break
         name = node.inputs[0]
@@ -450,40 +458,42 @@ def _earliest_of_shape(view: View, name: str) -> str:
     return found
 
 
-def _match_product(view: View, name: str) -> Layer | None:
+def _match_product(view: View, name: str) -> ExpertLayer | None:
     """Match a layer with result `name` that is a product with a parameter of two dimensions. None
     if it does not match.
     """
-    node = view.made_by(name, "MatMul")
+    node = view.producer_of(name, "MatMul")
     if (
         node is None
         or view.graph.parameter(node.inputs[1]) is None
         or len(view.shape(node.inputs[1])) != 2
     ):
         return None
-    return Layer(node.inputs[0], node.inputs[1], False, "")
+    return ExpertLayer(node.inputs[0], node.inputs[1], False, "")
 
 
-def _match_expert_term(view: View, name: str) -> tuple[Unit, str, str, tuple[str, int]] | None:
+def _match_expert_term(
+    view: View, name: str
+) -> tuple[ExpertUnit, str, str, tuple[str, int]] | None:
     """Match one expert's term of the sum: Where(token chose the expert, result · share, 0). Return
     (expert, chosen, shares, number of the expert as `_expert_number` returns it); None if it does
     not match.
     """
-    node = view.made_by(name, "Where")
-    product = view.made_by(node.inputs[1], "Mul") if node is not None else None
+    node = view.producer_of(name, "Where")
+    product = view.producer_of(node.inputs[1], "Mul") if node is not None else None
     if node is None or product is None or not view.is_zero(node.inputs[2]):
         return None
-    unit = _match_unit(view, product.inputs[0], _indexed_layer) or _separate_unit(
+    unit = _match_unit(view, product.inputs[0], _match_indexed_layer) or _match_separate_unit(
         view, product.inputs[0]
     )
-    total = view.made_by(_skip_reshapes(view, product.inputs[1]), "ReduceSum")
+    total = view.producer_of(_skip_reshapes(view, product.inputs[1]), "ReduceSum")
     if unit is None or total is None or view.shape(product.inputs[1])[1:] != (1,):
         return None
-    share = view.made_by(total.inputs[0], "Where")
+    share = view.producer_of(total.inputs[0], "Where")
     if share is None or not view.is_zero(share.inputs[2]) or not _sums_slots(view, total):
         return None
-    chosen, index = _chosen_and_index(view, share.inputs[0])
-    shares = _transposed_source(view, share.inputs[1], view.shape(share.inputs[0]))
+    chosen, index = _match_choice_mask(view, share.inputs[0])
+    shares = _find_transposed_source(view, share.inputs[1], view.shape(share.inputs[0]))
     expert = _expert_number(view, index) if chosen else None
     layers = () if unit.up else (unit.first, unit.second)
     if not shares or expert is None or (unit.up and expert[0]):
@@ -502,11 +512,11 @@ def _sums_slots(view: View, node: Node) -> bool:
     return stated in ((0,), (-2,)) and len(view.shape(node.inputs[0])) == 2
 
 
-def _chosen_and_index(view: View, name: str) -> tuple[str, str]:
+def _match_choice_mask(view: View, name: str) -> tuple[str, str]:
     """Return (chosen, index) if the value `name` is a mask [k, tokens] that is true for choices of
     the expert whose number is `index`; otherwise ("", "").
     """
-    path = view.path(name, "Cast", "Gather", "Transpose", "OneHot")
+    path = view.producer_chain(name, "Cast", "Gather", "Transpose", "OneHot")
     if not path:
         return "", ""
     _, row, transpose, hot = path
@@ -541,7 +551,7 @@ def _expert_number(view: View, index: str) -> tuple[str, int] | None:
     return split.inputs[0], split.outputs.index(name)
 
 
-def _listed_experts(view: View, vector: str, chosen: str) -> int:
+def _count_listed_experts(view: View, vector: str, chosen: str) -> int:
     """Return the length of `vector` if it lists, in ascending order, the experts that at least one
     token chose; a huge number if it is something else.
 
@@ -550,10 +560,10 @@ def _listed_experts(view: View, vector: str, chosen: str) -> int:
     """
     name = _skip_reshapes(view, vector)
     unknown = 1 << 62
-    transpose = view.made_by(name, "Transpose")
+    transpose = view.producer_of(name, "Transpose")
     if transpose is not None and 1 in view.shape(name) and len(view.shape(name)) == 2:
         name = _skip_reshapes(view, transpose.inputs[0])
-    first = view.made_by(name, "Gather")
+    first = view.producer_of(name, "Gather")
     indices = view.array(first.inputs[1]) if first is not None else None
     order = view.writers.get(first.inputs[0]) if first is not None else None
     if (
@@ -563,7 +573,7 @@ def _listed_experts(view: View, vector: str, chosen: str) -> int:
         or order.outputs[1:] != (first and first.inputs[0],)
     ):
         return unknown
-    path = view.path(
+    path = view.producer_chain(
         order.inputs[0], "Add", "Mul", "Cast", "Not", "Greater", "ReduceSum", "Transpose", "OneHot"
     )
     shape = view.shape(order.inputs[0])
@@ -582,11 +592,11 @@ def _listed_experts(view: View, vector: str, chosen: str) -> int:
     return indices.size if is_ranked and is_counted and is_chosen else unknown
 
 
-def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
+def _find_transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
     """Return the name of the value [tokens, k] whose transpose is `name`, which must have the shape
     `shape` = [k, tokens]; "" if there is none.
     """
-    transpose = view.made_by(_skip_reshapes(view, name), "Transpose")
+    transpose = view.producer_of(_skip_reshapes(view, name), "Transpose")
     if transpose is None or view.shape(name) != shape:
         return ""
     perm = transpose.integers("perm")
@@ -594,12 +604,12 @@ def _transposed_source(view: View, name: str, shape: tuple[int, ...]) -> str:
     is_transposed = (
         perm[:2] == (1, 0) and perm[2:] == tuple(range(2, len(read))) and read[:2] == shape[::-1]
     )
-    return _reshaped_source(view, transpose.inputs[0], shape[::-1]) if is_transposed else ""
+    return _find_source_of_shape(view, transpose.inputs[0], shape[::-1]) if is_transposed else ""
 
 
 def _selects_any_slot(view: View, name: str, mask: str) -> bool:
     """True if the value `name` is true for those tokens for which any of the k rows of `mask` [k,
     tokens] is true.
     """
-    path = view.path(_skip_reshapes(view, name), "Cast", "ReduceSum", "Cast")
+    path = view.producer_chain(_skip_reshapes(view, name), "Cast", "ReduceSum", "Cast")
     return bool(path) and path[2].inputs[0] == mask and _sums_slots(view, path[1])

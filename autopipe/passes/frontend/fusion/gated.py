@@ -12,30 +12,30 @@ _DOMAIN = "autopipe"
 """Domain of gated units for which ONNX has no operator."""
 
 
-def swish(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_swish(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match x · sigmoid(αx) with a constant α, which ends at the Mul `node`. Return the Swish node
     in its place; None if the pattern does not match.
     """
     for x, gate in (node.inputs, node.inputs[::-1]):
-        sigmoid = view.made_by(gate, "Sigmoid")
+        sigmoid = view.producer_of(gate, "Sigmoid")
         if sigmoid is None:
             continue
         alpha = 1.0
         inner = sigmoid.inputs[0]
         if inner != x:
-            alpha, inner = view.without_scale(inner)
+            alpha, inner = view.split_scale(inner)
         if inner == x and view.shape(x) == view.shape(node.outputs[0]):
             attributes = () if is_near(alpha, 1.0) else (("alpha", alpha),)
             return (Node(node.name, "Swish", (x,), node.outputs, attributes),)
     return None
 
 
-def gated(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_gated_unit(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match act(gate) · up of equal shapes, which ends at the Mul `node`, if nothing else reads
     act(gate). Return the SwiGLU or GatedUnit in its place; None if the pattern does not match.
     """
     for active, up in (node.inputs, node.inputs[::-1]):
-        found = _activation(view, active) if view.readers[active] == 1 else None
+        found = _match_activation(view, active) if view.readers[active] == 1 else None
         if found is None or len({view.shape(each) for each in (found[0], up, node.outputs[0])}) > 1:
             continue
         gate, kind, attributes = found
@@ -47,21 +47,23 @@ def gated(view: View, node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def _activation(view: View, name: str) -> tuple[str, str, tuple[tuple[str, Attribute], ...]] | None:
+def _match_activation(
+    view: View, name: str
+) -> tuple[str, str, tuple[tuple[str, Attribute], ...]] | None:
     """Return (operand, kind, attributes) of the activation that writes the value `name`; None if no
     known activation does.
 
     The kind is `silu` for Swish, `gelu` or `tanh` for the exact and the approximate Gelu, and
     `relu2` for the square of Relu.
     """
-    node = view.made_by(name, "Swish", "Gelu")
+    node = view.producer_of(name, "Swish", "Gelu")
     if node is not None:
         kind = "silu"
         if node.op == "Gelu":
             kind = "tanh" if node.text("approximate") == "tanh" else "gelu"
         return node.inputs[0], kind, node.attributes
-    coefficient, factors = view.product(name)
+    coefficient, factors = view.split_factors(name)
     if len(factors) != 2 or factors[0] != factors[1] or coefficient != 1.0:
         return None
-    relu = view.made_by(factors[0], "Relu")
+    relu = view.producer_of(factors[0], "Relu")
     return None if relu is None else (relu.inputs[0], "relu2", ())

@@ -15,25 +15,25 @@ Angles = tuple[str, str]
 """Names of the cosines and of the sines."""
 
 
-def rotary_sum(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_rotary_sum(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match x · cos + rotated(x) · sin, which ends at the Add `node`; rotated(x) replaces each pair
     (a, b) of features by (−b, a). Return the Rotary node in its place; None if the pattern does not
     match.
     """
-    products = [view.made_by(each, "Mul") for each in node.inputs]
+    products = [view.producer_of(each, "Mul") for each in node.inputs]
     if products[0] is None or products[1] is None:
         return None
     for straight, crossed in ((products[0], products[1]), (products[1], products[0])):
         for rotated, sines in (crossed.inputs, crossed.inputs[::-1]):
-            x, interleaved = _rotated_source(view, rotated)
+            x, interleaved = _match_rotated(view, rotated)
             if x and x in straight.inputs:
                 cosines = straight.inputs[straight.inputs[0] == x]
                 attributes = ("interleaved",) if interleaved else ()
-                return _rotary(view, node, x, (cosines, sines), attributes, view.shape(x)[-1])
+                return _make_rotary(view, node, x, (cosines, sines), attributes, view.shape(x)[-1])
     return None
 
 
-def rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match a rotary embedding that ends at the Concat `node`: of both results of all pairs of
     features, or of rotated first features and the other features of a head. Return the Rotary node
     in its place; None if the pattern does not match.
@@ -44,10 +44,10 @@ def rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
     ):
         return None
     first, second = node.inputs
-    x, angles, interleaved = _results(view, first, second)
+    x, angles, interleaved = _match_rotated_pair(view, first, second)
     if x:
         attributes = ("interleaved", "apart") if interleaved else ()
-        return _rotary(view, node, x, angles, attributes, view.shape(x)[-1] // 2)
+        return _make_rotary(view, node, x, angles, attributes, view.shape(x)[-1] // 2)
     rotated = view.writers.get(first)
     if (
         rotated is None
@@ -55,8 +55,8 @@ def rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
         or view.readers[first] != 1
     ):
         return None
-    (x, indices) = view.sliced(rotated.inputs[0])
-    (other, rest) = view.sliced(second)
+    (x, indices) = view.slice_source(rotated.inputs[0])
+    (other, rest) = view.slice_source(second)
     width = len(indices)
     size = view.shape(x)[-1]
     if rotated.integer("rotary_embedding_dim") or x != other or x == second:
@@ -69,20 +69,20 @@ def rotary_concat(view: View, node: Node) -> tuple[Node, ...] | None:
     return (Node(node.name, "Rotary", (x, *rotated.inputs[1:]), node.outputs, own, "autopipe"),)
 
 
-def rotary_reshape(view: View, node: Node) -> tuple[Node, ...] | None:
+def fuse_rotary_reshape(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match a rotary embedding that ends at the Reshape `node`, which interleaves both results of
     neighbouring features. Return the Rotary node in its place; None if the pattern does not match.
     """
-    pair = _interleaved_parts(view, node.outputs[0])
-    x, angles, interleaved = _results(view, *pair) if pair else ("", ("", ""), False)
+    pair = _match_interleaved(view, node.outputs[0])
+    x, angles, interleaved = _match_rotated_pair(view, *pair) if pair else ("", ("", ""), False)
     return (
-        _rotary(view, node, x, angles, ("interleaved",), view.shape(x)[-1] // 2)
+        _make_rotary(view, node, x, angles, ("interleaved",), view.shape(x)[-1] // 2)
         if x and interleaved
         else None
     )
 
 
-def _rotary(
+def _make_rotary(
     view: View, node: Node, x: str, angles: Angles, flags: tuple[str, ...], count: int
 ) -> tuple[Node, ...] | None:
     """Return a Rotary node that rotates all features of x by `angles`, in place of `node`; None if
@@ -101,43 +101,45 @@ def _rotary(
     return (Node(node.name, "Rotary", (x, *angles), node.outputs, attributes, "autopipe"),)
 
 
-def _rotated_source(view: View, rotated: str) -> tuple[str, bool]:
+def _match_rotated(view: View, rotated: str) -> tuple[str, bool]:
     """Return (x, interleaved) if the value `rotated` has (−b, a) for each pair (a, b) of features
     of x; otherwise ("", False). `interleaved` is true if the features of a pair are neighbours.
     """
-    join = view.made_by(rotated, "Concat")
+    join = view.producer_of(rotated, "Concat")
     is_joined = join is not None and join.integer("axis") in (-1, len(view.shape(rotated)) - 1)
-    pair = join.inputs if join is not None and is_joined else _interleaved_parts(view, rotated)
-    negated = view.made_by(pair[0], "Neg") if len(pair) == 2 else None
-    x, interleaved = view.halves(pair[1], negated.inputs[0]) if negated is not None else ("", False)
+    pair = join.inputs if join is not None and is_joined else _match_interleaved(view, rotated)
+    negated = view.producer_of(pair[0], "Neg") if len(pair) == 2 else None
+    x, interleaved = (
+        view.halved_source(pair[1], negated.inputs[0]) if negated is not None else ("", False)
+    )
     return (x, interleaved) if interleaved != is_joined else ("", False)
 
 
-def _interleaved_parts(view: View, name: str) -> tuple[str, ...]:
+def _match_interleaved(view: View, name: str) -> tuple[str, ...]:
     """Return the names of the two values whose elements alternate along the last axis of the value
     `name`; () if there are no such values.
     """
-    path = view.path(name, "Reshape", "Concat")
+    path = view.producer_chain(name, "Reshape", "Concat")
     if not path or len(path[1].inputs) != 2:
         return ()
     wide = view.shape(path[1].outputs[0])
     shape = view.shape(name)
-    parts = [view.made_by(each, "Unsqueeze", "Reshape") for each in path[1].inputs]
+    parts = [view.producer_of(each, "Unsqueeze", "Reshape") for each in path[1].inputs]
     found = tuple(each.inputs[0] for each in parts if each is not None)
     half = (*shape[:-1], shape[-1] // 2) if shape else ()
     fits = wide == (*half, 2) and path[1].integer("axis") in (-1, len(half)) and len(found) == 2
     return found if fits and all(view.shape(each) == half for each in found) else ()
 
 
-def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
+def _match_rotated_pair(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
     """Return (x, angles, interleaved) if the values `first` and `second` are a · cos − b · sin and
     b · cos + a · sin for the pairs (a, b) of features of x; x is "" otherwise. `interleaved` is
     true if the features of a pair are neighbours.
     """
-    minus = view.made_by(first, "Sub")
-    plus = view.made_by(second, "Add")
+    minus = view.producer_of(first, "Sub")
+    plus = view.producer_of(second, "Add")
     products = [
-        view.made_by(each, "Mul")
+        view.producer_of(each, "Mul")
         for node in (minus, plus)
         if node is not None
         for each in node.inputs
@@ -152,7 +154,7 @@ def _results(view: View, first: str, second: str) -> tuple[str, Angles, bool]:
             shared = [left & last, right & third, left & third, right & last]
             if all(len(each) == 1 for each in shared):
                 a, b, cosines, sines = (next(iter(each)) for each in shared)
-                x, interleaved = view.halves(a, b)
+                x, interleaved = view.halved_source(a, b)
                 if x and view.shape(a) == view.shape(first):
                     return x, (cosines, sines), interleaved
     return "", ("", ""), False

@@ -6,12 +6,20 @@ from collections.abc import Callable
 
 from autopipe.ir.graph import Graph, Node
 from autopipe.passes.frontend.cleanup import without_repeats, without_unread
-from autopipe.passes.frontend.fusion.attention import attention
-from autopipe.passes.frontend.fusion.experts import gathered_experts, masked_experts
-from autopipe.passes.frontend.fusion.gated import gated, swish
-from autopipe.passes.frontend.fusion.layers import gelu, normalization, normalization_bias
-from autopipe.passes.frontend.fusion.rotary import rotary_concat, rotary_reshape, rotary_sum
-from autopipe.passes.frontend.fusion.unmerged import unmerged
+from autopipe.passes.frontend.fusion.attention import fuse_attention
+from autopipe.passes.frontend.fusion.experts import fuse_gathered_experts, fuse_masked_experts
+from autopipe.passes.frontend.fusion.gated import fuse_gated_unit, fuse_swish
+from autopipe.passes.frontend.fusion.layers import (
+    fuse_gelu,
+    fuse_normalization,
+    fuse_normalization_bias,
+)
+from autopipe.passes.frontend.fusion.merged_rows import separate_merged_rows
+from autopipe.passes.frontend.fusion.rotary import (
+    fuse_rotary_concat,
+    fuse_rotary_reshape,
+    fuse_rotary_sum,
+)
 from autopipe.passes.frontend.fusion.view import View
 
 FUSED = frozenset(
@@ -37,19 +45,19 @@ Rule = Callable[[View, Node], tuple[Node, ...] | None]
 the pattern does not match. The last of these nodes writes the results of the replaced node.
 """
 RULES: dict[str, tuple[Rule, ...]] = {
-    "Mul": (gelu, normalization, swish, gated),
-    "Add": (normalization_bias, rotary_sum, masked_experts),
-    "Concat": (rotary_concat,),
-    "Reshape": (rotary_reshape, unmerged),
-    "ReduceSum": (gathered_experts,),
-    "MatMul": (attention,),
+    "Mul": (fuse_gelu, fuse_normalization, fuse_swish, fuse_gated_unit),
+    "Add": (fuse_normalization_bias, fuse_rotary_sum, fuse_masked_experts),
+    "Concat": (fuse_rotary_concat,),
+    "Reshape": (fuse_rotary_reshape, separate_merged_rows),
+    "ReduceSum": (fuse_gathered_experts,),
+    "MatMul": (fuse_attention,),
 }
 """Rules by the operator of the node at which a pattern ends. They are tried in order, and the first
 match wins.
 """
 
 
-def fused(graph: Graph) -> Graph:
+def fuse_operators(graph: Graph) -> Graph:
     """Return the graph with operators of `FUSED` in place of nodes that compute the same; the graph
     itself if no rule matches.
 
@@ -61,7 +69,7 @@ def fused(graph: Graph) -> Graph:
     is_changed = False
     for node in graph.nodes:
         view.writers.update({name: node for name in node.outputs if name})
-        replacement = None if node.domain else _replacement(view, node)
+        replacement = None if node.domain else _apply_first_rule(view, node)
         if replacement is None:
             nodes.append(node)
             continue
@@ -72,7 +80,7 @@ def fused(graph: Graph) -> Graph:
     return without_unread(without_repeats(view.build(nodes))) if is_changed else graph
 
 
-def _replacement(view: View, node: Node) -> tuple[Node, ...] | None:
+def _apply_first_rule(view: View, node: Node) -> tuple[Node, ...] | None:
     """Return the nodes in place of `node` by the first rule that matches; None if none does."""
     for rule in RULES.get(node.op, ()):
         found = rule(view, node)

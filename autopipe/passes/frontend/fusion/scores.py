@@ -51,25 +51,25 @@ class Scores:
     """Shapes of the scores, in order from the softmax back to the product."""
 
 
-def scores_of(view: View, name: str) -> Scores | None:
+def match_scores(view: View, name: str) -> Scores | None:
     """Match attention scores whose last value, the operand of a softmax, is `name`. Return None if
     it is not computed from a product Q Kᵀ in a form that matches.
     """
     found = Scores()
     for _ in range(MAX_STEPS):
         found.shapes.append(view.shape(name))
-        node = _step(view, name, found)
+        node = _find_score_node(view, name, found)
         if node is None:
             return None
         if node.op == "MatMul":
-            return _factored(view, node, found)
+            return _match_factors(view, node, found)
         if node.op == "Tanh":
             if found.softcap or found.scale <= 0:
                 return None
             found.softcap = found.scale
             name = node.inputs[0]
         elif node.op in ("Add", "Where"):
-            inner = _masked(view, node, found)
+            inner = _match_mask(view, node, found)
             if inner is None or found.softcap:
                 return None
             name = inner
@@ -78,13 +78,13 @@ def scores_of(view: View, name: str) -> Scores | None:
     return None
 
 
-def _step(view: View, name: str, found: Scores) -> Node | None:
+def _find_score_node(view: View, name: str, found: Scores) -> Node | None:
     """Return the node that writes the scores `name`, before casts and a scale; the scale is
     multiplied into `found.scale`. None if this node's operator cannot be a part of the pattern.
     """
-    scale, name = view.without_scale(view.without_casts(name))
-    node = view.made_by(
-        view.without_casts(name),
+    scale, name = view.split_scale(view.skip_casts(name))
+    node = view.producer_of(
+        view.skip_casts(name),
         "MatMul",
         "Add",
         "Where",
@@ -110,11 +110,11 @@ def changes_leading_axes(view: View, node: Node) -> bool:
     return len(before) > 2 and len(after) > 2 and before[-2:] == after[-2:]
 
 
-def _factored(view: View, node: Node, found: Scores) -> Scores | None:
+def _match_factors(view: View, node: Node, found: Scores) -> Scores | None:
     """Add the factors Q and Kᵀ of the product `node` to `found` and return it; None if shapes or
     masks do not fit.
     """
-    (query_scale, found.query), (key_scale, found.transposed) = map(view.without_scale, node.inputs)
+    (query_scale, found.query), (key_scale, found.transposed) = map(view.split_scale, node.inputs)
     found.scale *= query_scale * key_scale
     query, keys, scores = (
         view.type_of(name) for name in (found.query, found.transposed, node.outputs[0])
@@ -143,7 +143,7 @@ def _is_supported(view: View, mask: Mask, dtype: DType) -> bool:
     return mask.low <= ABSORBING.get(dtype, -1e9) and len(type_.shape) > 1
 
 
-def _masked(view: View, node: Node, found: Scores) -> str | None:
+def _match_mask(view: View, node: Node, found: Scores) -> str | None:
     """Add the mask that the Add or Where `node` applies to `found.masks`. Return the name of the
     scores to which the mask applies; None if no operand is recognised as scores of the result's
     shape.
@@ -151,9 +151,12 @@ def _masked(view: View, node: Node, found: Scores) -> str | None:
     scores = ""
     result = view.shape(node.outputs[0])
     if node.op == "Add":
-        first = [each for each in node.inputs if _reaches(view, each, 1)]
+        first = [each for each in node.inputs if _is_near_product(view, each, 1)]
         scores = next(
-            iter(first or [each for each in node.inputs if _reaches(view, each, MAX_STEPS)]), ""
+            iter(
+                first or [each for each in node.inputs if _is_near_product(view, each, MAX_STEPS)]
+            ),
+            "",
         )
         other = node.inputs[node.inputs[0] == scores]
         found.masks.append(Mask(other, result, found.scale))
@@ -168,7 +171,7 @@ def _masked(view: View, node: Node, found: Scores) -> str | None:
     return scores if scores and view.shape(scores) == result else None
 
 
-def _reaches(view: View, name: str, steps: int) -> bool:
+def _is_near_product(view: View, name: str, steps: int) -> bool:
     """True if a MatMul is found within `steps` nodes before the value `name`, through operators
     that may stand between the product and the softmax of attention.
     """
@@ -176,7 +179,7 @@ def _reaches(view: View, name: str, steps: int) -> bool:
     for _ in range(steps):
         if not waiting:
             return False
-        node = _step(view, waiting.pop(), Scores())
+        node = _find_score_node(view, waiting.pop(), Scores())
         if node is not None and node.op == "MatMul":
             return True
         if node is not None:
@@ -240,7 +243,7 @@ def _kind_of_band(shown: np.ndarray) -> str:
     return "causal" if window == len(ones) else str(window - 1)
 
 
-def parts(shape: Shape, lead: tuple[int, int]) -> int | None:
+def count_grouped_sizes(shape: Shape, lead: tuple[int, int]) -> int | None:
     """Return the count of leading sizes of `shape` whose product is `lead[0]` while the product of
     the other sizes is `lead[1]`; None if there is no such count.
     """

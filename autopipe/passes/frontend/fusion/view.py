@@ -79,7 +79,7 @@ class View(GraphEdit):
     def shape(self, name: str) -> tuple[int, ...]:
         return self.type_of(name).shape
 
-    def made_by(self, name: str, *operators: str) -> Node | None:
+    def producer_of(self, name: str, *operators: str) -> Node | None:
         """Return the node that writes `name` as its first result, if its operator is one of the
         standard ONNX `operators`; otherwise None.
         """
@@ -88,7 +88,7 @@ class View(GraphEdit):
             return None
         return node
 
-    def path(self, name: str, *operators: str) -> tuple[Node, ...]:
+    def producer_chain(self, name: str, *operators: str) -> tuple[Node, ...]:
         """Return the chain of nodes that ends at the value `name`, last node first: each node after
         the first writes the first operand of the node before it in the tuple.
 
@@ -97,7 +97,7 @@ class View(GraphEdit):
         """
         found: list[Node] = []
         for operator in operators:
-            node = self.made_by(name, *operator.split("|"))
+            node = self.producer_of(name, *operator.split("|"))
             if node is None:
                 return ()
             found.append(node)
@@ -117,7 +117,7 @@ class View(GraphEdit):
         """True if all elements of a value are known to be 0: the value is a constant, a frozen
         parameter filled with zeros, the result of ConstantOfShape, or an expanded constant.
         """
-        node = self.made_by(name, "ConstantOfShape", "Expand")
+        node = self.producer_of(name, "ConstantOfShape", "Expand")
         if node is not None and node.op == "ConstantOfShape":
             return node.number("value") == 0
         parameter = self.graph.parameter(name)
@@ -126,12 +126,12 @@ class View(GraphEdit):
         constant = self.graph.constant(name if node is None else node.inputs[0])
         return constant is not None and not constant.array.any()
 
-    def without_casts(self, name: str) -> str:
+    def skip_casts(self, name: str) -> str:
         """Return the name of the value before casts between floating-point types, which exports of
         half-precision models contain; `name` if there are none.
         """
         for _ in range(MAX_STEPS):
-            node = self.made_by(name, "Cast")
+            node = self.producer_of(name, "Cast")
             if node is None or not all(
                 self.type_of(each).dtype.is_floating for each in (node.inputs[0], name)
             ):
@@ -139,13 +139,13 @@ class View(GraphEdit):
             name = node.inputs[0]
         return name
 
-    def without_scale(self, name: str) -> tuple[float, str]:
+    def split_scale(self, name: str) -> tuple[float, str]:
         """Return (c, x) with value = c · x, where c collects multiplications and divisions by
         constants of one element; (1, `name`) if there are none.
         """
         coefficient = 1.0
         for _ in range(MAX_STEPS):
-            node = self.made_by(name, "Mul", "Div")
+            node = self.producer_of(name, "Mul", "Div")
             if node is None:
                 break
             left, right = node.inputs
@@ -159,7 +159,7 @@ class View(GraphEdit):
             name = left
         return coefficient, name
 
-    def product(self, name: str) -> tuple[float, tuple[str, ...]]:
+    def split_factors(self, name: str) -> tuple[float, tuple[str, ...]]:
         """Return (c, factors) with value = c · factor₁ · factor₂ ⋯. Constants of one element are
         collected in c; the names of the other factors are sorted.
 
@@ -175,7 +175,7 @@ class View(GraphEdit):
             steps = steps + 1
             number = self.scalar(top)
             inside = steps <= MAX_STEPS and (top == name or self.readers[top] == 1)
-            node = self.made_by(top, "Mul", "Div", "Pow") if inside else None
+            node = self.producer_of(top, "Mul", "Div", "Pow") if inside else None
             operand = self.scalar(node.inputs[1]) if node is not None else None
             if number is not None:
                 coefficient *= number
@@ -190,18 +190,18 @@ class View(GraphEdit):
                 factors.append(top)
         return coefficient, tuple(sorted(factors))
 
-    def plus_number(self, name: str) -> tuple[str, float]:
+    def split_addend(self, name: str) -> tuple[str, float]:
         """Return (x, c) if the value `name` is x + c for a constant c of one element; otherwise
         ("", NaN).
         """
-        node = self.made_by(name, "Add")
+        node = self.producer_of(name, "Add")
         for value, other in (node.inputs, node.inputs[::-1]) if node is not None else ():
             number = self.scalar(other)
             if number is not None:
                 return value, number
         return "", math.nan
 
-    def sliced(self, name: str) -> tuple[str, range]:
+    def slice_source(self, name: str) -> tuple[str, range]:
         """Return (source, indices) with value = source[..., indices], if a Slice or Split along the
         last axis writes the value; otherwise the value itself and all indices of its last axis.
         """
@@ -226,13 +226,13 @@ class View(GraphEdit):
             return everything
         return node.inputs[0], range(*slice(start, end, step).indices(shape[axis]))
 
-    def halves(self, first: str, second: str) -> tuple[str, bool]:
+    def halved_source(self, first: str, second: str) -> tuple[str, bool]:
         """Return (x, interleaved): the value x of which `first` and `second` are the two halves
         along the last axis, or, if interleaved is true, the elements at even and at odd indices. x
         is "" if there is no such value.
         """
-        (source, first_indices) = self.sliced(first)
-        (other, second_indices) = self.sliced(second)
+        (source, first_indices) = self.slice_source(first)
+        (other, second_indices) = self.slice_source(second)
         size = self.shape(source)[-1] if source == other and self.shape(source) else 1
         if size % 2:
             return "", False

@@ -13,7 +13,7 @@ from autopipe.passes.frontend.decompositions.registry import (
     DECOMPOSITIONS,
     decompose,
     decomposition_of,
-    node_of,
+    node_from_proto,
 )
 from autopipe.passes.frontend.rewriter import NEWEST, FileRewriter
 
@@ -49,7 +49,7 @@ def replaced(proto: onnx.NodeProto, *values: Value) -> tuple[bool, Recorder]:
     """Decompose a node. Return whether it was replaced, and the scope."""
     scope = Recorder(*values)
     operands = tuple(proto.input)
-    rewriter = FileRewriter(scope, node_of(proto, operands), proto, scope.copies.append)
+    rewriter = FileRewriter(scope, node_from_proto(proto, operands), proto, scope.copies.append)
     decomposition = decomposition_of(proto)
     assert decomposition is not None
     return decompose(decomposition, rewriter), scope
@@ -128,7 +128,7 @@ def test_graphs_are_no_attributes_of_the_replaced_node() -> None:
         score_mod=graph,
         scale=0.5,
     )
-    assert node_of(proto, ("q", "k", "v")).attributes == (("scale", 0.5),)
+    assert node_from_proto(proto, ("q", "k", "v")).attributes == (("scale", 0.5),)
 
 
 def test_operators_of_other_domains_have_no_decomposition() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from autopipe.ir.graph import DType, Node, Value
-from autopipe.passes.frontend.decompositions.registry import node_of
+from autopipe.passes.frontend.decompositions.registry import node_from_proto
 from autopipe.passes.frontend.dynamic_shapes.domain import Fact
 from autopipe.passes.frontend.dynamic_shapes.interpretation import DynamicShapes
 from autopipe.passes.frontend.inference import Inference
@@ -60,8 +60,10 @@ class Reader:
 
     def visit(self, node: onnx.NodeProto) -> None:
         operands = tuple(node.input)
-        if self.dynamic_shapes.concerns(node, operands, self.types, self.arrays, lambda name: None):
-            rewriter = FileRewriter(self, node_of(node, operands), node, self.visit)
+        if self.dynamic_shapes.must_replace(
+            node, operands, self.types, self.arrays, lambda name: None
+        ):
+            rewriter = FileRewriter(self, node_from_proto(node, operands), node, self.visit)
             self.dynamic_shapes.replace_node(rewriter, self.types, self.arrays)
             return
         known = tuple(self.arrays.get(name) if name else None for name in operands)

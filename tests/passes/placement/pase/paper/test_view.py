@@ -39,7 +39,7 @@ def pointwise(placed: Layer) -> Any:
 
 def test_a_fused_projection_and_loss_becomes_a_matmul_and_a_loss() -> None:
     apart = model_graph("rnnlm", 8)
-    joined = cross_entropy.with_linear_losses(apart, ("loss",))
+    joined = cross_entropy.fuse_linear_losses(apart, ("loss",))
     assert len(joined.nodes) < len(apart.nodes)
     (first, first_edges), (second, second_edges) = (
         (

@@ -12,7 +12,7 @@ from autopipe.passes.frontend.fusion.view import View
 from autopipe.passes.frontend.rewriter import Rewriter
 
 
-def unmerged(view: View, node: Node) -> tuple[Node, ...] | None:
+def separate_merged_rows(view: View, node: Node) -> tuple[Node, ...] | None:
     """Match a matrix product between a Reshape that merges dimensions into rows and the Reshape
     `node`, which separates them. Return nodes that compute the product on separate dimensions; None
     if the pattern does not match.
@@ -22,14 +22,14 @@ def unmerged(view: View, node: Node) -> tuple[Node, ...] | None:
     rows belong to different samples. The rule applies only if a Transpose moved the first
     dimension, mostly the samples, elsewhere before the merge.
     """
-    product = view.made_by(node.inputs[0], "Gemm", "MatMul")
+    product = view.producer_of(node.inputs[0], "Gemm", "MatMul")
     if (
         product is None
         or view.readers[product.outputs[0]] != 1
         or len(view.shape(product.inputs[1])) != 2
     ):
         return None
-    merge = view.made_by(product.inputs[0], "Reshape", "Flatten")
+    merge = view.producer_of(product.inputs[0], "Reshape", "Flatten")
     if (
         merge is None
         or view.readers[merge.outputs[0]] != 1
@@ -97,7 +97,7 @@ def _moves_first_axis(view: View, name: str) -> bool:
     """True if the value `name` has elements and is the result of a Transpose that moves the first
     axis elsewhere.
     """
-    node = view.made_by(name, "Transpose")
+    node = view.producer_of(name, "Transpose")
     if node is None or math.prod(view.shape(name)) == 0:
         return False
     order = node.integers("perm", tuple(reversed(range(len(view.shape(name))))))
