@@ -31,8 +31,8 @@ index of the dimension with size n are used.
 
 @dataclass(frozen=True, slots=True)
 class PrefixLength:
-    """The number of rows of a selection that consists of the first rows of a vector: `scale * count
-    + offset`.
+    """The number of rows that a mask selects if it selects the first rows of a vector: `scale *
+    count + offset`.
     """
 
     count: str
@@ -108,8 +108,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The fact of numbers that depend on the data only through n, the number of elements of
-    `selection`.
+    """The fact (what is recorded of a value) of numbers that depend on the data only through n, the
+    number of elements that `selection` selects.
     """
 
     selection: Selection
@@ -118,9 +118,9 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """The fact of integers with a row per selected element. The row of an element with coordinates
-    c in the mask, and rank r among the selected elements, is `terms[0] + sum over a of c[a] *
-    terms[1 + a] + r * terms[-1]`.
+    """The fact (what is recorded of a value) of integers with a row per selected element of a mask.
+    The row of an element with coordinates c in the mask, and rank r among the selected elements, is
+    `terms[0] + sum over a of c[a] * terms[1 + a] + r * terms[-1]`.
     """
 
     selection: Selection
@@ -137,22 +137,24 @@ class Indices:
 
     @property
     def constants(self) -> np.ndarray:
-        """The term that depends on no coordinate and on no rank."""
+        """The first term of each row: the numbers that depend neither on coordinates in the mask
+        nor on the rank.
+        """
         return self.terms[0]
 
     @property
     def rank_factors(self) -> np.ndarray:
-        """The coefficients of the rank among the selected elements."""
+        """The last term: the factors of an element's rank among the selected elements."""
         return self.terms[-1]
 
     def coordinate_factors(self, axis: int) -> np.ndarray:
-        """Return the coefficients of the coordinate along `axis` of the mask."""
+        """Return the factors of the coordinate along `axis` of the mask."""
         return self.terms[1 + axis]
 
     def index_columns(self, per_column: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Return, for each column, the number of each term: constant, coordinate factors, rank
-        factor. A column is all entries at one index along the last dimension, or, without
-        `per_column`, all entries.
+        """Return, for each column of the value, a tuple: its constant, its factor for each
+        coordinate in the mask, and its factor for the rank. A column is all entries at one index
+        along the last dimension, or, without `per_column`, all entries.
 
         None if entries of one column differ, or if `per_column` is true and the last dimension
         counts rows.
@@ -168,8 +170,9 @@ class Indices:
 
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
-    """The fact of a tensor with a row per selected element. The graph stores a row per element of
-    the mask; the stored rows of elements that are not selected are arbitrary.
+    """The fact (what is recorded of a value) of a tensor with a row per selected element of a mask.
+    The graph stores a row per element of the mask, selected or not; rows of elements that are not
+    selected are arbitrary.
     """
 
     selection: Selection
@@ -223,8 +226,8 @@ def row_type_of(value: Value, axis: int) -> Value:
 
 
 def witness_type(fact: Fact) -> Value:
-    """Return the type that a value with this fact has in the ONNX file if n, the number of selected
-    rows, is `WITNESS`.
+    """Return the type that a value with this fact has in the ONNX file if the number of rows
+    selected by data is `WITNESS`.
     """
     if isinstance(fact, Counted):
         return Value("", DType.INT64, fact.numbers.shape)
@@ -235,8 +238,8 @@ def witness_type(fact: Fact) -> Value:
 
 
 def row_axes_of(fact: Fact | None) -> tuple[int, ...]:
-    """Return the dimensions of a value that count selected rows, by the value's fact; () if it has
-    none.
+    """Return the dimensions of a value that count rows selected by data. They follow from the
+    value's fact; () without a fact or for `Counted`.
     """
     if isinstance(fact, Indices):
         return (fact.axis,)
@@ -244,7 +247,7 @@ def row_axes_of(fact: Fact | None) -> tuple[int, ...]:
 
 
 def depends_on_size(types: Sequence[Value]) -> bool:
-    """True if `types`, which were inferred for n = `WITNESS` selected rows, have a size that is a
-    nonzero multiple of `WITNESS`: this size depends on n.
+    """True if `types` have a size that depends on the number of rows selected by data. They were
+    inferred as if this number were `WITNESS`, so such a size is a nonzero multiple of `WITNESS`.
     """
     return any(extent and extent % WITNESS == 0 for value in types for extent in value.shape)

@@ -31,9 +31,9 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import Number, SizeArray
 
 
 def gather_own_elements(context: NodeContext) -> bool:
-    """Law of a GatherND from selected rows in which each row reads from itself: the first index of
-    a position is the rank of the row among the selected rows, and the other indices are constants.
-    Return False for another GatherND.
+    """Write a GatherND in which each selected row (a row whose mask element is true) reads elements
+    of itself: the first index of a position is the rank of the row among the selected rows, the
+    other indices are constants. Return False, and write nothing, for another GatherND.
     """
     data = context.fact(0)
     indices = context.fact(1)
@@ -52,9 +52,10 @@ def gather_own_elements(context: NodeContext) -> bool:
 
 
 def gather_by_rank(context: NodeContext) -> bool:
-    """Law of a Gather or GatherND of whole selected rows, whose indices are ranks among the
-    selected rows. It moves the selected rows to the front and gathers from them. Return False if
-    the node reads along another dimension than that of the rows.
+    """Write a Gather or GatherND of whole selected rows (rows whose mask element is true), whose
+    indices are ranks among the selected rows. It moves the selected rows to the front and gathers
+    from them. Return False, and write nothing, if the node reads along another dimension than that
+    of the rows.
     """
     write = context.write
     is_nd = context.node.op_type == "GatherND"
@@ -115,8 +116,8 @@ def _index_depth(
 def nonnegative_ranks(
     context: NodeContext, name: str, selection: Selection, index_type: Value, column: int | None
 ) -> str:
-    """Write the ranks of rows `name`, of type `index_type`, with n added to negative ones, which
-    count from the last row; n is the number of selected rows. Return the result's name.
+    """Write the ranks `name`, of type `index_type`, with n added to negative ones, which count from
+    the last row; n is the number of rows that `selection` selects. Return the result's name.
 
     If a position has several indices, as in GatherND, `column` is the one that counts rows;
     otherwise None.
@@ -134,8 +135,9 @@ def nonnegative_ranks(
 
 
 def gather_from_static(context: NodeContext) -> bool:
-    """Law of a Gather or GatherND that reads a static value at `Indices`. Return False if the
-    result is not that value with sliced and reordered dimensions.
+    """Write a Gather or GatherND that reads a static value at indices that are affine in the
+    coordinates of selected mask elements: it becomes slices and a transpose of that value. Return
+    False if this is not possible.
     """
     indices = context.fact(1)
     if not isinstance(indices, Indices) or context.fact(0) is not None:
@@ -163,9 +165,12 @@ def gather_from_static(context: NodeContext) -> bool:
 
 
 def slice_rows(context: NodeContext) -> bool:
-    """Law of a Slice along the one dimension that counts rows, whose start is constant and whose
-    end is constant or relative to the last row. Return False for another Slice, and for one that
-    keeps all rows. Raises ModelError if start, axis or step depends on the number of rows.
+    """Write a Slice along the dimension that counts selected rows (rows whose mask element is
+    true). Its start must be constant, its end constant or relative to the last row; the result has
+    another mask.
+
+    Return False for a Slice along other dimensions, and for one that keeps all rows. Raises
+    ModelError if start, axis or step depends on the number of selected rows.
     """
     fact = context.fact(0)
     write = context.write
@@ -234,17 +239,20 @@ def _slice_end(context: NodeContext, ends: Number, capacity: int) -> int | None:
 
 
 def _write_slice_bound(write: RowWriter, bound: int, count: str) -> str:
-    """Return the name of a bound of a Slice: `bound`, plus the number of rows `count` if it is
-    negative.
+    """Return the name of a bound of a Slice: `bound`, plus the value `count`, the number of rows,
+    if `bound` is negative.
     """
     number = write.scalar(bound, DType.INT64)
     return write.node("Add", [count, number]) if bound < 0 else number
 
 
 def split_rows(context: NodeContext) -> bool:
-    """Law of a Split along the dimension that counts rows, into parts whose lengths can be computed
-    while running. Each result has the rows of one range of ranks. Return False for a Split along
-    another dimension, without an operand for the lengths, or with lengths that have a fact.
+    """Write a Split along the dimension that counts selected rows (rows whose mask element is
+    true), into parts whose lengths can be computed while running. Each result has a mask for the
+    ranks of its part.
+
+    Return False for a Split along another dimension, without an operand for the lengths, or with
+    lengths that depend on the number of selected rows.
     """
     fact = context.fact(0)
     write = context.write
@@ -268,9 +276,9 @@ def split_rows(context: NodeContext) -> bool:
 
 
 def _restrict_rows(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
-    """Return the fact of only those of `rows` for which the boolean vector `mask`, with an element
-    per element of the selection's mask, is true. `mask` must be false for rows that are not
-    selected; `root` names the new selection.
+    """Return `rows`, of a new selection: the elements for which the boolean vector `mask` is true.
+    `mask` has an element per element of the present mask and must be false for elements that are
+    not selected. `root` is a name for its elements.
     """
     write = context.write
     shape = rows.selection.shape

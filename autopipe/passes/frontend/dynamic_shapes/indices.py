@@ -29,8 +29,9 @@ REDUCTIONS = frozenset({"none", *_NEUTRAL})
 
 
 def write_indices(write: RowWriter, indices: Indices) -> SelectedRows:
-    """Write the integers that `indices` describes as a tensor, and return its fact. The tensor has
-    a row per element of the mask, or per combination of coordinates on which the integers depend.
+    """Write the integers that `indices` describes as a tensor, and return its `SelectedRows`. The
+    tensor has a row per element of the mask, or, if the integers do not depend on all coordinates
+    in the mask, per combination of the coordinates on which they depend.
     """
     selection = indices.selection
     dtype = indices.dtype
@@ -64,7 +65,9 @@ def write_indices(write: RowWriter, indices: Indices) -> SelectedRows:
 
 
 def to_selected_rows(write: RowWriter, fact: Indices | SelectedRows) -> SelectedRows:
-    """Return the fact as `SelectedRows`. For `Indices`, this writes their integers as a tensor."""
+    """Return `fact` as `SelectedRows`, a tensor with a row per selected element of a mask.
+    `Indices` are written as a tensor.
+    """
     return write_indices(write, fact) if isinstance(fact, Indices) else fact
 
 
@@ -79,7 +82,7 @@ def _mixed_radix_axes(
 ) -> tuple[int, ...] | None:
     """Return the axes of the mask, outermost first, whose coordinates are the digits of an index.
 
-    The index is `constant + sum of coordinate * factor`; `column` has these numbers. It takes
+    The index is `constant + sum of coordinate * factor` with the numbers in `column`. It takes
     consecutive values, each once, if the factor of each axis is the product of the sizes of the
     axes after it. Return None otherwise, or if a value is outside of 0 … `extent` - 1.
     """
@@ -145,8 +148,8 @@ def read_at_indices(
 
 
 def are_own_ranks(indices: Indices) -> bool:
-    """True if `indices` are GatherND positions in which each row addresses itself: the first index
-    is the rank of the row, and the other indices are constants.
+    """True if `indices` are GatherND positions in which each selected row addresses itself: the
+    first index is the rank of the row among the selected rows, and the other indices are constants.
     """
     if indices.axis or len(indices.constants.shape) < 2:
         return False
@@ -159,8 +162,8 @@ def are_own_ranks(indices: Indices) -> bool:
 
 def read_own_elements(write: RowWriter, data: SelectedRows, indices: Indices) -> str:
     """Write a GatherND that reads, from each row of `data`, elements at constant positions, and
-    return its name. `indices` are the rank of the row followed by these positions (see
-    `are_own_ranks`).
+    return its name. The first index of `indices` must be the rank of the row; the others are these
+    positions (see `are_own_ranks`).
     """
     positions = indices.constants[..., 1:]
     target = (data.shape[0], *positions.shape[1:])
@@ -212,8 +215,9 @@ def write_at_indices(
 def _combine_updates(
     write: RowWriter, rows: SelectedRows, over: tuple[int, ...], rest: tuple[int, ...]
 ) -> tuple[str, str]:
-    """Write, for each position along the mask axes `over`, (1) whether a selected row is written
-    there and (2) the sum of the selected rows that are written there. Return both names.
+    """Write, for each position along the mask axes `over`, (1) whether a selected row (one whose
+    mask element is true) is written there and (2) the sum of the selected rows that are written
+    there. Return both names.
 
     The sum is arbitrary for a position that no selected row is written to. Both have the shape
     [positions ..., `rest` ...] or one that broadcasts to it; `rest` is the shape of a row.
@@ -244,8 +248,8 @@ def _combine_updates(
 
 
 def _move_rows_first(write: RowWriter, rows: SelectedRows, rest: tuple[int, ...]) -> str:
-    """Write the stored rows with the dimension of rows first, reshaped to [rows, `rest` ...].
-    Return the result's name.
+    """Write the tensor of `rows` with the dimension that counts rows first, reshaped to [rows,
+    `rest` ...]. Return the result's name.
     """
     order = [rows.axis, *(axis for axis in range(len(rows.shape)) if axis != rows.axis)]
     return write.reshape(write.transpose(rows.value, order), (rows.shape[rows.axis], *rest))
@@ -319,9 +323,9 @@ def representable_number(number: float, dtype: DType) -> float:
 def _redirect_unselected(
     write: RowWriter, operator: str, indices: SelectedRows, extent: int
 ) -> SelectedRows:
-    """Return the indices with the index `extent`, which is outside of the data, for rows that are
-    not selected. A ScatterND's positions have several indices along their last dimension, of which
-    the first becomes `extent` and the others 0.
+    """Return `indices` with the index `extent`, which is outside of the data, in rows whose mask
+    element is false. A ScatterND's positions have several indices along their last dimension, of
+    which the first becomes `extent` and the others 0.
     """
     indices = write.spread(write.apply_weights(indices), indices.selection.axes)
     depth = indices.row_type.shape[-1] if operator == "ScatterND" else 1

@@ -63,8 +63,8 @@ _FAILURES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError
 
 
 class DynamicShapes(dict[str, Fact]):
-    """The facts of the values whose shape or elements depend on a selection of rows by data, by
-    name. Values without a fact are static.
+    """By name, the facts (what is recorded) of values whose shape or elements depend on rows that
+    data select. Values without a fact are static.
     """
 
     def __init__(
@@ -100,11 +100,13 @@ class DynamicShapes(dict[str, Fact]):
         arrays: Mapping[str, np.ndarray],
         declared: Callable[[str], Value | None],
     ) -> bool:
-        """True if the node must be replaced: it reads a value that has a fact, selects elements by
-        data, or has a size operand that is a count of selected elements.
+        """True if the node must be replaced by nodes of static shapes: it reads a value whose shape
+        or elements depend on data (a value with a fact), selects elements by data, or has a size
+        operand that is a count of selected elements.
 
-        `declared` returns the static type that the file states for a value, None if there is none.
-        A selecting operator whose result has a static type is not replaced.
+        `types` and `arrays` have the types and the known data of static values. `declared` returns
+        the static type that the file states for a value, None if there is none. A selecting
+        operator whose result has a static type is not replaced.
         """
         if any(name in self for name in operands):
             return True
@@ -148,8 +150,9 @@ class DynamicShapes(dict[str, Fact]):
     def replace_node(
         self, rewriter: FileRewriter, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Write the nodes of static shapes that replace the node of `rewriter`, and record the
-        facts of its results. Raises ModelError if no law applies to the node.
+        """Write the nodes of static shapes that replace the node of `rewriter`, and record what is
+        known of its results. `types` and `arrays` have the types and the known data of static
+        values. Raises ModelError if the node is not supported.
         """
         context = self._node_context(rewriter, types, arrays)
         try:
@@ -164,7 +167,9 @@ class DynamicShapes(dict[str, Fact]):
             self._static_counts[result] = Counted(operand.selection, SizeArray.of(coefficients))
 
     def _interpret(self, context: NodeContext) -> None:
-        """Record the facts of the node's results and write the nodes that compute them."""
+        """Record the facts of the node's results (what is known of values whose shape depends on
+        data), and write the nodes that compute the results.
+        """
         operator = context.node.op_type
         if operator in _SELECTING:
             record_selection(context, self._uses, self._roots)
@@ -182,7 +187,9 @@ class DynamicShapes(dict[str, Fact]):
     def _node_context(
         self, rewriter: FileRewriter, types: Mapping[str, Value], arrays: Mapping[str, np.ndarray]
     ) -> NodeContext:
-        """Return the node of `rewriter` with the facts of its operands and a writer."""
+        """Return the node of `rewriter` with the facts of its operands (what is known of values
+        whose shape depends on data), and a writer of new nodes.
+        """
         facts = self._node_facts(rewriter.proto, rewriter.node.inputs, types, arrays)
         held = {each.name: getattr(facts, each.name) for each in fields(facts)}
         return NodeContext(**held, write=RowWriter(rewriter))
@@ -194,7 +201,8 @@ class DynamicShapes(dict[str, Fact]):
         types: Mapping[str, Value],
         arrays: Mapping[str, np.ndarray],
     ) -> NodeFacts:
-        """Return the node with the facts of its operands.
+        """Return the node with the facts of its operands (what is known of values whose shape
+        depends on data).
 
         A static operand that is known to be a count of selected elements gets its `Counted` fact if
         it is a size operand, or if the node computes shapes and no operand has rows.
@@ -227,11 +235,11 @@ class DynamicShapes(dict[str, Fact]):
         return replace(context, facts=tuple(expressed))
 
     def write_output(self, rewriter: FileRewriter) -> None:
-        """Write an output of the model that has a fact, and remove the fact. `rewriter` is for a
-        node whose operand is the output.
+        """Write an output of the model whose shape or elements depend on data, and remove its fact.
+        `rewriter` is for a node whose operand is the output.
 
-        The output has a row per element of the selection's mask: the selected rows first, then
-        zeros. Numbers that depend on the count of selected rows are computed while running.
+        The output has as many rows as data can select: the selected rows first, then zeros. Numbers
+        that depend on the count of selected rows are computed while running.
         """
         name = rewriter.required(0)
         context = self._node_context(rewriter, {}, {})

@@ -67,8 +67,9 @@ ROW_WISE = OperatorClass("row-wise", frozenset())
 def _operator_class(
     name: str, operators: str, *laws: Law, before: tuple[Law, ...] = ()
 ) -> OperatorClass:
-    """Return the operator class of the space-separated `operators`. `before` are the laws that are
-    tried before the rows of all operands are aligned.
+    """Return the operator class `name` of the space-separated `operators`. `before` are the laws
+    (functions that write a node with static shapes) that are tried before the operands are
+    expressed in terms of one mask, `laws` those tried after it.
     """
     return OperatorClass(name, frozenset(operators.split()), before, laws)
 
@@ -93,8 +94,9 @@ CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.ope
 
 
 def apply_laws(context: NodeContext) -> None:
-    """Record the facts of a node's results, and write the nodes that compute them, by the first law
-    that applies. Raises ModelError if none does.
+    """Write a node that reads selected rows (rows whose mask element is true) with static shapes,
+    and record the facts of its results, by the first law of its operator that applies. Raises
+    ModelError if none does.
     """
     operator_class = CLASS_OF.get(context.node.op_type, ROW_WISE)
     has_pairs = any(
@@ -115,14 +117,17 @@ def apply_laws(context: NodeContext) -> None:
 
 
 def _apply_first(laws: tuple[Law, ...], context: NodeContext) -> None:
-    """Apply the first of `laws` that applies to the node. Raises ModelError if none does."""
+    """Apply the first of `laws` (functions that return whether they apply) that applies to the
+    node. Raises ModelError if none does.
+    """
     if not any(law(context) for law in laws):
         raise context.unsupported()
 
 
 def _apply_across_selections(context: NodeContext, operator_class: OperatorClass) -> bool:
-    """Apply the laws of a scatter into selected rows whose indices or updates are rows of another
-    selection. Return False for another scatter, and if no law applies.
+    """Apply the laws of a scatter whose target has rows that one mask selects, and whose indices or
+    updates have rows that another mask selects. Return False for another scatter, and if no law
+    applies.
     """
     target, *others = context.facts
     if not isinstance(target, Indices | SelectedRows):
@@ -137,8 +142,8 @@ def _apply_across_selections(context: NodeContext, operator_class: OperatorClass
 
 
 def align_selections(context: NodeContext) -> NodeContext:
-    """Return the context with all facts expressed in terms of one selection. Raises ModelError if
-    the operands have rows of different selections.
+    """Return the context with the facts of all operands expressed in terms of one mask. Raises
+    ModelError if data select the rows of the operands by masks with different elements.
     """
     facts = [each for each in context.facts if each is not None]
     if len({each.selection.key for each in facts}) > 1:
@@ -151,8 +156,8 @@ def align_selections(context: NodeContext) -> NodeContext:
 
 
 def _align_fact(context: NodeContext, fact: Fact | None, selection: Selection) -> Fact | None:
-    """Return the fact expressed in terms of `selection`, whose mask may divide the same elements
-    into other dimensions; None for a static operand.
+    """Return the fact of an operand in terms of `selection`, whose mask has the same elements, but
+    may divide them into other dimensions; None for a static operand.
     """
     if isinstance(fact, Indices) and fact.selection.shape != selection.shape:
         fact = write_indices(context.write, fact)

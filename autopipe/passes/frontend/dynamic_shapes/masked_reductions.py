@@ -39,12 +39,13 @@ _IGNORED_LABEL = -100
 
 
 def reduce_rows(context: NodeContext) -> bool:
-    """Law of operators that combine selected rows: write the node for all elements of the mask,
-    with the neutral element in rows that are not selected.
+    """Write an operator that combines selected rows (rows whose mask element is true) for all
+    elements of the mask, with the operator's neutral element in rows that are not selected. Return
+    True.
 
     Raises ModelError for an operator that has no neutral element and is no loss, for operands with
-    two dimensions of rows, and if a result without rows has a size that depends on the number of
-    selected rows.
+    two dimensions of selected rows, and if a result that has no row per row has a size that depends
+    on the number of selected rows.
     """
     operator = context.node.op_type
     write = context.write
@@ -90,9 +91,9 @@ def reduce_rows(context: NodeContext) -> bool:
 
 
 def _correct_mean(context: NodeContext, rows: SelectedRows, mean: str, result: str) -> None:
-    """Write `result`, the mean of the selected rows: `mean`, which is over all elements of the mask
-    with zeros for those that are not selected, times capacity / n. Without selected rows (n = 0) it
-    is 0, as in ONNX Runtime.
+    """Write `result`, the mean of the n selected rows: `mean` times capacity / n. `mean` is over
+    all elements of the mask (capacity), with zeros for those that are not selected. For n = 0 the
+    result is 0, as in ONNX Runtime.
     """
     write = context.write
     dtype = rows.row_type.dtype
@@ -105,8 +106,8 @@ def _correct_mean(context: NodeContext, rows: SelectedRows, mean: str, result: s
 def fill_pairs(
     context: NodeContext, rows: Mapping[int, SelectedRows], reduced_axes: tuple[int | None, ...]
 ) -> dict[int, SelectedRows]:
-    """Return the operands `rows` of a node with neutral elements in rows that are not selected, by
-    the operand's index.
+    """Return the operands `rows` of a node, by operand index, with neutral elements where the mask
+    is false.
 
     The operands have two dimensions that count selected rows, and the node combines elements along
     one of them: `reduced_axes` has that dimension for each operand, None for an operand without it.
@@ -138,8 +139,9 @@ def _neutral_element(operator: str, dtype: DType) -> float:
 
 
 def sort_rows(context: NodeContext) -> bool:
-    """Law of a TopK along the dimension that counts rows. Its k may be a known number, n (the
-    number of rows), or min(n, a known number). Return False for a TopK along another dimension.
+    """Write a TopK along the dimension that counts selected rows (rows whose mask element is true).
+    Its k may be a known number, n (the number of selected rows), or min(n, a known number). Return
+    False for a TopK along another dimension.
     """
     fact = context.fact(0)
     limit = context.fact(1)
@@ -190,11 +192,9 @@ def sort_rows(context: NodeContext) -> bool:
 
 
 def replace_counted_operands(context: NodeContext, names: list[str], count: int) -> None:
-    """Replace, in `names`, the operands of the node that are polynomials in n, the number of
-    selected rows.
-
-    A size becomes its number for n = `count`, the number of stored rows. Another operand is
-    computed while running, from the actual n.
+    """Replace, in `names`, the operands of the node that depend on n, the number of rows that data
+    select. A size becomes its number for n = `count`, the number of rows that the graph stores.
+    Another operand is computed while running, from the actual n.
     """
     sizes = SHAPE_OPERANDS.get(context.node.op_type, ())
     for slot, fact in enumerate(context.facts):

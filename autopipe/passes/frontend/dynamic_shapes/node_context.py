@@ -36,8 +36,8 @@ SHAPE_OPERANDS = {name: row.sizes for name, row in OPERATORS.items() if row.size
 
 
 class RowAxes(NamedTuple):
-    """The dimensions of a node's results that count selected rows, as the operator's iteration
-    space shows.
+    """The dimensions of a node's results that count rows selected by data, as the operator's
+    iteration space shows.
     """
 
     types: list[Value]
@@ -56,12 +56,16 @@ class RowAxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node, its operands (names of values of the graph), and the facts and types of the operands."""
+    """A node, its operands (names of values of the graph), and the facts and types of the operands.
+    A fact is what is known of a value whose shape or elements depend on data.
+    """
 
     node: onnx.NodeProto
     operands: tuple[str, ...]
     facts: tuple[Fact | None, ...]
-    """The fact of each operand; None for a static one."""
+    """The fact of each operand, what is known of it if its shape or elements depend on data; None
+    for a static operand.
+    """
     types: Mapping[str, Value]
     """Types of the static values of the graph, by name."""
     arrays: Mapping[str, np.ndarray]
@@ -86,7 +90,9 @@ class NodeFacts:
         return f"{self.node.op_type} {self.node.name!r}"
 
     def fact(self, slot: int) -> Fact | None:
-        """Return the fact of operand `slot`; None if the operand is static or absent."""
+        """Return the fact of operand `slot`: what is known of it if its shape or elements depend on
+        data. None if the operand is static or absent.
+        """
         return self.facts[slot] if slot < len(self.facts) else None
 
     def integer(self, name: str, default: int = 0) -> int:
@@ -98,7 +104,9 @@ class NodeFacts:
         return any(each.name == name for each in self.node.attribute)
 
     def unsupported(self) -> ModelError:
-        """Return the error that says that the node combines selected rows in an unsupported way."""
+        """Return the error that says that the node combines rows that data select in an unsupported
+        way.
+        """
         selections = (each.selection.node for each in self.facts if each is not None)
         return ModelError(
             f"the node combines rows that {next(selections, 'another node')} selects depending "
@@ -110,7 +118,8 @@ class NodeFacts:
 
     def numbers(self) -> list[Number]:
         """Return, for each operand, its elements: an array if they are known before running, a
-        `SizeArray` if they are polynomials in n, the number of selected rows; otherwise None.
+        `SizeArray` if they are polynomials in n, the number of rows that data select; otherwise
+        None.
         """
         return [
             each.numbers if isinstance(each, Counted) else self.arrays.get(name) if name else None
@@ -119,12 +128,13 @@ class NodeFacts:
 
     def number(self, slot: int) -> Number:
         """Return the elements of operand `slot`: an array if they are known before running, a
-        `SizeArray` if they are polynomials in n, the number of selected rows; otherwise None.
+        `SizeArray` if they are polynomials in n, the number of rows that data select; otherwise
+        None.
         """
         return self.numbers()[slot] if slot < len(self.operands) else None
 
     def numbers_for(self, count: int) -> list[np.ndarray | None]:
-        """Return, for each operand, its elements if the number of selected rows is `count`; None if
+        """Return, for each operand, its elements as they are if data select `count` rows; None if
         they are not known.
         """
         return [
@@ -135,8 +145,9 @@ class NodeFacts:
     def evaluate_row(
         self, arrays: Sequence[np.ndarray | None], types: Sequence[Value]
     ) -> tuple[np.ndarray, ...] | None:
-        """Return the results of the node for the operands `arrays`, which have one row. `types` are
-        the result types for n = `WITNESS` rows. None if the evaluator cannot compute them.
+        """Return the results that the node has for the operands `arrays`, which have one row.
+        `types` are the result types as if data selected `WITNESS` rows. None if the evaluator
+        cannot compute them.
         """
         one_row = [
             Value(
@@ -147,7 +158,7 @@ class NodeFacts:
         return self.inference.evaluate(self.node, tuple(arrays), one_row)
 
     def row_axes(self) -> RowAxes:
-        """Return the dimensions of the results that count selected rows."""
+        """Return the dimensions of the results that count rows selected by data."""
         types = [*map(self._operand_type, self.operands, self.facts)]
         numbers = self.numbers_for(WITNESS)
         kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
@@ -161,12 +172,13 @@ class NodeFacts:
     def _follow_rows(
         self, types: Sequence[Value | None], known: Sequence[np.ndarray | None]
     ) -> RowAxes:
-        """Find the axis of the node's iteration space that counts rows, and the dimension in each
-        result that this axis becomes. `types` and `known` are the operands' types and elements for
-        n = `WITNESS` rows.
+        """Find the axis of the node's iteration space that counts rows selected by data, and the
+        dimension in each result that this axis becomes. `types` and `known` are the operands' types
+        and elements as if data selected `WITNESS` rows.
 
         The node computes each row separately if this axis is parallel and is a dimension of every
-        result. If operands have two dimensions of rows, this must hold for one of their axes.
+        result. If operands have two dimensions of selected rows, this must hold for one of their
+        axes.
         """
         inferred = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
         results = [each for each in inferred if each is not None]
@@ -206,8 +218,8 @@ class NodeFacts:
         return RowAxes(results, axes, pair_axes, reduced_axes)
 
     def _operand_type(self, name: str, fact: Fact | None) -> Value | None:
-        """Return the type of an operand for n = `WITNESS` selected rows; None if the operand is
-        absent.
+        """Return the type of the operand `name`, as if data selected `WITNESS` rows; None if the
+        operand is absent (""). `fact` is what is known of it, None if it is static.
         """
         if fact is not None:
             return witness_type(fact)
@@ -219,7 +231,8 @@ class NodeFacts:
         results: Sequence[Value | None],
         known: Sequence[np.ndarray | None],
     ) -> Space:
-        """Return the iteration space of the node if the number of selected rows is `WITNESS`.
+        """Return the iteration space of the node as if data selected `WITNESS` rows. `types` and
+        `known` are the types and elements of the operands, `results` the types of the results.
         Raises ModelError for an operator without definition.
         """
         node = self.node
@@ -237,8 +250,8 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeContext(NodeFacts):
-    """A node that is replaced, the facts of its operands, and the writer of the nodes that replace
-    it.
+    """A node that is replaced, what is known of its operands, and the writer of the nodes that
+    replace it.
     """
 
     write: RowWriter
@@ -256,8 +269,9 @@ def make_selection(
     shape: tuple[int, ...],
     root: str = "",
 ) -> Selection:
-    """Return the selection of the true elements of `mask`, whose shape `mask_shape` is broadcast to
-    `shape`. The node of `context` selects. Raises ModelError if the mask has no elements.
+    """Return the `Selection` of the true elements of `mask`, whose shape `mask_shape` is broadcast
+    to `shape`. The node of `context` selects them; `root` is a name for the mask's elements. Raises
+    ModelError if the mask has no elements.
     """
     if not shape or math.prod(shape) == 0:
         raise ModelError(

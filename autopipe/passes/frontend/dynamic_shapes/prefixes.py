@@ -1,4 +1,5 @@
-"""Selections of the first rows of a vector, whose number is computed while running.
+"""Selections (true elements of boolean masks) that consist of the first rows of a vector, whose
+number is computed while running.
 
 The number of rows of such a selection can be `scale * count + offset`. Convolutions and slices of
 its rows give further selections of first rows.
@@ -25,7 +26,8 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 def bounded_prefix(
     context: NodeContext, limit: str, root: str, maximum: int, factor: int
 ) -> Selection:
-    """Return the selection of the first `limit` of `maximum` rows. `root` names its mask.
+    """Return the selection (the true elements of a mask) of the first `limit` of `maximum` rows.
+    `root` names its mask.
 
     The scalar `limit` is rounded up to an integer, which must be a multiple of `factor`. The
     program stops if the number is larger than `maximum`.
@@ -48,19 +50,21 @@ def bounded_prefix(
 
 
 def make_limit_fact(context: NodeContext, selection: Selection, limit: Value) -> Counted:
-    """Return the fact of the value, of type `limit`, that is the number of rows of `selection`."""
+    """Return the fact that the value of type `limit` is the number of rows of `selection`, whose
+    first rows are selected.
+    """
     dtype = np.float64 if limit.dtype.is_floating else np.int64
     base, scale, offset = express_by_base(context, selection)
     return Counted(base, SizeArray.affine(limit.shape, scale, offset, dtype))
 
 
 def express_by_base(context: NodeContext, selection: Selection) -> tuple[Selection, int, int]:
-    """Return (base, scale, offset): `selection` has `scale * n + offset` rows, where n is the
-    number of rows of the selection `base`.
+    """Return (base, scale, offset) for a selection, the true elements of a mask: it has `scale * n
+    + offset` rows, where n is the number of rows of the selection `base`.
 
-    If the number of first rows is such an expression of a count, `base` has as many rows as the
-    count, so that quotients of sizes are exact. Otherwise `base` is `selection` itself, with scale
-    1 and offset 0.
+    If the first rows are selected and their number is such an expression of a count, `base` has as
+    many rows as the count, so that quotients of sizes are exact. Otherwise `base` is `selection`
+    itself, with scale 1 and offset 0.
     """
     prefix = selection.first_rows
     if prefix is None or (prefix.scale, prefix.offset) == (1, 0):
@@ -114,8 +118,8 @@ def strided_prefix(
 
 
 def limit_selection(context: NodeContext, selection: Selection, maximum: int) -> Selection:
-    """Return the selection of the first min(n, `maximum`) rows, where n is the number of elements
-    of `selection`.
+    """Return the selection (the true elements of a mask) of the first min(n, `maximum`) of
+    `maximum` rows, where n is the number of elements of `selection`.
     """
     root = limited_root(selection, maximum)
     if root in context.derived_selections:
@@ -125,8 +129,8 @@ def limit_selection(context: NodeContext, selection: Selection, maximum: int) ->
 
 
 def limited_root(selection: Selection, maximum: int) -> str:
-    """Return the root of the selection of the first min(n, `maximum`) rows, by which it is found
-    again.
+    """Return the name under which the selection of the first min(n, `maximum`) rows is recorded,
+    where n is the number of elements of `selection`.
     """
     return f"{selection.key}, at most {maximum}"
 
@@ -134,9 +138,9 @@ def limited_root(selection: Selection, maximum: int) -> str:
 def slice_prefix(
     context: NodeContext, rows: SelectedRows, start: int, end: int | None, step: int
 ) -> bool:
-    """Law of a Slice of first rows that takes every `step`-th row from row `start` on, to the last
-    row (`end` is None), or to an `end` < 0, which counts from the last row. Return False for rows
-    of other selections and for other bounds.
+    """Write a Slice of selected first rows that takes every `step`-th row from row `start` on, to
+    the last selected row (`end` is None), or to an `end` < 0, which counts from that row. Return
+    False, and write nothing, if not the first rows are selected, and for other bounds.
     """
     if rows.selection.first_rows is None or start < 0 or (end is not None and end >= 0):
         return False
@@ -154,8 +158,8 @@ def slice_prefix(
 
 
 def _prefix_selection(context: NodeContext, prefix: PrefixLength, capacity: int) -> Selection:
-    """Return the selection of first rows whose number `prefix` states, of at most `capacity` rows.
-    Equal numbers share one selection.
+    """Return the selection (the true elements of a mask) of first rows whose number `prefix`
+    states, of at most `capacity` rows. Equal numbers share one selection.
     """
     root = prefix.root
     if (prefix.scale, prefix.offset) != (1, 0):
@@ -166,8 +170,9 @@ def _prefix_selection(context: NodeContext, prefix: PrefixLength, capacity: int)
 
 
 def _new_prefix(context: NodeContext, root: str, prefix: PrefixLength, capacity: int) -> Selection:
-    """Write the mask that is true for first rows, record its selection under `root`, and return it.
-    The mask has `capacity` elements. Raises ModelError if `capacity` is below 1.
+    """Write a mask of `capacity` elements that is true for as many first rows as `prefix` states,
+    record its selection under the name `root`, and return it. Raises ModelError if `capacity` is
+    below 1.
     """
     write = context.write
     count = prefix.count

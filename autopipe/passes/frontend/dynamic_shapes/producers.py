@@ -41,8 +41,9 @@ _NO_BOUND = 1 << 62
 
 
 def record_selection(context: NodeContext, uses: Uses, roots: MaskRoots) -> None:
-    """Record the facts of the indices or rows that a NonZero, Compress, Unique or NonMaxSuppression
-    selects.
+    """Record what a NonZero, Compress, Unique or NonMaxSuppression selects: its results become
+    values with a row per selected element of a mask. `uses` has the readers of values, `roots`
+    finds equal masks.
     """
     operator = context.node.op_type
     if operator == "NonMaxSuppression":
@@ -61,8 +62,8 @@ def record_selection(context: NodeContext, uses: Uses, roots: MaskRoots) -> None
 
 
 def record_range(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, int]) -> Counted:
-    """Record the fact of a Range from 0 in steps of 1 whose limit is computed while running: its
-    integers number the first rows. Return the fact of the limit.
+    """Record that the result of a Range from 0 in steps of 1, whose limit is computed while
+    running, numbers the first rows of a vector. Return the fact of the limit: it is their number.
 
     `bounds` has the maximum number of elements of such results, by name. Raises ModelError if
     `bounds` lacks this result, unless an equal Range was seen before, and for another start or
@@ -108,7 +109,9 @@ def _select_nonzero(context: NodeContext, data: Value, uses: Uses, roots: MaskRo
 
 
 def nonzero_selection(context: NodeContext, data: Value, roots: MaskRoots) -> Selection:
-    """Return the selection of the nonzero elements of the value `data`."""
+    """Return the selection of the nonzero elements of the value `data`; its mask is written if
+    `data` is not boolean. `roots` finds equal masks.
+    """
     write = context.write
     rank = len(data.shape)
     name = data.name
@@ -125,7 +128,7 @@ def nonzero_selection(context: NodeContext, data: Value, roots: MaskRoots) -> Se
 
 
 def _select_among_rows(context: NodeContext) -> None:
-    """Record the ranks of the rows that a NonZero selects among rows that are selected already.
+    """Record the ranks of the rows that a NonZero selects among rows that a mask selects already.
     Each row has one element. Raises ModelError for other operators and rows.
     """
     rows = context.fact(0)
@@ -231,7 +234,7 @@ def _select_by_condition(context: NodeContext, data: Value, roots: MaskRoots) ->
 
 
 def _select_boxes(context: NodeContext) -> None:
-    """Record the rows [image, class, box] that a NonMaxSuppression selects. The mask has, per image
+    """Record the rows [image, class, box] that a NonMaxSuppression selects. Its mask has, per image
     and class, as many elements as boxes exist, or the maximum that the file states if this is
     lower.
     """
@@ -279,9 +282,9 @@ def _select_boxes(context: NodeContext) -> None:
 
 
 def _boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
-    """Return the boxes and their scores as static values. If both are rows of one selection, the
-    selected ones come first, and the others have the score −∞. Raises ModelError if only one has
-    rows, or if their selections differ.
+    """Return the boxes and their scores as static values. If a mask selects the rows of both, the
+    selected ones come first, and the others have the score −∞. Raises ModelError if a mask selects
+    the rows of only one, or if their masks differ.
     """
     boxes, scores = context.facts[:2]
     if boxes is None and scores is None:

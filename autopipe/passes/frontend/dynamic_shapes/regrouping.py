@@ -33,8 +33,9 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import SizeArray
 
 
 def regroup_rows(context: NodeContext) -> bool:
-    """Law of a Reshape or Flatten of selected rows, counted by axis 0, into rows of another size.
-    Return False for a reshape that keeps the size of a row, and for one that is not supported.
+    """Write a Reshape or Flatten of selected rows (rows whose mask element is true), which axis 0
+    counts, into rows of another size. Return False for a reshape that keeps the size of a row, and
+    for one that is not supported.
     """
     fact = context.fact(0)
     if not isinstance(fact, Indices | SelectedRows) or fact.axis:
@@ -77,8 +78,8 @@ def _target_row_shape(context: NodeContext, row_shape: tuple[int, ...]) -> list[
 
 
 def _flatten_rows(write: RowWriter, rows: SelectedRows) -> SelectedRows:
-    """Return the fact of the flattened rows: each element is a row, selected with the row that
-    contained it.
+    """Return `rows` flattened: each element becomes a row, which is selected if the row that
+    contained it is.
     """
     selection = rows.selection
     row_shape = rows.row_type.shape[1:]
@@ -100,9 +101,10 @@ def _flatten_rows(write: RowWriter, rows: SelectedRows) -> SelectedRows:
 
 
 def _divide_rows(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> SelectedRows | None:
-    """Return the fact of `rows`, of one element each, regrouped into rows of the shape `row_shape`.
-    None unless the mask is broadcast along trailing axes, so that it selects a multiple of that
-    many elements together.
+    """Return `rows`, of one element each, regrouped into rows of the shape `row_shape`.
+
+    None unless the mask that selects the rows is broadcast along trailing axes, so that it selects
+    a multiple of that many elements together.
     """
     size = math.prod(row_shape)
     selection = rows.selection
@@ -136,9 +138,9 @@ def _divide_rows(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> 
 
 
 def join_rows(context: NodeContext) -> bool:
-    """Law of a Concat, along the dimension that counts rows, of selected rows and static values.
-    Return False if a part counts rows along another dimension, or is a number that depends on the
-    count of rows.
+    """Write a Concat, along the dimension that counts selected rows (rows whose mask element is
+    true), of selected rows and static values. Return False if a part counts rows along another
+    dimension, or consists of numbers that depend on the count of rows.
     """
     write = context.write
     result = context.node.output[0]
@@ -171,8 +173,9 @@ def join_rows(context: NodeContext) -> bool:
 def _joined_selection(
     context: NodeContext, parts: Sequence[Value | SelectedRows], axis: int
 ) -> Selection:
-    """Return the selection of the rows of all `parts`, concatenated along `axis`. Its mask is the
-    concatenation of their masks; every row of a static part is selected.
+    """Return the selection (the true elements of a mask) of the rows of all `parts`, concatenated
+    along `axis`. Its mask is the concatenation of their masks; every row of a static part is
+    selected.
     """
     write = context.write
     extents = [part.shape[axis] for part in parts]
@@ -200,11 +203,11 @@ def _joined_selection(
 
 def express_by_derived(context: NodeFacts, counted: Counted) -> Counted:
     """Return the numbers as polynomials in the number of rows of a selection that was derived from
-    that of `counted`, if possible; otherwise `counted`.
+    that of `counted`, if possible; otherwise `counted`. A selection is the true elements of a mask.
 
     This requires that all elements that depend on n, the number of rows of the original selection,
-    are one expression `scale * n + offset`, and that a selection with as many rows is recorded.
-    These elements are then its number of rows.
+    are one expression `scale * n + offset`, and that a derived selection with as many rows is
+    recorded. These elements are then its number of rows.
     """
     numbers = counted.numbers
     if numbers.dtype.kind != "i" or numbers.degree != 1:

@@ -49,9 +49,9 @@ their weights.
 
 
 def move_indices(context: NodeContext) -> bool:
-    """Law of an operator that is linear in an operand with `Indices`: apply it to each term of the
-    indices. Return False if the result is not known to be affine in the coordinates of the selected
-    elements.
+    """Apply an operator to `Indices`, integers with a row per selected mask element that are affine
+    in its coordinates: evaluate the operator on each term, and write no node. Return False if the
+    result is not known to be affine.
     """
     operator = context.node.op_type
     numbers = context.numbers_for(1)
@@ -92,8 +92,8 @@ def move_indices(context: NodeContext) -> bool:
 
 
 def compute_rows(context: NodeContext) -> bool:
-    """Law of an operator that computes each row separately: write the node for all elements of the
-    mask. Return False if a result combines several rows.
+    """Write an operator that computes each selected row (a row whose mask element is true)
+    separately, for all elements of the mask. Return False if a result combines several rows.
     """
     write = context.write
     operator = context.node.op_type
@@ -153,8 +153,9 @@ def compute_rows(context: NodeContext) -> bool:
 
 
 def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple[int, ...]:
-    """Return the axes of the mask along which any of the operands `rows` differ. Axes along which
-    their weights differ are included unless the weights stay separate (`keeps_weights`).
+    """Return the axes of the mask along which any of the operands `rows` differ. Rows can have
+    weights, with which they are still to be multiplied; axes along which these differ are included
+    unless `keeps_weights`.
     """
     axes: set[int] = set()
     for each in rows.values():
@@ -165,8 +166,8 @@ def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple
 
 
 def _fill_with_safe_element(write: RowWriter, rows: SelectedRows, number: float) -> SelectedRows:
-    """Return the rows with `number` in the elements that are not selected, along both dimensions of
-    rows if there are two.
+    """Return the rows with `number` where the mask that selects them is false, along both
+    dimensions of rows if there are two.
     """
     filled = write.fill_unselected(rows, number)
     return filled if rows.pair_axis is None else write.fill_unselected_pairs(filled, number)

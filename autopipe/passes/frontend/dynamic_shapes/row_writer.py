@@ -29,7 +29,7 @@ from autopipe.passes.frontend.rewriter import (
 
 
 class RowWriter:
-    """Writes nodes that replace one node and have its name. New values are called
+    """Writes the nodes that replace one node; they have its name. New values are called
     RESULT/rows/NUMBER, where RESULT is the first result of the replaced node.
     """
 
@@ -167,8 +167,8 @@ class RowWriter:
         return self.cast(count, DType.BOOL), shape
 
     def reexpress(self, rows: SelectedRows, selection: Selection) -> SelectedRows:
-        """Return the rows in terms of `selection`, which selects the same elements, but whose mask
-        can have other dimensions.
+        """Return the rows in terms of `selection`, whose mask has the same elements, but may divide
+        them into other dimensions.
         """
         former = rows.selection
         if (former.mask_shape, former.shape) == (selection.mask_shape, selection.shape):
@@ -184,14 +184,16 @@ class RowWriter:
         return self.reshape(wide, (selection.capacity,))
 
     def ranks(self, selection: Selection) -> str:
-        """Write, for each element of the mask, the number of selected elements before it, as an
-        int64 vector. For a selected element this is its rank. Return the vector's name.
+        """Write, for each element of the selection's mask, the number of true elements before it,
+        as an int64 vector. For a true element this is its rank. Return the vector's name.
         """
         flags = self.cast(self.flat_mask(selection), DType.INT64)
         return self.node("CumSum", [flags, self.scalar(0, DType.INT64)], exclusive=1)
 
     def count_selected(self, selection: Selection) -> str:
-        """Write n, the number of selected elements, as an int64 scalar and return its name."""
+        """Write n, the number of true elements of the selection's mask, as an int64 scalar and
+        return its name.
+        """
         flags = self.cast(selection.mask, DType.INT64)
         total = self.reshape(self.sum_over(flags, selection.axes), ())
         repeats = selection.capacity // math.prod(selection.mask_shape)
@@ -200,8 +202,8 @@ class RowWriter:
         return self.node("Mul", [total, self.scalar(repeats, DType.INT64)])
 
     def pack(self, rows: SelectedRows) -> Value:
-        """Write a tensor of the rows with the selected ones first, in their order, and the others
-        after them. Return it as a static value.
+        """Write a tensor of the rows with those whose mask element is true first, in their order,
+        and the others after them. Return its name, type and shape.
         """
         rows = self.spread(self.apply_weights(rows), rows.selection.axes)
         if rows.selection.first_rows is not None:
@@ -229,15 +231,16 @@ class RowWriter:
         return self.reshape(mask, (math.prod(wide),)), math.prod(wide), inner
 
     def unpack(self, selection: Selection, value: Value, axis: int) -> SelectedRows:
-        """Return the rows of a selection from a static value: row r of `value` along `axis` becomes
-        the row of the selected element of rank r.
+        """Return rows from a static value: row r of `value` along `axis` becomes the row of the
+        true mask element of rank r (the number of true elements before it).
         """
         name = self.gather_rows_of_ranks(selection, value.name, value.shape, axis)
         return SelectedRows(selection, row_type_of(value, axis), axis, selection.axes, name)
 
     def spread(self, rows: SelectedRows, over: tuple[int, ...]) -> SelectedRows:
         """Return the rows stored with a row per combination of coordinates along the mask axes
-        `over`, in addition to the axes along which they are stored now.
+        `over`, in addition to the axes along which they are stored now. Rows that are equal along
+        an axis are repeated.
         """
         over = tuple(sorted({*rows.over, *over}))
         if over == rows.over:
@@ -256,7 +259,9 @@ class RowWriter:
         return replace(rows, over=over, value=value)
 
     def apply_weights(self, rows: SelectedRows) -> SelectedRows:
-        """Return the rows multiplied by their weights."""
+        """Return the rows multiplied by their weights, the numbers with which they are still to be
+        multiplied; `rows` if they have none.
+        """
         if not rows.weight:
             return rows
         full = self.spread(replace(rows, weight="", weight_over=()), rows.weight_over)
@@ -271,11 +276,11 @@ class RowWriter:
     def fill_unselected(
         self, rows: SelectedRows, number: float, over: tuple[int, ...] | None = None
     ) -> SelectedRows:
-        """Return the rows, multiplied by their weights, with `number` in the rows that are not
-        selected.
+        """Return the rows with `number` where the mask that selects them is false. Their weights
+        are multiplied in.
 
-        They are stored with a row per element along the mask axes `over` and their present axes, or
-        along their present axes only if `over` is None.
+        They are stored with a row per combination of coordinates along the mask axes `over` and
+        their present axes, or along their present axes only if `over` is None.
         """
         rows = self.spread(self.apply_weights(rows), rows.over if over is None else over)
         mask, shape = self.any_selected(rows.selection, rows.over)
@@ -286,8 +291,8 @@ class RowWriter:
         return replace(rows, value=self.node("Where", [flat, rows.value, fill]))
 
     def fill_unselected_pairs(self, rows: SelectedRows, number: float) -> SelectedRows:
-        """Return the rows with `number` in the elements whose position along `pair_axis`, their
-        second dimension of rows, is not selected.
+        """Return rows that have a second dimension of rows, `pair_axis`, with `number` at the
+        positions along it for which the mask is false.
         """
         assert rows.pair_axis is not None
         ones = [1] * (len(rows.shape) - rows.pair_axis - 1)
@@ -299,9 +304,9 @@ class RowWriter:
     def gather_rows_of_ranks(
         self, selection: Selection, source: str, shape: tuple[int, ...], axis: int
     ) -> str:
-        """Write, for each element of the mask, row r of the value `source` along `axis`, where r is
-        the rank of the element among the selected ones, at most the last row. Return the result's
-        name. `shape` is that of `source`.
+        """Write, for each element of the selection's mask, row r of the value `source` along
+        `axis`, where r is the rank of the element (the number of true elements before it), at most
+        the last row. Return the result's name. `shape` is that of `source`.
 
         If the mask is broadcast along its last axes, the elements along these axes are selected
         together. Then blocks of rows are gathered instead of single rows.

@@ -29,9 +29,10 @@ from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 
 
 def scatter(context: NodeContext) -> bool:
-    """Law of scatters whose indices, updates or target have a row per selected element. Return
-    False for a scatter into selected rows along another dimension than that of the rows. Raises
-    ModelError if the reduction is not supported, or if neither target nor indices have rows.
+    """Write a scatter whose indices, updates or target have a row per selected (true) element of a
+    mask. Return False for a scatter into such a target along another dimension than that of the
+    rows. Raises ModelError if the reduction is not supported, or if neither target nor indices have
+    rows.
     """
     operator = context.node.op_type
     target = context.fact(0)
@@ -52,8 +53,9 @@ def scatter(context: NodeContext) -> bool:
 def _scatter_into_rows(
     context: NodeContext, target: Indices | SelectedRows, reduction: str
 ) -> bool:
-    """Write updates into `target`, which has selected rows. The indices are ranks of rows among the
-    selected rows. Return True; raises ModelError for unsupported operands.
+    """Write updates into `target`, which has a row per selected (true) element of a mask. The
+    indices are ranks of rows among the selected rows. Return True; raises ModelError for
+    unsupported operands.
     """
     write = context.write
     indices = context.fact(1)
@@ -122,7 +124,7 @@ def _scatter_into_static(
     result: str,
 ) -> None:
     """Write `result`: the tensor `data` with updates at `indices`, which have a row per selected
-    element. If possible, dimensions are reordered instead of a scatter.
+    (true) element of a mask. If possible, dimensions are reordered instead of a scatter.
     """
     write = context.write
     rows = _update_rows(context, indices)
@@ -159,9 +161,9 @@ def _index_columns(
 
 
 def _update_rows(context: NodeContext, indices: Indices | SelectedRows) -> SelectedRows:
-    """Return the updates of the scatter as rows of the selection of its indices. If the updates are
-    static, row r belongs to the selected element of rank r. Raises ModelError if they are numbers
-    that depend on the count of rows.
+    """Return the updates of the scatter as rows that the mask of its `indices` selects. If the
+    updates are static, row r belongs to the true mask element of rank r. Raises ModelError if they
+    are numbers that depend on the count of rows.
     """
     fact: Fact | None = context.fact(2)
     if isinstance(fact, Counted):

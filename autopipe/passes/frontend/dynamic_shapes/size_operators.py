@@ -1,5 +1,5 @@
-"""Laws of shape computations, whose numbers are polynomials in n, the number of selected rows, and
-of operators that expand, reshape or cut tensors to n rows.
+"""Operators whose operands are numbers that depend on n, the number of rows that data select: shape
+computations, and operators that expand, reshape or cut tensors to n rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ _N = (0, 1)
 
 
 def compute_shape(context: NodeContext) -> bool:
-    """Law of Shape and Size: their results are polynomials in n, the number of selected rows."""
+    """Record the result of a Shape or Size: polynomials in n, the number of rows that data select.
+    Return True.
+    """
     (fact,) = context.facts
     assert fact is not None
     shape = fact.numbers.shape if isinstance(fact, Counted) else fact.row_type.shape
@@ -76,8 +78,8 @@ def compute_shape(context: NodeContext) -> bool:
 def _record_numbers(
     context: NodeContext, name: str, selection: Selection, numbers: SizeArray
 ) -> None:
-    """Record that the result `name` has the polynomials `numbers`. If they do not depend on n, the
-    number of selected rows, write the result as a constant instead.
+    """Record that the result `name` has the polynomials `numbers` in n, the number of rows that
+    `selection` selects. If they do not depend on n, write the result as a constant instead.
     """
     if numbers.degree:
         context.results[name] = Counted(selection, numbers)
@@ -88,8 +90,8 @@ def _record_numbers(
 
 
 def compute_sizes(context: NodeContext) -> bool:
-    """Law of a node without rows whose operands are static or depend on n, the number of selected
-    rows. A result that is not a polynomial in n is computed while running.
+    """Compute a node whose operands are static or numbers that depend on n, the number of rows that
+    data select. A result that is not a polynomial in n is computed while running. Return True.
     """
     numbers = context.numbers()
     operator = context.node.op_type
@@ -121,8 +123,8 @@ def compute_sizes(context: NodeContext) -> bool:
 
 
 def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
-    """Return the results of a shape computation by name, as polynomials in n, the number of
-    selected rows.
+    """Return the results of a shape computation by name, as polynomials in n, the number of rows
+    that data select.
 
     None for an operator that is not in `SIZE_OPERATORS`, for a Cast to a type that is not an
     integer, if an operand is unknown, or if a result is not known to be a polynomial.
@@ -141,9 +143,9 @@ def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
 
 
 def _compute_minimum(context: NodeContext, selection: Selection) -> bool:
-    """Law of min(n, constants …), where n is the number of elements of `selection`: the result is
-    the number of rows of the selection of its first rows. Return False for a minimum of other
-    numbers.
+    """Record the result of min(n, constants …), where n is the number of rows that `selection`
+    selects: it is the number of rows of the selection of its first rows. Return False for a minimum
+    of other numbers.
     """
     is_reduction = context.node.op_type == "ReduceMin"
     numbers = context.numbers()[: 1 if is_reduction else None]
@@ -170,8 +172,9 @@ def _compute_minimum(context: NodeContext, selection: Selection) -> bool:
 
 
 def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
-    """Write a Reshape of a static value into n rows, whose stated shape is `target`, with the
-    number of rows that the value's elements fill. The file is valid only if n is this number.
+    """Write a Reshape of a static value to the shape `target`, one size of which is n, the number
+    of rows that data select. Instead of n, the shape has the number that the value's elements fill.
+    The file is valid only if n is this number.
     """
     elements = target.elements()
     sizes = [int(each[0]) for each in elements if each != _N]
@@ -207,8 +210,8 @@ def write_numbers(context: NodeContext, name: str, counted: Counted) -> str:
 
 
 def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) -> None:
-    """Law of an Expand or ConstantOfShape to the shape `target`, one size of which is n, the number
-    of selected rows: all rows are equal.
+    """Write an Expand or ConstantOfShape to the shape `target`, one size of which is n, the number
+    of rows that data select: all rows are equal, and one is stored.
     """
     write = context.write
     result = context.node.output[0]
@@ -247,8 +250,9 @@ def _constant_type(context: NodeContext) -> DType:
 
 
 def _compute_range(context: NodeContext, selection: Selection) -> bool:
-    """Law of a Range from 0 in steps of 1 up to n, the number of selected rows, or up to `scale * n
-    + offset` if the first rows are selected. Return False for another Range.
+    """Record the result of a Range from 0 in steps of 1 up to n, the number of rows that
+    `selection` selects, or up to `scale * n + offset` if it selects first rows. Return False for
+    another Range.
     """
     start, end, step = context.numbers()
     if not isinstance(start, np.ndarray) or not isinstance(step, np.ndarray):
@@ -267,7 +271,7 @@ def _compute_range(context: NodeContext, selection: Selection) -> bool:
 
 
 def number_rows(context: NodeContext, selection: Selection) -> None:
-    """Record that the result of a Range numbers the rows of `selection` from 0 on."""
+    """Record that the result of a Range numbers the rows that `selection` selects, from 0 on."""
     rank = len(selection.shape)
     # If the first rows are selected, the rank of a row is its coordinate. The coordinate is used,
     # since reading and writing by reordered dimensions support coordinates but not ranks.
@@ -291,8 +295,8 @@ def number_rows(context: NodeContext, selection: Selection) -> None:
 
 
 def slices_to_count(context: NodeContext) -> bool:
-    """True for a Slice whose end depends on the number of rows of one selection, and whose operand
-    is static or has rows of another selection.
+    """True for a Slice whose end depends on the number of rows that a mask selects, and whose first
+    operand is static or has rows that another mask selects.
     """
     end = context.fact(2)
     if context.node.op_type != "Slice" or not isinstance(end, Counted):
@@ -303,8 +307,8 @@ def slices_to_count(context: NodeContext) -> bool:
 
 
 def slice_to_count(context: NodeContext) -> bool:
-    """Law of a Slice that keeps the first n rows of a value, where n is the number of elements of a
-    selection that does not select this value: the selected element of rank r gets row r. Return
+    """Write a Slice that keeps the first n rows of a value, where n is the number of true elements
+    of a mask that does not select rows of this value: the true element of rank r gets row r. Return
     False for another Slice.
     """
     if not slices_to_count(context):
@@ -333,8 +337,8 @@ def slice_to_count(context: NodeContext) -> bool:
 
 
 def match_mask_count(context: NodeFacts, roots: MaskRoots) -> Counted | None:
-    """Return the fact of a ReduceSum of all elements of a boolean mask that is cast to integers:
-    the result is the number of true elements. None for another ReduceSum.
+    """Return the fact that the result of a ReduceSum is the number of true elements of a boolean
+    mask, which is cast to integers and summed over all axes. None for another ReduceSum.
     """
     data = context.types.get(context.operands[0])
     root = roots.root(context.operands[0], context.types, context.arrays)

@@ -1,8 +1,9 @@
-"""Laws of convolutions, poolings and paddings along the dimension that counts selected rows.
+"""Convolutions, poolings and paddings along the dimension that counts selected rows (rows whose
+mask element is true).
 
-They apply to selections of first rows only. The rows after the last selected one are filled with
-the element that the file's operator has there: 0 for a convolution, the smallest element for a max
-pooling, the constant of a Pad.
+They are supported if the mask selects the first rows. The rows after the last selected one are
+filled with the element that the file's operator has there: 0 for a convolution, the smallest
+element for a max pooling, the constant of a Pad.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _UNSUPPORTED = (0.0, None)
 
 
 def compute_windows(context: NodeContext) -> bool:
-    """Law of a convolution, max pooling or Pad along the dimension of first rows. Return False for
-    rows of other selections and for attributes that are not supported.
+    """Write a convolution, max pooling or Pad along the dimension of rows, of which a mask selects
+    the first ones. Return False for masks that select other rows, and for attributes that are not
+    supported.
     """
     fact = context.fact(0)
     if not isinstance(fact, Indices | SelectedRows) or fact.selection.first_rows is None:
@@ -52,9 +54,9 @@ def compute_windows(context: NodeContext) -> bool:
 
 
 def _window_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
-    """Return (fill, selection) of a convolution or max pooling: the element after the last row, and
-    the selection of the rows of the result, one per position of the window. The selection is None
-    if attributes are not supported.
+    """Return (fill, selection) of a convolution or max pooling of rows, of which a mask selects the
+    first ones: the element after the last selected row, and the selection of the rows of the
+    result, one per position of the window. The selection is None if attributes are not supported.
     """
     lists = {each.name: list(each.ints) for each in context.node.attribute}
     words = {each.name: each.s.decode(errors="replace") for each in context.node.attribute}
@@ -94,9 +96,9 @@ def _window_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Sel
 
 
 def _pad_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
-    """Return (fill, selection) of a Pad along the dimension of rows: the element after the last
-    row, and the selection of the rows of the result. The selection is None if the Pad copies rows
-    from the end or its numbers are unknown.
+    """Return (fill, selection) of a Pad of rows, of which a mask selects the first ones: the
+    element after the last selected row, and the selection of the rows of the result. The selection
+    is None if the Pad copies rows from the end or its numbers are unknown.
     """
     arrays = {slot: context.arrays.get(name) for slot, name in enumerate(context.operands) if name}
     rank = len(rows.row_type.shape)

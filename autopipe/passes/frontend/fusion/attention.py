@@ -82,7 +82,7 @@ def _find_softmax(view: View, name: str) -> Node | None:
     """Return the softmax over the last axis that computes the probabilities `name`; None if there
     is none.
 
-    These nodes may lie between the two: casts, a guard against NaN, a Reshape of the leading
+    Between the softmax and `name` may be casts, a guard against NaN, a Reshape of the leading
     dimensions, and a Slice that removes the probability of an attention sink.
     """
     name = view.skip_casts(name)
@@ -101,11 +101,12 @@ def _find_softmax(view: View, name: str) -> Node | None:
 
 
 def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
-    """Return (scores, sinks) of a softmax: its operand's part for the `keys` keys, and the column
-    that is concatenated after it, the attention sinks. `sinks` is "" if there is none; both are ""
-    if the operand is something else.
+    """Return (scores, sinks) of the operand of a softmax: the name of the scores of the `keys`
+    keys, and the name of the column concatenated after them, which has the attention sinks (extra
+    scores of keys without values). `sinks` is "" if there is none; both are "" if the operand is
+    something else.
 
-    If the softmax reads scores minus their maximum per row, return the scores.
+    If the softmax reads scores minus their maximum per row, the scores themselves are returned.
     """
     name = view.skip_casts(softmax.inputs[0])
     shifted = view.producer_of(name, "Sub")
@@ -336,8 +337,10 @@ class _AttentionWriter:
         return self.write_move("Transpose", name, role, shape, perm=perm)
 
     def recover_keys(self, transposed: str, value: str) -> tuple[str, float]:
-        """Return (K, c): the keys [samples, heads, positions, features] and a number, for the value
-        `transposed` = c · Kᵀ. `value` has the values of the attention.
+        """Return (K, c) for the value `transposed` = c · Kᵀ: the name of K and a number.
+
+        K is [samples, heads, positions, features]. If K and V (`value`) both repeat each head for
+        the query heads that share it, K may also be [samples, heads, sharers, positions, features].
         """
         view = self.view
         found = _keys_before_transpose(view, transposed)

@@ -490,7 +490,7 @@ def _match_expert_term(
     if unit is None or total is None or view.shape(product.inputs[1])[1:] != (1,):
         return None
     share = view.producer_of(total.inputs[0], "Where")
-    if share is None or not view.is_zero(share.inputs[2]) or not _sums_slots(view, total):
+    if share is None or not view.is_zero(share.inputs[2]) or not _sums_over_choices(view, total):
         return None
     chosen, index = _match_choice_mask(view, share.inputs[0])
     shares = _find_transposed_source(view, share.inputs[1], view.shape(share.inputs[0]))
@@ -500,12 +500,12 @@ def _match_expert_term(
         return None
     if any(_expert_number(view, each.index) != expert for each in layers):
         return None
-    if not _selects_any_slot(view, node.inputs[0], share.inputs[0]):
+    if not _selects_any_choice(view, node.inputs[0], share.inputs[0]):
         return None
     return unit, chosen, shares, expert
 
 
-def _sums_slots(view: View, node: Node) -> bool:
+def _sums_over_choices(view: View, node: Node) -> bool:
     """True if the ReduceSum `node` reduces the first of two axes: the k choices of each token."""
     axes = view.array(node.inputs[1]) if len(node.inputs) > 1 else None
     stated = tuple(axes.tolist()) if axes is not None else node.integers("axes")
@@ -607,9 +607,9 @@ def _find_transposed_source(view: View, name: str, shape: tuple[int, ...]) -> st
     return _find_source_of_shape(view, transpose.inputs[0], shape[::-1]) if is_transposed else ""
 
 
-def _selects_any_slot(view: View, name: str, mask: str) -> bool:
+def _selects_any_choice(view: View, name: str, mask: str) -> bool:
     """True if the value `name` is true for those tokens for which any of the k rows of `mask` [k,
     tokens] is true.
     """
     path = view.producer_chain(_skip_reshapes(view, name), "Cast", "ReduceSum", "Cast")
-    return bool(path) and path[2].inputs[0] == mask and _sums_slots(view, path[1])
+    return bool(path) and path[2].inputs[0] == mask and _sums_over_choices(view, path[1])

@@ -36,11 +36,11 @@ def separate_merged_rows(view: View, node: Node) -> tuple[Node, ...] | None:
         or len(view.shape(merge.outputs[0])) != 2
     ):
         return None
-    if not _moves_first_axis(view, merge.inputs[0]) or not _is_plain(product):
+    if not _moves_first_axis(view, merge.inputs[0]) or not _is_unscaled_product(product):
         return None
     rows, width = view.shape(merge.outputs[0])
     target = view.shape(node.outputs[0])
-    row_axes = _leading_axes(target, rows)
+    row_axes = _count_leading_axes(target, rows)
     if row_axes < 2:
         return None
     separate = target[:row_axes]
@@ -85,7 +85,7 @@ def separate_merged_rows(view: View, node: Node) -> tuple[Node, ...] | None:
     return tuple(rewriter.nodes)
 
 
-def _leading_axes(shape: tuple[int, ...], elements: int) -> int:
+def _count_leading_axes(shape: tuple[int, ...], elements: int) -> int:
     """Return the number of leading sizes of `shape` whose product is `elements`; 0 if there is
     none.
     """
@@ -104,7 +104,7 @@ def _moves_first_axis(view: View, name: str) -> bool:
     return order[0] != 0
 
 
-def _is_plain(product: Node) -> bool:
+def _is_unscaled_product(product: Node) -> bool:
     """True if a MatMul or Gemm has no scale factor other than 1 and does not transpose its first
     operand.
     """
