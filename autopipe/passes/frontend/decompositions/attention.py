@@ -285,8 +285,8 @@ def _write_attention_with_past(
     the new ones of `heads`. Return the names of its output, of all keys, and of all values.
 
     If `past_length` is not "", it names the number of valid cached tokens; then the cache is a
-    longer buffer, and the new keys and values are written behind the valid tokens. See `_write_attention`
-    for `logits_index`.
+    longer buffer, and the new keys and values are written behind the valid tokens. See
+    `_write_attention` for `logits_index`.
     """
     tokens = rewriter.shape(heads.query)[2]
     if past[0] and past_length:
