@@ -556,8 +556,8 @@ def _combine_masks(
 
 def _visible_key_mask(rewriter: Rewriter, padding: str, query: str, total: int) -> str:
     """Return the name of a boolean mask that broadcasts to [B, H, T, total] and is true for keys
-    that are not padding; "" if the operand `padding` has one key only, which means that there is no
-    mask.
+    that are not padding; "" if the operand `padding` is of one key although there are more, which
+    means that there is no mask.
 
     `padding` contains the number of keys per sequence [B]; that number and the index of the first
     key [2 · B]; or 1 for each key that is not padding: [B, total], [B, T, total] or [B, 1, max,
@@ -568,7 +568,7 @@ def _visible_key_mask(rewriter: Rewriter, padding: str, query: str, total: int) 
     if len(shape) == 1:
         return _key_range_mask(rewriter, padding, batch, total)
     if shape[-1] == 1 and total > 1:
-        return ""  # A mask of size 1 for several keys stands for no mask.
+        return ""  # As in ONNX Runtime, a mask of size 1 for several keys means no mask.
     visible = rewriter.cast(padding, DType.BOOL)
     if len(shape) == 4:
         return rewriter.slice(visible, {2: (total - tokens, total), 3: (0, total)})
@@ -597,7 +597,7 @@ def _key_range_mask(rewriter: Rewriter, bounds: str, batch: int, total: int) -> 
 
 
 def _project_queries_keys_values(rewriter: Rewriter, bias: str) -> list[str]:
-    """Return the names of queries, keys and values [..., hidden]: the parts of operand 0 times
+    """Return the names of queries, keys and values [..., heads · F]: the parts of operand 0 times
     operand 1 (the concatenated weights), plus `bias` if it is not "". Raises ModelError if the
     operands do not fit.
     """

@@ -185,7 +185,7 @@ def _write_fused_convolution(
 
 
 def _decompose_fused_conv(rewriter: FileRewriter) -> None:
-    """Decompose FusedConv: a convolution, an optional sum, and an activation."""
+    """Decompose FusedConv: a convolution, plus operand 3 if it is present, and an activation."""
     _write_fused_convolution(rewriter, rewriter.required(1), rewriter.required(0))
 
 

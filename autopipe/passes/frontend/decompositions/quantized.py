@@ -3,7 +3,7 @@ operators.
 
 Elementwise operators, pools and softmax compute in floating point between DequantizeLinear and
 QuantizeLinear. Matrix products of integers stay exact (MatMulInteger). ONNX Runtime's kernels
-compute in both cases likewise.
+compute in these ways, too.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class PrefixLength:
     """
 
     count: str
-    """Name of an int64 scalar in the graph."""
+    """Name of the int64 scalar in the graph that is multiplied by `scale`."""
     root: str
     """The root (see `Selection.root`) of the selection that has `count` rows."""
     scale: int = 1

@@ -1,5 +1,5 @@
-"""Laws of Gather, GatherND, Slice and Split whose operands have a row per selected element, and of
-gathers that read a static value at indices with a row per selected element.
+"""Laws (functions that write a node with static shapes) of Gather, GatherND, Slice and Split whose
+operands have a row per selected element of a mask.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def nonnegative_ranks(
     context: NodeContext, name: str, selection: Selection, index_type: Value, column: int | None
 ) -> str:
     """Write the ranks `name`, of type `index_type`, with n added to negative ones, which count from
-    the last row; n is the number of rows that `selection` selects. Return the result's name.
+    the last row; n is the number of rows that `selection` selects. Return the result's name, or
+    `name` if its elements are known not to be negative.
 
     If a position has several indices, as in GatherND, `column` is the one that counts rows;
     otherwise None.
@@ -225,8 +226,8 @@ def slice_rows(context: NodeContext) -> bool:
 
 def _slice_end(context: NodeContext, ends: Number, capacity: int) -> int | None:
     """Return the end of a Slice of n rows, n <= `capacity`. A negative end counts from the last
-    row; None means that the last row is included. Raises ModelError for an end that depends on n
-    otherwise.
+    row; None means that the last row is included. Raises ModelError for an end that is neither
+    constant nor n plus a constant.
     """
     if isinstance(ends, np.ndarray):
         end = int(ends.reshape(-1)[0])
@@ -276,9 +277,9 @@ def split_rows(context: NodeContext) -> bool:
 
 
 def _restrict_rows(context: NodeContext, rows: SelectedRows, mask: str, root: str) -> SelectedRows:
-    """Return `rows`, of a new selection: the elements for which the boolean vector `mask` is true.
-    `mask` has an element per element of the present mask and must be false for elements that are
-    not selected. `root` is a name for its elements.
+    """Return `rows` of which only the elements are selected for which the boolean vector `mask` is
+    true. `mask` has an element per element of the present mask, and must be false for elements that
+    are not selected there. `root` is a name for its elements.
     """
     write = context.write
     shape = rows.selection.shape

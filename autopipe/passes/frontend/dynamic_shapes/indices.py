@@ -1,4 +1,5 @@
-"""Reading and writing a tensor at indices that are affine in the coordinates of selected elements.
+"""Reading and writing a tensor at indices that are affine in the coordinates of the selected (true)
+elements of a mask.
 
 Exporters flatten indices: a token and its rank among the experts become `token * 2 + rank`. A
 tensor that is read at such indices, for every element of the mask, is the tensor itself with its
@@ -181,9 +182,9 @@ def write_at_indices(
     adds: bool,
     result: str,
 ) -> bool:
-    """Write `result`: the tensor `data` with `rows` written at, or with `adds` added to, positions
-    that are affine in coordinates of the mask. `columns` has the indices for the dimensions from
-    `first` on.
+    """Write `result`: the tensor `data` with `rows` written at (or, with `adds`, added to)
+    positions that are affine in coordinates of the mask. `columns` has the indices for the
+    dimensions from `first` on.
 
     Return False, with nothing written, unless the positions of all elements of the mask fill these
     dimensions.

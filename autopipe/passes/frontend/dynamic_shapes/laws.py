@@ -38,14 +38,14 @@ from autopipe.passes.frontend.dynamic_shapes.size_operators import (
 from autopipe.passes.frontend.dynamic_shapes.windows import compute_windows
 
 Law = Callable[[NodeContext], bool]
-"""Records the facts of a node's results and writes nodes that compute them. False if it does not
-apply.
+"""A function that records the facts of a node's results and writes nodes that compute them. It
+returns False if it does not apply to the node.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorClass:
-    """Operators to which the same laws apply."""
+    """Operators to which the same laws apply: functions that write a node with static shapes."""
 
     name: str
     operators: frozenset[str]
@@ -90,7 +90,7 @@ OPERATOR_CLASSES: tuple[OperatorClass, ...] = (
 )  # fmt: skip
 """The operator classes that have their own laws."""
 CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.operators}
-"""Operator classes by operator."""
+"""The operator class of each operator that has one, by operator."""
 
 
 def apply_laws(context: NodeContext) -> None:

@@ -27,7 +27,7 @@ _MASK_OPERATORS = operators_with(lambda row: row.mask) | {
 """Operators from which files compute masks. With equal operands they give equal results."""
 _ROUNDING = frozenset({"Ceil", "Floor", "Round"})
 _MAX_DEPTH = 8
-"""Maximum number of nodes before a mask that are compared."""
+"""Maximum number of nodes before a mask that are compared with other nodes of the file."""
 
 
 class MaskRoots:
@@ -36,6 +36,7 @@ class MaskRoots:
     """
 
     def __init__(self, nodes: Iterable[onnx.NodeProto]) -> None:
+        """`nodes` are all nodes of the file."""
         operators = _VIEWS | _MASK_OPERATORS | _ROUNDING | {"Cast", "Expand", "Mul"}
         self._producers = {
             node.output[0]: node
@@ -60,8 +61,8 @@ class MaskRoots:
         depth: int = _MAX_DEPTH,
     ) -> str:
         """Return the root of the value `name`: the first value found in the file whose elements, in
-        row-major order, are equal. It can be `name` itself. Up to `depth` nodes before the value
-        are compared.
+        row-major order, are equal. It can be `name` itself. At most `depth` nodes before the value
+        are followed.
 
         `types` has the types of static values, and `arrays` the elements of those that are known
         before running.

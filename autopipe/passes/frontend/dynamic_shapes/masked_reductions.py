@@ -1,4 +1,5 @@
-"""Laws of operators that combine selected rows: reductions, softmax, matmuls, losses, and TopK.
+"""Laws (functions that write a node with static shapes) of operators that combine selected rows
+(rows whose mask element is true): reductions, softmax, matmuls, losses, and TopK.
 
 Rows that are not selected are filled with the operator's neutral element, so that the result is
 that of the selected rows. The order of the selected rows is kept.
@@ -31,7 +32,7 @@ NEUTRAL_ELEMENTS = {name: row.neutral for name, row in OPERATORS.items() if row.
 """
 LOSSES = operators_with(lambda row: row.loss)
 _RETURN_ROWS = frozenset({"CumSum", "LogSoftmax", "Softmax"})
-"""Operators of which each row of the operand gives a row of the result."""
+"""Operators whose result has a row for each row of the operand."""
 _RETURN_POSITIONS = frozenset({"ArgMax", "ArgMin"})
 """Operators whose result is the position of an element."""
 _IGNORED_LABEL = -100
@@ -130,8 +131,8 @@ def fill_pairs(
 
 
 def _neutral_element(operator: str, dtype: DType) -> float:
-    """Return the neutral element of the operator in the type `dtype`. That of softmax is finite, so
-    that the softmax of no selected row is not NaN.
+    """Return the element of the type `dtype` that does not change the operator's result. For
+    softmax it is finite, so that a softmax over no selected row is not NaN.
     """
     if operator in ("LogSoftmax", "Softmax"):
         return -1e4 if dtype is DType.FLOAT16 else -1e30

@@ -1,4 +1,5 @@
-"""Laws of reshapes that change the size of a selected row, and of concatenations of rows.
+"""Laws (functions that write a node with static shapes) of reshapes that change the size of a
+selected row, and of concatenations of rows. A row is selected if its element of a mask is true.
 
 If selected rows of four elements are flattened, the elements are selected by the same mask with one
 more axis of size 4, along which the mask is broadcast. The file selects the same elements if it

@@ -1,5 +1,6 @@
-"""Laws of operators that compute each selected row separately, and of operators that are linear in
-indices.
+"""Laws (functions that write a node with static shapes) of operators that compute each selected row
+separately, and of operators that are linear in indices. A row is selected if its element of a mask
+is true.
 """
 
 from __future__ import annotations
@@ -153,9 +154,9 @@ def compute_rows(context: NodeContext) -> bool:
 
 
 def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple[int, ...]:
-    """Return the axes of the mask along which any of the operands `rows` differ. Rows can have
-    weights, with which they are still to be multiplied; axes along which these differ are included
-    unless `keeps_weights`.
+    """Return the axes of the mask along which rows of any operand differ. Rows can have weights,
+    with which they are still to be multiplied; axes along which weights differ are included unless
+    `keeps_weights`.
     """
     axes: set[int] = set()
     for each in rows.values():
@@ -166,8 +167,8 @@ def _common_axes(rows: Mapping[int, SelectedRows], keeps_weights: bool) -> tuple
 
 
 def _fill_with_safe_element(write: RowWriter, rows: SelectedRows, number: float) -> SelectedRows:
-    """Return the rows with `number` where the mask that selects them is false, along both
-    dimensions of rows if there are two.
+    """Return the rows with `number`, for which result and gradient of an operator are finite, where
+    the mask that selects the rows is false, along both dimensions of rows if there are two.
     """
     filled = write.fill_unselected(rows, number)
     return filled if rows.pair_axis is None else write.fill_unselected_pairs(filled, number)

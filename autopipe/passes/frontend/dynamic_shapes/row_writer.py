@@ -1,7 +1,7 @@
 """Writes nodes of static shapes, through the `FileRewriter` of the node that they replace.
 
-A `RowWriter` converts between forms of selected rows: one row per element of the mask, selected
-rows first, and rows that are not selected filled with a number.
+A `RowWriter` converts between forms of selected rows (rows whose mask element is true): one row per
+element of the mask, selected rows first, and rows that are not selected filled with a number.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ class RowWriter:
     def any_selected(
         self, selection: Selection, over: Sequence[int]
     ) -> tuple[str, tuple[int, ...]]:
-        """Write whether any element of the mask is selected along the axes that are not in `over`.
-        Return the result's name and its shape, whose size is 1 along these axes and along axes over
-        which the mask is broadcast.
+        """Write, for each position along the mask axes `over`, whether any element of the mask with
+        these coordinates is true. Return the result's name and its shape. Its size is 1 along the
+        other axes, and along axes over which the mask is broadcast.
         """
         others = [
             axis for axis in selection.axes if axis not in over and selection.mask_shape[axis] > 1

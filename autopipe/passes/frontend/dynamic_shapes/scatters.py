@@ -1,5 +1,5 @@
-"""Laws of Scatter, ScatterElements and ScatterND whose indices, updates or target have a row per
-selected element.
+"""Laws (functions that write a node with static shapes) of Scatter, ScatterElements and ScatterND
+whose indices, updates or target have a row per selected (true) element of a mask.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _scatter_into_static(
     result: str,
 ) -> None:
     """Write `result`: the tensor `data` with updates at `indices`, which have a row per selected
-    (true) element of a mask. If possible, dimensions are reordered instead of a scatter.
+    (true) element of a mask. The updates are written by reordering dimensions if possible,
+    otherwise by a scatter.
     """
     write = context.write
     rows = _update_rows(context, indices)

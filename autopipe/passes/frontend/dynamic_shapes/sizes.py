@@ -1,4 +1,4 @@
-"""Arrays of numbers that are polynomials in one symbol: n, the number of selected rows.
+"""Arrays of numbers that are polynomials in one symbol: n, the number of rows that data select.
 
 A file computes shapes from n with a few operators. `evaluate_with_sizes` applies these operators to
 the coefficients, so that n stays a symbol.
@@ -48,12 +48,14 @@ SIZE_OPERATORS = ORDER_OPERATORS | LINEAR_OPERANDS.keys() | {"Div", "Mul", "Not"
 """Operators with which exporters compute shapes."""
 
 Evaluate = Callable[[Sequence[np.ndarray | None]], tuple[np.ndarray, ...] | None]
-"""Evaluates one node on constant operands; returns None if it cannot."""
+"""A function that evaluates one node on constant operands. It returns None if it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeArray:
-    """An array of polynomials in n: element i is the sum of `coefficients[k][i] * n**k` over k."""
+    """An array of polynomials in n, the number of rows that data select: element i is the sum of
+    `coefficients[k][i] * n**k` over k.
+    """
 
     coefficients: tuple[np.ndarray, ...]
     """Arrays of equal shape and type, constant terms first. The last one has a nonzero element
@@ -62,8 +64,8 @@ class SizeArray:
 
     @staticmethod
     def of(coefficients: Sequence[np.ndarray]) -> SizeArray:
-        """Return the array with these coefficients, constant terms first. Trailing coefficients
-        that are all zero are removed.
+        """Return the array of polynomials with these coefficients, constant terms first. Trailing
+        coefficients that are all zero are removed.
         """
         count = len(coefficients)
         while count > 1 and not coefficients[count - 1].any():
@@ -74,7 +76,9 @@ class SizeArray:
     def affine(
         shape: tuple[int, ...], scale: int, offset: int, dtype: type = np.int64
     ) -> SizeArray:
-        """Return an array of this shape whose elements are all `scale * n + offset`."""
+        """Return an array of this shape whose elements are all `scale * n + offset`, where n is the
+        number of rows that data select.
+        """
         return SizeArray.of([np.full(shape, each, dtype) for each in (offset, scale)])
 
     @property
@@ -87,6 +91,7 @@ class SizeArray:
 
     @property
     def degree(self) -> int:
+        """The maximum power of n, the number of rows that data select, in any element."""
         return len(self.coefficients) - 1
 
     @property
@@ -95,38 +100,42 @@ class SizeArray:
         return self.coefficients[0]
 
     def coefficient(self, power: int) -> np.ndarray:
-        """Return the coefficient of `n**power` of each element, zero beyond the degree."""
+        """Return the coefficients of `n**power`, one per element; zeros if `power` is beyond the
+        degree.
+        """
         if power <= self.degree:
             return self.coefficients[power]
         return np.zeros_like(self.offset)
 
     def at(self, number: int) -> np.ndarray:
-        """Return the elements for n = `number`."""
+        """Return the elements for n = `number`, where n is the number of rows that data select."""
         total = np.zeros_like(self.offset)
         for coefficient in reversed(self.coefficients):
             total = total * number + coefficient
         return total
 
     def elements(self) -> list[tuple[int | float, ...]]:
-        """Return the coefficients of each element, constant term first; elements are in row-major
-        order.
+        """Return the coefficients of each element, the constant term first. Elements are in
+        row-major order.
         """
         return list(zip(*(each.reshape(-1).tolist() for each in self.coefficients), strict=True))
 
 
 Number = np.ndarray | SizeArray | None
-"""Elements of an operand of a shape computation: known numbers or polynomials in n. None if the
-operand is absent or not known before running.
+"""Elements of an operand of a shape computation: known numbers, or polynomials in n, the number of
+rows that data select. None if the operand is absent or not known before running.
 """
 Polynomial = tuple[int | float, ...]
-"""Coefficients of a polynomial in n, the constant term first."""
+"""Coefficients of a polynomial in n, the number of rows that data select; the constant term first.
+"""
 
 
 def evaluate_with_sizes(
     node: onnx.NodeProto, operands: Sequence[Number], evaluate: Evaluate
 ) -> list[SizeArray] | None:
-    """Return the results of a node some of whose operands are SizeArrays, and the others constants.
-    None if a result is not known to be a polynomial in n.
+    """Return the results of a node some of whose operands are polynomials in n, the number of rows
+    that data select, and the others constants. None if a result is not known to be a polynomial in
+    n.
 
     Linear operators and products are exact for every n. A quotient of integers is exact for every n
     for which the dividend is at least 0 and the divisor is not 0. Comparisons, minima and maxima
@@ -150,8 +159,8 @@ def evaluate_with_sizes(
 
 
 def _scatters_nonlinearly(node: onnx.NodeProto) -> bool:
-    """True if the node's attribute `reduction`, of ScatterElements, multiplies elements or takes
-    their minimum or maximum.
+    """True if the node has the attribute `reduction` of ScatterElements, with a value that
+    multiplies elements or takes their minimum or maximum.
     """
     reductions = {bytes(each.s) for each in node.attribute if each.name == "reduction"}
     return not reductions <= {b"none", b"add"}
@@ -160,9 +169,11 @@ def _scatters_nonlinearly(node: onnx.NodeProto) -> bool:
 def _apply_by_coefficient(
     operator: str, operands: Sequence[Number], linear: Sequence[int], evaluate: Evaluate
 ) -> list[SizeArray] | None:
-    """Apply a linear operator to each coefficient: f(sum a_k n^k) = sum f(a_k) n^k. `linear` has
-    the operands in which the operator is linear. None if another operand depends on n, if
-    `evaluate` fails, or if a Cast to integers changes a coefficient.
+    """Apply a linear operator f to polynomials in n by applying it to each coefficient: f(sum a_k
+    n^k) = sum f(a_k) n^k. `linear` has the indices of the operands in which the operator is linear.
+
+    None if another operand depends on n, if `evaluate` fails, or if a Cast to integers changes a
+    coefficient.
     """
     if any(
         isinstance(each, SizeArray) and slot not in linear for slot, each in enumerate(operands)
@@ -192,9 +203,11 @@ def _apply_by_coefficient(
 def _apply_by_rank(
     operator: str, operands: Sequence[Number], slots: int, evaluate: Evaluate
 ) -> list[SizeArray] | None:
-    """Apply an operator that depends only on the order of elements: it gets the rank of each
-    element of its first `slots` operands instead of the element, ordered as for large n. None if an
-    operand is unknown or `evaluate` fails.
+    """Apply an operator whose result depends only on the order of elements to polynomials in n.
+    Instead of the elements of its first `slots` operands it gets their ranks, in the order that
+    they have for large n.
+
+    None if one of these operands is unknown, if another one depends on n, or if `evaluate` fails.
     """
     arrays = [_convert_to_sizes(each) for each in operands[:slots] if each is not None]
     if len(arrays) < slots or any(isinstance(each, SizeArray) for each in operands[slots:]):
@@ -220,8 +233,8 @@ def _apply_by_rank(
 
 
 def _order_key(element: Polynomial) -> tuple[int, Polynomial]:
-    """Return a key by which polynomials are ordered as their values for large n: by the sign of the
-    leading coefficient times the degree, then by the coefficients from the highest power on.
+    """Return a sort key that orders polynomials in n as their values for large n: by the degree
+    times the sign of the leading coefficient, then by the coefficients from the highest power on.
     """
     leading = element[-1]
     degree = len(element) - 1
@@ -238,13 +251,14 @@ def _trim_zeros(element: Polynomial) -> Polynomial:
 
 
 def _convert_to_sizes(number: np.ndarray | SizeArray) -> SizeArray:
+    """Return an array of constants as polynomials of degree 0; a SizeArray itself."""
     return number if isinstance(number, SizeArray) else SizeArray((number,))
 
 
 def _assemble_array(
     elements: Sequence[Polynomial], shape: tuple[int, ...], dtype: np.dtype
 ) -> SizeArray:
-    """Return the array of these elements, which are in row-major order."""
+    """Return the array of these polynomials, which are in row-major order."""
     columns = list(zip_longest(*elements, fillvalue=0)) or [()]
     return SizeArray.of([np.array(each, dtype).reshape(shape) for each in columns])
 
@@ -254,8 +268,8 @@ def _combine_elementwise(
     right: np.ndarray | SizeArray,
     combine: Callable[[Polynomial, Polynomial, bool], Polynomial | None],
 ) -> list[SizeArray] | None:
-    """Combine two arrays element by element, with broadcasting. `combine` gets two polynomials and
-    whether they have integer type. None if it returns None for an element.
+    """Combine two arrays of polynomials element by element, with broadcasting. `combine` gets two
+    polynomials and whether their coefficients are integers. None if it returns None for an element.
     """
     first = _convert_to_sizes(left)
     second = _convert_to_sizes(right)
@@ -275,6 +289,7 @@ def _combine_elementwise(
 
 
 def _multiply_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial:
+    """Return left · right. `is_integer` is not used: `_divide_polynomials` has the same parameters."""
     total: list[int | float] = [0] * (len(left) + len(right) - 1)
     for power, first in enumerate(left):
         for other, second in enumerate(right):
@@ -283,7 +298,7 @@ def _multiply_polynomials(left: Polynomial, right: Polynomial, is_integer: bool)
 
 
 def _divide_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial | None:
-    """Return left / right, rounded down if `is_integer`; None if it is not a polynomial.
+    """Return left / right, rounded down if `is_integer`; None if the quotient is not a polynomial.
 
     A constant integer divisor d > 0 must divide every coefficient except the constant term b, since
     floor((d * p(n) + b) / d) = p(n) + floor(b / d). Division by another divisor must leave no
@@ -311,7 +326,7 @@ def _divide_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -
 
 
 def product_of_elements(sizes: SizeArray) -> SizeArray:
-    """Return the product of all elements, as an array without dimensions."""
+    """Return the product of all elements of `sizes`, as an array without dimensions."""
     total: Polynomial = (1,)
     for element in sizes.elements():
         total = _multiply_polynomials(total, element, True)
@@ -319,8 +334,8 @@ def product_of_elements(sizes: SizeArray) -> SizeArray:
 
 
 def _reduce_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[SizeArray] | None:
-    """Return the result of a ReduceProd: products of polynomials along its axes. None if the
-    operand is a constant, or if the axes depend on n.
+    """Return the result of a ReduceProd of polynomials along its axes. None if the operand is a
+    constant, or if the axes depend on n.
     """
     data = operands[0]
     named = {each.name: each for each in node.attribute}
