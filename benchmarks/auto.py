@@ -23,7 +23,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.analysis.operators import op_instances
 from autopipe.passes.auto.choose import choose
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
@@ -129,7 +129,7 @@ def stages_beside(problem: Problem, placement: Placement) -> int:
 def row_parts(problem: Problem, placement: Placement) -> int:
     """The most parts into which the rows of a table are split, where it is looked up."""
     graph = problem.graph
-    uses = uses_of(problem.graph)
+    uses = op_instances(problem.graph)
     found = [1]
     for number, node in enumerate(graph.nodes):
         if node.op == "Gather" and graph.parameter(node.inputs[0]):

@@ -20,7 +20,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Mode, Optimizer, Problem
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.analysis.operators import op_instances
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.placement.tepdist.levels import LEVELS, LevelName
@@ -191,7 +191,7 @@ def class_parts(problem: Problem, placement: Placement) -> int:
     last = max(
         number for number, node in enumerate(graph.nodes) if any(map(graph.parameter, node.inputs))
     )
-    dimensions = uses_of(graph)[last].space.results[0]
+    dimensions = op_instances(graph)[last].space.results[0]
     assert dimensions is not None, "it gives the logits"
     splits = next(stage.splits_of(last) for stage in placement.stages if last in stage.nodes)
     return prod(split.degree for split in splits if split.axis in dimensions[-1])

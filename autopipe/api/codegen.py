@@ -22,8 +22,8 @@ from autopipe.ir.program import FORWARD_FOLDER, REFERENCE_FOLDER, Program, RankC
 from autopipe.ir.rounding import Rounding
 from autopipe.ir.training import Evaluation
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.rounding import rounding_of
-from autopipe.passes.analysis.training import matrices
+from autopipe.passes.analysis.rounding import count_roundings
+from autopipe.passes.analysis.training import matrix_parameters
 from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
 from autopipe.passes.lower.traffic import held_together
@@ -140,7 +140,9 @@ def write_programs(
         predicted_memory_bytes=max(plan.summary.peak_memory_bytes),
         lr_scheduler=problem.lr_scheduler,
         training=problem.training,
-        matrices=matrices(problem.graph) if problem.optimizer.name == "muon" else frozenset(),
+        matrices=matrix_parameters(problem.graph)
+        if problem.optimizer.name == "muon"
+        else frozenset(),
     )
     write_program(files, provenance, folder, force, home)
     return program
@@ -171,7 +173,9 @@ def _max_rounding(planned: PlanResult, program: Program) -> Rounding:
     problem = planned.problem
     largest_ratio = max(stage.ratio for stage in program.stages)
     added = problem.micro_batches * largest_ratio + program.world_size
-    return rounding_of(problem.graph, problem.precision, problem.train, added, program.roundings)
+    return count_roundings(
+        problem.graph, problem.precision, problem.train, added, program.roundings
+    )
 
 
 def _one_device_program(planned: PlanResult, name: str, loss: str | None) -> ProgramFiles:

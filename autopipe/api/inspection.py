@@ -15,7 +15,7 @@ from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, Value, VarintSlice
 from autopipe.ir.problem import Mode, NodeCost
 from autopipe.passes.analysis.batch_forms import LossForm
-from autopipe.passes.analysis.loss_division import form_of
+from autopipe.passes.analysis.loss_division import form_of_loss
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.frontend.branches import Branch, branches_of
@@ -62,7 +62,7 @@ def inspect(model: Path, configuration: Configuration, events: Events | None = N
     if read.unsupported:
         return Inspection(read, (), (), None)
     work = annotate(read.graph)
-    form = form_of(read, lambda size: reader(file, batch=size, opened=True))
+    form = form_of_loss(read, lambda size: reader(file, batch=size, opened=True))
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
     return Inspection(read, work, branches, form)
 

@@ -35,7 +35,7 @@ from autopipe.ir.problem import Constraint
 from autopipe.ir.space import Space
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import BATCH_AXIS
-from autopipe.passes.analysis.operators import SampleAxes, sample_axes, uses_of
+from autopipe.passes.analysis.operators import SampleAxes, op_instances, sample_axes
 from autopipe.passes.frontend import protobuf_scan as wire
 from autopipe.passes.frontend.device_annotations import (
     Annotation,
@@ -435,7 +435,7 @@ def annotated(
         )
     stage_of = placement.stage_of()
     group_of = {node: placement.stages[stage] for node, stage in stage_of.items()}
-    spaces = [use.space for use in uses_of(graph)]
+    spaces = [use.space for use in op_instances(graph)]
     layouts = [_layouts(graph, node, space, group_of[node]) for node, space in enumerate(spaces)]
     stages: list[int | None] = [
         None if owner is None else stage_of[owner] for owner in owners_of(origins)
@@ -519,8 +519,8 @@ def _layouts(graph: Graph, node: int, space: Space, stage: Stage) -> dict[str, L
 def _blocks(
     cuts: tuple[MeshAxes, ...], devices: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]:
-    """Return (dimensions, shards) for a layout over `devices`, as the fields `cuts` and `devices` of
-    `Sharding`: pairs (sharded dimension, degree), and for each shard the devices that hold it.
+    """Return (dimensions, shards) for a layout over `devices`, as the fields `cuts` and `devices`
+    of `Sharding`: pairs (sharded dimension, degree), and for each shard the devices that hold it.
 
     `cuts` are the mesh axes that shard each dimension. The result is cached, because models with
     equal layers have few layouts.

@@ -1,5 +1,5 @@
-"""Table of alternatives to a plan by degrees of parallelism. A row contains the shortest step of one
-factorisation of the devices (pipeline * data * tensor degree), and why it is not the plan.
+"""Table of alternatives to a plan by degrees of parallelism. A row contains the shortest step of
+one factorisation of the devices (pipeline * data * tensor degree), and why it is not the plan.
 
 Strategy `grid` places each factorisation, with the number of micro-batches that gives the shortest
 step under 1F1B. A row that could be faster than the plan is also scheduled by the plan's scheduler.
@@ -18,7 +18,7 @@ from autopipe.ir.errors import CANDIDATE_ERRORS, AutopipeError, ConfigurationErr
 from autopipe.ir.plan import Breakdown, Choice
 from autopipe.ir.problem import Scores
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
+from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolved_constraints
 from autopipe.passes.auto.candidates import Candidate, is_searched
 from autopipe.passes.degrees import DEGREES, plan_degrees
 from autopipe.passes.explain import opened_request
@@ -145,8 +145,8 @@ def degree_rows(
 
 
 def _impossible(planned: PlanResult, wanted: Mapping[str, int]) -> DegreeRow:
-    """Return the row for the degrees `wanted`, which no factorisation of the devices has. Its reason
-    is the error of strategy `grid` for these degrees, if there is one.
+    """Return the row for the degrees `wanted`, which no factorisation of the devices has. Its
+    reason is the error of strategy `grid` for these degrees, if there is one.
     """
     pipeline, data, tensor = (wanted.get(name) for name in DEGREES)
     try:
@@ -219,7 +219,9 @@ class _Table:
                 request, model, search = self._search(
                     form, shard, scores, recompute or self._request.recompute
                 )
-                sizes = required_sizes(search.problem, resolved_constraints(search.problem))
+                sizes = required_micro_batch_sizes(
+                    search.problem, resolved_constraints(search.problem)
+                )
                 open_sizes = [size for size in sizes if most is None or size <= most]
                 if not open_sizes:
                     # No allowed micro-batch size is at most `most`: micro-batches cannot be halved
@@ -244,8 +246,8 @@ class _Table:
         return _Trial(replace(row, reason=reason), degrees)
 
     def _variations(self) -> Iterator[tuple[bool, Scores | None]]:
-        """Yield (True for a sharded optimizer state, variant of the losses): first the values of the
-        plan, then values that use less memory.
+        """Yield (True for a sharded optimizer state, variant of the losses): first the values of
+        the plan, then values that use less memory.
 
         The variant states whether losses save their logits for backward or recompute them; None if
         the model has no such losses.
@@ -413,8 +415,8 @@ class _Table:
         return min(found, key=lambda each: each.row.rank)
 
     def _best_in_form(self, degrees: Degrees, form: Grid, scheduler: Scheduler) -> _Trial:
-        """Return a trial of a factorisation under a schedule, placed by the strategy `form`; without
-        a step if nothing fits.
+        """Return a trial of a factorisation under a schedule, placed by the strategy `form`;
+        without a step if nothing fits.
 
         Micro-batches and recomputation are chosen for 1F1B, but the schedule can need more
         micro-batches or more memory. If it fails, smaller micro-batches are tried, and then

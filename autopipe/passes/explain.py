@@ -23,7 +23,7 @@ from autopipe.ir.timeline import Prediction, Span, Timeline, Transfer
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import checked_splits
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import SampleAxes, exchanged_element_bytes, sample_axes
+from autopipe.passes.analysis.operators import SampleAxes, collective_element_bytes, sample_axes
 from autopipe.passes.cost.communication import relayout_seconds
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stage_work import StageWork, exchanges_of, stage_work
@@ -288,8 +288,8 @@ class Edge:
     reads: bool
     """True if the node of the report reads the value, False if it writes the value."""
     node: str
-    """Name of the node at the other end; "" if there is none, as for inputs and outputs of the model
-    and for parameters.
+    """Name of the node at the other end; "" if there is none, as for inputs and outputs of the
+    model and for parameters.
     """
     stage: int | None
     """Stage of the node at the other end; None if there is none."""
@@ -373,7 +373,7 @@ def _edge(
     steps = (
         [step.step for step in exchanges_of(work) if step.value == value] if len(group) > 1 else []
     )
-    width = exchanged_element_bytes(
+    width = collective_element_bytes(
         graph, work.problem.precision, value, is_received=value in work.received
     )
     directions = 2 if value in differentiable_values(graph) and work.problem.train else 1
@@ -558,8 +558,8 @@ def _neighbours(placement: Placement, index: int) -> Iterator[int]:
 
 
 def _along(graph: Graph, nodes: tuple[int, ...], node: int, readers: bool) -> tuple[int, ...]:
-    """Return, in ascending order, the node `node` and, if `readers`, all of the stage's `nodes` that
-    depend on it; otherwise all of these nodes on which it depends. Only dependences inside the
+    """Return, in ascending order, the node `node` and, if `readers`, all of the stage's `nodes`
+    that depend on it; otherwise all of these nodes on which it depends. Only dependences inside the
     stage count.
     """
     found = {node}

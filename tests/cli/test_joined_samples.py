@@ -9,7 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from autopipe.passes.analysis.joined_samples import joining_node
+from autopipe.passes.analysis.joined_samples import first_joining_node
 from autopipe.passes.frontend import read_model
 from tests.cli.command_line import CommandLine
 from tests.passes.frontend.building import FLOAT, INT64, floats, integers, model, node, saved
@@ -169,12 +169,14 @@ def _path(folder: Path, nodes: list[onnx.NodeProto], held: dict[str, np.ndarray]
 
 @pytest.mark.parametrize("name", JOINING)
 def test_a_node_that_joins_samples_is_found(tmp_path: Path, name: str) -> None:
-    assert joining_node(read_model(_path(tmp_path, *JOINING[name]), batch=3).graph) is not None
+    assert (
+        first_joining_node(read_model(_path(tmp_path, *JOINING[name]), batch=3).graph) is not None
+    )
 
 
 @pytest.mark.parametrize("name", APART)
 def test_samples_that_are_kept_apart_or_averaged(tmp_path: Path, name: str) -> None:
-    assert joining_node(read_model(_path(tmp_path, *APART[name]), batch=3).graph) is None
+    assert first_joining_node(read_model(_path(tmp_path, *APART[name]), batch=3).graph) is None
 
 
 @pytest.mark.parametrize(

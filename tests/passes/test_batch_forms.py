@@ -12,7 +12,7 @@ import pytest
 from autopipe.configs.cluster import build_cluster, cluster_preset
 from autopipe.ir.errors import ModelError
 from autopipe.passes.analysis.batch_forms import LossKind
-from autopipe.passes.analysis.loss_division import form_of
+from autopipe.passes.analysis.loss_division import form_of_loss
 from autopipe.passes.frontend import read_model
 from autopipe.passes.pipeline import Request, make_plan
 from autopipe.passes.placement.data_parallel import DataParallel
@@ -39,7 +39,7 @@ def measured_kind(path: Path) -> LossKind:
 def test_the_analysis_says_what_the_numbers_say(case: LossCase, tmp_path: Path) -> None:
     path = exported(case, tmp_path)
     model = read_model(path)
-    form = form_of(model, lambda samples: read_model(path, batch=samples))
+    form = form_of_loss(model, lambda samples: read_model(path, batch=samples))
     assert form is not None
     # Losses of the parts do not make a ratio, totals do.
     measured = LossKind.MIXED if case.kind is LossKind.RATIO else case.kind
@@ -63,7 +63,9 @@ SINGLE = (
 def test_a_file_that_fixes_the_batch_to_one_sample_is_analysed(name: str, tmp_path: Path) -> None:
     case = next(each for each in LOSSES if each.name == name)
     path = exported(case, tmp_path, 1)
-    form = form_of(read_model(path), lambda samples: read_model(path, batch=samples, opened=True))
+    form = form_of_loss(
+        read_model(path), lambda samples: read_model(path, batch=samples, opened=True)
+    )
     assert form is not None
     assert (form.kind, form.samples, form.divisor) == (case.kind, 1, None)
 
@@ -71,7 +73,9 @@ def test_a_file_that_fixes_the_batch_to_one_sample_is_analysed(name: str, tmp_pa
 def test_a_division_by_a_batch_of_one_sample_is_a_divisor(tmp_path: Path) -> None:
     case = next(each for each in LOSSES if each.name == "sum by batch size")
     path = exported(case, tmp_path, 1)
-    form = form_of(read_model(path), lambda samples: read_model(path, batch=samples, opened=True))
+    form = form_of_loss(
+        read_model(path), lambda samples: read_model(path, batch=samples, opened=True)
+    )
     assert form is not None
     assert (form.kind, form.samples, form.divisor) == (LossKind.SUM, 1, 1)
 
@@ -87,7 +91,9 @@ def test_a_model_that_is_read_on_one_sample_only_is_not_known_to_be_divisible(
     ]
     held = {"w": floats(6), "shape": integers(1, 3, 2)}
     path = saved(model(nodes, {"x": ["samples", 6]}, "loss", held), tmp_path)
-    form = form_of(read_model(path), lambda samples: read_model(path, batch=samples, opened=True))
+    form = form_of_loss(
+        read_model(path), lambda samples: read_model(path, batch=samples, opened=True)
+    )
     assert form is not None
     assert (form.kind, form.samples) == (LossKind.UNKNOWN, None)
     assert "cannot be read on 2 and 4 samples" in form.reason
@@ -110,7 +116,7 @@ def test_more_of_the_largest_than_samples_are_refused_with_a_number_of_samples(
     ) as error:
         read_model(path)
     assert "--dim samples=16" in error.value.hint
-    form = form_of(
+    form = form_of_loss(
         read_model(path, dims={"samples": 16}), lambda samples: read_model(path, batch=samples)
     )
     assert form is not None
@@ -125,7 +131,7 @@ def test_a_loss_that_is_a_number_on_one_sample_only_is_refused(tmp_path: Path) -
         tmp_path,
     )
     read = read_model(path, loss="loss")
-    form = form_of(read, lambda samples: read_model(path, batch=samples, opened=True))
+    form = form_of_loss(read, lambda samples: read_model(path, batch=samples, opened=True))
     assert form is not None
     assert (form.kind, form.reason) == (
         LossKind.MIXED,

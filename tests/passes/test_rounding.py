@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopipe.ir.rounding import UNIT_ROUNDOFF, Rounding
-from autopipe.passes.analysis.rounding import rounding_of
+from autopipe.passes.analysis.rounding import count_roundings
 from autopipe.passes.frontend import read_model
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import perceptron
@@ -23,8 +23,8 @@ def test_terms_of_products_add_up_forwards_and_back() -> None:
     """Forwards 16 and 32 terms, and a rounding each activation. Back each activation again, 4 terms
     through the second product, and the first matrix's gradient adds up over 8 samples.
     """
-    assert rounding_of(GRAPH, "fp32", False, 0, 0) == Rounding("float32", 16 + 1 + 32 + 1)
-    assert rounding_of(GRAPH, "fp32", True, 6, 0) == Rounding(
+    assert count_roundings(GRAPH, "fp32", False, 0, 0) == Rounding("float32", 16 + 1 + 32 + 1)
+    assert count_roundings(GRAPH, "fp32", True, 6, 0) == Rounding(
         "float32", (16 + 1 + 32 + 1) + (8 + 1 + 4 + 1) + 6
     )
 
@@ -39,9 +39,9 @@ def test_narrow_types_are_rounded_to_as_well(
     """Each of four results, and each gradient, is rounded, and messages over three boundaries each
     way.
     """
-    found = rounding_of(GRAPH, precision, True, 0, 3)
+    found = count_roundings(GRAPH, precision, True, 0, 3)
     assert (found.dtype, found.narrowed, found.messages) == (dtype, narrowed, messages)
-    assert found.bound > 10 * rounding_of(GRAPH, "fp32", True, 0, 3).bound
+    assert found.bound > 10 * count_roundings(GRAPH, "fp32", True, 0, 3).bound
 
 
 def test_the_bound_is_the_square_root_of_the_roundings() -> None:
@@ -57,7 +57,7 @@ def test_the_bound_is_the_square_root_of_the_roundings() -> None:
 
 def test_depth_and_width_of_a_model_count() -> None:
     deep, shallow = (
-        rounding_of(small_graph(name)[0], "fp32", True, 0, 0) for name in ("unet", "alexnet")
+        count_roundings(small_graph(name)[0], "fp32", True, 0, 0) for name in ("unet", "alexnet")
     )
     assert deep.bound > shallow.bound > UNIT_ROUNDOFF["float32"]
 
@@ -69,12 +69,12 @@ def test_places_between_pixels_are_rounded_by_their_size(tmp_path: Path) -> None
         held = {"sizes": integers(1, 1, size, 24)}
         resize = node("Resize", "x _ _ sizes", "y", mode="linear")
         graph = read_model(saved(model([resize], {"x": [1, 1, 24, 24]}, "y", held), tmp_path)).graph
-        found.append(rounding_of(graph, "fp32", False, 0, 0).accumulated)
+        found.append(count_roundings(graph, "fp32", False, 0, 0).accumulated)
     assert found == [1, 1 + 2 * 24**2]
 
 
 def test_programs_at_tf32_are_compared_in_ieee_precision() -> None:
-    assert rounding_of(GRAPH, "tf32", True, 0, 3) == rounding_of(GRAPH, "fp32", True, 0, 3)
+    assert count_roundings(GRAPH, "tf32", True, 0, 3) == count_roundings(GRAPH, "fp32", True, 0, 3)
 
 
 @pytest.mark.parametrize("terms", [100, 1000, 10000])

@@ -62,9 +62,9 @@ class LossKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """The kind of a loss, as `loss_form` and `form_of` determine it. For a MIXED loss, `reason` is
-    why the losses of the parts do not determine the loss of the batch. For an UNKNOWN loss,
-    `reason` is why the kind could not be determined. For other losses, `reason` is "".
+    """The kind of a loss, as `loss_form` and `form_of_loss` determine it. For a MIXED loss,
+    `reason` is why the losses of the parts do not determine the loss of the batch. For an UNKNOWN
+    loss, `reason` is why the kind could not be determined. For other losses, `reason` is "".
     """
 
     kind: LossKind
@@ -84,7 +84,7 @@ class LossForm:
         if self.kind is LossKind.MIXED:
             return f"not divisible into micro-batches: {self.reason}"
         if self.kind is LossKind.RATIO:
-            return f"{self.weighed}: micro-batches add up what it is computed from"
+            return f"{self.ratio_text}: micro-batches add up what it is computed from"
         if self.kind is LossKind.UNKNOWN:
             return f"not known to be divisible into micro-batches: {self.reason}"
         if self.divisor is not None:
@@ -94,7 +94,7 @@ class LossForm:
         return "a sum over samples: the losses of micro-batches are added up"
 
     @property
-    def weighed(self) -> str:
+    def ratio_text(self) -> str:
         """The form of a loss of kind RATIO as a noun phrase for messages, such as "the square root
         of a sum over samples".
         """
@@ -105,9 +105,9 @@ class LossForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixing:
+class SampleMixing:
     """Reason why an output of a model may depend on how a batch is divided, as found by
-    `mixed_output`.
+    `sample_mixing`.
     """
 
     reason: str = ""
@@ -118,7 +118,7 @@ class Mixing:
     """Name of the node or value that `reason` is about; "" if there is no reason."""
 
 
-class _Base(enum.Enum):
+class _BaseForm(enum.Enum):
     FIXED = "fixed"
     UNIFORM = "uniform"
     EACH = "each"
@@ -145,10 +145,10 @@ class _Form:
     divisor: as in `LossForm`.
     """
 
-    base: _Base
+    base: _BaseForm
     degree: int = 0
     divisor: int | None = None
-    mixing: Mixing = Mixing()
+    mixing: SampleMixing = SampleMixing()
     """Reason for a MIXED form; empty for other forms."""
     operator: str = ""
     """For a MIXED form: the operator of the node that mixes samples, or "" if the form is due to a
@@ -165,29 +165,29 @@ class _Form:
 
     @property
     def has_samples(self) -> bool:
-        return self.base in (_Base.UNIFORM, _Base.EACH)
+        return self.base in (_BaseForm.UNIFORM, _BaseForm.EACH)
 
     @property
     def text(self) -> str:
         """The form as a noun phrase for messages, such as "a sum over samples"."""
-        if self.base is _Base.TOTAL:
+        if self.base is _BaseForm.TOTAL:
             divided = "" if self.divisor is None else f" divided by {self.divisor}"
             return "a mean over samples" if self.degree == -1 else f"a sum over samples{divided}"
-        if self.base is _Base.FIXED and self.degree:
+        if self.base is _BaseForm.FIXED and self.degree:
             return "the number of samples"
         return _TEXTS.get(self.base, "a value of each sample")
 
 
 _TEXTS = {
-    _Base.FIXED: "a value that depends on no sample",
-    _Base.BOUNDED: "a sum over samples",
-    _Base.RATIO: "a mean weighed by values of the batch",
-    _Base.ROOT: "the square root of a total",
+    _BaseForm.FIXED: "a value that depends on no sample",
+    _BaseForm.BOUNDED: "a sum over samples",
+    _BaseForm.RATIO: "a mean weighed by values of the batch",
+    _BaseForm.ROOT: "the square root of a total",
 }
 
 
-_FIXED = _Form(_Base.FIXED)
-_EACH = _Form(_Base.EACH)
+_FIXED = _Form(_BaseForm.FIXED)
+_EACH = _Form(_BaseForm.EACH)
 
 _ADDING = operators_with(lambda row: row.linear == "together")
 """Operators whose result is linear in all of their floating-point operands together, such as Add.
@@ -198,7 +198,7 @@ _MULTIPLYING = operators_with(lambda row: row.linear == "each")
 _SAME = operators_with(lambda row: row.same_elements) | {"Cast"}
 """Operators that only change the type or shape of an operand."""
 _REDUCING = frozenset({"Mean", "ReduceMean", "ReduceSum", "Sum"})
-_DIVIDED = (_Base.BOUNDED, _Base.RATIO, _Base.ROOT)
+_DIVIDED = (_BaseForm.BOUNDED, _BaseForm.RATIO, _BaseForm.ROOT)
 _DECIDED = frozenset({"DynamicQuantizeLinear", "GatherND", "MaxUnpool", "ScatterND"})
 """Inference operators for which a MIXED form does not prove that results depend on the division of
 a batch. They gather or scatter samples, or depend on other samples only through rounding.
@@ -216,15 +216,15 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
     samples; None if the model cannot be read for another number. `fixed` is the batch size that the
     model file fixes; None if the file leaves it open.
     """
-    forms = _Forms(graph, other, fixed)
-    found = forms.of(loss)
-    if found.base in (_Base.MIXED, _Base.BOUNDED):
+    forms = _FormAnalysis(graph, other, fixed)
+    found = forms.form_of_value(loss)
+    if found.base in (_BaseForm.MIXED, _BaseForm.BOUNDED):
         reason = found.reason or f"it is {found.text} and a constant"
         return LossForm(LossKind.MIXED, reason, fixed)
-    if found.base in (_Base.RATIO, _Base.ROOT) and found.degree in (0, -1):
-        ratio = Ratio(found.divided_by, found.base is _Base.ROOT, found.degree, forms.ratios)
+    if found.base in (_BaseForm.RATIO, _BaseForm.ROOT) and found.degree in (0, -1):
+        ratio = Ratio(found.divided_by, found.base is _BaseForm.ROOT, found.degree, forms.ratios)
         return LossForm(LossKind.RATIO, samples=fixed, ratio=ratio)
-    power = found.degree + (found.base is _Base.TOTAL)
+    power = found.degree + (found.base is _BaseForm.TOTAL)
     if found.has_samples or found.base in _DIVIDED or power not in (0, 1):
         return LossForm(
             LossKind.MIXED, f"it grows with the power {power} of the number of samples", fixed
@@ -236,17 +236,17 @@ def loss_form(graph: Graph, loss: str, other: Graph | None, fixed: int | None) -
     return LossForm(LossKind.SUM, samples=fixed, divisor=found.divisor)
 
 
-def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
+def sample_mixing(graph: Graph, other: Graph | None) -> SampleMixing:
     """Return the reason why some output of `graph` may depend on how a batch is divided, or an
-    empty `Mixing` if no reason is found.
+    empty `SampleMixing` if no reason is found.
 
     `graph` has at least 2 samples. `other` is the graph of the same model for another number of
     samples, or None. Sums and means over samples and operators in `_DECIDED` are accepted here,
     because `joined_samples` checks them.
     """
-    forms = _Forms(graph, other, None)
+    forms = _FormAnalysis(graph, other, None)
     for name in graph.outputs:
-        counts_samples = Mixing(
+        counts_samples = SampleMixing(
             f"output {name!r} depends on the number of samples in a batch", name
         )
         constant = graph.constant(name)
@@ -255,19 +255,19 @@ def mixed_output(graph: Graph, other: Graph | None) -> Mixing:
             if another is not None and not np.array_equal(constant.array, another.array):
                 return counts_samples
             continue
-        form = forms.of(name)
-        if form.degree and form.base is not _Base.TOTAL:
+        form = forms.form_of_value(name)
+        if form.degree and form.base is not _BaseForm.TOTAL:
             return counts_samples
-        # The indices that MaxPool returns number the elements of the full batch, so such a node
-        # cannot split the sample axis. `joined_samples` checks it. A MaxPool whose windows cover
-        # several samples has another reason.
+        # The indices that MaxPool returns number the elements of the full batch, so the node cannot
+        # split the sample axis. `joined_samples` checks it. If windows cover several samples, the
+        # reason differs.
         is_index = form.operator == "MaxPool" and form.reason.endswith(_TOGETHER)
-        if form.base is _Base.MIXED and form.operator not in _DECIDED and not is_index:
+        if form.base is _BaseForm.MIXED and form.operator not in _DECIDED and not is_index:
             return form.mixing
-    return Mixing()
+    return SampleMixing()
 
 
-class _Forms:
+class _FormAnalysis:
     """Computes the forms of values of one graph, in the order of the nodes, and stores them by
     name.
     """
@@ -283,14 +283,16 @@ class _Forms:
     @property
     def ratios(self) -> tuple[str, ...]:
         """Names of the values that are a RATIO or a ROOT, in the order of the nodes that write
-        them. The property covers the values for which `of` was called, and the values on which they
-        depend.
+        them. The property covers the values for which `form_of_value` was called, and the values on
+        which they depend.
         """
         return tuple(
-            name for name, form in self._forms.items() if form.base in (_Base.RATIO, _Base.ROOT)
+            name
+            for name, form in self._forms.items()
+            if form.base in (_BaseForm.RATIO, _BaseForm.ROOT)
         )
 
-    def of(self, wanted: str) -> _Form:
+    def form_of_value(self, wanted: str) -> _Form:
         """Return the form of the value `wanted`. Computes the forms of the values on which it
         depends first.
         """
@@ -298,15 +300,15 @@ class _Forms:
         for value in graph.inputs:
             self._forms[value.name] = _EACH if value.name in self._axes.values else _FIXED
         for parameter in graph.parameters:
-            self._forms[parameter.value.name] = self._of_parameter(parameter.value.name)
-        needed = self._needed(wanted)
+            self._forms[parameter.value.name] = self._form_of_parameter(parameter.value.name)
+        needed = self._ancestors(wanted)
         for index, node in enumerate(graph.nodes):
             # This method is called for each output, and outputs can depend on common nodes.
             if index in needed and self._forms.keys().isdisjoint(filter(None, node.outputs)):
-                self._add(index, node)
+                self._store_forms_of_results(index, node)
         return self._forms[wanted]
 
-    def _needed(self, wanted: str) -> set[int]:
+    def _ancestors(self, wanted: str) -> set[int]:
         """Return the indices of the nodes on which the value `wanted` depends."""
         found: set[int] = set()
         waiting = [wanted]
@@ -317,15 +319,16 @@ class _Forms:
                 waiting += filter(None, self._graph.nodes[index].inputs)
         return found
 
-    def _of_parameter(self, name: str) -> _Form:
+    def _form_of_parameter(self, name: str) -> _Form:
         """Return FIXED, or MIXED if the parameter has an entry for each sample of a batch."""
         if name not in self._axes.values:
             return _FIXED
         return _Form(
-            _Base.MIXED, mixing=Mixing(f"{name!r} has an entry for each sample of a batch", name)
+            _BaseForm.MIXED,
+            mixing=SampleMixing(f"{name!r} has an entry for each sample of a batch", name),
         )
 
-    def _of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
+    def _form_of_constant(self, constant: Constant, node: Node, place: int) -> _Form:
         """Return the form of a constant that is operand `place` of a node: FIXED or UNIFORM with
         its degree, or MIXED.
 
@@ -334,18 +337,20 @@ class _Forms:
         """
         name = constant.value.name
         reason = f"constant {name!r} depends on the number of samples or on their order"
-        mixed = _Form(_Base.MIXED, mixing=Mixing(reason, name))
-        array = _of_one_sample(constant, self._axes)
+        mixed = _Form(_BaseForm.MIXED, mixing=SampleMixing(reason, name))
+        array = _entry_of_one_sample(constant, self._axes)
         if array is None:
             return mixed
         degree: int | None = 0
         if self._other is not None:
-            degree = self._degree(self._other, node, place, array)
+            degree = self._degree_of_constant(self._other, node, place, array)
         if degree is None:
             return mixed
-        return _Form(_Base.UNIFORM if self._axes.values.get(name) else _Base.FIXED, degree)
+        return _Form(_BaseForm.UNIFORM if self._axes.values.get(name) else _BaseForm.FIXED, degree)
 
-    def _degree(self, graph: Graph, node: Node, place: int, array: np.ndarray) -> int | None:
+    def _degree_of_constant(
+        self, graph: Graph, node: Node, place: int, array: np.ndarray
+    ) -> int | None:
         """Return d if the constant that is operand `place` of a node grows as n^d for n samples,
         where d is -1, 0 or 1; None if the constant depends on n in another way.
 
@@ -359,11 +364,11 @@ class _Forms:
         )
         found = graph.constant(name)
         if found is None:
-            # The node has no counterpart with a constant there. The constant is taken for
+            # The other graph lacks this node or its constant. The constant is assumed to be
             # independent of n.
             return 0
         axes = batch_axes_of(graph)
-        other = _of_one_sample(found, axes)
+        other = _entry_of_one_sample(found, axes)
         if other is None or other.shape != array.shape:
             return None
         if np.array_equal(other, array, equal_nan=array.dtype.kind in "fc"):
@@ -381,64 +386,66 @@ class _Forms:
                 return degree
         return None
 
-    def _add(self, index: int, node: Node) -> None:
+    def _store_forms_of_results(self, index: int, node: Node) -> None:
         """Compute and store the forms of the results of the node at `index`."""
-        form = self._of_node(index, node)
+        form = self._form_of_node(index, node)
         for place, name in enumerate(node.outputs):
             if not name:
                 continue
             if node.op == "BatchNormalization" and place > 0:
-                self._forms[name] = _FIXED  # Running statistics, on which no loss depends.
+                self._forms[name] = _FIXED  # Running statistics, which do not affect a loss.
             else:
-                self._forms[name] = self._placed(node, name, form)
+                self._forms[name] = self._form_of_result(node, name, form)
 
-    def _placed(self, node: Node, name: str, form: _Form) -> _Form:
+    def _form_of_result(self, node: Node, name: str, form: _Form) -> _Form:
         """Return the form of the result `name` of a node.
 
         `form` is the form that the node gives to its results. It is corrected for a result whose
         batch dimensions do not fit to it: for example, a FIXED form becomes UNIFORM if the node
         repeats the value for each sample. A result without a possible correction is MIXED.
         """
-        if form.base is _Base.MIXED:
+        if form.base is _BaseForm.MIXED:
             return form
         places = self._axes.values.get(name, ())
         if len(places) > 1:
-            return _mixed(node, "relates the samples of a batch to one another")
+            return _mixed_form(node, "relates the samples of a batch to one another")
         if bool(places) == form.has_samples:
             return form
         if not places:
-            return _mixed(node, "does not keep samples apart")
-        if form.base is _Base.FIXED and node.op in _REPEATING:
-            return replace(form, base=_Base.UNIFORM)
+            return _mixed_form(node, "does not keep samples apart")
+        if form.base is _BaseForm.FIXED and node.op in _REPEATING:
+            return replace(form, base=_BaseForm.UNIFORM)
         row = operator_of(node)
-        if form.base is _Base.FIXED and row is not None and row.random:
+        if form.base is _BaseForm.FIXED and row is not None and row.random:
             return _EACH
-        return _mixed(node, f"makes entries of samples of {form.text}")
+        return _mixed_form(node, f"makes entries of samples of {form.text}")
 
-    def _of_node(self, index: int, node: Node) -> _Form:
+    def _form_of_node(self, index: int, node: Node) -> _Form:
         """Return the form that a node gives to its results, from the forms of its operands."""
         row = operator_of(node)
         read = [(place, name) for place, name in enumerate(node.inputs) if name]
         if row is not None:
             read = [(place, name) for place, name in read if place not in row.static]
-        operands = [self._operand(node, place, name) for place, name in read]
+        operands = [self._form_of_operand(node, place, name) for place, name in read]
         for each in operands:
-            if each.base is _Base.MIXED:
+            if each.base is _BaseForm.MIXED:
                 return each
         if all(each == _FIXED for each in operands) and not any(
             name in self._axes.values for _, name in read
         ):
             return _FIXED
         if row is None:
-            return _mixed(node, "has no row")
-        return self._of_samples(index, node, row, [name for _, name in read], operands)
+            return _mixed_form(node, "has no row")
+        return self._form_of_sample_node(index, node, row, [name for _, name in read], operands)
 
-    def _operand(self, node: Node, place: int, name: str) -> _Form:
+    def _form_of_operand(self, node: Node, place: int, name: str) -> _Form:
         """Return the form of `name`, a value or a constant, as operand `place` of a node."""
         constant = self._graph.constant(name)
-        return self._forms[name] if constant is None else self._of_constant(constant, node, place)
+        return (
+            self._forms[name] if constant is None else self._form_of_constant(constant, node, place)
+        )
 
-    def _of_samples(
+    def _form_of_sample_node(
         self, index: int, node: Node, row: Operator, names: list[str], operands: list[_Form]
     ) -> _Form:
         """Return the form that a node gives to its results if an operand contains samples or was
@@ -451,76 +458,78 @@ class _Forms:
         samples = self._axes.nodes[index]
         has_samples = any(each.has_samples for each in operands)
         if any(each.base in _DIVIDED for each in operands):
-            return self._of_divided(node, names, operands)
+            return self._form_after_division(node, names, operands)
         if is_label_loss(node) and loss_reduction(signature) == "mean":
-            combined = _nonlinear(node, operands)
-            if combined.base is _Base.MIXED:
+            combined = _form_of_nonlinear(node, operands)
+            if combined.base is _BaseForm.MIXED:
                 return combined
-            if not signature.present(2) or not self._weighs_by_class(node):
-                return _Form(_Base.TOTAL, -1)
+            if not signature.present(2) or not self._has_unequal_class_weights(node):
+                return _Form(_BaseForm.TOTAL, -1)
             if node.inputs[2] in self._trained or node.op == "LinearCrossEntropy":
-                return _mixed(node, "divides by the weights of the labels of a batch")
-            return _Form(_Base.RATIO, divided_by=Divisor(node.name))
+                return _mixed_form(node, "divides by the weights of the labels of a batch")
+            return _Form(_BaseForm.RATIO, divided_by=Divisor(node.name))
         if uses_batch_statistics(signature):
-            return _nonlinear(node, operands)
+            return _form_of_nonlinear(node, operands)
         if has_samples and (
             not samples
             or self._axes.value_without_batch_axis(
                 self._graph, spaces_of(self._graph)(index), index
             )
         ):
-            return _mixed(node, "does not keep samples apart")
+            return _mixed_form(node, "does not keep samples apart")
         if len({each.axis for each in samples}) > 1 or len(samples) > 1:
-            return _mixed(node, "relates the samples of a batch to one another")
-        combined = self._combined(node, names, operands)
+            return _mixed_form(node, "relates the samples of a batch to one another")
+        combined = self._form_before_reduction(node, names, operands)
         kind = samples[0].kind if samples and has_samples else AxisKind.PARALLEL
-        if combined.base is _Base.MIXED or kind is AxisKind.PARALLEL:
+        if combined.base is _BaseForm.MIXED or kind is AxisKind.PARALLEL:
             return combined
         if kind not in (AxisKind.SUM, AxisKind.MEAN) or not combined.has_samples:
-            return _mixed(node, _TOGETHER)
-        degree = combined.degree + (combined.base is _Base.UNIFORM) - (kind is AxisKind.MEAN)
+            return _mixed_form(node, _TOGETHER)
+        degree = combined.degree + (combined.base is _BaseForm.UNIFORM) - (kind is AxisKind.MEAN)
         divisor = None if kind is AxisKind.MEAN else combined.divisor
         return _Form(
-            _Base.FIXED if combined.base is _Base.UNIFORM else _Base.TOTAL, degree, divisor
+            _BaseForm.FIXED if combined.base is _BaseForm.UNIFORM else _BaseForm.TOTAL,
+            degree,
+            divisor,
         )
 
-    def _weighs_by_class(self, node: Node) -> bool:
+    def _has_unequal_class_weights(self, node: Node) -> bool:
         """True unless the class weights of a label loss (operand 2) are a constant with equal
         entries.
         """
         weights = self._graph.constant(node.inputs[2])
         return weights is None or bool(np.any(weights.array != weights.array.reshape(-1)[:1]))
 
-    def _combined(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
+    def _form_before_reduction(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
         """Return the form that a node's elementwise computation gives, before the node reduces over
         samples.
         """
         if node.op == "StopGradient":
             return operands[0]
         if node.domain:
-            return _nonlinear(node, operands)
+            return _form_of_nonlinear(node, operands)
         if node.op == "Gemm":
-            product = _product(node, operands[:2])
-            return product if len(operands) < 3 else _sum(node, [product, *operands[2:]])
+            product = _form_of_product(node, operands[:2])
+            return product if len(operands) < 3 else _form_of_sum(node, [product, *operands[2:]])
         if node.op == "Div":
-            return self._quotient(node, names, operands)
+            return self._form_of_quotient(node, names, operands)
         if (
             self._is_square_root(node)
-            and operands[0].base is _Base.TOTAL
-            and self._is_number(node.outputs[0])
+            and operands[0].base is _BaseForm.TOTAL
+            and self._has_one_element(node.outputs[0])
         ):
-            return _Form(_Base.ROOT, operands[0].degree)
-        if (bounded := self._bounded(node, names, operands)) is not None:
+            return _Form(_BaseForm.ROOT, operands[0].degree)
+        if (bounded := self._form_of_bounded_total(node, names, operands)) is not None:
             return bounded
         if node.op in _MULTIPLYING:
-            return _product(node, operands)
+            return _form_of_product(node, operands)
         if node.op in _ADDING and self._graph.type_of(node.outputs[0]).dtype.is_floating:
             pairs = zip(names, operands, strict=True)
-            added = [form for name, form in pairs if not self._adds_nothing(node, name)]
-            return _sum(node, added or operands)
-        return _nonlinear(node, operands)
+            added = [form for name, form in pairs if not self._is_neutral_operand(node, name)]
+            return _form_of_sum(node, added or operands)
+        return _form_of_nonlinear(node, operands)
 
-    def _adds_nothing(self, node: Node, name: str) -> bool:
+    def _is_neutral_operand(self, node: Node, name: str) -> bool:
         """True for an operand that cannot change the form of a sum: a constant zero that is added,
         or an operand that only selects, such as an index or a condition.
         """
@@ -530,84 +539,90 @@ class _Forms:
         form = _FIXED if constant is not None else self._forms[name]
         return form == _FIXED and not self._graph.type_of(name).dtype.is_floating
 
-    def _quotient(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
+    def _form_of_quotient(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
         """Return the form of the result of a Div."""
         top, bottom = operands
-        if bottom.base is _Base.TOTAL:
-            return self._divided(node, top, bottom.degree, self._divisor(names[1], bottom))
-        found = _product(node, [top, replace(bottom, degree=-bottom.degree, divisor=None)])
+        if bottom.base is _BaseForm.TOTAL:
+            return self._form_of_ratio(node, top, bottom.degree, self._as_divisor(names[1], bottom))
+        found = _form_of_product(node, [top, replace(bottom, degree=-bottom.degree, divisor=None)])
         is_sum = (
-            found.base in (_Base.TOTAL, _Base.EACH) and found.degree == 0 and found.divisor is None
+            found.base in (_BaseForm.TOTAL, _BaseForm.EACH)
+            and found.degree == 0
+            and found.divisor is None
         )
-        divisor = self._integer(names[1])
+        divisor = self._positive_integer(names[1])
         if not is_sum or divisor is None or self._fixed is None or divisor % self._fixed:
             return found
         # Every integer is a multiple of 1. If the file fixes the batch to one sample, a divisor
-        # above 1 therefore is no evidence of a division by the batch size.
+        # above 1 does not prove a division by the batch size.
         return found if self._fixed == 1 and divisor > 1 else replace(found, divisor=divisor)
 
-    def _divided(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
+    def _form_of_ratio(self, node: Node, top: _Form, degree: int, divisor: Divisor | None) -> _Form:
         """Return the form of `top` divided by a TOTAL or a BOUNDED: a RATIO, or MIXED if this is
         not possible.
 
-        `degree` is the degree of the divisor. `divisor` is None if `_divisor` rejected it. A RATIO
-        requires that `top` is a TOTAL of the same degree, without a constant divisor, and has the
-        shape of the result.
+        `degree` is the degree of the divisor. `divisor` is None if `_as_divisor` rejected it. A
+        RATIO requires that `top` is a TOTAL of the same degree, without a constant divisor, and has
+        the shape of the result.
         """
-        is_total = top.base is _Base.TOTAL and top.degree == degree and top.divisor is None
+        is_total = top.base is _BaseForm.TOTAL and top.degree == degree and top.divisor is None
         shapes = {self._graph.type_of(name).shape for name in (node.inputs[0], node.outputs[0])}
         if divisor is None or not is_total or len(shapes) > 1:
-            return _mixed(
+            return _mixed_form(
                 node,
                 "divides by a sum over samples"
                 if degree == 0
                 else "divides by a mean over samples",
             )
-        return _Form(_Base.RATIO, degree, divided_by=divisor)
+        return _Form(_BaseForm.RATIO, degree, divided_by=divisor)
 
-    def _divisor(self, name: str, form: _Form) -> Divisor | None:
+    def _as_divisor(self, name: str, form: _Form) -> Divisor | None:
         """Return the TOTAL `name` as a divisor. None if it has several elements, depends on a
         trained parameter, or is itself divided by a constant batch size.
         """
-        if form.divisor is not None or name in self._trained or not self._is_number(name):
+        if form.divisor is not None or name in self._trained or not self._has_one_element(name):
             return None
         return Divisor(name, form.degree)
 
-    def _is_number(self, name: str) -> bool:
+    def _has_one_element(self, name: str) -> bool:
         """True if the value has exactly one element."""
         return self._graph.type_of(name).elements == 1
 
-    def _bounded(self, node: Node, names: list[str], operands: list[_Form]) -> _Form | None:
+    def _form_of_bounded_total(
+        self, node: Node, names: list[str], operands: list[_Form]
+    ) -> _Form | None:
         """Return the BOUNDED form of a TOTAL plus a constant, or of the maximum of a TOTAL and a
         constant.
 
-        None for other nodes, for a mean over samples plus a constant, and if `_divisor` rejects the
-        TOTAL.
+        None for other nodes, for a mean over samples plus a constant, and if `_as_divisor` rejects
+        the TOTAL.
         """
         totals = [
-            name for name, form in zip(names, operands, strict=True) if form.base is _Base.TOTAL
+            name for name, form in zip(names, operands, strict=True) if form.base is _BaseForm.TOTAL
         ]
         if (
             node.op not in ("Add", "Max", "Clip")
             or len(totals) != 1
-            or not self._is_number(node.outputs[0])
+            or not self._has_one_element(node.outputs[0])
         ):
             return None
-        divisor = self._divisor(totals[0], self._forms[totals[0]])
+        divisor = self._as_divisor(totals[0], self._forms[totals[0]])
         others = [name for name in node.inputs if name and name != totals[0]]
         constant = self._graph.constant(others[0]) if len(others) == 1 else None
         if divisor is None or constant is None or constant.array.size != 1:
             return None
         place = node.inputs.index(others[0])
-        if (node.op == "Clip" and place != 1) or self._of_constant(constant, node, place) != _FIXED:
+        if (node.op == "Clip" and place != 1) or self._form_of_constant(
+            constant, node, place
+        ) != _FIXED:
             return None
         number = float(constant.array.reshape(()))
         if node.op != "Add":
-            return _Form(_Base.BOUNDED, divided_by=replace(divisor, minimum=number))
-        # A constant plus a mean over samples is a mean over samples again (see `_sum`), not a
-        # BOUNDED.
+            return _Form(_BaseForm.BOUNDED, divided_by=replace(divisor, minimum=number))
+        # A constant plus a mean over samples is a mean over samples again, not a BOUNDED (see
+        # `_form_of_sum`).
         return (
-            _Form(_Base.BOUNDED, divided_by=replace(divisor, added=number))
+            _Form(_BaseForm.BOUNDED, divided_by=replace(divisor, added=number))
             if divisor.degree == 0
             else None
         )
@@ -623,26 +638,31 @@ class _Forms:
             )
         return node.op == "Sqrt"
 
-    def _of_divided(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
+    def _form_after_division(self, node: Node, names: list[str], operands: list[_Form]) -> _Form:
         """Return the form that a node gives to its results if it reads a BOUNDED, a RATIO or a
         ROOT.
         """
         forms = [
             (form, name)
             for name, form in zip(names, operands, strict=True)
-            if not self._adds_nothing(node, name)
+            if not self._is_neutral_operand(node, name)
         ]
         found = next(form for form, _ in forms if form.base in _DIVIDED)
         others = [form for form, _ in forms if form is not found]
         if node.op in _SAME and not node.domain and not others:
             return found
-        if found.base is _Base.BOUNDED and node.op == "Div" and forms[1:] and forms[1][0] is found:
+        if (
+            found.base is _BaseForm.BOUNDED
+            and node.op == "Div"
+            and forms[1:]
+            and forms[1][0] is found
+        ):
             assert found.divided_by is not None
-            return self._divided(node, forms[0][0], found.divided_by.degree, found.divided_by)
-        if found.base is not _Base.RATIO or node.domain:
-            return _mixed(node, f"computes a function of {found.text}")
-        if self._is_square_root(node) and self._is_number(node.outputs[0]):
-            return replace(found, base=_Base.ROOT)
+            return self._form_of_ratio(node, forms[0][0], found.divided_by.degree, found.divided_by)
+        if found.base is not _BaseForm.RATIO or node.domain:
+            return _mixed_form(node, f"computes a function of {found.text}")
+        if self._is_square_root(node) and self._has_one_element(node.outputs[0]):
+            return replace(found, base=_BaseForm.ROOT)
         assert found.divided_by is not None
         multiplies = node.op == "Mul" or (node.op == "Div" and forms[0][0] is found)
         adds = node.op in _SUMS
@@ -654,9 +674,9 @@ class _Forms:
             return found
         if node.op in (*_REDUCING, "Neg", "StopGradient") and not others:
             return found
-        return _mixed(node, f"computes a function of {found.text}")
+        return _mixed_form(node, f"computes a function of {found.text}")
 
-    def _integer(self, name: str) -> int | None:
+    def _positive_integer(self, name: str) -> int | None:
         """Return the value of the constant `name` if it is one positive integer; None otherwise, or
         if `name` is no constant.
         """
@@ -671,7 +691,7 @@ class _Forms:
         )
 
 
-def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
+def _entry_of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
     """Return the entry of one sample in a constant, or the full constant if it has no batch
     dimension.
 
@@ -682,11 +702,11 @@ def _of_one_sample(constant: Constant, axes: BatchAxes) -> np.ndarray | None:
         return constant.array
     if len(places) > 1:
         return None
-    samples = _by_sample(constant.array, places[0].dimension, places[0].outer, axes.batch)
+    samples = _with_samples_first(constant.array, places[0].dimension, places[0].outer, axes.batch)
     return None if np.any(samples != samples[:1]) else samples[0]
 
 
-def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.ndarray:
+def _with_samples_first(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.ndarray:
     """Return the array with its samples on a new first axis, of size `batch`.
 
     The index along `dimension` consists of an outer index of size `outer`, the sample, and an inner
@@ -698,47 +718,49 @@ def _by_sample(array: np.ndarray, dimension: int, outer: int, batch: int) -> np.
     return np.moveaxis(apart, dimension + 1, 0)
 
 
-def _mixed(node: Node, what: str) -> _Form:
+def _mixed_form(node: Node, what: str) -> _Form:
     """Return the form MIXED for a node, with a reason whose predicate is `what`."""
     return _Form(
-        _Base.MIXED, mixing=Mixing(f"{node.op} {node.name!r} {what}", node.name), operator=node.op
+        _BaseForm.MIXED,
+        mixing=SampleMixing(f"{node.op} {node.name!r} {what}", node.name),
+        operator=node.op,
     )
 
 
-def _nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
+def _form_of_nonlinear(node: Node, operands: Iterable[_Form]) -> _Form:
     """Return the form of an elementwise nonlinear function of the operands. MIXED if an operand is
     a TOTAL or depends on the number of samples.
     """
     found = list(operands)
     for each in found:
-        if each.base is _Base.TOTAL or each.degree:
-            return _mixed(node, f"computes a nonlinear function of {each.text}")
+        if each.base is _BaseForm.TOTAL or each.degree:
+            return _mixed_form(node, f"computes a nonlinear function of {each.text}")
     bases = {each.base for each in found}
-    if _Base.EACH in bases:
+    if _BaseForm.EACH in bases:
         return _EACH
-    return _Form(_Base.UNIFORM) if _Base.UNIFORM in bases else _FIXED
+    return _Form(_BaseForm.UNIFORM) if _BaseForm.UNIFORM in bases else _FIXED
 
 
-def _product(node: Node, operands: Sequence[_Form]) -> _Form:
+def _form_of_product(node: Node, operands: Sequence[_Form]) -> _Form:
     """Return the form of a function that is linear in each operand while the others are fixed.
     MIXED if it multiplies a TOTAL by another TOTAL or by a value per sample.
     """
-    totals = [each for each in operands if each.base is _Base.TOTAL]
-    others = [each for each in operands if each.base not in (_Base.FIXED, _Base.TOTAL)]
+    totals = [each for each in operands if each.base is _BaseForm.TOTAL]
+    others = [each for each in operands if each.base not in (_BaseForm.FIXED, _BaseForm.TOTAL)]
     if len(totals) > 1:
-        return _mixed(node, f"multiplies {totals[0].text} by {totals[1].text}")
+        return _mixed_form(node, f"multiplies {totals[0].text} by {totals[1].text}")
     if totals and others:
-        return _mixed(node, f"multiplies {others[0].text} by {totals[0].text}")
+        return _mixed_form(node, f"multiplies {others[0].text} by {totals[0].text}")
     degree = sum(each.degree for each in operands)
     divisor = next((each.divisor for each in operands if each.divisor is not None), None)
     if totals:
-        return _Form(_Base.TOTAL, degree, divisor)
-    if any(each.base is _Base.EACH for each in operands):
-        return _Form(_Base.EACH, degree, divisor)
-    return _Form(_Base.UNIFORM if others else _Base.FIXED, degree, divisor)
+        return _Form(_BaseForm.TOTAL, degree, divisor)
+    if any(each.base is _BaseForm.EACH for each in operands):
+        return _Form(_BaseForm.EACH, degree, divisor)
+    return _Form(_BaseForm.UNIFORM if others else _BaseForm.FIXED, degree, divisor)
 
 
-def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
+def _form_of_sum(node: Node, operands: Sequence[_Form]) -> _Form:
     """Return the form of a function that is linear in all operands together. MIXED if the operands
     have forms or degrees that cannot be added.
     """
@@ -747,17 +769,19 @@ def _sum(node: Node, operands: Sequence[_Form]) -> _Form:
         if each == found:
             continue
         bases = {found.base, each.base}
-        if found.degree == each.degree and _Base.TOTAL not in bases:
-            found = _Form(_Base.EACH if _Base.EACH in bases else _Base.UNIFORM, found.degree)
+        if found.degree == each.degree and _BaseForm.TOTAL not in bases:
+            found = _Form(
+                _BaseForm.EACH if _BaseForm.EACH in bases else _BaseForm.UNIFORM, found.degree
+            )
             continue
         # A FIXED value is the mean over samples of itself, so FIXED plus a mean is a mean.
-        fixed, total = (found, each) if found.base is _Base.FIXED else (each, found)
+        fixed, total = (found, each) if found.base is _BaseForm.FIXED else (each, found)
         if (
-            bases == {_Base.FIXED, _Base.TOTAL}
+            bases == {_BaseForm.FIXED, _BaseForm.TOTAL}
             and fixed.degree == total.degree + 1
             and total.divisor is None
         ):
             found = total
             continue
-        return _mixed(node, f"adds {found.text} and {each.text}")
+        return _mixed_form(node, f"adds {found.text} and {each.text}")
     return found

@@ -78,7 +78,7 @@ class Blocks:
         """
         needs = [0] * len(nodes)
         block_of = {node: block for block, each in enumerate(nodes) for node in each}
-        for _, block, readers in values_between(graph, block_of):
+        for _, block, readers in values_between_blocks(graph, block_of):
             for reader in readers:
                 needs[reader] |= 1 << block
         return Blocks(tuple(tuple(sorted(each)) for each in nodes), tuple(needs))
@@ -144,7 +144,7 @@ def make_chain(
     return Chain.of(order, cuts)
 
 
-def values_between(
+def values_between_blocks(
     graph: Graph, block_of: Mapping[int, int]
 ) -> Iterator[tuple[str, int, list[int]]]:
     """Yield (value, block that computes it, other blocks that read it in ascending order) for each
@@ -173,7 +173,7 @@ def crossing_bytes(graph: Graph, position: Mapping[int, int]) -> NDArray[np.floa
     do not count.
     """
     change = np.zeros(len(position) + 1)
-    for name, start, readers in values_between(graph, position):
+    for name, start, readers in values_between_blocks(graph, position):
         change[[start + 1, readers[-1] + 1]] += np.array([1.0, -1.0]) * graph.type_of(name).bytes
     crossing: NDArray[np.float64] = np.cumsum(change)[: len(position)]
     return crossing
@@ -194,9 +194,8 @@ def choose_cuts(
     if count <= limit:
         return list(range(1, count))
     done = np.cumsum(seconds) - seconds
-    # Boundaries with nearly no work between them would waste blocks. Of the positions within each
-    # interval of 1 / (16 · limit) of the total time, only the position with the fewest crossing
-    # bytes remains.
+    # Boundaries with nearly no work between them would waste blocks. In each interval of 1 / (16 ·
+    # limit) of the total time, only the position with the minimum crossing bytes remains.
     interval = np.floor(done / max(float(done[-1]), 1e-30) * 16 * limit)
     places = np.lexsort((np.arange(count), crossing, interval))
     places = places[np.concatenate(([True], np.diff(interval[places]) > 0))]

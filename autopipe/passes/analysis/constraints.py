@@ -54,7 +54,7 @@ def resolved_constraints(
     the micro-batch of the step; and for two constraints of one pipeline that require different
     stages, devices, splits or micro-batch sizes of a common node.
     """
-    resolved = tuple(_resolved(problem, constraint) for constraint in problem.constraints)
+    resolved = tuple(_resolve_constraint(problem, constraint) for constraint in problem.constraints)
     for pipeline in range(pipelines):
         _check_agreement(
             problem, [each for each in resolved if each.constraint.pipeline == pipeline]
@@ -88,7 +88,9 @@ def resolved_constraints(
     return resolved
 
 
-def required_sizes(problem: Problem, resolved: Sequence[ResolvedConstraint]) -> tuple[int, ...]:
+def required_micro_batch_sizes(
+    problem: Problem, resolved: Sequence[ResolvedConstraint]
+) -> tuple[int, ...]:
     """Return the micro-batch sizes that remain possible: those sizes permitted by the problem that
     a constraint requires, or all sizes permitted by the problem if constraints require none of
     them.
@@ -121,7 +123,7 @@ def _check_agreement(problem: Problem, resolved: list[ResolvedConstraint]) -> No
                     )
 
 
-def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
+def _resolve_constraint(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
     """Return the constraint with its nodes and devices. An empty list of devices stands for all
     devices of the cluster. Raises ConfigurationError as `resolved_constraints` describes.
     """
@@ -132,7 +134,7 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
         positions = {node.name: index for index, node in enumerate(graph.nodes)}
         nodes = tuple(sorted(positions[name] for name in constraint.nodes))
     else:
-        nodes = _matching(graph, constraint.match)
+        nodes = _matching_nodes(graph, constraint.match)
     if not nodes:
         names = [node.name for node in graph.nodes]
         near = difflib.get_close_matches(
@@ -165,7 +167,7 @@ def _resolved(problem: Problem, constraint: Constraint) -> ResolvedConstraint:
     )
 
 
-def _matching(graph: Graph, match: str) -> tuple[int, ...]:
+def _matching_nodes(graph: Graph, match: str) -> tuple[int, ...]:
     """Return the indices of the nodes whose full name matches `match`, a glob or, after the prefix
     `re:`, a regular expression. Raises ConfigurationError if the regular expression is invalid.
 
@@ -203,7 +205,7 @@ def required_splits(
         if splits is None:
             continue
         for axis, _ in splits:
-            if not any(own_axis(samples, node, axis) for node in nodes):
+            if not any(axis_of_node(samples, node, axis) for node in nodes):
                 axes = ", ".join(each.name for each in samples.uses[nodes[0]].space.axes)
                 raise ConfigurationError(
                     f"{constraint} splits axis {axis!r}, but none of the matching nodes has this "
@@ -214,14 +216,16 @@ def required_splits(
             own = [
                 (name, degree)
                 for axis, degree in splits
-                if (name := own_axis(samples, node, axis)) is not None
+                if (name := axis_of_node(samples, node, axis)) is not None
             ]
             if own or not splits:
                 found[node] = checked_splits(str(constraint), samples, node, own)
     return found
 
 
-def own_axis(samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AXIS) -> str | None:
+def axis_of_node(
+    samples: SampleAxes, node: int, axis: str, counting: str = BATCH_AXIS
+) -> str | None:
     """Return the name of `axis` in the iteration space of the node, or None if the space does not
     have this axis. If `axis` is `counting`, it stands for the batch axis, whose name differs
     between operators.

@@ -30,9 +30,9 @@ from autopipe.passes.analysis.operators import (
     PRODUCT_KINDS,
     OpInstance,
     element_bytes,
+    is_autocast,
     low_precision_copies,
-    narrows,
-    uses_of,
+    op_instances,
 )
 
 
@@ -113,15 +113,15 @@ def sent_bytes(graph: Graph, precision: str) -> dict[str, int]:
     return {name: graph.type_of(name).elements * dtype.itemsize for name, dtype in types.items()}
 
 
-def most_widened(precision: str) -> int:
+def max_received_to_sent_ratio(precision: str) -> int:
     """Return the maximum ratio of the bytes of a received value to the bytes of its message: 2
     under autocast, where fp32 values are sent in 16 bits, otherwise 1.
     """
-    return 2 if narrows(precision) else 1
+    return 2 if is_autocast(precision) else 1
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
+def weight_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
     """Return, for each node, the indices of its weight operands: the operands whose gradients are
     computed in the second task of a split backward. The result has one entry per node, in graph
     order.
@@ -138,8 +138,8 @@ def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
         view of one that has a gradient.
         """
         if name not in differentiable:
-            return False  # A view of a parameter has no gradient after a StopGradient.
-        found = graph.parameter(viewed(graph, name))
+            return False  # After a StopGradient, a view of a parameter is not differentiable.
+        found = graph.parameter(view_base(graph, name))
         return bool(
             found
             and found.trainable
@@ -159,15 +159,15 @@ def waiting_operands(graph: Graph) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def viewed(graph: Graph, name: str) -> str:
+def view_base(graph: Graph, name: str) -> str:
     """Return the value whose memory `name` shares, followed through any number of views, or `name`
     itself if it is no view.
     """
-    return views(graph).get(name, name)
+    return view_bases(graph).get(name, name)
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def views(graph: Graph) -> dict[str, str]:
+def view_bases(graph: Graph) -> dict[str, str]:
     """Return, for each view, the value whose memory it shares, followed through any number of
     views. Views are the results of operators of kind "view", such as Reshape.
     """
@@ -245,7 +245,7 @@ def attention_tensors(
     computed operator by operator writes its scores; on CPUs, only this kind has an entry.
     """
     found: dict[int, AttentionTensor] = {}
-    for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
+    for index, (node, use) in enumerate(zip(graph.nodes, op_instances(graph), strict=True)):
         if use.row.name != "Attention":
             continue
         axes = use.space.axis_sizes()
@@ -258,7 +258,7 @@ def attention_tensors(
         keys = axes["k"] + axes.get("p", 0)
         result = node.outputs[0]
         width = 2 if dtype in ("bfloat16", "float16") else value.dtype.itemsize
-        form = _form_of(node, axes, dtype)
+        form = _attention_properties(node, axes, dtype)
         if stepwise or (
             capability is not None and usable_kernels(form, capability)[0] is Kernel.MATH
         ):
@@ -274,7 +274,7 @@ def attention_tensors(
     return found
 
 
-def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionProperties:
+def _attention_properties(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionProperties:
     """Return the properties by which torch selects the kernel of an attention over full sequences.
 
     `axes` has the size of each axis of the node's iteration space. Sliding windows, and a causal
@@ -291,7 +291,7 @@ def _form_of(node: Node, axes: Mapping[str, int], dtype: str) -> AttentionProper
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class Workspace:
     """Bytes of the temporary tensors of a node on one device.
 
     samples: tensors that exist only during the node's forward or backward and whose size grows with
@@ -303,9 +303,9 @@ class Scratch:
     weight: int = 0
 
 
-def scratch_of(
+def workspace_of(
     graph: Graph, precision: str, index: int, use: OpInstance, degrees: Mapping[str, int]
-) -> Scratch:
+) -> Workspace:
     """Return the bytes of the temporary tensors of the node `index`: 0 unless the node is a
     cross-entropy. `degrees` has the number of parts of each split axis.
 
@@ -317,22 +317,26 @@ def scratch_of(
     node = graph.nodes[index]
     if use.row.name == "SoftmaxCrossEntropyLoss":
         scores = graph.type_of(node.inputs[0])
-        if not narrows(precision) or scores.dtype is not DType.FLOAT32:
-            return Scratch()
+        if not is_autocast(precision) or scores.dtype is not DType.FLOAT32:
+            return Workspace()
         copy = SavedTensor(("copy", 4), scores.bytes, use.space.operands[0] or ())
-        return Scratch(copy.local_bytes(dict(degrees)))
+        return Workspace(copy.local_bytes(dict(degrees)))
     if use.row.name != LINEAR_CROSS_ENTROPY:
-        return Scratch()
+        return Workspace()
     dtype = graph.type_of(node.inputs[0]).dtype
     weight = graph.type_of(node.inputs[WEIGHT_OPERAND])
-    narrow = dtype in _AUTOCAST_TYPES.values() or (narrows(precision) and dtype is DType.FLOAT32)
+    narrow = dtype in _AUTOCAST_TYPES.values() or (
+        is_autocast(precision) and dtype is DType.FLOAT32
+    )
     gradient = 0
     if weight.name in differentiable_values(graph):
-        # The gradient exists in 16 bits and, at once, in the type of the parameter to which it is
-        # converted.
+        # The gradient exists in 16 bits and simultaneously in the parameter's type, after a
+        # conversion.
         width = weight.dtype.itemsize + 2 * (weight.name in low_precision_copies(graph, precision))
         gradient = weight.elements * width // degrees.get("c", 1)
-    return Scratch(scratch_bytes(use.space, degrees, bytes_per_statistic(dtype), narrow), gradient)
+    return Workspace(
+        scratch_bytes(use.space, degrees, bytes_per_statistic(dtype), narrow), gradient
+    )
 
 
 Dimensions = tuple[Dimension, ...] | None
@@ -340,7 +344,7 @@ Kept = SavedTensor | None
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def kept_values(
+def saved_tensors(
     graph: Graph,
     precision: str = "fp32",
     capability: Capability | None = None,
@@ -375,7 +379,7 @@ def kept_values(
         that the reader makes of the value, "" if it makes none.
         """
         through = tuple((window, graph.type_of(name).shape[window.dimension]) for window in windows)
-        root = viewed(graph, name)
+        root = view_base(graph, name)
         value = graph.type_of(root)
         width = widths[root]
         if cast and value.dtype.is_floating and width > 2:
@@ -395,13 +399,13 @@ def kept_values(
         """
         result = node.outputs[0]
         read = node.inputs
-        # A factor of a product is saved only if another factor has a gradient, because only that
-        # gradient depends on it.
+        # A factor of a product is saved only if another factor is differentiable, because only the
+        # gradients of other factors depend on it.
         multiplies = (
             use.row.kind in ("matmul", "convolution") and use.row.name != LINEAR_CROSS_ENTROPY
         )
         multiplies = multiplies or use.row.name == "Mul"
-        casts = narrows(precision) and use.row.kind in PRODUCT_KINDS
+        casts = is_autocast(precision) and use.row.kind in PRODUCT_KINDS
         for what in use.row.keeps:
             if what in _SAVED_ELEMENT_BYTES:
                 width = _SAVED_ELEMENT_BYTES[what]
@@ -461,7 +465,7 @@ def kept_values(
                 found.setdefault(each.key, each)
         return tuple(found.values())
 
-    return tuple(map(kept, itertools.count(), graph.nodes, uses_of(graph)))
+    return tuple(map(kept, itertools.count(), graph.nodes, op_instances(graph)))
 
 
 def _saved_by_iterations(
@@ -490,7 +494,7 @@ def _saved_by_iterations(
         for index, axis in each.nodes.items()
     }
     given = tuple(value.name for value in body_of(node).inputs)
-    for index, own in enumerate(kept_values(body, *target, given)):
+    for index, own in enumerate(saved_tensors(body, *target, given)):
         for each in own:
             (name, width) = each.key
             place = outside.get(each.key[0])

@@ -58,13 +58,12 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
     found = []
     for value in graph.inputs:
         axis = batch_axes.get(value.name)
-        if value.dtype.is_floating and not _becomes_whole(graph, value):
+        if value.dtype.is_floating and not _is_cast_to_integer(graph, value):
             found.append(InputRange(value, axis, None))
             continue
-        bounds, allowed, ignored = _bounds_of(graph, value)
+        bounds, allowed, ignored = _input_bounds(graph, value)
         least = int(bounds.below.min(initial=_UNBOUNDED))
-        # The range [0, below) must contain at least one value, also if the bounds contradict each
-        # other.
+        # The range [0, below) must contain a value, also if the bounds contradict each other.
         below = (
             None
             if value.dtype.is_floating
@@ -72,17 +71,19 @@ def input_ranges(graph: Graph) -> tuple[InputRange, ...]:
             if least == _UNBOUNDED
             else max(least, 1)
         )
-        drawn = bounds.parts(value, axis, widest=False)
+        drawn = bounds.bounded_blocks(value, axis, widest=False)
         if len(drawn) == 1 and drawn[0].least <= 0:
             everything = below, (0,) * len(value.shape), value.shape
             drawn = () if (drawn[0].below, drawn[0].starts, drawn[0].stops) == everything else drawn
         found.append(
-            InputRange(value, axis, below, drawn, allowed.parts(value, axis, widest=True), ignored)
+            InputRange(
+                value, axis, below, drawn, allowed.bounded_blocks(value, axis, widest=True), ignored
+            )
         )
     return tuple(found)
 
 
-def _becomes_whole(graph: Graph, value: Value) -> bool:
+def _is_cast_to_integer(graph: Graph, value: Value) -> bool:
     """True if the elements of a floating-point input are cast to integers. Exporters of tabular
     models store indices as floating-point numbers.
     """
@@ -91,7 +92,7 @@ def _becomes_whole(graph: Graph, value: Value) -> bool:
     while waiting and len(seen) < _MOST_VISITS:
         for index in graph.consumers().get(waiting.pop(), ()):
             node = graph.nodes[index]
-            for name in filter(None, node.outputs if _move_of(node) else ()):
+            for name in filter(None, node.outputs if _element_move(node) else ()):
                 if graph.type_of(name).dtype.is_integer:
                     return True
                 if name not in seen:
@@ -100,7 +101,7 @@ def _becomes_whole(graph: Graph, value: Value) -> bool:
     return False
 
 
-def _move_of(node: Node) -> Move | None:
+def _element_move(node: Node) -> Move | None:
     """Return the function of the node's operator that maps an array with one number per element of
     an operand to the array of these numbers in a result (`Operator.moved`). None if the operator
     has no such function.
@@ -131,7 +132,9 @@ class _Bounds:
         np.maximum.at(self.least, places[real], np.broadcast_to(least, places.shape)[real])
         np.minimum.at(self.below, places[real], np.broadcast_to(below, places.shape)[real])
 
-    def parts(self, value: Value, batch_axis: int | None, widest: bool) -> tuple[InputBounds, ...]:
+    def bounded_blocks(
+        self, value: Value, batch_axis: int | None, widest: bool
+    ) -> tuple[InputBounds, ...]:
         """Return the rectangular blocks of the input `value` whose elements have equal bounds, in
         ascending order of the bounds.
 
@@ -149,7 +152,7 @@ class _Bounds:
             least = low(least, batch_axis, keepdims=True)
             below = high(below, batch_axis, keepdims=True)
         found = []
-        for first, stop, positions in _by_bounds(least.reshape(-1), below.reshape(-1)):
+        for first, stop, positions in _group_by_bounds(least.reshape(-1), below.reshape(-1)):
             if (stop == _UNBOUNDED and first == -_UNBOUNDED) or stop <= first:
                 continue
             # `np.unravel_index` rejects scalars.
@@ -163,7 +166,7 @@ class _Bounds:
         return tuple(found)
 
 
-def _by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbers]]:
+def _group_by_bounds(least: Numbers, below: Numbers) -> Iterator[tuple[int, int, Numbers]]:
     """Yield (inclusive lower bound, exclusive upper bound, indices of the elements with these
     bounds), in ascending order of the bounds. Yield nothing if there are more than `_MOST_PARTS`
     different pairs.
@@ -201,7 +204,7 @@ class _Path:
     """
 
 
-def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None]:
+def _input_bounds(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None]:
     """Return (bounds for generated data, bounds for given data, ignored label or None) of the
     integers of an input.
 
@@ -233,14 +236,14 @@ def _bounds_of(graph: Graph, value: Value) -> tuple[_Bounds, _Bounds, int | None
             if limits is None:
                 likely = None if path.summed else _likely_limits(signature, slot)
                 if likely is None:
-                    waiting += _further(graph, node, slot, path)
+                    waiting += _following_paths(graph, node, slot, path)
                 else:
                     drawn.tighten(
                         path.places, *[np.asarray(bound, np.int64) - path.shift for bound in likely]
                     )
                 continue
-            # Sums of elements that are used as indices are taken for sequence lengths, minus a
-            # constant. Each element is generated as 1, because a length of 0 would give an index
+            # Sums of elements that are used as indices are assumed to be sequence lengths minus a
+            # constant. Each element is generated as 1, because a length of 0 would imply an index
             # before the first element.
             if path.summed:
                 drawn.tighten(None, np.ones(1, np.int64), np.full(1, _MASK_LIMIT))
@@ -300,12 +303,12 @@ def _ends_of_consecutive(array: np.ndarray | None) -> tuple[int, int] | None:
     return int(first), int(found[-1])
 
 
-def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
+def _following_paths(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
     """Yield a path for each result of the node that contains the elements of operand `slot`, which
     is `path`. Yield nothing if the node computes other values from the elements.
     """
     if node.op in ("Add", "Sub"):
-        yield from _shifted(graph, node, slot, path)
+        yield from _shifted_paths(graph, node, slot, path)
     if path.summed or node.op == "ReduceSum":
         if (
             slot == 0
@@ -314,7 +317,7 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
         ):
             yield _Path(node.outputs[0], None, path.shift, exact=False, summed=True)
         return
-    move = _move_of(node)
+    move = _element_move(node)
     if move is None:
         return
     signature = signature_of(graph, node)
@@ -333,7 +336,7 @@ def _further(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path
             yield _Path(value.name, places, shift if shift.any() else np.zeros((), np.int64), exact)
 
 
-def _shifted(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
+def _shifted_paths(graph: Graph, node: Node, slot: int, path: _Path) -> Iterator[_Path]:
     """Yield the path of the result of an Add or Sub with an integer constant. Yield nothing if the
     other operand is no integer constant, or if the elements are subtracted from it.
     """

@@ -30,7 +30,7 @@ _APPROXIMATE: Final = frozenset({"DynamicQuantizeLinear"})
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def joining_node(graph: Graph) -> Node | None:
+def first_joining_node(graph: Graph) -> Node | None:
     """Return the first node that computes an output of the model from several samples; None if no
     node certainly does.
 
@@ -45,15 +45,15 @@ def joining_node(graph: Graph) -> Node | None:
     joined: dict[str, Node] = {}
     averaged: dict[str, Node] = {}
     for node, samples in zip(graph.nodes, axes.nodes, strict=True):
-        if _keeps_joined(graph, node, samples, axes):
+        if _mixes_samples(graph, node, samples, axes):
             return node
         source = next((joined[name] for name in node.inputs if name in joined), None)
-        if source is None and _adds_up(graph, node, samples):
+        if source is None and _combines_samples(graph, node, samples):
             source = node
         mean = next((averaged[name] for name in node.inputs if name in averaged), None)
         if mean is None and any(each.kind is AxisKind.MEAN for each in samples):
             mean = node
-        elif mean is not None and not _is_linear(graph, node, averaged):
+        elif mean is not None and not _is_linear_in_means(graph, node, averaged):
             source = source or mean
         for name in node.outputs:
             if name and name not in axes.values:
@@ -64,7 +64,7 @@ def joining_node(graph: Graph) -> Node | None:
     return next((joined[name] for name in graph.outputs if name in joined), None)
 
 
-def _keeps_joined(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes: BatchAxes) -> bool:
+def _mixes_samples(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes: BatchAxes) -> bool:
     """True if the node mixes samples so that the output of the model certainly depends on the
     division of the batch: its results contain samples computed from other samples, indices into the
     batch, or only some of the samples.
@@ -81,10 +81,10 @@ def _keeps_joined(graph: Graph, node: Node, samples: Sequence[BatchAxis], axes: 
         return True
     if row.reads_axis and any(each.kind is AxisKind.UNSPLITTABLE for each in samples):
         return True
-    return _takes_some(graph, node, axes) or _counts_samples(graph, node, axes)
+    return _selects_some_samples(graph, node, axes) or _uses_batch_indices(graph, node, axes)
 
 
-def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
+def _uses_batch_indices(graph: Graph, node: Node, axes: BatchAxes) -> bool:
     """True if a node returns indices into the full batch, or joins or moves samples by constant
     indices or sizes so that its results have no batch dimension. Index tuples that select equal
     elements of each sample do not count.
@@ -93,7 +93,7 @@ def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
     if node.domain or axes.values.keys().isdisjoint(placed):
         return False
     if node.op == "MaxPool" and len(node.outputs) > 1 and node.outputs[1]:
-        # A MaxUnpool that reads the indices runs on the same micro-batch, for which they are
+        # A MaxUnpool that reads the indices runs on the same micro-batch, so the indices remain
         # correct.
         readers = {graph.nodes[index].op for index in graph.consumers().get(node.outputs[1], ())}
         return node.outputs[1] in graph.outputs or bool(readers - {"MaxUnpool"})
@@ -107,10 +107,10 @@ def _counts_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
         return False
     if node.op not in ("GatherND", "ScatterND"):
         return True
-    return not _is_alike(places.reshape(-1, places.shape[-1]), signature.operand(0).shape[0])
+    return not _selects_equally(places.reshape(-1, places.shape[-1]), signature.operand(0).shape[0])
 
 
-def _is_alike(places: np.ndarray, samples: int) -> bool:
+def _selects_equally(places: np.ndarray, samples: int) -> bool:
     """True if the index tuples in `places`, whose first column is the sample, select equal elements
     of each sample. `samples` is the size of the batch.
     """
@@ -124,7 +124,7 @@ def _has_samples(node: Node, axes: BatchAxes) -> bool:
     return any(name in axes.values for name in node.outputs)
 
 
-def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
+def _selects_some_samples(graph: Graph, node: Node, axes: BatchAxes) -> bool:
     """True if a node selects samples by constant indices: a Slice of a part of the batch dimension,
     a Gather by constants, or a Split of the batch dimension.
     """
@@ -145,7 +145,7 @@ def _takes_some(graph: Graph, node: Node, axes: BatchAxes) -> bool:
     return node.op == "Split" and signature.axis() in dimensions
 
 
-def _adds_up(graph: Graph, node: Node, samples: Sequence[BatchAxis]) -> bool:
+def _combines_samples(graph: Graph, node: Node, samples: Sequence[BatchAxis]) -> bool:
     """True if a node computes its results from all samples together, as a sum does. Means, and
     operators that depend on other samples only through rounding, do not count.
     """
@@ -157,7 +157,7 @@ def _adds_up(graph: Graph, node: Node, samples: Sequence[BatchAxis]) -> bool:
     return any(each.kind in _JOINT for each in samples)
 
 
-def _is_linear(graph: Graph, node: Node, averaged: dict[str, Node]) -> bool:
+def _is_linear_in_means(graph: Graph, node: Node, averaged: dict[str, Node]) -> bool:
     """True if the results of a node are linear in the operands in `averaged`, which are means over
     samples. The mean of the results over equal micro-batches then is the result for the full batch.
     """

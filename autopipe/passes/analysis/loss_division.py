@@ -13,7 +13,7 @@ from autopipe.ir.ops import is_label_loss
 from autopipe.ir.problem import AVERAGED_LOSS, LossDivision, Mode
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.batch_forms import LossForm, LossKind, loss_form
-from autopipe.passes.analysis.loss_ratio import Divisor, Ratio, summed_elements, with_totals
+from autopipe.passes.analysis.loss_ratio import Divisor, Ratio, summed_elements, with_total_outputs
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend.input_shapes import has_fixed_batch
 from autopipe.passes.frontend.loss import leaves_out
@@ -31,7 +31,7 @@ the two graphs depend on the batch size.
 _UNREADABLE = f"the model cannot be read on {' and '.join(map(str, _SIZES))} samples"
 
 
-def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
+def form_of_loss(model: Model, read: Callable[[int], Model]) -> LossForm | None:
     """Return how the loss of `model` depends on the losses of parts of a batch. None if the model
     is not for training, has no loss or has no batch dimension.
 
@@ -64,13 +64,13 @@ def form_of(model: Model, read: Callable[[int], Model]) -> LossForm | None:
     return loss_form(first.graph, first.loss, second.graph, fixed)
 
 
-def divided_loss(
+def choose_loss_division(
     form: LossForm | None, model: Model, normalize: str, batching: Batching
 ) -> LossDivision:
     """Return how the loss of a step is computed from the losses of its micro-batches.
 
-    `form` is the result of `form_of`. `model` is for one micro-batch. `normalize` is the value of
-    the key `loss.normalize`: how the user wants losses to be combined. Raises InfeasibleError if
+    `form` is the result of `form_of_loss`. `model` is for one micro-batch. `normalize` is the value
+    of the key `loss.normalize`: how the user wants losses to be combined. Raises InfeasibleError if
     the losses of micro-batches do not determine the loss of the step and `normalize` does not
     permit an approximation.
     """
@@ -86,10 +86,10 @@ def divided_loss(
             and form.kind is not LossKind.SUM
             and form.samples != batching.micro_batch_size
         ):
-            raise _not_divisible(form, model, batching)
+            raise _indivisible_error(form, model, batching)
         return AVERAGED_LOSS
     exact = not any(
-        _divides_by_micro_batch(model.graph, node, form) for node in mixing_nodes(model.graph)
+        _depends_on_division(model.graph, node, form) for node in mixing_nodes(model.graph)
     )
     if form is None:
         return LossDivision(1.0 if normalize == "sum" else None, exact)
@@ -109,7 +109,7 @@ def divided_loss(
         # The file fixes the number of samples per loss to the micro-batch size. The mean of these
         # losses is the closest possible result.
         return LossDivision(None, exact=False, divisible=form.kind is LossKind.UNKNOWN)
-    raise _not_divisible(form, model, batching)
+    raise _indivisible_error(form, model, batching)
 
 
 def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool) -> LossDivision:
@@ -140,7 +140,7 @@ def _ratio_division(ratio: Ratio, model: Model, batching: Batching, exact: bool)
     )
 
 
-def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> bool:
+def _depends_on_division(graph: Graph, node: Node, form: LossForm | None) -> bool:
     """True if a node that mixes samples gives other results on micro-batches than on the full
     batch. Not counted is a loss with class weights whose sum of weights is the divisor of `form`,
     because that divisor is computed for the full batch.
@@ -153,31 +153,33 @@ def _divides_by_micro_batch(graph: Graph, node: Node, form: LossForm | None) -> 
     return leaves_out(graph, node)
 
 
-def in_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
+def with_loss_totals(model: Model, form: LossForm | None, batching: Batching) -> Model:
     """Return the model with the sums from which a loss of kind RATIO is computed as additional
     outputs. Raises InfeasibleError if `form` has no ratio or the model's graph does not contain the
     sums.
     """
     own = other = None
     if form is not None and form.ratio is not None:
-        own = with_totals(model.graph, model.loss, form.ratio)
-        other = None if model.other is None else with_totals(model.other, model.loss, form.ratio)
+        own = with_total_outputs(model.graph, model.loss, form.ratio)
+        other = (
+            None if model.other is None else with_total_outputs(model.other, model.loss, form.ratio)
+        )
     if own is None:
         reason = "its micro-batches are computed in another way than larger ones"
-        raise _not_divisible(LossForm(LossKind.MIXED, reason), model, batching)
+        raise _indivisible_error(LossForm(LossKind.MIXED, reason), model, batching)
     return replace(model, graph=own[0], other=None if other is None else other[0])
 
 
-def trained_loss(model: Model, division: LossDivision) -> str:
+def differentiated_value(model: Model, division: LossDivision) -> str:
     """Return the name of the value whose gradient is computed in each micro-batch: the loss of the
-    model, or, for a divided loss, the sum N that `in_totals` has added to the outputs.
+    model, or, for a divided loss, the sum N that `with_loss_totals` has added to the outputs.
     """
     if not division.divided:
         return model.loss
     return model.graph.outputs[-2 if model.graph.has(COUNTED_LABELS) else -1]
 
 
-def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
+def batch_size_note(form: LossForm | None, loss: str, batching: Batching) -> str:
     """Return a note for the user on the meaning of the loss if the step has another batch size than
     the file fixes. Return "" if the sizes are equal, if the file fixes no size, if the loss is a
     mean over samples, or if `form` is None.
@@ -204,7 +206,7 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
         )
     if form.kind is LossKind.RATIO:
         return (
-            f"the loss {loss!r} is {form.weighed}; that of {steps} is the mean of losses of the "
+            f"the loss {loss!r} is {form.ratio_text}; that of {steps} is the mean of losses of the "
             f"samples {fixed}"
         )
     if form.kind is LossKind.MIXED:
@@ -212,7 +214,7 @@ def note_on(form: LossForm | None, loss: str, batching: Batching) -> str:
     return ""
 
 
-def _not_divisible(form: LossForm, model: Model, batching: Batching) -> InfeasibleError:
+def _indivisible_error(form: LossForm, model: Model, batching: Batching) -> InfeasibleError:
     """Return the error for a loss that cannot be computed from the losses of micro-batches, with a
     hint.
     """
@@ -231,7 +233,7 @@ def _not_divisible(form: LossForm, model: Model, batching: Batching) -> Infeasib
         f"the losses of {batching.micro_batches} {plural(batching.micro_batches, 'micro-batch')} "
         f"do not give the loss {model.loss!r} of a batch of "
         f"{batching.batch_size} {plural(batching.batch_size, 'sample')}: "
-        f"{form.reason or form.weighed}"
+        f"{form.reason or form.ratio_text}"
     )
     whole = "--micro-batches 1"
     if form.samples is not None:

@@ -63,20 +63,20 @@ class Ratio:
     """
 
 
-def with_totals(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | None:
+def with_total_outputs(graph: Graph, loss: str, ratio: Ratio) -> tuple[Graph, str] | None:
     """Return (graph, name of N): the graph with N as an additional output and, if the ratio has a
     divisor, D as the last output.
 
     None if the graph lacks values of `ratio`, because it differs from the graph from which `ratio`
     was derived.
     """
-    building = _Totals(graph, ratio)
+    building = _TotalBuilder(graph, ratio)
     total = building.total(loss)
     if total is None:
         return None
     outputs = [*graph.outputs, total]
     if ratio.divisor is not None:
-        if building.counted() is None:
+        if building.divisor_value() is None:
             return None
         outputs.append(COUNTED_LABELS)
     return dataclasses.replace(building.added.build(building.nodes), outputs=tuple(outputs)), total
@@ -99,7 +99,7 @@ def summed_elements(graph: Graph, total: str) -> int:
     return 1
 
 
-class _Totals:
+class _TotalBuilder:
     """Adds nodes that compute N and D to a graph. `nodes` are the graph's nodes and the added ones,
     `added` are the new values.
     """
@@ -179,7 +179,7 @@ class _Totals:
         it. None if the graph has no D.
         """
         value = self._graph.type_of(name)
-        divisor = self.counted()
+        divisor = self.divisor_value()
         if divisor is None:
             return None
         if value.dtype is not DType.FLOAT32:
@@ -189,7 +189,7 @@ class _Totals:
             "Mul", (name, divisor), self.added.value(f"{name}_total", value.dtype, value.shape)
         )
 
-    def counted(self) -> str | None:
+    def divisor_value(self) -> str | None:
         """Return the name of D as a float32 scalar, adding the nodes that compute it at the first
         call. None if the graph lacks D, or already has a value `COUNTED_LABELS`.
         """
@@ -205,14 +205,14 @@ class _Totals:
                 None,
             )
             if loss is not None:
-                self._counted = self._as_counted(self._sum_of_weights(loss), ())
+                self._counted = self._as_float32_scalar(self._sum_of_weights(loss), ())
             elif self._graph.has(divisor.total):
-                self._counted = self._as_counted(
+                self._counted = self._as_float32_scalar(
                     divisor.total, self._graph.type_of(divisor.total).shape
                 )
         return self._counted
 
-    def _as_counted(self, total: str, shape: tuple[int, ...]) -> str:
+    def _as_float32_scalar(self, total: str, shape: tuple[int, ...]) -> str:
         """Return the name of the value `total`, which has one element, converted to a float32
         scalar.
         """

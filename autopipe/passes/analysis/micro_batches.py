@@ -28,7 +28,7 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPart:
     """The part of a value that a micro-batch of the sending stage and a micro-batch of the
     receiving stage have in common.
 
@@ -44,49 +44,51 @@ class Shared:
     received: TensorSlice
 
 
-def shared_blocks(
+def shared_parts(
     graph: Graph,
     batch: BatchAxes,
     name: str,
     source: tuple[int, tuple[int, ...]],
     target: tuple[int, tuple[int, ...]],
-) -> tuple[Shared, ...]:
+) -> tuple[SharedPart, ...]:
     """Return the parts of the value `name` that one stage sends to another, for all pairs of
     micro-batches with common samples.
 
     `source` and `target` are pairs (samples per micro-batch, shape of the value) of the sending and
     the receiving stage. With equal sizes, there is one part: the full value. With different sizes,
     a value without samples is sent in full to each micro-batch of the receiver, once. Raises
-    InfeasibleError as `check_shareable` does.
+    InfeasibleError as `check_batch_dimension` does.
     """
     (source_size, _) = source
     (target_size, _) = target
     if source_size == target_size:
         return (
-            Shared(
+            SharedPart(
                 EVERY_MICRO_BATCH, EVERY_MICRO_BATCH, full_slice(source[1]), full_slice(target[1])
             ),
         )
-    check_shareable(graph, batch, name, source_size, target_size)
+    check_batch_dimension(graph, batch, name, source_size, target_size)
     period = math.lcm(source_size, target_size)
     sends = period // source_size
     receipts = period // target_size
     place = batch.of(name)
-    found: list[Shared] = []
+    found: list[SharedPart] = []
     for j in range(receipts):
         for i in overlapping_intervals(j, receipts, sends):
             turns = MicroBatchSlice(i, sends), MicroBatchSlice(j, receipts)
             if place is None:
-                found.append(Shared(*turns, full_slice(source[1]), full_slice(target[1])))
+                found.append(SharedPart(*turns, full_slice(source[1]), full_slice(target[1])))
                 break
             start = max(i * source_size, j * target_size)
             stop = min((i + 1) * source_size, (j + 1) * target_size)
-            sides = (_boxes(place, *each, start, stop) for each in ((i, *source), (j, *target)))
-            found += (Shared(*turns, *boxes) for boxes in zip(*sides, strict=True))
+            sides = (
+                _sample_slices(place, *each, start, stop) for each in ((i, *source), (j, *target))
+            )
+            found += (SharedPart(*turns, *boxes) for boxes in zip(*sides, strict=True))
     return tuple(found)
 
 
-def _boxes(
+def _sample_slices(
     place: BatchDimension, index: int, size: int, shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[TensorSlice]:
     """Yield the slices of a value that contain the samples `start` to `stop` - 1 of the batch. The
@@ -104,8 +106,8 @@ def _boxes(
         yield TensorSlice(tuple(starts), tuple(stops))
 
 
-def block_transfers(
-    hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: Shared
+def part_transfers(
+    hold: Layout, need: Layout, senders: Sequence[int], receivers: Sequence[int], shared: SharedPart
 ) -> Iterator[tuple[int, int, TensorSlice, TensorSlice]]:
     """Yield (sender, receiver, slice of the sender's local tensor, slice of the receiver's local
     tensor) for each message that transfers the part `shared` of a value from one group of devices
@@ -144,7 +146,9 @@ def block_transfers(
             yield sender, receiver, sent, received
 
 
-def check_shareable(graph: Graph, batch: BatchAxes, name: str, source: int, target: int) -> None:
+def check_batch_dimension(
+    graph: Graph, batch: BatchAxes, name: str, source: int, target: int
+) -> None:
     """Raise InfeasibleError if the value `name` cannot be sent from micro-batches of `source`
     samples to micro-batches of `target` samples.
 
@@ -207,7 +211,7 @@ micro-batches is the mean over all samples.
 """
 
 
-def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
+def readers_of_reduced_samples(graph: Graph) -> tuple[Node, ...]:
     """Return the nodes that read a value without a batch dimension that is computed from samples,
     such as the mean of a batch.
     """
@@ -223,7 +227,7 @@ def nodes_behind_samples(graph: Graph) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def check_portions(graph: Graph, placement: Placement, loss: str | None = None) -> None:
+def check_micro_batch_sizes(graph: Graph, placement: Placement, loss: str | None = None) -> None:
     """Raise InfeasibleError if the micro-batch sizes of stages change the results of the step.
 
     Results change if a stage with smaller micro-batches computes batch statistics, a sum over
@@ -244,7 +248,7 @@ def check_portions(graph: Graph, placement: Placement, loss: str | None = None) 
         if any(each.kind not in _INDEPENDENT_KINDS for each in axes)
     }
     if loss is not None and loss_form(graph, loss, None, None).kind is not LossKind.MEAN:
-        mixing |= {node.name for node in nodes_behind_samples(graph)}
+        mixing |= {node.name for node in readers_of_reduced_samples(graph)}
     for index, (stage, times) in enumerate(zip(placement.stages, ratios, strict=True)):
         mixed = next(
             (graph.nodes[node] for node in stage.nodes if graph.nodes[node].name in mixing), None
@@ -260,4 +264,4 @@ def check_portions(graph: Graph, placement: Placement, loss: str | None = None) 
             )
     sizes = [stage.micro_batch_size for stage in placement.stages]
     for name, source, target in crossing_values(graph, placement):
-        check_shareable(graph, batch, name, sizes[source], sizes[target])
+        check_batch_dimension(graph, batch, name, sizes[source], sizes[target])

@@ -39,7 +39,7 @@ class OpInstance:
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def uses_of(graph: Graph) -> tuple[OpInstance, ...]:
+def op_instances(graph: Graph) -> tuple[OpInstance, ...]:
     """Return the `OpInstance` of each node, in graph order.
 
     Nodes with equal operators, attributes, tensor types and constants share one object, so that
@@ -118,7 +118,9 @@ class SampleAxes:
 def sample_axes(graph: Graph) -> SampleAxes:
     """Return the batch axes of the nodes of a graph."""
     batch = batch_axes_of(graph)
-    return SampleAxes(graph, uses_of(graph), batch, tuple(map(batch.axis, range(len(graph.nodes)))))
+    return SampleAxes(
+        graph, op_instances(graph), batch, tuple(map(batch.axis, range(len(graph.nodes))))
+    )
 
 
 @memoize(MAX_CACHED_GRAPHS)
@@ -151,7 +153,7 @@ PRODUCT_KINDS = frozenset({"matmul", "convolution", "recurrent"})
 _FULL_KINDS = frozenset({"normalization", "reduction"})
 
 
-def narrows(precision: str) -> bool:
+def is_autocast(precision: str) -> bool:
     """True if matmuls run in 16 bits at this precision: `bf16` or `fp16`."""
     return precision in ("bf16", "fp16")
 
@@ -165,7 +167,7 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     that are no outputs of the graph. At precision `fp32` there are none. Autocast copies other
     parameters in each forward.
     """
-    if not narrows(precision):
+    if not is_autocast(precision):
         return frozenset()
     found = {
         each.value.name
@@ -178,8 +180,7 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     for node in graph.nodes:
         row = operator_of(node)
         for place, name in enumerate(node.inputs):
-            # Generated programs multiply stacked matrices by einsum, for which they keep no 16-bit
-            # copies.
+            # Generated programs multiply stacked matrices by einsum, without 16-bit copies.
             stacked = name in found and node.op == "MatMul" and len(graph.type_of(name).shape) > 2
             if stacked or row is None or place not in row.copied_weights:
                 found.discard(name)
@@ -187,7 +188,7 @@ def low_precision_copies(graph: Graph, precision: str) -> frozenset[str]:
     return frozenset(found & read)
 
 
-def exchanged_element_bytes(graph: Graph, precision: str, name: str, *, is_received: bool) -> int:
+def collective_element_bytes(graph: Graph, precision: str, name: str, *, is_received: bool) -> int:
     """Return the bytes per element of the value `name` in a collective among the devices of one
     stage. Gradients are sent in the type of their value.
 
@@ -208,12 +209,12 @@ def element_bytes(graph: Graph, precision: str) -> dict[str, int]:
     """
     held = [each.value for each in graph.parameters] + [each.value for each in graph.constants]
     widths = {value.name: value.dtype.itemsize for value in (*graph.inputs, *held, *graph.values)}
-    if not narrows(precision):
+    if not is_autocast(precision):
         return widths
     widths |= dict.fromkeys(low_precision_copies(graph, precision), 2)
     floating = {name for name in widths if graph.type_of(name).dtype.is_floating}
     with_product = frozenset(bias_additions(graph).values())
-    for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
+    for index, (node, use) in enumerate(zip(graph.nodes, op_instances(graph), strict=True)):
         if use.row.kind in _FULL_KINDS or use.row.name == LINEAR_CROSS_ENTROPY:
             continue
         width = 2

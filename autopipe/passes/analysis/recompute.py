@@ -33,7 +33,7 @@ from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.ops import operator_of
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.program import Collective, Compute, Segment, StageCode
-from autopipe.passes.analysis.gradients import differentiable_values, viewed
+from autopipe.passes.analysis.gradients import differentiable_values, view_base
 
 _LIMIT_RATIO = 2**0.5
 """Ratio of each limit on the bytes of a segment to the next, smaller limit."""
@@ -59,7 +59,7 @@ class Segments:
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
+def make_segmenter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
     """Return a function that divides a stage into segments. Its arguments are the indices of the
     stage's nodes in execution order and the number of micro-batches in flight, for which callers
     pass `Placement.length`, the number of stages of a pipeline. The function caches its results.
@@ -68,9 +68,11 @@ def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
     @functools.cache
     def cut(nodes: tuple[int, ...], held: int) -> Segments:
         """Return the segments of the stage with these nodes."""
-        spans = _spans(graph, nodes)
-        cuts = best_cuts(
-            [_kept(graph, node) for node in nodes], _crossing(graph, nodes, spans), held
+        spans = _value_spans(graph, nodes)
+        cuts = segment_boundaries(
+            [_saved_bytes(graph, node) for node in nodes],
+            _crossing_bytes(graph, nodes, spans),
+            held,
         )
         passing = (
             name
@@ -83,7 +85,7 @@ def cutter(graph: Graph) -> Callable[[tuple[int, ...], int], Segments]:
     return cut
 
 
-def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
+def segment_boundaries(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[int, ...]:
     """Return the segment boundaries of a sequence of nodes, as ascending positions of the first
     node of each segment except the first.
 
@@ -100,7 +102,7 @@ def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[
     least = limit = float(total)
     for _ in range(_LIMITS):
         limit /= _LIMIT_RATIO
-        cuts = _cheapest_cuts(sums, crossing, limit)
+        cuts = _cheapest_boundaries(sums, crossing, limit)
         largest = max(sums[end] - sums[begin] for begin, end in pairwise((0, *cuts, len(kept))))
         cost = held * sum(crossing[cut] for cut in cuts) + largest
         if cost < least:
@@ -109,7 +111,9 @@ def best_cuts(kept: Sequence[int], crossing: Sequence[int], held: int) -> tuple[
     return best
 
 
-def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -> tuple[int, ...]:
+def _cheapest_boundaries(
+    sums: Sequence[int], crossing: Sequence[int], limit: float
+) -> tuple[int, ...]:
     """Return the segment boundaries with the fewest crossing bytes such that each segment saves at
     most `limit` bytes or has only one node. `sums` are the prefix sums of the saved bytes, starting
     with 0.
@@ -134,7 +138,7 @@ def _cheapest_cuts(sums: Sequence[int], crossing: Sequence[int], limit: float) -
     return tuple(reversed(cuts))
 
 
-def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+def _value_spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """Return, for each value that one of the nodes writes, (position of the node that writes it,
     position of the last node that reads it or a view of it).
 
@@ -144,7 +148,7 @@ def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
 
     def root_of(name: str) -> str:
         """Return the value whose memory `name` shares, or `name` itself for a view of a parameter."""
-        root = viewed(graph, name)
+        root = view_base(graph, name)
         return name if graph.parameter(root) is not None else root
 
     found: dict[str, tuple[int, int]] = {}
@@ -158,9 +162,11 @@ def _spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, int]]) -> list[int]:
+def _crossing_bytes(
+    graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, int]]
+) -> list[int]:
     """Return, for each node, the bytes that would cross a boundary directly before it. `spans` is
-    the result of `_spans`.
+    the result of `_value_spans`.
 
     Values of `recomputed_nodes`, such as masks, do not count, because most segments read them.
     """
@@ -182,7 +188,7 @@ def _crossing(graph: Graph, nodes: tuple[int, ...], spans: dict[str, tuple[int, 
     return list(accumulate(steps[:-1]))
 
 
-def _kept(graph: Graph, index: int) -> int:
+def _saved_bytes(graph: Graph, index: int) -> int:
     """Return an estimate of the bytes that a node saves for backward: the bytes of its results with
     a gradient, 0 for a view.
     """
@@ -194,7 +200,7 @@ def _kept(graph: Graph, index: int) -> int:
     return sum(graph.type_of(name).bytes for name in node.outputs if name in flowing)
 
 
-def flowing_values(code: StageCode, differentiable: frozenset[str]) -> set[str]:
+def values_with_gradient(code: StageCode, differentiable: frozenset[str]) -> set[str]:
     """Return the local names of the stage's values that receive a gradient in backward.
 
     Such a value depends on an input or parameter with a gradient, and a floating-point output of
@@ -239,10 +245,13 @@ def with_segments(
     """
     if not code.recompute:
         return code
-    flowing = flowing_values(code, differentiable)
+    flowing = values_with_gradient(code, differentiable)
     nodes = tuple(each.node for each in code.operations if isinstance(each, Compute))
     cut = replace(
-        code, segments=tuple(Segment(own, frozenset()) for own in cutter(graph)(nodes, held).nodes)
+        code,
+        segments=tuple(
+            Segment(own, frozenset()) for own in make_segmenter(graph)(nodes, held).nodes
+        ),
     )
     written = (frozenset(name for each in own for name in each.writes) for own in cut.by_segment())
     segments = zip(cut.segments, written, strict=True)
@@ -251,7 +260,7 @@ def with_segments(
     )
 
 
-def running_again(code: StageCode) -> frozenset[int]:
+def recomputed_segments(code: StageCode) -> frozenset[int]:
     """Return the indices of the segments whose forward runs again in backward: the segments that
     write a value that receives a gradient and is an output of the stage or read by a later segment.
     """

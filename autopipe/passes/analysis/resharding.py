@@ -67,7 +67,7 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution
     if target.windows:
         both = (axis for layout in (source, target) for axes in layout.shard_axes for axis in axes)
         # Along each mesh axis, coordinates repeat after stride · degree devices. After `group`
-        # devices, all coordinates repeat, so a larger group has no other cases.
+        # devices, all coordinates repeat, so a larger group adds no cases.
         group = math.lcm(*(axis.stride * axis.degree for axis in both))
         is_local = not missing_elements(source, target, group).any()
         return (Redistribution("slice" if is_local else "redistribute", source, target),)
@@ -81,7 +81,7 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution
     for dimension, pair_of_axes in enumerate(
         zip(source.shard_axes, target.shard_axes, strict=True)
     ):
-        have, need = (_split_at(axes, bounds) for axes in pair_of_axes)
+        have, need = (_split_axes_at(axes, bounds) for axes in pair_of_axes)
         common = sum(
             1
             for _ in itertools.takewhile(
@@ -92,7 +92,7 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Redistribution
             added[dimension] = need[common:]
         if have[common:]:
             removed[dimension] = have[common:]
-    target_axes = {axis for axes in target.shard_axes for axis in _split_at(axes, bounds)}
+    target_axes = {axis for axes in target.shard_axes for axis in _split_axes_at(axes, bounds)}
     found: list[Redistribution] = []
     current = source
 
@@ -148,8 +148,8 @@ def reduction_steps(source: Layout, target: Layout) -> tuple[Redistribution, ...
     ):
         shard_axes[dimension] = merge_axes(shard_axes[dimension] + scatter_axes)
         partial_axes = remaining
-        sums = merge_axes(without_axes(current.sums, scatter_axes))
-        means = merge_axes(without_axes(current.means, scatter_axes))
+        sums = merge_axes(remove_axes(current.sums, scatter_axes))
+        means = merge_axes(remove_axes(current.means, scatter_axes))
         result = Layout(source.shape, tuple(shard_axes), sums, means)
         found.append(Redistribution("reduce_scatter", current, result, scatter_axes, dimension))
         current = result
@@ -173,7 +173,7 @@ def reduce_scatters(
     for dimension, (present, wanted) in enumerate(zip(shard_axes, target, strict=True)):
         scatter_axes = reduce_scatter_axes(present, wanted, partial_axes)
         if scatter_axes:
-            partial_axes = without_axes(partial_axes, scatter_axes)
+            partial_axes = remove_axes(partial_axes, scatter_axes)
             yield scatter_axes, dimension, partial_axes
 
 
@@ -190,14 +190,14 @@ def reduce_scatter_axes(present: MeshAxes, wanted: MeshAxes, partial_axes: MeshA
     bounds = _nested_bounds([*present, *wanted, *partial_axes])
     if bounds is None:
         return ()
-    present_atoms = _split_at(present, bounds)
-    wanted_atoms = _split_at(wanted, bounds)
+    present_atoms = _split_axes_at(present, bounds)
+    wanted_atoms = _split_axes_at(wanted, bounds)
     if (
         len(wanted_atoms) <= len(present_atoms)
         or wanted_atoms[: len(present_atoms)] != present_atoms
     ):
         return ()
-    partial_atoms = set(_split_at(partial_axes, bounds))
+    partial_atoms = set(_split_axes_at(partial_axes, bounds))
     scatter_axes = list(
         itertools.takewhile(partial_atoms.__contains__, wanted_atoms[len(present_atoms) :])
     )
@@ -224,14 +224,14 @@ def is_sharded_further(present: MeshAxes, wanted: MeshAxes) -> bool:
 
 
 @lru_cache(maxsize=1 << 16)
-def without_axes(axes: MeshAxes, removed: MeshAxes) -> MeshAxes:
+def remove_axes(axes: MeshAxes, removed: MeshAxes) -> MeshAxes:
     """Return `axes` without the parts that are in `removed`. The strides of all axes must nest:
     each stride at which an axis begins or ends must divide the next larger one.
     """
     bounds = _nested_bounds([*axes, *removed])
     assert bounds is not None, (axes, removed)
-    removed_atoms = set(_split_at(removed, bounds))
-    return tuple(axis for axis in _split_at(axes, bounds) if axis not in removed_atoms)
+    removed_atoms = set(_split_axes_at(removed, bounds))
+    return tuple(axis for axis in _split_axes_at(axes, bounds) if axis not in removed_atoms)
 
 
 def _nested_bounds(axes: Iterable[MeshAxis]) -> list[int] | None:
@@ -251,7 +251,7 @@ def are_nested(bounds: Sequence[int]) -> bool:
     return all(outer % inner == 0 for inner, outer in itertools.pairwise(bounds))
 
 
-def _split_at(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
+def _split_axes_at(axes: MeshAxes, bounds: list[int]) -> MeshAxes:
     """Return `axes`, each split at those strides of `bounds` that are inside of it, from outer to
     inner.
     """
@@ -372,8 +372,8 @@ def with_redistributions(
         for name, need in zip(each.node.inputs, each.operands, strict=True):
             if need is None or need in available[name]:
                 continue
-            # Layouts that contain all elements that this reader needs. This reader's layout can
-            # then be made from one of them by a slice, without communication.
+            # Layouts that contain all elements that this reader needs. A slice of such a layout,
+            # without communication, is then the layout of this reader.
             later = (
                 layout_needed
                 for layout_needed in needed.get(name, ())

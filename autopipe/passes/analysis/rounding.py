@@ -12,7 +12,12 @@ from autopipe.ir.graph import DType, Graph, Node, Value
 from autopipe.ir.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, local_label_and_class_counts
 from autopipe.ir.rounding import Rounding
 from autopipe.passes.analysis.gradients import differentiable_values, trained_body
-from autopipe.passes.analysis.operators import PRODUCT_KINDS, OpInstance, element_bytes, uses_of
+from autopipe.passes.analysis.operators import (
+    PRODUCT_KINDS,
+    OpInstance,
+    element_bytes,
+    op_instances,
+)
 
 Type = Literal["float64", "float32", "float16", "bfloat16"]
 
@@ -20,7 +25,9 @@ _COARSEST: tuple[Type, ...] = ("bfloat16", "float16", "float32")
 _AUTOCAST: dict[str, Type] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundaries: int) -> Rounding:
+def count_roundings(
+    graph: Graph, precision: str, train: bool, added: int, boundaries: int
+) -> Rounding:
     """Return the number of successive roundings of a step of `graph` at `precision`.
 
     train: True if the step has a backward pass.
@@ -32,14 +39,16 @@ def rounding_of(graph: Graph, precision: str, train: bool, added: int, boundarie
     Scientific Computing 14(4), 1993). The gradient of an operand is a sum over the axes that the
     operand lacks.
     """
-    dtype = _coarsest(graph, precision)
+    dtype = _least_precise_type(graph, precision)
     flowing = differentiable_values(graph) if train else frozenset[str]()
-    sums, narrow = _in_sequence(graph, precision, flowing)
+    sums, narrow = _max_successive_roundings(graph, precision, flowing)
     sent = boundaries * (1 + train) if dtype in ("bfloat16", "float16") else 0
     return Rounding(dtype, max(sums + added, 1), narrow, sent)
 
 
-def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple[int, int]:
+def _max_successive_roundings(
+    graph: Graph, precision: str, flowing: frozenset[str]
+) -> tuple[int, int]:
     """Return (sums, narrow), maxima over all paths of the graph: the number of successive roundings
     in sums, and the number of successive roundings of results to 16 bits. `flowing` are the values
     with a gradient; empty for inference.
@@ -47,7 +56,7 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
     widths = element_bytes(graph, precision)
     sums: dict[str, int] = {}
     narrow: dict[str, int] = {}
-    for node, use in zip(graph.nodes, uses_of(graph), strict=True):
+    for node, use in zip(graph.nodes, op_instances(graph), strict=True):
         result = next((graph.type_of(name) for name in node.outputs if name), None)
         if result is None or not result.dtype.is_floating:
             continue
@@ -58,14 +67,19 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
             body = trained_body(graph, node)
             inside = differentiable_values(body) if flowing else flowing
             loop, own_narrow = (
-                node.integer("count") * each for each in _in_sequence(body, precision, inside)
+                node.integer("count") * each
+                for each in _max_successive_roundings(body, precision, inside)
             )
-        forward = _terms(node, use, graph, result) if rounds and node.body is None else loop
+        forward = (
+            _roundings_per_element(node, use, graph, result)
+            if rounds and node.body is None
+            else loop
+        )
         most_sums = most_narrow = 0
-        for operand in _floating(graph, node):
+        for operand in _floating_operands(graph, node):
             back = operand.name in flowing
             more = back and use.row.kind != "view" and node.body is None
-            own = forward + (_terms(node, use, graph, operand) if more else 0)
+            own = forward + (_roundings_per_element(node, use, graph, operand) if more else 0)
             most_sums = max(most_sums, sums.get(operand.name, 0) + own)
             most_narrow = max(
                 most_narrow, narrow.get(operand.name, 0) + own_narrow * (1 + (back and not loop))
@@ -76,7 +90,7 @@ def _in_sequence(graph: Graph, precision: str, flowing: frozenset[str]) -> tuple
     return max(sums.values(), default=0), max(narrow.values(), default=0)
 
 
-def _coarsest(graph: Graph, precision: str) -> Type:
+def _least_precise_type(graph: Graph, precision: str) -> Type:
     """Return the least precise floating-point type to which values of the graph are rounded at
     `precision`.
     """
@@ -88,13 +102,13 @@ def _coarsest(graph: Graph, precision: str) -> Type:
     return _AUTOCAST.get(precision, own) if own == "float32" else own
 
 
-def _floating(graph: Graph, node: Node) -> Iterator[Value]:
+def _floating_operands(graph: Graph, node: Node) -> Iterator[Value]:
     """Yield the floating-point operands of a node."""
     found = (graph.type_of(name) for name in node.inputs if name)
     return (value for value in found if value.dtype.is_floating)
 
 
-def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
+def _roundings_per_element(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
     """Return the number of successive roundings in the computation of one element of `tensor`,
     which is a result of the node or an operand whose gradient the node computes.
 
@@ -107,7 +121,7 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
     elements = max(tensor.elements, 1)
     default = use.row.interpolation
     if default and node.text("mode", default) != "nearest":
-        return 1 + 2 * sum(extent**2 for extent in _inexact_extents(node, graph))
+        return 1 + 2 * sum(extent**2 for extent in _inexact_sizes(node, graph))
     if use.row.kind in PRODUCT_KINDS:
         if use.row.name == LINEAR_CROSS_ENTROPY and tensor.name in node.outputs:
             elements = math.prod(local_label_and_class_counts(use.space, {}))
@@ -117,7 +131,7 @@ def _terms(node: Node, use: OpInstance, graph: Graph, tensor: Value) -> int:
     return 1 + math.ceil(math.log2(max(use.space.points / elements, shared, 1)))
 
 
-def _inexact_extents(node: Node, graph: Graph) -> Iterator[int]:
+def _inexact_sizes(node: Node, graph: Graph) -> Iterator[int]:
     """Yield the sizes before resizing of the dimensions along which the coordinates of an
     interpolation are rounded.
 

@@ -42,8 +42,8 @@ def assign_nodes(
         for name in wanted:
             producer = graph.producer(name)
             if producer is None:
-                # Inputs, parameters and constants have no producing stage, and any stage can return
-                # them. The first stage of the pipeline does.
+                # Any stage can return an input, parameter or constant, because no stage computes
+                # it. The first stage of the pipeline does.
                 outputs[[stage.pipeline for stage in placement.stages].index(pipeline)][name] = None
                 continue
             outputs[stage_of[producer]][name] = None
@@ -60,7 +60,7 @@ def assign_nodes(
                 elif stage_of[producer] != own:
                     outputs[stage_of[producer]][name] = None
     for nodes in computed:
-        # A stage that computes a recomputed node must also compute all nodes on which it depends.
+        # A stage that computes a recomputed node must also compute all ancestors of the node.
         waiting = [node for node in nodes if node in recomputed]
         while waiting:
             sources = {producer for _, producer in every[waiting.pop()]} - nodes
@@ -69,7 +69,7 @@ def assign_nodes(
     found = []
     for stage, nodes, given in zip(placement.stages, computed, outputs, strict=True):
         splits = (
-            (node, _splits(graph, placement, homes[stage.pipeline], node, stage))
+            (node, _splits_in_stage(graph, placement, homes[stage.pipeline], node, stage))
             for node in sorted(nodes)
         )
         found.append(StageNodes(tuple(splits), tuple(given)))
@@ -87,7 +87,7 @@ def live_nodes(graph: Graph, wanted: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(sorted(live))
 
 
-def _splits(
+def _splits_in_stage(
     graph: Graph, placement: Placement, stage_of: dict[int, int], node: int, stage: Stage
 ) -> tuple[Split, ...]:
     """Return the splits of a node in `stage`. `stage_of` is the stage to which the placement

@@ -17,7 +17,7 @@ from autopipe.passes.frontend.read import mixing_nodes
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def matrices(graph: Graph) -> frozenset[str]:
+def matrix_parameters(graph: Graph) -> frozenset[str]:
     """Return the names of the trainable parameters with two dimensions, except embedding tables."""
     tables = {
         node.inputs[0]
@@ -30,7 +30,7 @@ def matrices(graph: Graph) -> frozenset[str]:
     )
 
 
-def check_groups(optimizer: Optimizer, graph: Graph) -> None:
+def check_parameter_groups(optimizer: Optimizer, graph: Graph) -> None:
     """Raise ConfigurationError if a parameter group of the optimizer matches no trainable
     parameter.
     """
@@ -55,9 +55,9 @@ def check_padding(graph: Graph, loss: str) -> None:
     labels are an input, and no other node mixes samples. If the graph counts labels
     (`COUNTED_LABELS`), the loss may be a sum, and other cross-entropies may mix samples.
     """
-    node = _producer(graph, loss)
+    node = _producing_node(graph, loss)
     while node is not None and node.op in _SAME:
-        node = _producer(graph, node.inputs[0])
+        node = _producing_node(graph, node.inputs[0])
     why = ""
     by_label = graph.has(COUNTED_LABELS)
     if node is None or not is_label_loss(node):
@@ -84,7 +84,7 @@ def check_padding(graph: Graph, loss: str) -> None:
         raise ConfigurationError(message, "set data.last_batch to drop", "data.last_batch: pad")
 
 
-def _producer(graph: Graph, name: str) -> Node | None:
+def _producing_node(graph: Graph, name: str) -> Node | None:
     """Return the node that computes the value `name`, None for inputs, parameters and constants."""
     index = graph.producer(name)
     return None if index is None else graph.nodes[index]

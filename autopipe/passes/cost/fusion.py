@@ -17,8 +17,8 @@ from dataclasses import replace
 from autopipe.ir.graph import Graph
 from autopipe.ir.memo import MAX_CACHED_GRAPHS, memoize
 from autopipe.ir.problem import NodeCost
-from autopipe.passes.analysis.gradients import differentiable_values, viewed
-from autopipe.passes.analysis.operators import element_bytes, uses_of
+from autopipe.passes.analysis.gradients import differentiable_values, view_base
+from autopipe.passes.analysis.operators import element_bytes, op_instances
 from autopipe.passes.cost.roofline import annotate
 
 _KINDS = frozenset({"elementwise", "reduction", "normalization"})
@@ -40,7 +40,7 @@ def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
     sizes: list[set[int]] = []
     """For each kernel, the numbers of elements over which it iterates, and those of its results."""
     kernel_of: dict[int, int] = {}
-    for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
+    for index, (node, use) in enumerate(zip(graph.nodes, op_instances(graph), strict=True)):
         if use.row.kind == "view":
             continue
         elements = [graph.type_of(name).elements for name in (*node.inputs, *node.outputs) if name]
@@ -62,14 +62,14 @@ def fused_groups(graph: Graph) -> tuple[tuple[int, ...], ...]:
                 max(elements),
                 *(graph.type_of(name).elements for name in node.outputs if name),
             }
-    uses = uses_of(graph)
+    uses = op_instances(graph)
     return tuple(tuple(each) for each in kernels if len(each) > 1 or uses[each[0]].row.kernels > 1)
 
 
 def _producers(graph: Graph, index: int) -> Iterator[int]:
     """Yield the nodes whose results a node reads, directly or through views."""
     for name in graph.nodes[index].inputs:
-        producer = graph.producer(viewed(graph, name)) if name else None
+        producer = graph.producer(view_base(graph, name)) if name else None
         if producer is not None:
             yield producer
 
@@ -142,11 +142,11 @@ def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
     gradient = differentiable_values(graph)
     widths = element_bytes(graph, precision)
     readers: dict[str, set[int]] = {}
-    for index, (node, use) in enumerate(zip(graph.nodes, uses_of(graph), strict=True)):
+    for index, (node, use) in enumerate(zip(graph.nodes, op_instances(graph), strict=True)):
         if use.row.kind != "view":
             for name in filter(None, node.inputs):
-                readers.setdefault(viewed(graph, name), set()).add(index)
-    wanted = {viewed(graph, name) for name in graph.outputs}
+                readers.setdefault(view_base(graph, name), set()).add(index)
+    wanted = {view_base(graph, name) for name in graph.outputs}
 
     def size(names: Iterable[str]) -> float:
         return float(sum(graph.type_of(name).elements * widths[name] for name in names))
@@ -155,7 +155,7 @@ def _moved(graph: Graph, precision: str) -> tuple[tuple[float, float], ...]:
     for group in fused_groups(graph):
         own = {name for index in group for name in graph.nodes[index].outputs if name}
         read = {
-            viewed(graph, name) for index in group for name in graph.nodes[index].inputs if name
+            view_base(graph, name) for index in group for name in graph.nodes[index].inputs if name
         } - own
         given = {
             name for name in own if name in wanted or not readers.get(name, set()) <= set(group)

@@ -39,7 +39,7 @@ from autopipe.ir.problem import MeasuredNodeTime, NodeCost, Problem
 from autopipe.ir.space import AxisKind
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.input_ranges import input_ranges
-from autopipe.passes.analysis.operators import bias_additions, uses_of
+from autopipe.passes.analysis.operators import bias_additions, op_instances
 from autopipe.passes.analysis.resharding import node_layouts
 from autopipe.passes.cost.fusion import fused
 from autopipe.passes.cost.roofline import annotate, node_seconds
@@ -55,7 +55,7 @@ class Operations:
     def __init__(self, graph: Graph, precision: str) -> None:
         self.graph = graph
         self.precision = precision
-        self.uses = uses_of(graph)
+        self.uses = op_instances(graph)
         self._gradients = differentiable_values(graph)
         self.additions = bias_additions(graph)
         """By node of a matmul or convolution: the addition of its bias, which generated code

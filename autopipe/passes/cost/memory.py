@@ -22,17 +22,17 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.program import BUCKET_BYTES
 from autopipe.passes.analysis.gradients import (
-    Scratch,
+    Workspace,
     attention_tensors,
-    kept_values,
-    most_widened,
-    scratch_of,
+    max_received_to_sent_ratio,
+    saved_tensors,
     sent_bytes,
-    waiting_operands,
+    weight_operands,
+    workspace_of,
 )
 from autopipe.passes.analysis.operators import element_bytes, low_precision_copies
-from autopipe.passes.analysis.recompute import cutter
-from autopipe.passes.analysis.training import matrices
+from autopipe.passes.analysis.recompute import make_segmenter
+from autopipe.passes.analysis.training import matrix_parameters
 from autopipe.passes.cost.stage_work import StageNode, StageWork, holders_of, stage_work
 
 OPTIMIZER_STATE_BYTES = 4
@@ -135,7 +135,7 @@ def _figures(graph: Graph, precision: str) -> dict[str, tuple[int, int, bool, bo
     if Muon would update it as a matrix, bytes of its 16-bit copy or 0 if it has none).
     """
     found = {}
-    own = matrices(graph)
+    own = matrix_parameters(graph)
     copies = low_precision_copies(graph, precision)
     for each in graph.parameters:
         value = each.value
@@ -185,7 +185,7 @@ def saved_bytes(problem: Problem, nodes: Iterable[StageNode]) -> dict[tuple[str,
     micro-batch, by `SavedTensor.key`. A tensor that nodes save in shards of different sizes counts
     with the largest.
     """
-    kept = kept_values(problem.graph, problem.precision, min_cuda_capability(problem.cluster))
+    kept = saved_tensors(problem.graph, problem.precision, min_cuda_capability(problem.cluster))
     found: dict[tuple[str, int], int] = {}
     for each in nodes:
         for value in kept[each.index]:
@@ -200,7 +200,7 @@ def waiting_bytes(work: StageWork) -> int:
     forward, and the gradients of their results.
     """
     graph = work.problem.graph
-    waiting = waiting_operands(work.problem.graph)
+    waiting = weight_operands(work.problem.graph)
     widths = element_bytes(graph, work.problem.precision)
     nodes = [each for each in work.nodes if waiting[each.index]]
     gradients = 0
@@ -230,9 +230,9 @@ def recomputed_bytes(work: StageWork, held: int) -> tuple[int, int]:
     precision = work.problem.precision
     figures = _figures(graph, precision)
     parts = dict(work.parameter_parts)
-    kept = kept_values(graph, precision, min_cuda_capability(work.problem.cluster))
+    kept = saved_tensors(graph, precision, min_cuda_capability(work.problem.cluster))
     widths = element_bytes(graph, precision)
-    segments = cutter(graph)(tuple(each.index for each in work.nodes), held)
+    segments = make_segmenter(graph)(tuple(each.index for each in work.nodes), held)
     nodes = {each.index: each for each in work.nodes}
     most = passing = 0
     for indices in segments.nodes:
@@ -326,9 +326,11 @@ def _gradient_bytes(problem: Problem, each: StageNode, widths: Mapping[str, int]
     )
 
 
-def _scratch(problem: Problem, each: StageNode) -> Scratch:
+def _scratch(problem: Problem, each: StageNode) -> Workspace:
     """Return the bytes of a node's temporary tensors on one device of its stage."""
-    return scratch_of(problem.graph, problem.precision, each.index, each.use, each.sharing.degrees)
+    return workspace_of(
+        problem.graph, problem.precision, each.index, each.use, each.sharing.degrees
+    )
 
 
 def live_bytes(work: StageWork) -> int:
@@ -391,8 +393,8 @@ class MemoryParts:
 
         In inference, the second array is 0. In training, buffers for the gradients of the messages
         are included. With recomputation, a stage saves the values that it receives, which can have
-        `most_widened` times the bytes of their messages. During a backward it also holds the
-        recomputed tensors of one micro-batch.
+        `max_received_to_sent_ratio` times the bytes of their messages. During a backward it also
+        holds the recomputed tensors of one micro-batch.
         """
         constant = self.state + self.workspace
         if not problem.train:
@@ -401,7 +403,9 @@ class MemoryParts:
             )
         constant = constant + 2 * (self.received + self.sent)
         if recompute:
-            return constant + self.saved, self.received * most_widened(problem.precision)
+            return constant + self.saved, self.received * max_received_to_sent_ratio(
+                problem.precision
+            )
         return constant + self.low_precision, self.saved
 
 

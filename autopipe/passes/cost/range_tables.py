@@ -25,9 +25,9 @@ from autopipe.passes.analysis.chain import (
     outgoing_sums,
     range_maxima,
     range_sums,
-    values_between,
+    values_between_blocks,
 )
-from autopipe.passes.analysis.gradients import kept_values, scratch_of, sent_bytes
+from autopipe.passes.analysis.gradients import saved_tensors, sent_bytes, workspace_of
 from autopipe.passes.analysis.operators import SampleAxes, element_bytes, sample_axes
 from autopipe.passes.cost.communication import Cost, message_seconds
 from autopipe.passes.cost.memory import MemoryParts, State, state_of
@@ -240,7 +240,7 @@ def make_tables(problem: Problem, chain: Chain, samples: SampleAxes | None = Non
     sizes = sent_bytes(graph, problem.precision)
     messages = [
         (samples.carries(name), (block, readers, float(sizes[name])))
-        for name, block, readers in values_between(graph, block_of)
+        for name, block, readers in values_between_blocks(graph, block_of)
     ]
     counts = [(block, readers, 1.0) for _, (block, readers, _) in messages]
     return Tables(
@@ -292,7 +292,7 @@ def _kept(
     blocks: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     facts: dict[tuple[str, int], tuple[bool, float]] = {}
     for index, found in enumerate(
-        kept_values(problem.graph, problem.precision, min_cuda_capability(problem.cluster))
+        saved_tensors(problem.graph, problem.precision, min_cuda_capability(problem.cluster))
     ):
         for kept in found:
             blocks[kept.key].add(block_of[index])
@@ -315,7 +315,7 @@ def _workspace(problem: Problem, chain: Chain, samples: SampleAxes) -> RangeByte
         if use.row.kind == "view":
             continue
         size: dict[bool, float] = {True: 0.0, False: 0.0}
-        scratch = scratch_of(graph, problem.precision, index, use, {})
+        scratch = workspace_of(graph, problem.precision, index, use, {})
         size[samples.axes[index] is not None] += scratch.samples
         size[False] += scratch.weight * problem.train
         for name in (*node.inputs, *node.outputs):

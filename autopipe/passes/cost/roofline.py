@@ -30,7 +30,7 @@ from autopipe.ir.problem import BACKWARD_OPERATORS, NodeCost, Problem
 from autopipe.passes.analysis.gradients import (
     attention_tensors,
     differentiable_values,
-    kept_values,
+    saved_tensors,
     trained_body,
 )
 from autopipe.passes.analysis.operators import (
@@ -39,7 +39,7 @@ from autopipe.passes.analysis.operators import (
     SampleAxes,
     bias_additions,
     element_bytes,
-    uses_of,
+    op_instances,
 )
 from autopipe.passes.analysis.stage_nodes import live_nodes
 
@@ -273,13 +273,13 @@ def annotate(
     The backward of a matmul has one matmul per operand that needs a gradient, so the backward of
     the first layer is cheaper. Raises ModelError for an operator without a definition in `ir/ops`.
     """
-    uses = uses_of(graph)
+    uses = op_instances(graph)
     widths = element_bytes(graph, precision)
     sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
     kept = []
     seen = set[tuple[str, int]]()
     # A value that several nodes save exists once in memory, so it counts at the first of them only.
-    for values in kept_values(graph, precision, capability):
+    for values in saved_tensors(graph, precision, capability):
         new = {each.key: each.bytes for each in values if each.key not in seen}
         seen |= new.keys()
         kept.append(sum(new.values()))
@@ -343,7 +343,7 @@ def _runs(
     }
     flops = [
         use.flops * (share if cut is not None and index in cut.nodes else 1.0)
-        for index, use in enumerate(uses_of(body))
+        for index, use in enumerate(op_instances(body))
     ]
     every = _annotated(body, widths, sizes, flops, [0] * len(flops))
     run = [each for each in every if each.kind != "view"]
@@ -382,7 +382,7 @@ def _annotated(
     gradient = differentiable_values(graph)
     added_biases = frozenset(bias_additions(graph).values())
     found = []
-    nodes = zip(graph.nodes, uses_of(graph), flops, kept, strict=True)
+    nodes = zip(graph.nodes, op_instances(graph), flops, kept, strict=True)
     for index, (node, use, count, kept_bytes) in enumerate(nodes):
         if index in loops:
             found.append(replace(loops[index], kept_bytes=kept_bytes))
@@ -466,7 +466,7 @@ def _own_scores(graph: Graph) -> dict[int, int]:
     """
     own = (
         (index, use)
-        for index, use in enumerate(uses_of(graph))
+        for index, use in enumerate(op_instances(graph))
         if use.row.name == LINEAR_CROSS_ENTROPY
     )
     found = {

@@ -25,7 +25,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.gradients import differentiable_values
-from autopipe.passes.analysis.operators import OpInstance, exchanged_element_bytes, uses_of
+from autopipe.passes.analysis.operators import OpInstance, collective_element_bytes, op_instances
 from autopipe.passes.analysis.resharding import (
     NodeLayouts,
     ValueRedistribution,
@@ -35,7 +35,7 @@ from autopipe.passes.analysis.resharding import (
     with_redistributions,
 )
 from autopipe.passes.analysis.stage_nodes import assign_nodes
-from autopipe.passes.analysis.training import matrices
+from autopipe.passes.analysis.training import matrix_parameters
 from autopipe.passes.cost.communication import (
     FREE,
     Cost,
@@ -182,7 +182,7 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
     """Return a function from (node index, splits, number of devices) to the node as these devices
     divide it. The function caches layouts, because many nodes are equal.
     """
-    uses = uses_of(graph)
+    uses = op_instances(graph)
     known: dict[tuple[int, tuple[Split, ...], int], NodeSharing] = {}
 
     def assigned(index: int, splits: tuple[Split, ...], group: int) -> StageNode:
@@ -212,7 +212,7 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     """Return (forward, backward): the seconds of the collectives of one micro-batch inside a stage.
 
     The bytes of a collective follow from the types in which it sends elements at the problem's
-    precision (`exchanged_element_bytes`).
+    precision (`collective_element_bytes`).
     """
     graph = work.problem.graph
     cluster = work.problem.cluster
@@ -225,7 +225,7 @@ def exchange_seconds(work: StageWork) -> tuple[float, float]:
     differentiable = differentiable_values(graph)
     for exchange in exchanges_of(work):
         is_received = exchange.value in work.received
-        width = exchanged_element_bytes(
+        width = collective_element_bytes(
             graph, work.problem.precision, exchange.value, is_received=is_received
         )
         seconds = relayout_seconds(cluster, devices, exchange.step, width)
@@ -354,7 +354,7 @@ def check_whole_matrices(problem: Problem, placement: Placement) -> None:
     """
     if problem.optimizer.name != "muon" or not problem.train:
         return
-    own = matrices(problem.graph)
+    own = matrix_parameters(problem.graph)
     for number, work in enumerate(stage_work(problem, placement)):
         for name, parts in work.parameter_parts:
             if name in own and parts > 1:

@@ -26,12 +26,12 @@ from autopipe.ir.schedule import Phase
 from autopipe.ir.timeline import StagePrediction, TaskSeconds
 from autopipe.passes.analysis.gradients import (
     differentiable_values,
-    kept_values,
-    viewed,
-    views,
-    waiting_operands,
+    saved_tensors,
+    view_base,
+    view_bases,
+    weight_operands,
 )
-from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, uses_of
+from autopipe.passes.analysis.operators import PRODUCT_KINDS, element_bytes, op_instances
 from autopipe.passes.cost.host import host_seconds
 from autopipe.passes.cost.memory import (
     State,
@@ -78,8 +78,8 @@ def signatures_in(
     values: for each value, (number, name of the value of which it is a view, or its own name).
     Values with equal numbers have equal properties.
     """
-    kept = kept_values(graph, precision, capability)
-    waiting = waiting_operands(graph)
+    kept = saved_tensors(graph, precision, capability)
+    waiting = weight_operands(graph)
     widths = element_bytes(graph, precision)
     gradient = differentiable_values(graph)
     consumers = graph.consumers()
@@ -109,7 +109,7 @@ def signatures_in(
         named.append((*node.inputs, *node.outputs, *(each.key[0] for each in keeps)))
     for name in dict.fromkeys(name for names in named for name in names if name):
         parameter = graph.parameter(name)
-        root = viewed(graph, name)
+        root = view_base(graph, name)
         told = widths.get(name), name in gradient, graph.producer(name) is not None
         content = *told, parameter is not None and parameter.trainable, name in consumers
         values[name] = number(content), root
@@ -180,10 +180,10 @@ def weight_shares(graph: Graph) -> NDArray[np.float64]:
     """Return, for each node, the fraction of its backward that the weight-gradient task of a split
     backward computes.
     """
-    uses = uses_of(graph)
+    uses = op_instances(graph)
     gradient = differentiable_values(graph)
     shares = np.zeros(len(graph.nodes))
-    for index, waiting in enumerate(waiting_operands(graph)):
+    for index, waiting in enumerate(weight_operands(graph)):
         if waiting and uses[index].row.kind not in PRODUCT_KINDS:
             shares[index] = 1.0
         elif waiting:
@@ -198,8 +198,8 @@ def waiting_state(work: StageWork) -> State:
     weight-gradient task of a split backward computes.
     """
     graph = work.problem.graph
-    every = waiting_operands(graph)
-    roots = views(graph)
+    every = weight_operands(graph)
+    roots = view_bases(graph)
     waiting: set[str] = set()
     flowing: set[str] = set()
     for each in work.nodes:
@@ -333,7 +333,7 @@ def _stage_cost(work: StageWork, state: State, crossing: Mapping[str, int], held
     received, sent = message_bytes(work, crossing)
     messages = len(work.received) + len(work.given.keys() & crossing)
     post = max(posting_seconds(device, messages, received + sent) for device in devices)
-    deferred = sum(bool(waiting_operands(graph)[each.index]) for each in work.nodes)
+    deferred = sum(bool(weight_operands(graph)[each.index]) for each in work.nodes)
     if not train:
         kept = 0
         transient = live_bytes(work)

@@ -386,7 +386,7 @@ class RankTrace:
                 )
             case Opcode.BACKWARD_WEIGHT:
                 # Weight gradients are all-reduced at the end of the step, so this task runs no
-                # collective and has no barrier.
+                # collective and needs no barrier.
                 return Action(
                     weights,
                     after=(((backward, EVERY_MICRO_BATCH, EVERY_MICRO_BATCH),),),

@@ -47,11 +47,11 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.gradients import (
     differentiable_values,
     message_types,
-    waiting_operands,
+    weight_operands,
 )
 from autopipe.passes.analysis.input_ranges import input_ranges
 from autopipe.passes.analysis.micro_batches import (
-    check_portions,
+    check_micro_batch_sizes,
     micro_batch_size,
     stage_graphs,
     stage_micro_batches,
@@ -125,7 +125,7 @@ def parts_of(
         code = replace(stage.code, ratio=ratio)
         if own is not graph:
             # Graphs for other micro-batch sizes have other constants. Constants are numbered over
-            # all graphs, and those of `graph` keep their indices.
+            # all graphs, and the indices of constants of `graph` do not change.
             constants = [
                 (numbers.setdefault(id(each), len(numbers)), each) for _, each in code.constants
             ]
@@ -197,7 +197,7 @@ def lower(
             f"the placement uses {placement.devices} {plural(placement.devices, 'device')}, but "
             f"the schedule is for {schedule.devices}"
         )
-    check_portions(graph, placement)
+    check_micro_batch_sizes(graph, placement)
     parts = parts_of(graph, placement, schedule.devices, loss, precision)
     codes = tuple(stage.code for stage in parts.stages)
     batch = batch_axes_of(graph)
@@ -290,7 +290,7 @@ def _split_backwards(
         for task in order
         if task.phase is Phase.INPUT_GRADIENT
     }
-    waiting = waiting_operands(graph)
+    waiting = weight_operands(graph)
 
     def deferred(code: StageCode) -> tuple[int, ...]:
         """Return the nodes of the stage whose weight gradients can be computed in a separate task."""
@@ -310,7 +310,7 @@ def _steps(
     """
     orders = SendingOrders(schedule)
 
-    @cache  # Most ranks of one stage have equal tasks and peers.
+    @cache  # Ranks of one stage usually have equal tasks and peers.
     def step(tasks: tuple[Task, ...], peers: RankPeers) -> RankStep:
         flat = instructions(tasks, peers, orders)
         return RankStep(flat, sections(flat, ratios), HeldMessages(flat))
@@ -368,8 +368,8 @@ def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
     if batch.batch > 1:
         axis = samples.dimension if samples is not None and samples.outer == 1 else None
     else:
-        # With a batch of one sample, the batch dimension cannot be identified by its size. If the
-        # first axis of an output has size 1, it is assumed to be the batch dimension.
+        # The batch has one sample, so its dimension cannot be identified by the size. A first axis
+        # of size 1 is assumed to be the batch dimension.
         axis = 0 if graph.type_of(name).shape[:1] == (1,) else dict(graph.batch_axes).get(name)
     return Output(graph.type_of(name), axis, tuple(places))
 

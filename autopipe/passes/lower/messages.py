@@ -31,7 +31,7 @@ from autopipe.ir.program import (
     StageOnRank,
 )
 from autopipe.ir.schedule import MicroBatchSlice, Phase, Schedule, Task
-from autopipe.passes.analysis.micro_batches import Shared, block_transfers, shared_blocks
+from autopipe.passes.analysis.micro_batches import SharedPart, part_transfers, shared_parts
 from autopipe.passes.lower.shard import ShardedStage
 
 
@@ -62,7 +62,7 @@ def transfer_pieces(
     batch = batch_axes_of(graph) if len(set(sizes)) > 1 else BatchAxes(0, (), {})
     pieces: list[MessageSlice] = []
     for target, stage in enumerate(stages):
-        found: list[tuple[int, Shared, str]] = []
+        found: list[tuple[int, SharedPart, str]] = []
         for name in (name for name in stage.inputs if graph.producer(name) is not None):
             source = producers[stage.code.pipeline, name]
             need = stage.inputs[name]
@@ -73,14 +73,14 @@ def transfer_pieces(
                     "supported"
                 )
             ends = (sizes[source], hold.shape), (sizes[target], need.shape)
-            found += ((source, shared, name) for shared in shared_blocks(graph, batch, name, *ends))
+            found += ((source, shared, name) for shared in shared_parts(graph, batch, name, *ends))
         found.sort(
             key=lambda each: (each[0], each[1].target_slice.index, each[1].source_slice.index)
         )
         for source, shared, name in found:
             hold = stages[source].outputs[name]
             senders = stages[source].code.devices
-            for sender, receiver, sent, received in block_transfers(
+            for sender, receiver, sent, received in part_transfers(
                 hold, stage.inputs[name], senders, stage.code.devices, shared
             ):
                 pieces.append(

@@ -33,7 +33,7 @@ from autopipe.ir.placement import Split, Stage
 from autopipe.ir.program import Collective, Compute, ParameterShard, StageCode
 from autopipe.ir.space import AxisKind, Space
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.operators import exchanged_element_bytes
+from autopipe.passes.analysis.operators import collective_element_bytes
 from autopipe.passes.analysis.resharding import (
     NodeLayouts,
     ValueRedistribution,
@@ -104,7 +104,7 @@ def shard_stage(
         _collective(
             step,
             held,
-            exchanged_element_bytes(graph, precision, step.value, is_received=step.value in taken),
+            collective_element_bytes(graph, precision, step.value, is_received=step.value in taken),
         )
         if isinstance(step, ValueRedistribution)
         else _compute(
@@ -252,8 +252,8 @@ def _compute(
     signature = global_signature.sharded(operands, results)
     degrees = {split.axis: split.degree for split in splits}
     joint: list[tuple[str, ...]] = [(axis,) for axis in joint_splits(space, degrees)]
-    # The operator communicates over each joint axis, and over the axes over which it reduces
-    # statistics. It needs a process group for each of these.
+    # The operator needs a process group for each joint axis, and for all axes that it reduces
+    # statistics over.
     if joint:
         joint += (each.axes for each in row.statistics(global_signature, space, degrees))
     samples = batch.of(next(filter(None, node.outputs))) if row.random else None

@@ -28,7 +28,7 @@ from autopipe.ir.program import (
 from autopipe.ir.timeline import StagePrediction
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.analysis.micro_batches import stage_graphs
-from autopipe.passes.analysis.recompute import running_again
+from autopipe.passes.analysis.recompute import recomputed_segments
 from autopipe.passes.lower.messages import is_used_in_place
 from autopipe.passes.lower.traffic import (
     StageExchange,
@@ -372,8 +372,8 @@ class _Builder:
             if opcode is not Opcode.FORWARD
             else 0
         )
-        # Autograd adds the gradients of this micro-batch to those of earlier micro-batches, so
-        # accumulations of a stage follow one another.
+        # Autograd adds these gradients to the gradients of earlier micro-batches, so the task waits
+        # for the previous accumulation.
         if size:
             after = (place, self.accumulated[stage]) if stage in self.accumulated else (place,)
             name = f"{stage}ACC{'' if letter == 'B' else f'_{letter}'}{micro_batch}"
@@ -522,7 +522,7 @@ def _by_verb(
     """
     forward = [each for each in every if not each.backward]
     backward = [each for each in every if each.backward]
-    again = running_again(code)
+    again = recomputed_segments(code)
     found: list[StageExchange] = []
     for number in reversed(range(max(1, len(code.segments)))):
         found += [each for each in forward if each.segment == number and number in again]

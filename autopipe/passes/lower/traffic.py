@@ -25,7 +25,7 @@ from autopipe.ir.program import (
     in_kind_order,
     make_buckets,
 )
-from autopipe.passes.analysis.recompute import flowing_values, running_again
+from autopipe.passes.analysis.recompute import recomputed_segments, values_with_gradient
 from autopipe.passes.lower.lower import parts_of
 
 
@@ -91,7 +91,7 @@ def communication_bytes(
         times = len(
             range(stage.code.pipeline, micro_batches * stage.code.ratio, placement.pipelines)
         )
-        again = running_again(stage.code)
+        again = recomputed_segments(stage.code)
         for each in stage_exchanges(own, stage.code, parts.differentiable):
             repeats = 1 + (not each.backward and each.segment in again)
             total[each.kind] += times * repeats * each.bytes
@@ -108,12 +108,12 @@ def communication_bytes(
             )
             total["send"] += times * (1 + piece.needs_gradient) * piece.bytes
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):
-        # Only the first rank of a group counts the group, so that each group counts once.
+        # The first rank of a group counts the group, so that no group counts twice.
         first = (each for each in own_shards if each.gradient_ranks[0] == rank)
         exchanged = exchanged_gradients(graph.parameters, first, shard)
         size = sum(len(ranks) * count for (_, ranks), count in exchanged.items())
-        # With sharded optimizer state, the all-gather of the parameters moves as many bytes as the
-        # reduction of the gradients.
+        # If the optimizer state is sharded, the all-gather of the parameters moves the same number
+        # of bytes again.
         total += Counter(gradient=size, parameter=size * shard)
     return in_kind_order(total)
 
@@ -153,7 +153,7 @@ def stage_exchanges(
     """
     if len(code.devices) == 1:
         return
-    flowing = flowing_values(code, differentiable)
+    flowing = values_with_gradient(code, differentiable)
     for segment, operations in enumerate(code.by_segment()):
         for exchange in _exchanges(graph, code, operations, flowing):
             yield replace(exchange, segment=segment)
@@ -174,8 +174,8 @@ def _exchanges(
                 missing = missing_elements(step.source, step.result, group)
                 size = int(missing.sum()) * operation.itemsize
             else:
-                # An all-gather counts the bytes of its result, each other collective those of its
-                # operand.
+                # An all-gather counts the bytes of its result. Other collectives count the bytes of
+                # their operand.
                 counted = operation.result if step.kind == "all_gather" else source
                 size = group * counted.elements * operation.itemsize
             exchange = StageExchange(step.kind, size, False, source.name, step.over)
@@ -189,7 +189,7 @@ def _exchanges(
             operands = operation.signature.operands
             for statistic in row.statistics(signature, row.space(signature), degrees):
                 # A collective of the backward runs only if a gradient reaches a result of the
-                # operator and flows on to an operand on which the statistic depends.
+                # operator and flows on to an operand that affects the statistic.
                 through = (operands[index] for index in statistic.through if index < len(operands))
                 returns = any(value is not None and value.name in flowing for value in through)
                 if not statistic.backward or (returns and not flowing.isdisjoint(operation.writes)):

@@ -19,7 +19,7 @@ from autopipe.ir.errors import ConfigurationError, InfeasibleError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.chain import Chain, make_chain, range_sums, values_between
+from autopipe.passes.analysis.chain import Chain, make_chain, range_sums, values_between_blocks
 from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.cost.range_tables import state_sums
 from autopipe.passes.cost.roofline import mean_seconds, node_seconds
@@ -148,7 +148,7 @@ def crossing_seconds(
     """
     change = np.zeros(blocks + 2)
     sizes = sent_bytes(graph, precision)
-    for name, start, readers in values_between(graph, block_of):
+    for name, start, readers in values_between_blocks(graph, block_of):
         if readers[-1] > start:
             seconds = link.seconds(sizes[name] / replicas)
             change[[start + 1, readers[-1] + 1]] += np.array([1, -1]) * seconds

@@ -18,7 +18,7 @@ from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
-from autopipe.passes.analysis.chain import linear_order, values_between
+from autopipe.passes.analysis.chain import linear_order, values_between_blocks
 from autopipe.passes.analysis.gradients import differentiable_values, sent_bytes
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.partition.downsets import closed, downset_levels, membership
@@ -143,7 +143,7 @@ def flow_of(problem: Problem) -> tuple[Flow, Indices]:
     sizes = sent_bytes(graph, problem.precision)
     returned = differentiable_values(graph) if problem.train else frozenset()
     values = []
-    for name, source, readers in values_between(graph, operator_of):
+    for name, source, readers in values_between_blocks(graph, operator_of):
         values.append((source, sizes[name] * (2.0 if name in returned else 1.0), readers))
     return make_flow(seconds[order], values), order
 

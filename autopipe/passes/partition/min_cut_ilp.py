@@ -211,8 +211,8 @@ def _neighbours(flow: Flow, cheap: float) -> Indices:
         values = reads[operator], gives[operator]
         other = _earlier(flow, before, operator, *values)
         other = _first_reader(flow, before, *values) if other is None else other
-        # Simultaneous merges could create a cycle. Hence an operator into which another operator
-        # was merged is not merged itself in this round.
+        # Simultaneous merges could create a cycle. Hence an operator is not merged itself in this
+        # round if another operator was merged into it.
         if other is not None and into[other] == other and not joined[operator]:
             into[operator] = other
             joined[other] = True
@@ -409,8 +409,8 @@ class PartitionProblem:
         if line is not None and flow.crossing(stage) >= ceiling * (1 - _SAME):
             stage = self._most_even(limit, line, coarse, group)
         crossing = flow.crossing(stage)
-        # A contiguous partition may divide groups and send fewer bytes than each partition that
-        # keeps them together. The bound of the groups then does not apply to it.
+        # A contiguous partition may divide groups and send fewer bytes than each partition without
+        # divided groups. The bound of the groups then does not apply to it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
         imbalance = (
             float(flow.loads(stage, space.stages).max()) / (float(flow.work.sum()) / space.stages)
@@ -521,7 +521,7 @@ class PartitionProblem:
             return coarse.best_over_downsets(members, limit, evenest=True), True
         if coarse.open > _MAXIMUM_OPEN:
             return None, False
-        # The objective is the work of the largest stage, in units of the mean.
+        # The objective is the work of the largest stage, as a multiple of the mean.
         program = Program(coarse)
         most = float(coarse.stages)
         mean = max(float(coarse.flow.work.sum()) / coarse.stages, 1e-300)

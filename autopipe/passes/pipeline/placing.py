@@ -13,7 +13,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Prediction
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.micro_batches import check_portions
+from autopipe.passes.analysis.micro_batches import check_micro_batch_sizes
 from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.memory_check import with_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
@@ -108,7 +108,7 @@ def predict_placement(
     Stages gather received tensors if that is faster than receiving them in full. Raise
     ConfigurationError or InfeasibleError if a stage cannot run on micro-batches of its size.
     """
-    check_portions(problem.graph, placement, problem.loss if problem.train else None)
+    check_micro_batch_sizes(problem.graph, placement, problem.loss if problem.train else None)
     check_whole_matrices(problem, placement)
     placement = choose_gathers(problem, with_copies(problem, placement))
     prediction = runner.run("predict", lambda: predict(problem, placement))

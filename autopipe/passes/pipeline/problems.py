@@ -23,15 +23,15 @@ from autopipe.ir.problem import (
     Problem,
 )
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.batch_forms import LossKind, mixed_output
+from autopipe.passes.analysis.batch_forms import LossKind, sample_mixing
 from autopipe.passes.analysis.loss_division import (
-    divided_loss,
-    form_of,
-    in_totals,
-    note_on,
-    trained_loss,
+    batch_size_note,
+    choose_loss_division,
+    differentiated_value,
+    form_of_loss,
+    with_loss_totals,
 )
-from autopipe.passes.analysis.training import check_groups, check_padding
+from autopipe.passes.analysis.training import check_padding, check_parameter_groups
 from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
@@ -87,7 +87,7 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         note = (
             ""
             if request.normalize != "auto"
-            else note_on(runner.loss_forms.get(model.loss), model.loss, batching)
+            else batch_size_note(runner.loss_forms.get(model.loss), model.loss, batching)
         )
     return replace(model, warnings=(*model.warnings, note)) if note else model, problem
 
@@ -102,7 +102,7 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
     """
     if model.batch is None or (batching.micro_batches == 1 and not batching.sizes):
         return ""
-    if runner.mixed_output is None:
+    if runner.sample_mixing is None:
         several = (
             model.graph if model.batch > 1 else graph_on_several_samples(request, runner, model)
         )
@@ -110,8 +110,8 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
             node.op_type in _COUNTING for node in model.source.nodes
         )
         more = graph_on_several_samples(request, runner, model, 2) if counts else None
-        runner.mixed_output = mixed_output(several, more)
-    mixing = runner.mixed_output
+        runner.sample_mixing = sample_mixing(several, more)
+    mixing = runner.sample_mixing
     if not mixing.reason or any(repr(mixing.name) in text for text in model.warnings):
         return ""
     return f"{mixing.reason}: micro-batches may change outputs (--micro-batches 1 does not)"
@@ -159,7 +159,7 @@ def work_of(request: Request, model: Model) -> tuple[NodeCost, ...]:
     if train and request.data.last_batch == "pad":
         check_padding(model.graph, model.loss)
     if train:
-        check_groups(request.optimizer, model.graph)
+        check_parameter_groups(request.optimizer, model.graph)
     return costed_work(
         model.graph, request.precision, request.cluster, request.costs, request.compiled
     )
@@ -179,14 +179,14 @@ def _loss_division(
         return AVERAGED_LOSS, batching
     if model.loss not in runner.loss_forms:
         first = read(request, runner)
-        runner.loss_forms[model.loss] = form_of(
+        runner.loss_forms[model.loss] = form_of_loss(
             first, lambda size: read_opened(request, runner, first, size)
         )
     form = runner.loss_forms[model.loss]
     divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
     if form is not None and form.kind is not divisible:
         batching = replace(batching, sizes=())
-    return divided_loss(form, model, request.normalize, batching), batching
+    return choose_loss_division(form, model, request.normalize, batching), batching
 
 
 def _in_totals(
@@ -199,7 +199,7 @@ def _in_totals(
         return model
     key = model.batch, model.scores
     if key not in runner.totals:
-        runner.totals[key] = in_totals(model, runner.loss_forms[model.loss], batching)
+        runner.totals[key] = with_loss_totals(model, runner.loss_forms[model.loss], batching)
     return runner.totals[key]
 
 
@@ -224,7 +224,7 @@ def make_problem(
         batch_size=batching.batch_size,
         micro_batches=batching.micro_batches,
         mode=model.mode,
-        loss=trained_loss(model, division) or None,
+        loss=differentiated_value(model, division) or None,
         optimizer=_optimizer(request, model.graph),
         lr_scheduler=request.lr_scheduler,
         training=request.training,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autopipe.ir.errors import CANDIDATE_ERRORS, ConfigurationError
 from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode
-from autopipe.passes.analysis.joined_samples import joining_node
+from autopipe.passes.analysis.joined_samples import first_joining_node
 from autopipe.passes.batching import batchings
 from autopipe.passes.frontend import Model, Source, read_model
 from autopipe.passes.frontend.input_shapes import has_fixed_batch
@@ -78,7 +78,7 @@ def with_whole_batch(request: Request, runner: Runner) -> Request:
     model = read(request, runner)
     if model.mode is Mode.TRAIN or model.batch is None or request.micro_batches == 1:
         return request
-    node = joining_node(
+    node = first_joining_node(
         model.graph if model.batch > 1 else graph_on_several_samples(request, runner, model)
     )
     if node is None:

@@ -8,7 +8,7 @@ from autopipe.ir.plan import Plan
 from autopipe.ir.problem import Mode
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.loss_division import form_of, in_totals
+from autopipe.passes.analysis.loss_division import form_of_loss, with_loss_totals
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline.problems import make_problem, work_of
@@ -26,8 +26,8 @@ def read_planned(request: Request, plan: Plan) -> Model:
     model = read_for(request, plan.summary.micro_batch_size)
     if not plan.loss_division.divided:
         return model
-    form = form_of(model, lambda size: read_for(request, size, model.source, opened=True))
-    return in_totals(model, form, Batching(plan.batch_size, plan.summary.micro_batches))
+    form = form_of_loss(model, lambda size: read_for(request, size, model.source, opened=True))
+    return with_loss_totals(model, form, Batching(plan.batch_size, plan.summary.micro_batches))
 
 
 def _stored_model(request: Request, plan: Plan, stored: PlannedGraph) -> Model:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from autopipe.ir.errors import AutopipeError, InternalError
 from autopipe.ir.problem import NodeCost, Problem, Scores
-from autopipe.passes.analysis.batch_forms import LossForm, Mixing
+from autopipe.passes.analysis.batch_forms import LossForm, SampleMixing
 from autopipe.passes.frontend import Model
 
 Result = TypeVar("Result")
@@ -63,7 +63,7 @@ class Runner:
         """By name of the loss: how the loss of a batch depends on the losses of its parts. None if
         this is unknown.
         """
-        self.mixed_output: Mixing | None = None
+        self.sample_mixing: SampleMixing | None = None
         """Why micro-batches may change an output of inference; None if this was not checked yet."""
         self.costed: dict[Hashable, tuple[Model, Problem]] = {}
         """Models and problems by all fields that affect them. Equal requests share one problem

@@ -22,7 +22,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Split, Stage, crossing_values, node_ranges
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import checked_splits, own_axis
+from autopipe.passes.analysis.constraints import axis_of_node, checked_splits
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.batching import Division
 
@@ -510,7 +510,7 @@ def _nodes_of(
         with _naming(index):
             found |= nodes.intersection(names.meant(entry))
     for axis, _ in given.split:
-        if found and not any(own_axis(samples, node, axis, SAMPLES) for node in found):
+        if found and not any(axis_of_node(samples, node, axis, SAMPLES) for node in found):
             first = min(found)
             axes = ", ".join(each.name for each in samples.uses[first].space.axes)
             raise ConfigurationError(
@@ -524,7 +524,7 @@ def split_of(samples: SampleAxes, node: int, split: Degrees) -> Degrees:
     """Return the part of `split` that applies to a node: axes that the node lacks are omitted, and
     `samples` is replaced by the name of the node's sample axis.
     """
-    named = ((own_axis(samples, node, axis, SAMPLES), degree) for axis, degree in split)
+    named = ((axis_of_node(samples, node, axis, SAMPLES), degree) for axis, degree in split)
     return tuple((own, degree) for own, degree in named if own is not None)
 
 

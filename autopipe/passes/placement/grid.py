@@ -25,7 +25,7 @@ from autopipe.ir.memo import memoize_all
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.constraints import required_sizes, resolved_constraints
+from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolved_constraints
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division, climb
 from autopipe.passes.cost.measured import resized
@@ -577,7 +577,7 @@ class Grid:
                     hint="set cluster.allow_mixed_stages to true, or set other degrees",
                 )
         placement = GridSearch(problem, self.stages_per_rank, self.style, self.opposite).run(
-            degrees, required_sizes(problem, resolved)
+            degrees, required_micro_batch_sizes(problem, resolved)
         )
         check_constraints_met(problem, placement, self.name)
         return placement

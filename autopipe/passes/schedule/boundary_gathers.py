@@ -18,7 +18,7 @@ from autopipe.ir.placement import Placement
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import EVERY_MICRO_BATCH
 from autopipe.passes.analysis.gradients import message_types
-from autopipe.passes.analysis.micro_batches import Shared, block_transfers
+from autopipe.passes.analysis.micro_batches import SharedPart, part_transfers
 from autopipe.passes.analysis.resharding import redistribution_steps
 from autopipe.passes.cost.communication import relayout_seconds
 from autopipe.passes.cost.stage_work import StageWork, stage_work
@@ -103,9 +103,9 @@ def _message_seconds(
     """
     width = message_types(problem.graph, problem.precision)[name].itemsize
     full_value = full_slice(problem.graph.type_of(name).shape)
-    shared = Shared(EVERY_MICRO_BATCH, EVERY_MICRO_BATCH, full_value, full_value)
+    shared = SharedPart(EVERY_MICRO_BATCH, EVERY_MICRO_BATCH, full_value, full_value)
     seconds: defaultdict[int, float] = defaultdict(float)
-    for sender, receiver, sent, _ in block_transfers(
+    for sender, receiver, sent, _ in part_transfers(
         source.given[name], need, source.stage.devices, devices, shared
     ):
         seconds[receiver] += problem.cluster.link(sender, receiver).seconds(sent.elements * width)

@@ -61,8 +61,8 @@ def stage_parts(
 ) -> tuple[StageParts, ...]:
     """Return, for each stage, the overhead in its tasks."""
     works = stage_work(problem, placement)
-    # Number of times that a node is computed for the same samples, by (pipeline, node): the number
-    # of devices times the fraction of the node that each of them computes.
+    # Redundancy by (pipeline, node): the number of devices that compute a node for equal samples,
+    # times the fraction of the node that each device computes.
     copies: dict[tuple[int, int], float] = defaultdict(float)
     for work in works:
         devices = len(work.stage.devices)
@@ -179,7 +179,7 @@ TaskCounts = Counter[tuple[int, Phase]]
 
 def _scheduled_counts(schedule: Schedule) -> list[TaskCounts]:
     """Return the number of tasks of each device by (stage, phase)."""
-    # The devices of one stage usually share one list object, whose tasks are counted only once.
+    # Devices of one stage usually use one list object. Its tasks are counted for the first device.
     orders = {id(order): order for order in schedule.tasks}
     counts = {
         key: Counter((task.stage, task.phase) for task in order) for key, order in orders.items()

@@ -58,14 +58,15 @@ def merge_orders(
         orders = zip(map(tuple, stage_orders), graph.stage_devices, strict=True)
         order_of_device = {device: order for order, group in orders for device in group}
         return tuple(order_of_device.get(device, ()) for device in range(graph.devices))
-    # Devices with equal stages are idle at equal times, so one pipeline rank stands for all of
-    # them.
+    # Devices with equal stages are idle at equal times, so one pipeline rank represents all of
+    # these devices.
     pipeline_ranks = group_equal_devices(graph.stage_devices, ((),) * graph.devices)
     groups = groups_by_stage(graph.stage_devices, pipeline_ranks)
     free = [True] * len(pipeline_ranks)
     lists = [list[Task]() for _ in pipeline_ranks]
     ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(stage_orders))]
-    # Samples per micro-batch of each stage, in the largest unit in which all of them are integers.
+    # Samples per micro-batch of each stage, measured in the largest unit that makes all numbers
+    # integers.
     samples = [math.lcm(*ratios) // ratio for ratio in ratios]
     all_tasks = {task for order in stage_orders for task in order}
     remaining = [deque(order) for order in stage_orders]

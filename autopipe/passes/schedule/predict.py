@@ -17,7 +17,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import MicroBatchSlice, Task, micro_batch_ratios
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.analysis.gradients import differentiable_values, message_types, sent_bytes
-from autopipe.passes.analysis.micro_batches import Shared, block_transfers, shared_blocks
+from autopipe.passes.analysis.micro_batches import SharedPart, part_transfers, shared_parts
 from autopipe.passes.cost.stage_work import StageWork, stage_work
 from autopipe.passes.cost.stages import StageCost, stage_costs
 from autopipe.passes.schedule.orders import Ticks
@@ -51,9 +51,7 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
         for name in work.given
     }
     unequal = bool(micro_batch_ratios(placement, problem.micro_batch_size))
-    shared = partial(
-        shared_blocks, graph, batch_axes_of(graph) if unequal else BatchAxes(0, (), {})
-    )
+    shared = partial(shared_parts, graph, batch_axes_of(graph) if unequal else BatchAxes(0, (), {}))
     forward: defaultdict[_Endpoints, list[int]] = defaultdict(list)
     backward: defaultdict[_Endpoints, list[int]] = defaultdict(list)
     for target, work in enumerate(works):
@@ -105,7 +103,7 @@ def stage_messages(problem: Problem, placement: Placement) -> tuple[Message, ...
 
 
 def _transfers(
-    sender: StageWork, receiver: StageWork, name: str, shared: Shared
+    sender: StageWork, receiver: StageWork, name: str, shared: SharedPart
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (sending device, receiving device, bytes) for each transfer of the value `name`.
     `shared` is the part of the value that a micro-batch of the sending stage and a micro-batch of
@@ -125,7 +123,7 @@ def _transfers(
         return
     layouts = sender.given[name], receiver.received[name]
     width = message_types(sender.problem.graph, sender.problem.precision)[name].itemsize
-    for source, target, sent, _ in block_transfers(
+    for source, target, sent, _ in part_transfers(
         *layouts, sender.stage.devices, receiver.stage.devices, shared
     ):
         yield source, target, sent.elements * width

@@ -321,8 +321,8 @@ class _Run:
         last = max((task.micro_batch for order in schedule.tasks for task in order), default=0)
         self.count = max(schedule.micro_batches, last + 1)
         kinds = [(stage, phase) for stage in range(len(stages)) for phase in _PHASES]
-        # Number of kinds that stand for a phase of a stage. Later kinds stand for work at the end
-        # of the step.
+        # Number of kinds that represent a phase of a stage. Later kinds represent work after the
+        # last task.
         self.phases = len(kinds)
         self.devices = [stage_devices[stage] for stage, _ in kinds]
         self.seconds = [stages[stage].seconds(phase) for stage, phase in kinds]
@@ -339,7 +339,7 @@ class _Run:
             for task in order
             if task // self.count % len(_PHASES) == half
         }
-        # For each kind from `phases` on: (gradient all-reduce or update, stage or None).
+        # Gradient all-reduce or update, and stage or None, by kind minus `phases`.
         self.end_kinds: list[tuple[StepEndKind, int | None]] = []
         updates = [0.0] * schedule.devices
         for stage, cost in reversed(list(enumerate(stages))):
@@ -349,8 +349,8 @@ class _Run:
         for device, seconds in enumerate(updates):
             self._add_end(StepEndKind.UPDATE, None, (device,), seconds)
         self.position = [0] * schedule.devices
-        # For each task that is the next one on some of its devices: the number of these devices
-        # that are idle.
+        # Number of idle devices of a task, by task. A task is listed if it is the next one on an
+        # idle device.
         self.ready: dict[int, int] = {}
         self.arrived: dict[int, int] = {}
         self.began: dict[int, float] = {}

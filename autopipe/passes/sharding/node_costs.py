@@ -24,8 +24,8 @@ from autopipe.ir.space import Dimension
 from autopipe.passes.analysis.gradients import (
     SavedTensor,
     differentiable_values,
-    kept_values,
-    scratch_of,
+    saved_tensors,
+    workspace_of,
 )
 from autopipe.passes.analysis.operators import OpInstance, element_bytes, sample_axes
 from autopipe.passes.cost.memory import state_of
@@ -118,11 +118,11 @@ class StageContext:
         save is listed only at the first of them.
         """
         self.kept_again: list[tuple[int, SavedTensor, int, SavedTensor]] = []
-        """(first node, its saved tensor, other node, its saved tensor) for each tensor and each node
-        after the first one that saves it.
+        """(first node, its saved tensor, other node, its saved tensor) for each tensor and each
+        node after the first one that saves it.
         """
         saved = (
-            kept_values(graph, problem.precision, min_cuda_capability(problem.cluster))
+            saved_tensors(graph, problem.precision, min_cuda_capability(problem.cluster))
             if problem.train
             else ()
         )
@@ -134,8 +134,8 @@ class StageContext:
             ]
             seen.update((each.key, (node, each)) for each in self.kept[node])
         self._shares: dict[int, Floats] = {}
-        """By degree: the seconds of 1 / degree of each node on the slowest device type, of shape [2,
-        nodes]; row 0 is forward, row 1 is backward.
+        """By degree: the seconds of 1 / degree of each node on the slowest device type, of shape
+        [2, nodes]; row 0 is forward, row 1 is backward.
         """
         self._statistics: dict[tuple[int, int], Floats] = {}
         """Cached results of `_exchanged`, by the ids of an operator instance and of a tuple of
@@ -274,8 +274,8 @@ class StageContext:
 
 
 def kept_bytes(kept: Sequence[SavedTensor], positions: MeshPositions) -> Integers:
-    """Return the bytes on one device of the tensors `kept`, which one node saves for the backward of
-    one micro-batch, under each configuration of the node, of shape [configurations].
+    """Return the bytes on one device of the tensors `kept`, which one node saves for the backward
+    of one micro-batch, under each configuration of the node, of shape [configurations].
 
     `positions` are the mesh positions of these configurations. This is `SavedTensor.local_bytes`
     for all configurations at once.
@@ -345,8 +345,8 @@ class NodeClass:
         return self.stage.layouts.result(space, position, shape, self.configurations)
 
     def costs(self) -> Costs:
-        """Return the costs of each configuration: computation, parameters that only this node reads,
-        and saved tensors. Changes of layout between nodes are not included.
+        """Return the costs of each configuration: computation, parameters that only this node
+        reads, and saved tensors. Changes of layout between nodes are not included.
         """
         stage = self.stage
         problem = self.stage.problem
@@ -407,7 +407,7 @@ class NodeClass:
         use = self.stage.samples.uses[self.node]
         precision = self.stage.problem.precision
         degrees = ({split.axis: split.degree for split in splits} for splits in self.configurations)
-        found = (scratch_of(graph, precision, self.node, use, each) for each in degrees)
+        found = (workspace_of(graph, precision, self.node, use, each) for each in degrees)
         return np.array([each.samples + each.weight for each in found], dtype=np.int64)
 
 

@@ -38,7 +38,7 @@ from autopipe.passes.analysis.resharding import (
     are_nested,
     is_sharded_further,
     reduce_scatter_axes,
-    without_axes,
+    remove_axes,
 )
 from autopipe.passes.cost.communication import FREE, Cost, moving_lines, reduction_cost
 from autopipe.passes.sharding.configurations import (
@@ -283,7 +283,8 @@ def _is_slice_then_gather(
 def _sharded_further(
     held: tuple[MeshAxes, ...], wanted: tuple[MeshAxes, ...]
 ) -> tuple[_Truths, _Truths]:
-    """Return (sharded, gathered), tables of shape [held, wanted] for the mesh axes of one dimension.
+    """Return (sharded, gathered), tables of shape [held, wanted] for the mesh axes of one
+    dimension.
 
     sharded: True if the entry of `wanted` shards that of `held` further.
     gathered: True if the entry of `held` shards that of `wanted` further.
@@ -349,9 +350,9 @@ class SumReduction:
 
 
 _Paths = tuple[list[Layout], Integers, SumReduction, Integers]
-"""(layouts, layout indices, reductions, reduction indices): the distinct layouts after the reduction
-of partial sums, the costs of the distinct reductions, and for each pair of source and target the
-index of its layout and of its reduction, both of shape [sources, targets].
+"""(layouts, layout indices, reductions, reduction indices): the distinct layouts after the
+reduction of partial sums, the costs of the distinct reductions, and for each pair of source and
+target the index of its layout and of its reduction, both of shape [sources, targets].
 """
 
 
@@ -393,7 +394,7 @@ def _addition(
     steps = []
     for scatter_axes in filter(None, axes_by_dimension):
         steps.append(("reduce_scatter", scatter_axes, shards))
-        partial_axes = without_axes(partial_axes, scatter_axes)
+        partial_axes = remove_axes(partial_axes, scatter_axes)
         shards *= total_degree(scatter_axes)
     if partial_axes:
         steps.append(("all_reduce", merge_axes(partial_axes), shards))
@@ -477,8 +478,8 @@ class ReshardTable:
         return adding.seconds(size_bytes)[addition_of] + np.take_along_axis(moving, held_of, axis=0)
 
     def _reduction_paths(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> _Paths:
-        """Return how the partial sums of each of `sources` are reduced if the tensor then changes to
-        each of `targets`.
+        """Return how the partial sums of each of `sources` are reduced if the tensor then changes
+        to each of `targets`.
 
         `targets` have even shards and no partial sums. A mesh axis shards at most one dimension of
         a target, so the reduce-scatter of one dimension does not depend on the other dimensions.

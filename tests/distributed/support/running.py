@@ -24,7 +24,7 @@ from autopipe.ir.problem import Optimizer
 from autopipe.ir.program import Program
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, micro_batch_ratios, pipelines_of
 from autopipe.ir.training import LRScheduler, Training
-from autopipe.passes.analysis.training import matrices
+from autopipe.passes.analysis.training import matrix_parameters
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
@@ -53,7 +53,7 @@ def write(
     program = lower(graph, placement, schedule, loss, optimizer.shard, precision=precision)
     titles = tuple("A stage." for _ in program.stages), tuple("A rank." for _ in program.ranks)
     provenance = Provenance(str(model), "", "", optimizer, precision, SEED, 0.1, 0.2)
-    own = matrices(graph) if optimizer.name == "muon" else frozenset[str]()
+    own = matrix_parameters(graph) if optimizer.name == "muon" else frozenset[str]()
     provenance = replace(provenance, lr_scheduler=lr_scheduler, training=training, matrices=own)
     write_program([ProgramFiles("", program, *titles)], provenance, folder)
     return program

@@ -13,7 +13,7 @@ from autopipe.ir.layout import are_even_splits
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.analysis.operators import op_instances
 from tests.distributed.support.halves import halved
 from tests.distributed.support.running import schedule_of
 
@@ -64,7 +64,7 @@ def random_stage(
     """A stage of `nodes` on the devices of `group`, about `share` of them split at random; some are
     recomputed.
     """
-    uses = uses_of(graph)
+    uses = op_instances(graph)
     chosen = [node for node in nodes if random.random() < share]
     splits = ((node, random_splits(random, uses[node].space, len(group))) for node in chosen)
     found = tuple((node, own) for node, own in splits if own)

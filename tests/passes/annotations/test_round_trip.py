@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.layout import are_even_splits, mesh_axes_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.analysis.operators import op_instances
 from autopipe.passes.annotations import annotated, annotated_constraints, write_annotated
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.placement.manual import Manual
@@ -55,7 +55,7 @@ def splits(draw: st.DrawFn, space: Space, group: int) -> tuple[Split, ...]:
 def placements(draw: st.DrawFn, graph: Graph, in_order: bool) -> Placement:
     """One stage or two on some of eight devices."""
     nodes = len(graph.nodes)
-    uses = uses_of(graph)
+    uses = op_instances(graph)
     cut = draw(st.integers(1, nodes))
     devices = list(range(8)) if in_order else draw(st.permutations(range(8)))
     stages = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopipe.ir.problem import Mode
-from autopipe.passes.analysis.gradients import waiting_operands
+from autopipe.passes.analysis.gradients import weight_operands
 from autopipe.passes.cost.roofline import accumulate_seconds, node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.schedule.predict import predict
@@ -59,7 +59,7 @@ def test_recomputation_belongs_to_the_first_half() -> None:
 
 def test_one_parameter_in_two_products_waits_twice() -> None:
     graph = tied()
-    assert [waiting_operands(graph)[node] for node in range(3)] == [(1,), (), (1,)]
+    assert [weight_operands(graph)[node] for node in range(3)] == [(1,), (), (1,)]
     given = problem(graph, cluster(1), micro_batches=1)
     (cost,) = stage_costs(given, cut(graph, [0], [(0,)]))
     _, backward = node_seconds(given.work, given.cluster.devices[0], "fp32")
@@ -70,7 +70,7 @@ def test_vectors_and_frozen_weights_do_not_wait() -> None:
     builder = Builder(8, 16)
     wide = builder.linear("x", 16, trainable=False)
     graph = builder.finish(builder.add(wide, builder.parameter("b", (16,))))
-    assert [waiting_operands(graph)[node] for node in range(2)] == [(), ()]
+    assert [weight_operands(graph)[node] for node in range(2)] == [(), ()]
     given = problem(graph, cluster(1))
     (cost,) = stage_costs(given, cut(graph, [0], [(0,)]))
     assert cost.weight_gradient_s == cost.weight_kept_bytes == 0
@@ -81,7 +81,7 @@ def test_a_view_of_a_parameter_waits() -> None:
     builder = Builder(8, 16)
     turned = builder.node("Transpose", (builder.parameter("w", (4, 16)),), (16, 4), perm=(1, 0))
     graph = builder.finish(builder.matmul("x", turned))
-    assert waiting_operands(graph)[1] == (1,)
+    assert weight_operands(graph)[1] == (1,)
 
 
 def test_devices_that_share_samples_share_what_waits() -> None:

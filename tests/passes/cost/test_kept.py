@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopipe.ir.graph import DType, Graph
-from autopipe.passes.analysis.gradients import attention_tensors, kept_values
+from autopipe.passes.analysis.gradients import attention_tensors, saved_tensors
 from autopipe.passes.cost.roofline import annotate
 from tests.distributed.support.builder import Builder
 from tests.distributed.support.trained import in_double
@@ -22,7 +22,7 @@ def test_of_an_image_read_through_windows_the_rows_that_they_read() -> None:
     weight = builder.parameter((2, 2, 3, 3))
     made = builder.node("Conv", hidden, weight, pads=(1, 1, 1, 1), strides=(1, 2), dilations=(1, 1))
     graph = builder.graph(builder.mean_square(made))
-    (kept,) = (each for each in kept_values(graph)[2] if each.key[0] == hidden)
+    (kept,) = (each for each in saved_tensors(graph)[2] if each.key[0] == hidden)
     row = 4 * 2 * 6 * 8
     assert kept.bytes == 8 * row
     assert kept.local_bytes({}) == kept.local_bytes({"o0": 1}) == 8 * row
@@ -51,7 +51,7 @@ def test_autocast_copies_a_value_for_each_product_that_reads_it_and_a_weight_onc
         else builder.node("MatMul", again, builder.node("Mul", weight, scale))
     )
     graph = builder.graph(builder.mean_square(builder.node("Add", once, last)))
-    at = {precision: kept_values(graph, precision) for precision in ("fp32", "bf16")}
+    at = {precision: saved_tensors(graph, precision) for precision in ("fp32", "bf16")}
     copies = {each.key: each.bytes for index in (1, 2) for each in at["bf16"][index]}
     assert sorted(copies.values()) == [2 * 8 * 16] * 2 + [2 * 16 * 16] * (not only_products)
     assert [each.key for index in (1, 2) for each in at["fp32"][index]] == [(read, 4)] * 2, (
@@ -65,7 +65,7 @@ def test_a_bias_that_is_added_with_a_product_leaves_16_bits() -> None:
     together = builder.node("Relu", builder.node("Add", product, builder.parameter((32,))))
     alone = builder.node("Relu", builder.node("Add", together, builder.parameter((32,))))
     graph = builder.graph(builder.mean_square(alone))
-    kept = {each.key[0]: each.bytes for node in kept_values(graph, "bf16") for each in node}
+    kept = {each.key[0]: each.bytes for node in saved_tensors(graph, "bf16") for each in node}
     assert (kept[together], kept[alone]) == (2 * 8 * 32, 8 * 8 * 32)
 
 
@@ -76,7 +76,7 @@ def test_what_a_gpu_writes_for_attention_is_priced() -> None:
     """
     graph, _ = small_graph("llama")
     base, fused, flash = (
-        kept_values(graph, precision, capability)
+        saved_tensors(graph, precision, capability)
         for precision, capability in (("fp32", None), ("fp32", (8, 0)), ("bf16", (8, 0)))
     )
     more = [
@@ -88,10 +88,10 @@ def test_what_a_gpu_writes_for_attention_is_priced() -> None:
     assert {index for index, size in enumerate(more) if size} == set(layers)
     # samples, heads, keys, numbers of key and value, bytes
     assert more[layers[0]] == 12 * 12 * 12 * (4 + 4) * 4
-    assert flash == kept_values(graph, "bf16")
+    assert flash == saved_tensors(graph, "bf16")
     double = in_double(graph)
     scores = attention_tensors(double, "fp32", (8, 0))[layers[0]].tensor
-    assert scores in kept_values(double, "fp32", (8, 0))[layers[0]]
+    assert scores in saved_tensors(double, "fp32", (8, 0))[layers[0]]
     assert scores.bytes == 12 * 12 * 12 * 12 * 8
     assert scores.local_bytes({"b": 3, "h": 2}) == scores.bytes // 6
     written = annotate(double)[layers[0]]
@@ -118,7 +118,7 @@ def test_capped_scores_are_moved_and_windows_are_masks() -> None:
     layer = next(index for index, node in enumerate(graph.nodes) if node.op == "Attention")
     capped = with_attribute("softcap", 30.0)
     narrow = with_attribute("left_window_size", 2)
-    assert kept_values(capped) == kept_values(graph)
+    assert saved_tensors(capped) == saved_tensors(graph)
     scores = attention_tensors(capped)[layer].tensor
     assert scores.bytes == 12 * 12 * 12 * 12 * 4
     assert (

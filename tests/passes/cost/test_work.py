@@ -4,7 +4,7 @@ import pytest
 
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Graph, Node, Value
-from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.analysis.operators import op_instances
 from autopipe.passes.cost.roofline import annotate
 from tests.passes.cost.graphs import Builder, perceptron
 
@@ -64,7 +64,7 @@ def test_sixteen_bits_halve_products() -> None:
 
 
 def test_equal_layers_are_worked_out_once() -> None:
-    uses = uses_of(perceptron([16] * 50))
+    uses = op_instances(perceptron([16] * 50))
     assert len({id(use) for use in uses}) == 2
 
 

@@ -10,7 +10,7 @@ from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.space import AxisKind, Space
-from autopipe.passes.analysis.micro_batches import check_portions
+from autopipe.passes.analysis.micro_batches import check_micro_batch_sizes
 from autopipe.passes.lower.lower import lower
 from tests.distributed.support.builder import Builder, mlp
 from tests.distributed.support.running import one_device
@@ -106,14 +106,14 @@ def test_a_sum_of_all_samples_is_not_taken_in_portions(op: str) -> None:
     graph = builder.graph(loss)
     placement = Placement((Stage((0,), (0,), 4), Stage((1,), (0,), 2)))
     if op == "ReduceMean":
-        check_portions(graph, placement)
+        check_micro_batch_sizes(graph, placement)
         return
     with pytest.raises(
         InfeasibleError,
         match="stage 1 would compute different results on micro-batches of 2 samples",
     ):
-        check_portions(graph, placement)
-    check_portions(graph, Placement((Stage((0,), (0,), 1), Stage((1,), (0,), 4))))
+        check_micro_batch_sizes(graph, placement)
+    check_micro_batch_sizes(graph, Placement((Stage((0,), (0,), 1), Stage((1,), (0,), 4))))
 
 
 def test_more_devices_than_the_schedule_has() -> None:

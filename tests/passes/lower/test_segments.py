@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.ir.graph import DType, Graph
-from autopipe.passes.analysis.recompute import best_cuts, cutter
+from autopipe.passes.analysis.recompute import make_segmenter, segment_boundaries
 from tests.distributed.support.builder import Builder, mlp
 from tests.distributed.support.drawing import graphs
 
@@ -29,7 +29,7 @@ def test_no_cuts_are_much_cheaper(row: list[tuple[int, int]], held: int) -> None
     """
     kept = [each for each, _ in row]
     crossing = [each for _, each in row]
-    found = best_cuts(kept, crossing, held)
+    found = segment_boundaries(kept, crossing, held)
     assert list(found) == sorted(set(found)) and all(0 < cut < len(row) for cut in found)
     every = (cuts for count in range(len(row)) for cuts in combinations(range(1, len(row)), count))
     least = min(cost_of(cuts, kept, crossing, held) for cuts in every)
@@ -42,14 +42,14 @@ def test_a_long_chain_is_cut_into_as_many_pieces_as_its_root() -> None:
     for count in (64, 1024):
         kept = [400] * count
         crossing = [100] * count
-        costs.append(cost_of(best_cuts(kept, crossing, 4), kept, crossing, 4))
+        costs.append(cost_of(segment_boundaries(kept, crossing, 4), kept, crossing, 4))
     assert 3.5 <= costs[1] / costs[0] <= 4.5
 
 
 def test_nothing_is_cut_where_much_crosses_or_much_is_held() -> None:
-    assert best_cuts([10, 10, 10], [0, 100, 100], 1) == ()
-    assert best_cuts([10, 10, 10], [0, 1, 1], 2) == (1, 2)
-    assert best_cuts([10, 10, 10], [0, 1, 1], 30) == ()
+    assert segment_boundaries([10, 10, 10], [0, 100, 100], 1) == ()
+    assert segment_boundaries([10, 10, 10], [0, 1, 1], 2) == (1, 2)
+    assert segment_boundaries([10, 10, 10], [0, 1, 1], 30) == ()
 
 
 def read_behind(graph: Graph, segments: tuple[tuple[int, ...], ...]) -> set[str]:
@@ -67,7 +67,7 @@ def read_behind(graph: Graph, segments: tuple[tuple[int, ...], ...]) -> set[str]
 def test_segments_are_the_stages_nodes_in_order(drawn: tuple[Graph, str | None]) -> None:
     graph, _ = drawn
     nodes = tuple(range(len(graph.nodes)))
-    segments = cutter(graph)(nodes, 1)
+    segments = make_segmenter(graph)(nodes, 1)
     assert tuple(node for segment in segments.nodes for node in segment) == nodes
     passing = read_behind(graph, segments.nodes)
     views = {
@@ -82,7 +82,7 @@ def test_segments_are_the_stages_nodes_in_order(drawn: tuple[Graph, str | None])
 def test_cuts_lie_where_little_passes() -> None:
     """Between wide layers, and never inside one."""
     graph, _ = mlp(4)
-    segments = cutter(graph)(tuple(range(len(graph.nodes))), 1)
+    segments = make_segmenter(graph)(tuple(range(len(graph.nodes))), 1)
     assert read_behind(graph, segments.nodes) == set(segments.passing)
 
 
@@ -98,5 +98,5 @@ def test_a_mask_that_all_read_does_not_keep_layers_together() -> None:
         hidden = builder.node("Mul", builder.node("MatMul", wide, builder.parameter((64, 8))), mask)
     loss = builder.mean_square(hidden)
     graph = builder.graph(loss)
-    segments = cutter(graph)(tuple(range(len(graph.nodes))), 1)
+    segments = make_segmenter(graph)(tuple(range(len(graph.nodes))), 1)
     assert len(segments.nodes) >= 4 and mask in segments.passing

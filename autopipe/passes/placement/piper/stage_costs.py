@@ -21,7 +21,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Phase
-from autopipe.passes.analysis.chain import Blocks, values_between
+from autopipe.passes.analysis.chain import Blocks, values_between_blocks
 from autopipe.passes.analysis.gradients import sent_bytes
 from autopipe.passes.analysis.operators import SampleAxes, sample_axes
 from autopipe.passes.cost.communication import message_seconds
@@ -260,7 +260,7 @@ def messages_between(
     it. A value with several readers counts once.
     """
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
-    values = list(values_between(problem.graph, block_of))
+    values = list(values_between_blocks(problem.graph, block_of))
     sizes = sent_bytes(problem.graph, problem.precision)
     made = downsets.holds[:, np.array([block for _, block, _ in values], dtype=int)]
     read = np.zeros(made.shape, dtype=np.int64)

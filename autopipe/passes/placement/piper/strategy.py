@@ -40,7 +40,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.placement import Placement, Stage, recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.analysis.chain import Blocks, values_between
+from autopipe.passes.analysis.chain import Blocks, values_between_blocks
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.batching import Division
 from autopipe.passes.cost.memory_check import (
@@ -133,7 +133,9 @@ class _Merging:
         self.readers: dict[str, set[int]] = {}
         self.joined: set[int] = set()
         """Blocks that no longer exist, because they were merged into another block."""
-        for name, producer, readers in values_between(graph, {node: node for node in self.members}):
+        for name, producer, readers in values_between_blocks(
+            graph, {node: node for node in self.members}
+        ):
             self.readers[name] = set(readers)
             self.written[producer].add(name)
             for reader in readers:

@@ -28,7 +28,7 @@ from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import (
     ResolvedConstraint,
-    required_sizes,
+    required_micro_batch_sizes,
     resolved_constraints,
 )
 from autopipe.passes.batching import Division, climb, divisors
@@ -611,7 +611,7 @@ class TePDist:
             self.imbalance_tolerance,
             end,
         )
-        best = outer.run(found, required_sizes(problem, resolved))
+        best = outer.run(found, required_micro_batch_sizes(problem, resolved))
         assert best.placement is not None
         inside = outer.in_micro_batches(best.micro_batches)
         check_constraints_met(inside.problem, best.placement, self.name)

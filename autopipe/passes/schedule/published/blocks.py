@@ -85,8 +85,7 @@ def shape_blocks(
         block(piece, "F", forward, piece.memory if train else 0, piece.after) for piece in pieces
     ]
     # The backwards are in reverse order. A backward waits for the backwards of the parts that
-    # depend on its part. The backward of a part on which no other depends waits for its own
-    # forward.
+    # depend on its part. If no part depends on its part, it waits for the forward of its part.
     for index, piece in reversed(list(enumerate(pieces))) if train else ():
         after = sorted(
             last - other for other, each in enumerate(pieces) if index in each.after
@@ -105,8 +104,8 @@ def _pieces(name: str, devices: int) -> list[_Piece]:
         branches = [_Piece(str(d), (d,), () if d in (0, half) else (d - 1,)) for d in every]
         return [*branches, _Piece("0", every, (half - 1, devices - 1))]
     if name == "x":
-        # Two independent chains. The chain that starts on the last device has names from
-        # str(devices) on, because names must differ.
+        # Two independent chains. Names must differ, so the names of the chain that starts on the
+        # last device continue at str(devices).
         mirrored = [
             _Piece(str(devices + d), (devices - 1 - d,), (devices + d - 1,) if d else ())
             for d in every

@@ -165,8 +165,8 @@ def _narrow_blocks(graph: BlockGraph, widest: set[int]) -> BlockGraph | None:
     if not narrow:
         return None
     renumbered = {index: position for position, index in enumerate(narrow)}
-    # For each block, the narrow blocks on which it depends directly or only through wide or
-    # unrelated blocks.
+    # Nearest narrow ancestors of each block: narrow blocks that it reaches without passing another
+    # narrow block.
     before: dict[int, set[int]] = {}
     for index in graph.order:
         waits = (
@@ -371,7 +371,7 @@ def _frees_only_its_allocations(graph: BlockGraph, device: int) -> bool:
     depends, so that a micro-batch never changes the memory in use to less than before it.
     """
     remaining = {index: graph.blocks[index].memory for index in graph.members[device]}
-    # For each block, a bit set of the blocks on which it depends, and the block itself.
+    # Bit set of each block and its ancestors.
     ancestors: list[int] = [0] * len(graph.blocks)
     for index in graph.order:
         ancestors[index] = 1 << index

@@ -224,9 +224,9 @@ def build_model(graph: BlockGraph, low: int, high: int) -> CyclicModel:
     model = cp_model.CpModel()
     blocks = range(len(graph.blocks))
     first = widest_block(graph)
-    # Upper bound of the modulo stages. If no block can be moved closer to the others, the
-    # dependencies that hold with equality form a spanning tree of n - 1 edges. Hence the sum of the
-    # n - 1 largest gaps suffices.
+    # Upper bound of the modulo stages. If no block can be moved closer to another block, the
+    # dependencies without slack form a spanning tree of n - 1 edges. Hence the sum of the n - 1
+    # largest gaps suffices.
     gaps = sorted(
         (_sufficient_gap(wait, low) for waits in graph.waits for _, wait in waits), reverse=True
     )
@@ -367,13 +367,12 @@ class _Placing:
         self.graph = graph
         self.budget = budget
         device_sets = [set(block.devices) for block in graph.blocks]
-        # For each block, the other blocks that share a device with it.
+        # Other blocks on the devices of each block.
         self.neighbours = [
             [other for other, theirs in enumerate(device_sets) if other != index and theirs & own]
             for index, own in enumerate(device_sets)
         ]
-        # For each block, pairs (block that waits for it, minimum time between the starts of the
-        # two).
+        # Pairs (block that waits, minimum time between the starts), by the block that it waits for.
         self.followers: list[list[tuple[int, int]]] = [[] for _ in device_sets]
         for index, waits in enumerate(graph.waits):
             for other, wait in waits:
@@ -424,8 +423,8 @@ class _Placing:
             ]
             if index in phases:
                 candidates = {phases[index]}
-            # Candidates: the target, and the times directly before or after a block of the same
-            # devices.
+            # Candidates: the target, and the times directly before or after a block on a common
+            # device.
             else:
                 candidates = {
                     candidate

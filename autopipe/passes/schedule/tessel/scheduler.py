@@ -121,8 +121,8 @@ class Tessel:
                 "every order of the stages' tasks exceeds the memory limit of a device",
                 hint="use more devices, smaller micro-batches or a larger memory limit",
             )
-        # Without a steady state, the proof covers the whole step, including gradient all-reduce and
-        # update.
+        # Without a steady state, the proof covers the complete step, including gradient all-reduce
+        # and update.
         proof = best.schedule.proof or Proof(best.name, 0.0, optimal=False)
         if best.schedule.period is None:
             step_bound = max(proof.lower_bound + least_end(stages, prediction), bound)
@@ -329,8 +329,8 @@ class _Search:
         except InfeasibleError:
             return None
         schedule = stage_schedule(blocks, found, stages, problem.micro_batches)
-        # A search with split backwards covers all orders, because two halves that follow each other
-        # equal an unsplit backward. This does not hold if splitting costs time.
+        # A search with split backwards covers all orders, unless splitting costs time: two adjacent
+        # halves are an unsplit backward.
         has_split_cost = split and any(stage.split_s for stage in prediction.stages)
         unsplit_load = math.floor(busiest_seconds(stages, prediction) / tick)
         load = unsplit_load if has_split_cost else max(blocks.graph.loads)

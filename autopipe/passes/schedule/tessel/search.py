@@ -540,7 +540,7 @@ def _search_together(graph: BlockGraph, micro_batches: int, budget: Budget) -> B
     cyclic, bound = best_steady_state(graph, micro_batches, budget)
     starts = complete_schedule(graph, cyclic, micro_batches, budget)
     if not model.fits(graph, starts):
-        # If a micro-batch frees memory before it allocates memory, the steady state may keep the
+        # If a micro-batch frees memory before it allocates memory, the steady state may respect the
         # limits only because the next micro-batch frees memory in time. No micro-batch follows the
         # last.
         cyclic = periodic.one_at_a_time(
@@ -617,8 +617,8 @@ def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) 
     unrolled = budget.options.unrolled
     bound = model.makespan_bound(graph, micro_batches)
     count = micro_batches * len(graph.blocks)
-    # True if CP-SAT may place all blocks at once: there are very few, or there are few and warm-up
-    # and cool-down are a large part of the schedule.
+    # True if CP-SAT may place all blocks in one model: there are very few, or there are few and
+    # warm-up and cool-down are a large part of the schedule.
     solve_all = count <= _ALWAYS_SOLVED_BLOCKS or (
         count <= _MAX_BLOCKS_AT_ONCE and micro_batches <= 2 * max(cyclic.modulo_stages) + 2
     )
@@ -629,8 +629,7 @@ def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) 
     if unrolled is not None:
         max_unrolled = unrolled // max(map(len, graph.members))
         max_warm_up = min(max_warm_up, max_unrolled)
-    # With blocks on several devices, list schedules leave devices idle that wait for the other
-    # devices of a block.
+    # List schedules let devices idle that wait for the other devices of a block.
     single_device = all(len(block.devices) == 1 for block in graph.blocks)
     if schedule.makespan > bound and budget.left >= 0 and max_warm_up and single_device:
         may_unroll = solve_all or micro_batches <= max_unrolled
@@ -749,7 +748,7 @@ def list_schedule(graph: BlockGraph, micro_batches: int, in_flight: int) -> Star
     # not_started[device][micro_batch]: number of the micro-batch's blocks on the device that have
     # not started.
     not_started = [[len(own)] * micro_batches for own in members]
-    # For each device, the number of micro-batches begun and not ended on it.
+    # Number of micro-batches begun and not ended on each device.
     begun = [0] * graph.devices
 
     def fits_limits(micro_batch: int, index: int) -> bool:

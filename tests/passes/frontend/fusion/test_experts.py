@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from autopipe.backends.torch.runtime import operators
-from autopipe.passes.analysis.gradients import kept_values
-from autopipe.passes.analysis.operators import uses_of
+from autopipe.passes.analysis.gradients import saved_tensors
+from autopipe.passes.analysis.operators import op_instances
 from autopipe.passes.frontend import read_model, weights
 from autopipe.passes.frontend.fusion import rules
 from tests.ir.ops.splitting import Use, check
@@ -151,9 +151,9 @@ def test_a_mixture_computes_and_saves_only_chosen_experts(
     found = trained(fused, feeds)
     assert_close({"y": found["y"]}, run(path, feeds))
     index = next(index for index, each in enumerate(fused.graph.nodes) if each.op == operator)
-    assert uses_of(fused.graph)[index].flops == 2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER
+    assert op_instances(fused.graph)[index].flops == 2 * TOKENS * CHOSEN * 3 * HIDDEN * INNER
     # Tokens are an input.
-    assert [each.key[0] for each in kept_values(fused.graph)[index]] == [
+    assert [each.key[0] for each in saved_tensors(fused.graph)[index]] == [
         "chosen",
         "shares",
     ]
