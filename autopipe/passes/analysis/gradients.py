@@ -446,7 +446,9 @@ def saved_tensors(
                         )
 
     def kept(index: int, node: Node, use: OpInstance) -> tuple[SavedTensor, ...]:
-        """Return the distinct tensors that a node saves, () if it reads no value with a gradient."""
+        """Return the distinct tensors that a node saves, () if it reads no value with a
+        gradient.
+        """
         if use.row.kind == "view" or not use.row.differentiable or gradient.isdisjoint(node.inputs):
             return ()
         found: dict[tuple[str, int], SavedTensor] = {}

@@ -147,7 +147,9 @@ def _value_spans(graph: Graph, nodes: tuple[int, ...]) -> dict[str, tuple[int, i
     """
 
     def root_of(name: str) -> str:
-        """Return the value whose memory `name` shares, or `name` itself for a view of a parameter."""
+        """Return the value whose memory `name` shares, or `name` itself for a view of a
+        parameter.
+        """
         root = view_base(graph, name)
         return name if graph.parameter(root) is not None else root
 

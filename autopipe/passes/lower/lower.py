@@ -293,7 +293,9 @@ def _split_backwards(
     waiting = weight_operands(graph)
 
     def deferred(code: StageCode) -> tuple[int, ...]:
-        """Return the nodes of the stage whose weight gradients can be computed in a separate task."""
+        """Return the nodes of the stage whose weight gradients can be computed in a
+        separate task.
+        """
         computed = (each.node for each in code.operations if isinstance(each, Compute))
         return tuple(node for node in computed if waiting[node])
 

@@ -129,7 +129,9 @@ def _freely_split(stage: StagePrediction) -> StagePrediction:
 def _first_pipelines(
     stages: StageGraph, prediction: Prediction, count: int
 ) -> tuple[StageGraph, Prediction]:
-    """Return (graph, prediction) with only the stages and messages of the first `count` pipelines."""
+    """Return (graph, prediction) with only the stages and messages of the first `count`
+    pipelines.
+    """
     kept = [stage for stage, pipeline in enumerate(stages.pipelines) if pipeline < count]
     renumbered = {stage: position for position, stage in enumerate(kept)}
     graph = replace(

@@ -208,7 +208,9 @@ SlottedBlocks = Iterator[tuple[int, int, int]]
 
 
 def block_schedule_names() -> tuple[str, ...]:
-    """Return the names of the published schedules that support block graphs, in alphabetical order."""
+    """Return the names of the published schedules that support block graphs, in
+    alphabetical order.
+    """
     return tuple(sorted(_SLOTS))
 
 

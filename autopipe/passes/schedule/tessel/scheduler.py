@@ -166,12 +166,16 @@ def _better(new: _Candidate, old: _Candidate | None, min_saving: float) -> _Cand
 
 
 def _reaches_bound(candidate: _Candidate, bound: float) -> bool:
-    """True if the candidate fits in memory and its step equals the lower bound `bound`, in seconds."""
+    """True if the candidate fits in memory and its step equals the lower bound `bound`, in
+    seconds.
+    """
     return not candidate.excess and candidate.step <= bound * (1 + SAME)
 
 
 def repeated_schedule(schedule: Schedule, times: int, stages: StageGraph) -> Schedule:
-    """Return the schedule that runs `schedule` `times` times, each time on further micro-batches."""
+    """Return the schedule that runs `schedule` `times` times, each time on further
+    micro-batches.
+    """
 
     def shifted(task: Task, number: int) -> Task:
         """Return the task in repetition `number`."""

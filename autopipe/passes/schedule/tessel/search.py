@@ -266,7 +266,9 @@ def complete_schedule(
 def _with_solved_ends(
     graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int, budget: Budget
 ) -> Starts:
-    """Return the starts of the steady state, with warm-up and cool-down as the solver places them."""
+    """Return the starts of the steady state, with warm-up and cool-down as the solver
+    places them.
+    """
     rows = zip(cyclic.modulo_stages, cyclic.phases, strict=True)
     first_starts = [stage * cyclic.period + phase for stage, phase in rows]
     periodic_starts = {
