@@ -76,7 +76,7 @@ LISTED: Mapping[str, str] = {
     "backends.torch.runtime.watch.failures:end_on_error.hook": "a temporary folder",
     "backends.torch.runtime.modes.generation:Generation.run": "a temporary folder",
     "backends.torch.runtime.watch.heartbeat:Heartbeat.__init__": "a temporary folder",
-    "backends.torch.runtime.manifest:remove_partial": "unfinished outputs, by their names",
+    "backends.torch.runtime.manifest:remove_partial_outputs": "unfinished outputs, by their names",
     "backends.torch.runtime.data.outputs:OutputCollector.finish": "unfinished outputs",
     "backends.torch.runtime.data.outputs:RowFile.__init__": "unfinished outputs",
     "backends.torch.runtime.data.outputs:RowFile.finish": "unfinished outputs",

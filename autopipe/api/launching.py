@@ -38,7 +38,7 @@ from autopipe.backends.torch.launcher import (
     read_times,
 )
 from autopipe.backends.torch.metrics import LogSettings, MetricsLog
-from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial
+from autopipe.backends.torch.runtime.manifest import Manifest, remove_partial_outputs
 from autopipe.ir.output_files import follow_links, scratch_folder
 from autopipe.ir.output_kinds import write_texts
 from autopipe.ir.words import count_text
@@ -213,7 +213,7 @@ class Launch:
                     )
             finally:
                 if self.settings.outputs is not None:
-                    remove_partial(follow_links(self.settings.outputs))
+                    remove_partial_outputs(follow_links(self.settings.outputs))
                 self._write_trace(scratch / "spans")
             if self.profiled is not None:
                 profile = self.profiled.finish(scratch / "profile", self.manifest, self.events)

@@ -201,8 +201,8 @@ def run_alone(device: str) -> dict[str, Any]:
     group = dist.group.WORLD
     if device == "cuda":
         made = NcclCommunicators(0, place, timedelta(seconds=60))
-        made.make_groups([(0,)])
-        made.wait_until_all_work()
+        made.make_group_communicators([(0,)])
+        made.wait_until_connected()
         group = made.groups[0,]
     numbers = torch.arange(1024.0, device=place)
     summed = numbers.clone()

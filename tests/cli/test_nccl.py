@@ -12,9 +12,9 @@ from typing import cast
 import pytest
 
 from autopipe.api.plan_folder import open_plan
-from autopipe.backends.torch.runtime.communication.communicators import message_paths
+from autopipe.backends.torch.runtime.communication.communicators import rank_pairs_of_channels
 from autopipe.backends.torch.runtime.manifest import Manifest, StageEntry
-from autopipe.backends.torch.runtime.step.gradients import groups_of
+from autopipe.backends.torch.runtime.step.gradients import process_groups_of_program
 from autopipe.cli.main import main
 from autopipe.ir.program import Program
 from autopipe.passes.lower.lower import lower
@@ -103,7 +103,7 @@ def test_a_rank_of_many_has_few_communicators(command_line: CommandLine) -> None
         ]
         assert len([stream for stream in streams if stream[0] == "pair"]) <= 4
         assert len(streams) <= 8
-    paths = Counter(rank for path in message_paths(program.channels) for rank in path[:2])
+    paths = Counter(rank for path in rank_pairs_of_channels(program.channels) for rank in path[:2])
     assert max(paths.values()) <= 8
     entries = [
         StageEntry(each.devices, each.pipeline, each.meshes(), whole=False)
@@ -112,6 +112,9 @@ def test_a_rank_of_many_has_few_communicators(command_line: CommandLine) -> None
     shards = [each.shards for each in program.ranks]
     made = SimpleNamespace(train=True, stages=entries, shards=shards, parameters=program.parameters)
     groups = Counter(
-        rank for group in groups_of(cast(Manifest, made)) if len(group) > 1 for rank in group
+        rank
+        for group in process_groups_of_program(cast(Manifest, made))
+        if len(group) > 1
+        for rank in group
     )
     assert max((paths + groups).values()) <= 20

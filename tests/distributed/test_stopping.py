@@ -133,7 +133,7 @@ def test_ranks_at_different_steps_act_after_the_same_one() -> None:
             if (rank, step) in {(1, 10), (2, 11), (3, 40)}:
                 agreement.request(SAVE_REQUEST if step > 20 else STOP_REQUEST)
             done[rank] = step
-            if found := agreement.reach(step):
+            if found := agreement.requests_after(step):
                 acted[rank][step] = found
         done[rank] = steps + 2
         agreement.close()

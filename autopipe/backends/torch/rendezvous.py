@@ -358,7 +358,7 @@ def _agree_on_run_name(store: Store, place: RendezvousConfig) -> str:
     # `compare_set` supports text only, so the bytes are hexadecimal.
     found = store.compare_set(_RUN_KEY, "", mine.hex())
     try:
-        return signer.value(_RUN_KEY, _decode_hex(found)).decode()
+        return signer.verified_value(_RUN_KEY, _decode_hex(found)).decode()
     except LaunchError:
         store.set(_REJECTED_KEY, "1")
         raise
@@ -451,7 +451,7 @@ class SharedState(BackendRendezvousStateHolder):
         """
         if not held and not self._number:
             return RendezvousState()
-        form = json.loads(self._signer.value(_STATE_KEY, _decode_hex(held)))
+        form = json.loads(self._signer.verified_value(_STATE_KEY, _decode_hex(held)))
         number = int(form["number"])
         if number < self._number or (number == self._number and held != self._held):
             hint = (

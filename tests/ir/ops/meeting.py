@@ -95,11 +95,11 @@ class Member:
             self.log,
         )
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over the group."""
         return self._exchanged("all_reduce", tensor).sum(0)
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def max_over_ranks(self, tensor: Tensor) -> Tensor:
         """The largest over the group."""
         return self._exchanged("all_reduce", tensor).amax(0)
 
@@ -125,11 +125,11 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tensor: Tensor, member: Member) -> Tensor:
         context.member = member
-        return member.total(tensor)
+        return member.sum_over_ranks(tensor)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return context.member.total(gradients[0]), None
+        return context.member.sum_over_ranks(gradients[0]), None
 
 
 class _AllGather(torch.autograd.Function):

@@ -497,7 +497,7 @@ def _timed_bucketing(watch: Stopwatch, count: int) -> Callable[[], float]:
         torch.autograd.backward([each.neg() for each in parameters], gradients)
 
     def bucketed() -> None:
-        reduction.arm(0, {})
+        reduction.start_during_backward(0, {})
         backward(shared)
         reduction.finish()
 

@@ -182,7 +182,7 @@ class Manifest:
         """Number of tokens in a sample; None if samples are not sequences of tokens."""
         return tokens_per_sample((each.value, each.batch_axis) for each in self.inputs)
 
-    def micro_batches_at(self, stage: int) -> int:
+    def micro_batch_count(self, stage: int) -> int:
         """Return the number of the stage's micro-batches in one call of the generated function
         `step`, summed over all pipelines.
         """
@@ -198,7 +198,7 @@ class Manifest:
         + 2n, ...
         """
         pipelines = 1 + max(entry.pipeline for entry in self.stages)
-        return range(self.stages[stage].pipeline, self.micro_batches_at(stage), pipelines)
+        return range(self.stages[stage].pipeline, self.micro_batch_count(stage), pipelines)
 
 
 def partial_folder(path: Path) -> Path:
@@ -211,7 +211,7 @@ def partial_folder(path: Path) -> Path:
 _PARTIAL_FILE_PATTERN = re.compile(r"\d+\.(npy|moved)|whole\.npz")
 
 
-def remove_partial(path: Path) -> None:
+def remove_partial_outputs(path: Path) -> None:
     """Remove the unfinished files of the output `path`, and their folder unless it contains other
     files. Errors are ignored.
     """

@@ -161,7 +161,7 @@ class Rank(RankContext):
         while self.steps_done < self.options.steps and not self._must_end:
             self.step_samples = self.reader.begin_step(self.steps_done)
             if not self.step_samples:
-                self._end_of_data(step)
+                self._finish_at_end_of_data(step)
                 break
             data = self.run(step)
             self.collector.end_step(data.samples)
@@ -174,7 +174,7 @@ class Rank(RankContext):
                     f"stopped after {self.steps_done} {plural(self.steps_done, 'step')}; "
                     f"saving the state in {self.options.checkpoint}"
                 )
-            self._save(requested=save or self._must_end)
+            self._save_if_due(requested=save or self._must_end)
         self.reader.close()
         self.profiler.close()
         self.reporter.report()
@@ -183,7 +183,7 @@ class Rank(RankContext):
         self.heartbeat.task = "end"
         self.collector.finish()
 
-    def _end_of_data(self, step: Callable[[], None]) -> None:
+    def _finish_at_end_of_data(self, step: Callable[[], None]) -> None:
         """Report that the data have no samples for the next step. Validate and save a last time,
         unless this was done after the last step.
         """
@@ -195,7 +195,7 @@ class Rank(RankContext):
         if self.saving is not None:
             self.heartbeat.task = "checkpoint"
             if not self.saving.has_saved():
-                self._save(requested=True)
+                self._save_if_due(requested=True)
 
     def _report_epoch(self, data: StepData) -> None:
         """Report once that the run has begun to read its data again, at the start of the second
@@ -232,7 +232,7 @@ class Rank(RankContext):
                 f"the validation loss has not improved since step {report.best_step}: the run ends"
             )
 
-    def _save(self, requested: bool) -> None:
+    def _save_if_due(self, requested: bool) -> None:
         """Start to save a checkpoint if one is due or `requested`. Otherwise raise the error of an
         earlier save if it failed.
         """
@@ -245,7 +245,7 @@ class Rank(RankContext):
             self.reporter.report()
             self.saving.save()
         else:
-            self.saving.poll()
+            self.saving.raise_error_of_save()
 
     def run(self, step: Callable[[], None]) -> StepData:
         """Run one training or inference step, including its update and report. Return the samples
@@ -264,7 +264,7 @@ class Rank(RankContext):
                 mode.on_gradients(self)
             if self.saving is not None:
                 self.saving.before_update()
-            self.update.move_running_statistics()
+            self.update.update_running_statistics()
             self.update.apply()
             for mode in self.modes:
                 mode.on_update(self)
@@ -281,7 +281,7 @@ class Rank(RankContext):
         self.profiler.end_step(self.steps_done)
         self.clear_step()
         self.steps_done += 1
-        self._capture()
+        self._capture_once()
         # This call lets the prefetching thread copy data to the GPU. It comes after the capture of
         # CUDA graphs, during which copies are not allowed.
         return self.reader.end_step(self.steps_done - 1)
@@ -297,7 +297,7 @@ class Rank(RankContext):
             self.execution.run_batch(self, step)
         self.batch = 0
 
-    def _capture(self) -> None:
+    def _capture_once(self) -> None:
         """Capture CUDA graphs once, after the first step: if `--cuda-graphs` is given, or by
         default if the device supports them and further steps follow. `--no-cuda-graphs` disables
         this.

@@ -21,7 +21,7 @@ from autopipe.backends.torch.runtime.state.running_statistics import (
     groups_with_shared_statistics,
     shared_statistics,
 )
-from autopipe.backends.torch.runtime.step.gradients import groups_of
+from autopipe.backends.torch.runtime.step.gradients import process_groups_of_program
 from autopipe.backends.torch.runtime.step.precision import set_matmul_precision
 from autopipe.backends.torch.runtime.step.stage import Mode, RankContext
 from autopipe.backends.torch.runtime.watch.failures import end_on_error, end_with_launcher
@@ -32,7 +32,9 @@ from autopipe.ir.words import plural
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """What `start_process` has set up for a rank, before the rank connects to the other ranks."""
+    """Objects that `start_process` has set up for a rank, before the rank connects to the other
+    ranks.
+    """
 
     options: RankOptions
     manifest: Manifest
@@ -80,7 +82,7 @@ def connect(rank: RankContext) -> None:
     transport = rank.transport
     transport.start()
     set_matmul_precision(manifest.precision, exact=any(mode.exact_matmuls for mode in rank.modes))
-    groups = groups_of(manifest)
+    groups = process_groups_of_program(manifest)
     if (
         manifest.scales_loss
         or manifest.counts_labels

@@ -205,7 +205,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(cuda_graphs, "_DEVICE_NAME", "cpu")
     # A graph records operators, but not NumPy.
     monkeypatch.setattr(philox, "_kernel_for", lambda tensor: None)
-    monkeypatch.setattr(optimizers, "_is_fused", lambda tensor: True)
+    monkeypatch.setattr(optimizers, "_has_fused_kernel", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)

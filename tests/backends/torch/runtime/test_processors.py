@@ -35,7 +35,7 @@ from autopipe.backends.torch.runtime.communication import transport as module
 from autopipe.backends.torch.runtime.host import core_count_of_this_rank
 
 os.environ["AUTOPIPE_ATTEMPT"] = "0"
-module._store_of_launcher = lambda patience, signed: dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"]))
+module._connect_to_launcher_store = lambda patience, signed: dist.FileStore(sys.argv[1], int(os.environ["WORLD_SIZE"]))
 transport = module.Transport("cpu")
 transport.start()
 threads = [sorted(os.sched_getaffinity(int(each))) for each in os.listdir("/proc/self/task")]

@@ -102,13 +102,13 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, divisor: int = 1) -> torch.Tensor:
         """Return the elementwise sum of the ranks' tensors, divided by `divisor`, on every rank."""
-        total = _apply_collective(tensor, self._sum, self._sum)
+        total = _apply_collective(tensor, self._all_reduce, self._all_reduce)
         return total / divisor if divisor > 1 else total
 
     def all_gather(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """Return, on every rank, the concatenation of the ranks' shards along `dimension`."""
         return _apply_collective(
-            tensor, partial(self._gather, dimension), partial(self._scatter, dimension)
+            tensor, partial(self._all_gather, dimension), partial(self._reduce_scatter, dimension)
         )
 
     def reduce_scatter(
@@ -118,7 +118,7 @@ class Group:
         the result along `dimension`.
         """
         total = _apply_collective(
-            tensor, partial(self._scatter, dimension), partial(self._gather, dimension)
+            tensor, partial(self._reduce_scatter, dimension), partial(self._all_gather, dimension)
         )
         return total / divisor if divisor > 1 else total
 
@@ -128,8 +128,8 @@ class Group:
         """
         return _apply_collective(
             tensor,
-            partial(self._reshard, origin, dimension),
-            partial(self._reshard, dimension, origin),
+            partial(self._all_to_all_shards, origin, dimension),
+            partial(self._all_to_all_shards, dimension, origin),
         )
 
     def redistribute(
@@ -195,15 +195,15 @@ class Group:
             result[after] = tensor[before]
         return result
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elementwise sum of the ranks' tensors, on every rank, without a gradient."""
-        return self._sum(tensor.detach())
+        return self._all_reduce(tensor.detach())
 
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+    def max_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elementwise maximum of the ranks' tensors, on every rank, without a
         gradient.
         """
-        return self._sum(tensor.detach(), dist.ReduceOp.MAX)
+        return self._all_reduce(tensor.detach(), dist.ReduceOp.MAX)
 
     def slice(self, tensor: torch.Tensor, dimension: int) -> torch.Tensor:
         """Return this rank's shard along `dimension` of a tensor that all ranks hold in full, as a
@@ -212,7 +212,7 @@ class Group:
         size = tensor.shape[dimension] // self.size
         return tensor.narrow(dimension, self.position * size, size)
 
-    def _sum(
+    def _all_reduce(
         self, tensor: torch.Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
         """Return the all-reduce of the ranks' tensors with the operation `how`, by default
@@ -222,7 +222,7 @@ class Group:
         with self._waiting():
             return start_all_reduce(tensor, self._process_group, how, in_place=False).wait()
 
-    def _gather(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _all_gather(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the concatenation of the ranks' shards along `dimension`, in the order of
         positions.
         """
@@ -231,7 +231,7 @@ class Group:
             parts = all_gather(tensor, self._process_group)
         return torch.cat([parts[place] for place in self.order], dimension)
 
-    def _scatter(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _reduce_scatter(self, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard along `dimension` of the sum of the ranks' tensors."""
         self._traffic["reduce_scatter"] += tensor.nbytes
         rows = tensor.unflatten(dimension, (self.size, -1)).movedim(dimension, 0)
@@ -240,13 +240,13 @@ class Group:
         with self._waiting():
             return start_reduce_scatter(rows, self._process_group).wait()
 
-    def _reshard(self, origin: int, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _all_to_all_shards(self, origin: int, dimension: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard along `dimension` of a tensor that is sharded along `origin`.
         Uses one all-to-all.
         """
         parts = [part.contiguous() for part in tensor.chunk(self.size, dimension)]
         self._traffic["all_to_all"] += tensor.nbytes
-        arrived = self._all_to_all(
+        arrived = self._all_to_all_flat(
             [part.reshape(-1) for part in parts], [parts[0].numel()] * self.size
         )
         return torch.cat([part.reshape(parts[0].shape) for part in arrived], origin)
@@ -271,7 +271,7 @@ class Group:
         sizes = [sum(shape.numel() for shape in each) for each in shapes]
         self._traffic["redistribute"] += (sum(sizes) - sizes[self.position]) * after.element_size()
         for boxes, each, whole in zip(
-            received, shapes, self._all_to_all(parts, sizes), strict=True
+            received, shapes, self._all_to_all_flat(parts, sizes), strict=True
         ):
             flat = whole.split([shape.numel() for shape in each])
             yield from (
@@ -279,7 +279,7 @@ class Group:
                 for box, shape, part in zip(boxes, each, flat, strict=True)
             )
 
-    def _all_to_all(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    def _all_to_all_flat(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
         """Send the one-dimensional tensor `parts[i]` to the rank at position i. Return the
         one-dimensional tensors that arrive, in the order of positions; the tensor from position i
         has `sizes[i]` elements.

@@ -26,14 +26,14 @@ from autopipe.ir.errors import LaunchError
 from autopipe.ir.program import Channel
 from autopipe.ir.words import plural
 
-MessagePath = tuple[int, int]
+RankPair = tuple[int, int]
 """(sender, receiver): the global ranks at the two ends of a P2P communicator."""
 
 _MAX_P2P_CTAS = 4
 """Maximum number of CTAs (CUDA thread blocks) that NCCL uses for one P2P communicator."""
 
 
-def message_path(channel: Channel, gradient: bool) -> MessagePath:
+def sender_and_receiver(channel: Channel, gradient: bool) -> RankPair:
     """Return the (sender, receiver) ranks of a channel's tensors or, with `gradient`, of the
     gradients of these tensors, which go in the opposite direction.
     """
@@ -41,12 +41,12 @@ def message_path(channel: Channel, gradient: bool) -> MessagePath:
     return ends[::-1] if gradient else ends
 
 
-def message_paths(channels: Iterable[Channel]) -> set[MessagePath]:
+def rank_pairs_of_channels(channels: Iterable[Channel]) -> set[RankPair]:
     """Return the (sender, receiver) rank pairs of all activations and gradients that `channels`
     transfer in a step.
     """
     return {
-        message_path(each, gradient)
+        sender_and_receiver(each, gradient)
         for each in channels
         for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers))
         if buffers
@@ -84,7 +84,7 @@ class NcclCommunicators:
         """`patience` is the time-out of operations on the communicators."""
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         """Communicators of the process groups of this rank, by the ascending ranks of the group."""
-        self.messages: dict[MessagePath, dist.ProcessGroup] = {}
+        self.messages: dict[RankPair, dist.ProcessGroup] = {}
         """Communicators of the P2P communication of this rank, by (sender, receiver)."""
         self._rank = rank
         self._device = device
@@ -94,14 +94,14 @@ class NcclCommunicators:
         connections.
         """
 
-    def make_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+    def make_group_communicators(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Create the communicators of process groups that do not exist yet, and start a first
         all-reduce on each. A group is given as its ranks in ascending order.
         """
         for ranks in order_in_rounds(
             {ranks: ranks for ranks in sorted(set(groups) - self.groups.keys())}
         ):
-            if (made := self._make(ranks)) is not None:
+            if (made := self._make_communicator(ranks)) is not None:
                 self.groups[ranks] = made
                 work = dist.all_reduce(
                     torch.zeros(1, device=self._device), group=made, async_op=True
@@ -109,27 +109,33 @@ class NcclCommunicators:
                 assert work is not None, "a member gets a handle"
                 self._first.append(work)
 
-    def make_message_paths(self, channels: Iterable[Channel]) -> None:
+    def make_p2p_communicators(self, channels: Iterable[Channel]) -> None:
         """Create the P2P communicators for `channels` that do not exist yet, and start a first
         transfer on each.
         """
-        paths = message_paths(channels)
+        paths = rank_pairs_of_channels(channels)
         of_rank = Counter(rank for path in paths for rank in path)
         for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
             # A rank divides MAX_P2P_CTAS evenly among its P2P communicators. The two ends may get
             # different results; both use the smaller one, because their limits must be equal.
             fraction = MAX_P2P_CTAS // max(of_rank[rank] for rank in path)
             if (
-                made := self._make(path, most_ctas=max(1, min(_MAX_P2P_CTAS, fraction)))
+                made := self._make_communicator(
+                    path, most_ctas=max(1, min(_MAX_P2P_CTAS, fraction))
+                )
             ) is not None:
                 self.messages[path] = made
                 source, target = path
                 act, peer = (dist.isend, target) if self._rank == source else (dist.irecv, source)
                 self._first.append(
-                    exchange([dist.P2POp(act, torch.zeros(1, device=self._device), peer, made)])
+                    start_p2p_batch(
+                        [dist.P2POp(act, torch.zeros(1, device=self._device), peer, made)]
+                    )
                 )
 
-    def _make(self, ranks: tuple[int, ...], most_ctas: int = 0) -> dist.ProcessGroup | None:
+    def _make_communicator(
+        self, ranks: tuple[int, ...], most_ctas: int = 0
+    ) -> dist.ProcessGroup | None:
         """Return a new communicator of `ranks`, None if this rank is not a member. `most_ctas` is
         the maximum number of CTAs of a P2P communicator, which uses a high-priority stream; 0 if
         the communicator is for collectives.
@@ -158,7 +164,7 @@ class NcclCommunicators:
         )
         return made if self._rank in ranks else None
 
-    def wait_until_all_work(self) -> None:
+    def wait_until_connected(self) -> None:
         """Wait until the first operation on each communicator has ended, on all ranks. Collective
         over all ranks.
         """
@@ -169,7 +175,7 @@ class NcclCommunicators:
         dist.barrier()
 
 
-def exchange(operations: list[dist.P2POp]) -> dist.Work:
+def start_p2p_batch(operations: list[dist.P2POp]) -> dist.Work:
     """Start P2P operations between this rank and one peer as one batch, and return its handle. All
     operations must use the same communicator.
 
@@ -203,7 +209,7 @@ def as_nccl_type(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _NCCL_TYPES else tensor.view(-1).view(torch.uint8)
 
 
-def check_sum(tensor: torch.Tensor) -> None:
+def check_reducible(tensor: torch.Tensor) -> None:
     """Raise LaunchError if NCCL cannot compute the sum or maximum of tensors of the element type of
     `tensor`.
     """
@@ -215,7 +221,7 @@ def check_sum(tensor: torch.Tensor) -> None:
         )
 
 
-def gpu_of_rank(device: torch.device) -> str:
+def unique_gpu_name(device: torch.device) -> str:
     """Return a name of the GPU `device` that is unique in the cluster; "" if `device` is not a GPU.
     The name contains the host: NCCL_HOSTID if it is set, as in NCCL, otherwise the hostname.
     """
@@ -226,8 +232,8 @@ def gpu_of_rank(device: torch.device) -> str:
 
 
 def agree_on_nccl(store: Store, rank: int, world_size: int, gpu: str) -> tuple[bool, str]:
-    """Return (uses_nccl, reason), equal on all ranks. `gpu` is this rank's `gpu_of_rank`. Each rank
-    writes its GPU to `store`, and rank 0 decides.
+    """Return (uses_nccl, reason), equal on all ranks. `gpu` is the `unique_gpu_name` of this rank.
+    Each rank writes its GPU to `store`, and rank 0 decides.
 
     uses_nccl: True if ranks exchange tensors over NCCL, which requires that each rank has a GPU
     that no other rank uses. Otherwise they use gloo.
@@ -248,8 +254,8 @@ _NO_GPU = "no rank has a GPU"
 
 
 def _reason_not_to_use_nccl(gpus: list[str]) -> str:
-    """Return the reason why ranks cannot use NCCL, "" if they can. `gpus[r]` is the `gpu_of_rank`
-    of rank r.
+    """Return the reason why ranks cannot use NCCL, "" if they can. `gpus[r]` is the
+    `unique_gpu_name` of rank r.
     """
     if not any(gpus):
         return _NO_GPU

@@ -32,7 +32,7 @@ class Signer:
         """
         return self._signature(name, value) + value
 
-    def value(self, name: str, signed: bytes) -> bytes:
+    def verified_value(self, name: str, signed: bytes) -> bytes:
         """Return the value in `signed`, which `sign` has returned. Raise LaunchError if the
         signature is not valid for this run and the store key `name`.
         """
@@ -83,7 +83,7 @@ class SignedStore(Store):
         has signed the value for this key.
         """
         self.wait([key])
-        return self._signer.value(key, self._store.get(key))
+        return self._signer.verified_value(key, self._store.get(key))
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):

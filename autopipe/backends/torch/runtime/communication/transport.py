@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autopipe.backends.torch.runtime.communication.communicators import (
-    MessagePath,
     NcclCommunicators,
+    RankPair,
     agree_on_nccl,
     as_nccl_type,
-    check_sum,
-    exchange,
-    gpu_of_rank,
-    message_path,
+    check_reducible,
+    sender_and_receiver,
+    start_p2p_batch,
+    unique_gpu_name,
 )
 from autopipe.backends.torch.runtime.communication.signed_store import (
     KEY_VARIABLE,
@@ -108,7 +108,7 @@ class PendingSend:
         self.bytes = tensor.nbytes
         self._lock = threading.Lock()
 
-    def is_gone(self) -> bool:
+    def has_been_sent(self) -> bool:
         """Return True if the send has ended. Does not wait."""
         return self.work is None or self.work.is_completed()
 
@@ -152,13 +152,13 @@ class SendQueue:
         self._under_way.append(message)
         self._held_bytes += message.bytes
         if not self._watched:
-            while self._under_way and self._under_way[0].is_gone():
-                self._earliest()
+            while self._under_way and self._under_way[0].has_been_sent():
+                self._pop_earliest()
             return
         while self._held_bytes > self._most_bytes:
-            self._waited_for.append(self._thread.submit(self._earliest().wait))
+            self._waited_for.append(self._thread.submit(self._pop_earliest().wait))
 
-    def _earliest(self) -> PendingSend:
+    def _pop_earliest(self) -> PendingSend:
         """Remove the earliest send from the queue and return it."""
         earliest = self._under_way.popleft()
         self._held_bytes -= earliest.bytes
@@ -174,7 +174,7 @@ class SendQueue:
     def finish(self) -> None:
         """Wait until all sends have ended. Raise the error of a send that failed."""
         while self._under_way:
-            self._earliest().wait()
+            self._pop_earliest().wait()
         while self._waited_for:
             self._wait_for_first()
 
@@ -300,7 +300,7 @@ def start_all_reduce(
     if tensor.nbytes <= _MAX_DIRECT_BYTES and uses_direct_exchange(tensor, group):
         return start_direct_exchange(rows_for_all_ranks(tensor, group), group, how)
     if dist.get_backend(group) == "nccl":
-        check_sum(tensor)
+        check_reducible(tensor)
     total = tensor if in_place else tensor.clone(memory_format=torch.contiguous_format)
     work = dist.all_reduce(total, how, group=group, async_op=True)
     return PendingRecv(_require_work(work), total, total.device)
@@ -319,7 +319,7 @@ def start_reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup | None) ->
         sums = start_all_reduce(rows, group, in_place=False)
         return replace(sums, buffer=sums.buffer[dist.get_rank(group)])
     if backend == "nccl":
-        check_sum(rows)
+        check_reducible(rows)
     rows = rows.contiguous()
     shard = torch.empty_like(rows[0])
     work = reduce_scatter_flat(shard.view(-1), rows.view(-1), group=group, async_op=True)
@@ -462,7 +462,7 @@ class Transport:
         self._patience = timedelta(seconds=self.timeouts.start_s + self.timeouts.step_s)
         self._nccl = NcclCommunicators(self.rank, self.device, self._patience)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._paths: dict[tuple[int, bool], MessagePath] = {}
+        self._paths: dict[tuple[int, bool], RankPair] = {}
         self._batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]] | None = None
         self._buffers: dict[tuple[int, bool], RecvBufferPool] = {}
         self.traffic: Counter[str] = Counter()
@@ -525,7 +525,7 @@ class Transport:
         and return the store.
         """
         store: Store
-        self._store = _store_of_launcher(self._patience, signed=True)
+        self._store = _connect_to_launcher_store(self._patience, signed=True)
         if self._store is None:
             store, _, _ = next(
                 rendezvous("env://", self.rank, self.world_size, timeout=self._patience)
@@ -534,7 +534,7 @@ class Transport:
             store = PrefixStore(os.environ[ATTEMPT_VARIABLE], self._store)
         if self._on_cpu:
             return store
-        nccl, why = agree_on_nccl(store, self.rank, self.world_size, gpu_of_rank(self.device))
+        nccl, why = agree_on_nccl(store, self.rank, self.world_size, unique_gpu_name(self.device))
         self._select_backend(nccl)
         self.notices += [why] if why else []
         if nccl:
@@ -543,7 +543,7 @@ class Transport:
                     f"{_QUEUES_VARIABLE} is {os.environ[_QUEUES_VARIABLE]}: "
                     f"the program is proven free of deadlocks for {HARDWARE_QUEUES}"
                 )
-            if (plain := _store_of_launcher(self._patience, signed=False)) is not None:
+            if (plain := _connect_to_launcher_store(self._patience, signed=False)) is not None:
                 self._store = plain
                 store = PrefixStore(os.environ[ATTEMPT_VARIABLE], plain)
         return store
@@ -566,12 +566,12 @@ class Transport:
         for each in channels:
             for gradient, buffers in ((False, each.buffers), (True, each.gradient_buffers)):
                 self._buffers[each.number, gradient] = RecvBufferPool(buffers)
-                self._paths[each.number, gradient] = message_path(each, gradient)
+                self._paths[each.number, gradient] = sender_and_receiver(each, gradient)
         with self.heartbeat.waiting(), non_preempting_threads():
             if self.nccl:
-                self._nccl.make_groups(members)
-                self._nccl.make_message_paths(channels)
-                self._nccl.wait_until_all_work()
+                self._nccl.make_group_communicators(members)
+                self._nccl.make_p2p_communicators(channels)
+                self._nccl.wait_until_connected()
                 return
             for ranks in sorted(members - self._groups.keys()):
                 if len(ranks) < self.world_size:
@@ -599,22 +599,24 @@ class Transport:
         yield
         self._batch = None
         if batch:
-            self._post(batch)
+            self._start_batch(batch)
 
-    def _post(self, batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]]) -> None:
+    def _start_batch(self, batch: list[tuple[dist.P2POp, PendingRecv | PendingSend]]) -> None:
         """Start operations of one peer and one direction as one NCCL batch."""
-        work = exchange([operation for operation, _ in batch])
+        work = start_p2p_batch([operation for operation, _ in batch])
         for _, pending in batch:
             pending.work = work
             if isinstance(pending, PendingSend):
                 self._sends.add(pending)
 
-    def _add(self, operation: dist.P2POp, pending: PendingRecv | PendingSend) -> None:
+    def _start_or_add_to_batch(
+        self, operation: dist.P2POp, pending: PendingRecv | PendingSend
+    ) -> None:
         """Add an NCCL operation to the batch of the surrounding `batch` block. Start it at once if
         there is none.
         """
         if self._batch is None:
-            self._post([(operation, pending)])
+            self._start_batch([(operation, pending)])
         else:
             self._batch.append((operation, pending))
 
@@ -627,13 +629,15 @@ class Transport:
         if self.nccl:
             group = self._nccl.messages[self._paths[channel, gradient]]
             pending = PendingSend(None, tensor)
-            self._add(dist.P2POp(dist.isend, as_nccl_type(tensor), rank, group), pending)
+            self._start_or_add_to_batch(
+                dist.P2POp(dist.isend, as_nccl_type(tensor), rank, group), pending
+            )
             return pending
         if self.staged:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             host.copy_(tensor)
             tensor = host
-        with self.heartbeat.posting(rank, channel):
+        with self.heartbeat.record_peer_on_error(rank, channel):
             pending = PendingSend(dist.isend(tensor, rank, tag=2 * channel + int(gradient)), tensor)
         self._sends.add(pending)
         if self._gives_way:
@@ -654,9 +658,11 @@ class Transport:
         if self.nccl:
             group = self._nccl.messages[self._paths[channel, gradient]]
             pending = PendingRecv(None, buffer, self.device)
-            self._add(dist.P2POp(dist.irecv, as_nccl_type(buffer), rank, group), pending)
+            self._start_or_add_to_batch(
+                dist.P2POp(dist.irecv, as_nccl_type(buffer), rank, group), pending
+            )
             return pending
-        with self.heartbeat.posting(rank, channel):
+        with self.heartbeat.record_peer_on_error(rank, channel):
             work = dist.irecv(buffer, rank, tag=2 * channel + int(gradient))
         if work is None:
             raise LaunchError(
@@ -689,25 +695,27 @@ class Transport:
         rows = row.view(len(ranks), -1)
         all_gather(rows[ranks.index(self.rank)], self.group(ranks), rows)
 
-    def maximum(self, number: torch.Tensor) -> torch.Tensor:
+    def scalar_max(self, number: torch.Tensor) -> torch.Tensor:
         """Return the maximum of a scalar tensor over all ranks, [] on the device. Does not count in
         `traffic`.
         """
-        return self._of_all_ranks(number, dist.ReduceOp.MAX)
+        return self._all_reduce_scalar(number, dist.ReduceOp.MAX)
 
-    def total(self, number: torch.Tensor) -> torch.Tensor:
+    def scalar_sum(self, number: torch.Tensor) -> torch.Tensor:
         """Return the sum of a scalar tensor over all ranks, [] on the device, bitwise equal on all
         ranks. Does not count in `traffic`.
         """
-        return self._of_all_ranks(number, dist.ReduceOp.SUM)
+        return self._all_reduce_scalar(number, dist.ReduceOp.SUM)
 
-    def _of_all_ranks(self, number: torch.Tensor, how: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def _all_reduce_scalar(
+        self, number: torch.Tensor, how: dist.ReduceOp.RedOpType
+    ) -> torch.Tensor:
         """Return the all-reduce of a scalar tensor over all ranks with the operation `how`."""
         if self.world_size == 1:
             return number
         return start_all_reduce(number, self.group(tuple(range(self.world_size))), how).wait()
 
-    def total_over(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
+    def sum_over_ranks(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> torch.Tensor:
         """Return the elementwise sum of a tensor over `ranks`. Does not count in `traffic`."""
         with self.heartbeat.waiting():
             return start_all_reduce(tensor, self.group(ranks)).wait()
@@ -751,7 +759,7 @@ class Transport:
         self._control_groups.clear()
 
 
-def _store_of_launcher(patience: timedelta, signed: bool) -> Store | None:
+def _connect_to_launcher_store(patience: timedelta, signed: bool) -> Store | None:
     """Return a connection to the store that the launcher hosts; None if another program started
     this rank, so that torch finds or creates a store.
 

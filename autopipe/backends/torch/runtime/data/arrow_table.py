@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from autopipe.backends.torch.runtime.data.input_checks import (
+    arrange_samples,
     elements_per_sample,
     numpy_dtype,
-    sample_blocks,
 )
 from autopipe.backends.torch.runtime.data.stored_arrays import Array, StoredArrays
 from autopipe.backends.torch.runtime.manifest import Manifest
@@ -81,7 +81,7 @@ class ArrowTable(StoredArrays):
         schemas = list[Any]()
         self._rows = 0
         for file in files:
-            with self._reading("the table", file):
+            with self._convert_read_errors("the table", file):
                 if file.suffix == ".parquet":
                     from pyarrow import parquet
 
@@ -90,7 +90,7 @@ class ArrowTable(StoredArrays):
                     self._rows += opened.metadata.num_rows
                     self._readers.append(partial(_read_parquet_column, opened))
                 else:
-                    table = self._mapped(file)
+                    table = self._map_ipc_file(file)
                     schemas.append(table.schema)
                     self._rows += len(table)
                     self._readers.append(table.column)
@@ -101,7 +101,7 @@ class ArrowTable(StoredArrays):
         self._columns: list[str] = schemas[0].names
 
     @contextmanager
-    def _reading(self, what: str, file: Path | None = None) -> Iterator[None]:
+    def _convert_read_errors(self, what: str, file: Path | None = None) -> Iterator[None]:
         """Convert read errors in the block to ConfigurationError. `what` names the data in the
         message; `file` is the file that is read, None for the path of the table.
         """
@@ -119,7 +119,7 @@ class ArrowTable(StoredArrays):
                 f"{what} cannot be read: {reason}", where=str(file or self.path)
             ) from error
 
-    def _mapped(self, file: Path) -> Any:
+    def _map_ipc_file(self, file: Path) -> Any:
         """Return the memory-mapped table in an Arrow IPC file. Both formats are supported: the
         stream format, which `datasets` writes, and the file format.
         """
@@ -153,11 +153,11 @@ class ArrowTable(StoredArrays):
         first = 0
         elements = elements_per_sample(entry, self._manifest, str(self.path), "a table")
         for read in self._readers:
-            with self._reading(repr(name)):
+            with self._convert_read_errors(repr(name)):
                 for chunk in read(name).chunks:
                     if len(chunk):
                         chunks.append(
-                            sample_blocks(
+                            arrange_samples(
                                 self._values_of_chunk(chunk, name, elements, first),
                                 entry,
                                 self._manifest,
@@ -191,7 +191,7 @@ class ArrowTable(StoredArrays):
             or types.is_large_list(chunk.type)
             or types.is_fixed_size_list(chunk.type)
         ):
-            self._refuse_nulls(chunk, name, first)
+            self._check_has_no_nulls(chunk, name, first)
             if types.is_fixed_size_list(chunk.type):
                 inner = np.full(len(chunk), chunk.type.list_size)
             else:
@@ -200,7 +200,7 @@ class ArrowTable(StoredArrays):
                 np.add.reduceat(inner, np.cumsum(lengths) - lengths) if lengths.all() else lengths
             )
             chunk = chunk.flatten()
-        self._refuse_nulls(chunk, name, first)
+        self._check_has_no_nulls(chunk, name, first)
         if not (
             types.is_integer(chunk.type)
             or types.is_floating(chunk.type)
@@ -222,7 +222,7 @@ class ArrowTable(StoredArrays):
             )
         return np.asarray(chunk.to_numpy(zero_copy_only=False)).reshape(rows, elements)
 
-    def _refuse_nulls(self, chunk: Any, name: str, first: int) -> None:
+    def _check_has_no_nulls(self, chunk: Any, name: str, first: int) -> None:
         """Raise ConfigurationError if a chunk, which starts at table row `first`, contains
         nulls.
         """

@@ -68,7 +68,9 @@ class BatchReader:
         """Return the requested block for `step`, on the device, in the element type of the graph
         input.
         """
-        return self._block(step, request).to(self._device, self._dtype(request), non_blocking=True)
+        return self._read_block(step, request).to(
+            self._device, self._dtype_of(request), non_blocking=True
+        )
 
     def end_step(self, step: int) -> StepData:
         """Return the samples that `step` has used."""
@@ -79,7 +81,7 @@ class BatchReader:
         happens.
         """
 
-    def _block(self, step: int, request: BlockRequest) -> torch.Tensor:
+    def _read_block(self, step: int, request: BlockRequest) -> torch.Tensor:
         """Return a block in the element type of the source. It is on the device if random values
         are drawn for it, otherwise in host memory. If the step has less than a batch of samples,
         filler samples complete the block.
@@ -98,7 +100,7 @@ class BatchReader:
             read_filled_block(self.source, self._manifest, entry, step, offset, request.box)
         )
 
-    def _dtype(self, request: BlockRequest) -> torch.dtype:
+    def _dtype_of(self, request: BlockRequest) -> torch.dtype:
         """Return the element type of the graph input that a request names."""
         return torch_dtype(self._inputs[request.name].value.dtype)
 
@@ -176,7 +178,7 @@ class PrefetchingReader(BatchReader):
             )
             self._items = queue.Queue(_PREFETCHED_MICRO_BATCHES * a_micro_batch)
             self._thread = threading.Thread(
-                target=self._run, args=(step + 1,), name="data", daemon=True
+                target=self._read_ahead, args=(step + 1,), name="data", daemon=True
             )
             self._thread.start()
         return found
@@ -206,7 +208,7 @@ class PrefetchingReader(BatchReader):
         if self._closing:
             raise _ReaderClosed
 
-    def _run(self, first: int) -> None:
+    def _read_ahead(self, first: int) -> None:
         """Read the data of the steps from `first` on, in the recorded order, and put them into the
         queue. Runs on the thread.
         """
@@ -219,23 +221,23 @@ class PrefetchingReader(BatchReader):
                     if not found:
                         return
                     for request in self._requests:
-                        self._queue_item(self._prefetched(step, request))
+                        self._queue_item(self._prefetch_block(step, request))
                     self._queue_item(super().end_step(step))
         except _ReaderClosed:
             pass
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that takes it
             self._items.put(error)
 
-    def _prefetched(self, step: int, request: BlockRequest) -> _PrefetchedBlock:
+    def _prefetch_block(self, step: int, request: BlockRequest) -> _PrefetchedBlock:
         """Read a block and start its copy to the GPU, on the thread."""
-        block = self._block(step, request)
+        block = self._read_block(step, request)
         if block.device.type == "cpu":
             # The pinned buffer is not kept: torch reuses its memory only after the copies from it
             # have ended.
-            block = torch.empty(block.shape, dtype=self._dtype(request), pin_memory=True).copy_(
+            block = torch.empty(block.shape, dtype=self._dtype_of(request), pin_memory=True).copy_(
                 block
             )
-        tensor = block.to(self._device, self._dtype(request), non_blocking=True)
+        tensor = block.to(self._device, self._dtype_of(request), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         return _PrefetchedBlock(request, tensor, copied)

@@ -38,7 +38,7 @@ def elements_per_sample(entry: InputRange, manifest: Manifest, where: str, kind:
     return entry.value.elements // manifest.micro_batch_size
 
 
-def sample_blocks(samples: np.ndarray, entry: InputRange, manifest: Manifest) -> np.ndarray:
+def arrange_samples(samples: np.ndarray, entry: InputRange, manifest: Manifest) -> np.ndarray:
     """Return `samples`, an array [samples, elements per sample], in the shape of the input with all
     samples along the batch axis. The result is a view where numpy can make one.
     """
@@ -57,7 +57,7 @@ def numpy_dtype(entry: InputRange) -> np.dtype:
     return np.dtype("float32" if entry.value.dtype is DType.BFLOAT16 else entry.value.dtype.held)
 
 
-def bounded_region(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
+def bounded_slices(bounds: InputBounds, batch_axis: int | None) -> tuple[slice, ...]:
     """Return the slices, one per dimension of an input, of the elements to which `bounds` apply.
     The slice of the batch axis covers all samples.
     """
@@ -174,7 +174,7 @@ def check_rows(
                 f"array {name!r} contains numbers that {dtype} cannot represent", where=where
             )
     for bounds in entry.allowed if rows.size else ():
-        block = rows[bounded_region(bounds, entry.batch_axis)]
+        block = rows[bounded_slices(bounds, entry.batch_axis)]
         bad = _mask_of_invalid_values(block, bounds)
         if bad is None:
             continue

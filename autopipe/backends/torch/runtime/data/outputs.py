@@ -16,7 +16,11 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.communication.transport import Transport
-from autopipe.backends.torch.runtime.manifest import Manifest, partial_folder, remove_partial
+from autopipe.backends.torch.runtime.manifest import (
+    Manifest,
+    partial_folder,
+    remove_partial_outputs,
+)
 from autopipe.backends.torch.runtime.state.parameters import torch_dtype
 from autopipe.ir.layout import TensorSlice
 from autopipe.ir.output_files import add_path_to_errors, follow_links, move_into_place
@@ -115,7 +119,7 @@ class OutputCollector:
         self._files: list[RowFile] = []
         if self._path is not None and transport.rank == 0:
             folder = partial_folder(self._path)
-            remove_partial(self._path)
+            remove_partial_outputs(self._path)
             folder.mkdir()
             self._files = [
                 RowFile(folder / f"{index}.npy") for index in range(len(manifest.outputs))
@@ -130,7 +134,7 @@ class OutputCollector:
         for index, output in enumerate(self._manifest.outputs):
             for place in output.places:
                 if place.stage == stage and any(
-                    shard.rank == self._transport.rank for shard in needed_shards(place)
+                    shard.rank == self._transport.rank for shard in shards_to_gather(place)
                 ):
                     result = results[place.position].detach().cpu().contiguous()
                     self._kept.setdefault((index, stage), {})[micro_batch] = result
@@ -148,11 +152,11 @@ class OutputCollector:
         }
         self._kept.clear()
         if self._transport.rank == 0:
-            self._write()
+            self._write_previous_step()
             self._waiting = stacked, samples
             return
         self._wait_until_sent()
-        for index, place, shard in self._blocks():
+        for index, place, shard in self._shards_in_send_order():
             if shard.rank == self._transport.rank:
                 block = stacked[index, place.stage]
                 self._sends.append((dist.isend(block, 0, tag=_OUTPUT_TAG + index), block))
@@ -164,7 +168,7 @@ class OutputCollector:
         self._wait_until_sent()
         if self._transport.rank != 0:
             return
-        self._write()
+        self._write_previous_step()
         for file, output in zip(self._files, self._manifest.outputs, strict=True):
             file.finish(output.batch_axis or 0)
         whole = self._files[0].path
@@ -175,7 +179,7 @@ class OutputCollector:
                     archive.write(file.path, f"{key}.npy")
                     file.path.unlink()
         move_into_place(whole, self._path)
-        remove_partial(self._path)
+        remove_partial_outputs(self._path)
 
     def _wait_until_sent(self) -> None:
         """Wait until the sends of the previous step have ended."""
@@ -185,16 +189,16 @@ class OutputCollector:
                     work.wait()
         self._sends.clear()
 
-    def _blocks(self) -> Iterator[tuple[int, OutputStage, OutputShard]]:
+    def _shards_in_send_order(self) -> Iterator[tuple[int, OutputStage, OutputShard]]:
         """Yield (index of the output, stage that computes it, shard) for each shard that rank 0
         gathers in a step. The order is the order in which ranks send.
         """
         for index, output in enumerate(self._manifest.outputs):
             for place in output.places:
                 if self._manifest.micro_batches_of(place.stage):
-                    yield from ((index, place, shard) for shard in needed_shards(place))
+                    yield from ((index, place, shard) for shard in shards_to_gather(place))
 
-    def _write(self) -> None:
+    def _write_previous_step(self) -> None:
         """On rank 0, receive the outputs of the previous step, if there is one, and append them to
         the files.
         """
@@ -203,7 +207,7 @@ class OutputCollector:
         (own, samples) = self._waiting
         self._waiting = None
         parts: dict[int, list[tuple[OutputStage, TensorSlice, torch.Tensor]]] = {}
-        for index, place, shard in self._blocks():
+        for index, place, shard in self._shards_in_send_order():
             if shard.rank == 0:
                 block = own[index, place.stage]
             else:
@@ -232,7 +236,7 @@ class OutputCollector:
         if the output has no batch axis.
         """
         manifest = self._manifest
-        count = manifest.micro_batches_at(parts[0][0].stage)
+        count = manifest.micro_batch_count(parts[0][0].stage)
         whole = torch.zeros((count, *output.value.shape), dtype=parts[0][2].dtype)
         for place, box, part in parts:
             own = manifest.micro_batches_of(place.stage)
@@ -250,7 +254,7 @@ class OutputCollector:
         return rows.float().numpy() if rows.dtype is torch.bfloat16 else rows.numpy()
 
 
-def needed_shards(place: OutputStage) -> tuple[OutputShard, ...]:
+def shards_to_gather(place: OutputStage) -> tuple[OutputShard, ...]:
     """Return the shards that rank 0 needs for an output of one stage: one rank's copy of each
     slice, or the shards of all ranks if the output is their sum.
     """

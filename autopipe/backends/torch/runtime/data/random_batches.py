@@ -66,7 +66,7 @@ class RandomSource(SampleSource):
             words = draw_block(shape, region, key, _identity, torch.int32, device)
             found = _values_from_words(words, entry.below)
             for bounds in entry.drawn:
-                part = _bounded_part(bounds, axis, region)
+                part = _bounded_slices(bounds, axis, region)
                 least = max(0, bounds.least) if bounds.below > 0 else bounds.least
                 found[part] = (integers_below(words[part], bounds.below - least) + least).to(dtype)
         return found.movedim(0, axis).contiguous() if axis else found
@@ -84,7 +84,9 @@ def _identity(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _bounded_part(bounds: InputBounds, axis: int | None, region: TensorSlice) -> tuple[slice, ...]:
+def _bounded_slices(
+    bounds: InputBounds, axis: int | None, region: TensorSlice
+) -> tuple[slice, ...]:
     """Return the slices of the elements of `region` to which `bounds` apply, relative to `region`.
     `region` is a slice of an input whose batch axis `axis` was moved to the front; None if the
     input has no batch axis.

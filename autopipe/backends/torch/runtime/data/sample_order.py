@@ -80,12 +80,12 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     from autopipe.backends.torch.runtime.random_numbers.philox import (
         Purpose,
         as_unsigned,
-        draw_run,
+        draw_sequence,
         key_of,
     )
 
     halves = (
-        as_unsigned(draw_run(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _FEISTEL_ROUNDS))
+        as_unsigned(draw_sequence(key_of(seed, Purpose.SHUFFLE, epoch), 0, 2 * _FEISTEL_ROUNDS))
         .numpy()
         .astype(np.uint64)
     )
@@ -170,7 +170,7 @@ class SampleOrder:
             return 0
         return min(self.batch_size, self.samples - self.sample(step) % self.samples)
 
-    def stored(self, start: int, stop: int) -> range | SampleNumbers:
+    def stored_indices(self, start: int, stop: int) -> range | SampleNumbers:
         """Return the indices, in the stored arrays, of the samples with numbers [start, stop),
         which must belong to one epoch. The result is a range without shuffling, otherwise an int64
         array.

@@ -283,7 +283,9 @@ class StoredSource(SampleSource):
         array = self._array(entry.value.name)
         if entry.batch_axis is None or self._order is None:
             return convert_rows(np.asarray(array[...]), entry, self._where)
-        found, numbers = self._rows_and_numbers(array, entry, self._order.stored(start, stop))
+        found, numbers = self._rows_and_numbers(
+            array, entry, self._order.stored_indices(start, stop)
+        )
         return convert_rows(found, entry, self._where, numbers)
 
     def check(self, samples: int | None = None) -> str:

@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from autopipe.backends.torch.runtime.data.input_checks import elements_per_sample, sample_blocks
+from autopipe.backends.torch.runtime.data.input_checks import arrange_samples, elements_per_sample
 from autopipe.backends.torch.runtime.manifest import Manifest
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.words import plural
@@ -92,7 +92,7 @@ class Archive(StoredArrays):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        with self._opened("data") as archive:
+        with self._open_archive("data") as archive:
             self._members = {
                 info.filename.removesuffix(".npy"): info for info in archive.infolist()
             }
@@ -102,7 +102,7 @@ class Archive(StoredArrays):
         return sorted(self._members)
 
     @contextmanager
-    def _opened(self, what: str) -> Iterator[zipfile.ZipFile]:
+    def _open_archive(self, what: str) -> Iterator[zipfile.ZipFile]:
         """Open the ZIP file for the block. Read errors become ConfigurationError; `what` names the
         data in the message.
         """
@@ -110,7 +110,7 @@ class Archive(StoredArrays):
             yield archive
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with self._opened(repr(name)) as archive, archive.open(self._members[name]) as file:
+        with self._open_archive(repr(name)) as archive, archive.open(self._members[name]) as file:
             return _read_npy_header(file)[0]
 
     def array(self, name: str) -> np.ndarray:
@@ -118,7 +118,7 @@ class Archive(StoredArrays):
         memory.
         """
         info = self._members[name]
-        with self._opened(repr(name)) as archive:
+        with self._open_archive(repr(name)) as archive:
             if info.compress_type != zipfile.ZIP_STORED:
                 with archive.open(info) as member:
                     loaded: np.ndarray = np.lib.format.read_array(member, allow_pickle=False)
@@ -331,7 +331,7 @@ class TokenFile(StoredArrays):
         else:
             first = self._label_shift(name)
             samples = self._tokens[first : first + count * length].reshape(count, length)
-        return sample_blocks(samples, entry, self._manifest)
+        return arrange_samples(samples, entry, self._manifest)
 
     def _label_shift(self, name: str) -> int:
         """Return by how many tokens the data of an input are shifted: 1 for labels, 0 for other

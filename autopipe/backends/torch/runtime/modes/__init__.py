@@ -1,3 +1,3 @@
-"""What a run can do other than plain training or inference: dry run, blocking communication,
+"""Modes of a run other than plain training or inference: dry run, blocking communication,
 validation, token generation, and recording for verification.
 """

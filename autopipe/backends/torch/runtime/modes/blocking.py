@@ -36,7 +36,7 @@ is used.
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelEnd:
+class StageChannel:
     """A channel from a source stage to a target stage, on one rank or two. `gradient` is True if
     gradients go in the other direction. A slice selects the micro-batches of a stage whose tensors
     use the channel.
@@ -59,7 +59,7 @@ class Message:
     direction in a batch.
     """
 
-    end: ChannelEnd
+    end: StageChannel
     gradient: bool
     number: int
 
@@ -74,7 +74,7 @@ Event = Task | Message
 
 
 def global_event_order(
-    lists: Sequence[Sequence[Task]], ends: Sequence[ChannelEnd]
+    lists: Sequence[Sequence[Task]], ends: Sequence[StageChannel]
 ) -> list[list[Event]]:
     """Return, for each rank, its tasks and the messages that it sends or receives, in the global
     order.
@@ -98,7 +98,7 @@ def global_event_order(
     # that stage's micro-batches). An entry of `leaving` is a channel from the stage to another
     # rank, and the slice of the stage's micro-batches that use it.
     needs = defaultdict[tuple[int, bool], set[tuple[MicroBatchSlice, int, MicroBatchSlice]]](set)
-    leaving = defaultdict[tuple[int, bool], list[tuple[ChannelEnd, MicroBatchSlice]]](list)
+    leaving = defaultdict[tuple[int, bool], list[tuple[StageChannel, MicroBatchSlice]]](list)
     for end in ends:
         there = (end.source_stage, end.source_slice)
         back = (end.target_stage, end.target_slice)
@@ -165,23 +165,23 @@ class BlockingStage(Stage):
         return []  # So `recv` and `send`, which the generated step calls, transfer nothing.
 
     def forward(self, micro_batch: int) -> None:
-        if self._order.reach(Task(self.number, Phase.FORWARD, micro_batch)):
+        if self._order.exchange_before(Task(self.number, Phase.FORWARD, micro_batch)):
             super().forward(micro_batch)
 
     def backward(self, micro_batch: int) -> None:
-        if self._rank.training and self._order.reach(
+        if self._rank.training and self._order.exchange_before(
             Task(self.number, Phase.BACKWARD, micro_batch)
         ):
             super().backward(micro_batch)
 
     def backward_input(self, micro_batch: int) -> None:
-        if self._rank.training and self._order.reach(
+        if self._rank.training and self._order.exchange_before(
             Task(self.number, Phase.INPUT_GRADIENT, micro_batch)
         ):
             super().backward_input(micro_batch)
 
     def backward_weight(self, micro_batch: int) -> None:
-        if self._rank.training and self._order.reach(
+        if self._rank.training and self._order.exchange_before(
             Task(self.number, Phase.WEIGHT_GRADIENT, micro_batch)
         ):
             super().backward_weight(micro_batch)
@@ -198,7 +198,7 @@ class GlobalOrder:
         self._order: list[Event] | None = None
         self._rest: deque[Event] = deque()
 
-    def note(self, step: Callable[[], None]) -> list[Event]:
+    def order_of_batch(self, step: Callable[[], None]) -> list[Event]:
         """Return the tasks and messages of one batch in the global order. The first call calls
         `step` only to record which tasks it runs, without computing, and derives the order from the
         tasks of all ranks. So the first call is collective over all ranks.
@@ -208,12 +208,12 @@ class GlobalOrder:
             self._order = self._exchange_tasks_and_channels()
         return self._order
 
-    def begin(self, step: Callable[[], None]) -> None:
+    def begin_batch(self, step: Callable[[], None]) -> None:
         """Start a batch. In a validation, only forward tasks and their messages are expected."""
-        order = self.note(step)
+        order = self.order_of_batch(step)
         self._rest.extend(order if self._rank.training else filter(_is_forward, order))
 
-    def reach(self, task: Task | None) -> bool:
+    def exchange_before(self, task: Task | None) -> bool:
         """Exchange all messages that precede `task` in the order, and return True. None stands for
         the end of the batch. While tasks are being recorded, record `task` and return False; the
         caller must then not run it.
@@ -266,7 +266,7 @@ class GlobalOrder:
             for channel, numbers in each["arriving"]
         }
         ends = [
-            ChannelEnd(*(*end, MicroBatchSlice(*leaving), arriving[end[0]]))
+            StageChannel(*(*end, MicroBatchSlice(*leaving), arriving[end[0]]))
             for *end, leaving in sorted(end for each in every for end in each["ends"])
         ]
         return global_event_order(
@@ -280,7 +280,7 @@ class BlockingExecution(Execution):
     def __init__(self) -> None:
         self._order: GlobalOrder | None = None
 
-    def _order_of(self, rank: RankContext) -> GlobalOrder:
+    def _global_order(self, rank: RankContext) -> GlobalOrder:
         """Return the `GlobalOrder` of the rank; create it at the first call."""
         if self._order is None:
             self._order = GlobalOrder(rank)
@@ -289,13 +289,13 @@ class BlockingExecution(Execution):
     def make_stage(
         self, rank: RankContext, number: int, module: ModuleType, ports: tuple[Port, ...]
     ) -> Stage:
-        return BlockingStage(self._order_of(rank), rank, number, module, ports)
+        return BlockingStage(self._global_order(rank), rank, number, module, ports)
 
     def before_step(self, rank: RankContext, step: Callable[[], None]) -> None:
-        self._order_of(rank).note(step)
+        self._global_order(rank).order_of_batch(step)
 
     def run_batch(self, rank: RankContext, step: Callable[[], None]) -> None:
-        order = self._order_of(rank)
-        order.begin(step)
+        order = self._global_order(rank)
+        order.begin_batch(step)
         step()
-        order.reach(None)
+        order.exchange_before(None)

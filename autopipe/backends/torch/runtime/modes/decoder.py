@@ -146,7 +146,7 @@ class Decoder:
                 raise ConfigurationError(f"input {name!r} is not supported for generation{missing}")
         length = inputs[TOKENS].value.shape[1]
         cache = {
-            past: _cache_entry(inputs[past], outputs[present], length)
+            past: _make_cache_entry(inputs[past], outputs[present], length)
             for past, present in pairs.items()
         }
         lengths = {entry.past.value.shape[entry.axis] for entry in cache.values()}
@@ -172,9 +172,9 @@ class Decoder:
         """Raise ConfigurationError if a prompt of the request is empty or contains a token outside
         of the vocabulary, or if a prompt and its new tokens do not fit into the cache.
         """
-        below = _indexed_rows(self.tokens) or self.logits.value.shape[2]
+        below = _indexed_table_rows(self.tokens) or self.logits.value.shape[2]
         places = self.cache_length + (0 if self.in_place else 1)
-        if self.positions is not None and (rows := _indexed_rows(self.positions)):
+        if self.positions is not None and (rows := _indexed_table_rows(self.positions)):
             places = min(places, rows)
         for number, prompt in enumerate(request.prompts):
             if not prompt:
@@ -210,14 +210,14 @@ class Decoder:
         )
 
 
-def _indexed_rows(entry: InputRange) -> int | None:
+def _indexed_table_rows(entry: InputRange) -> int | None:
     """Return the number of rows of the table that an input indexes, the minimum if there are
     several tables; None if the input is not an index.
     """
     return min((bounds.below for bounds in entry.allowed), default=None)
 
 
-def _cache_entry(past: InputRange, present: Output, length: int) -> CacheEntry:
+def _make_cache_entry(past: InputRange, present: Output, length: int) -> CacheEntry:
     """Return the cache entry of an input and an output. `length` is the number of tokens of a step.
     Raise ConfigurationError if the shapes have no dimension that counts tokens.
     """
@@ -296,21 +296,21 @@ class SequenceSlot:
         """Number of tokens of the sequence that the current step processes."""
 
     @property
-    def samples(self) -> bool:
+    def generates_token(self) -> bool:
         """True if the current step generates a token, which it does if it processes the last token
         of the sequence.
         """
         return self.feed > 0 and self.cached + self.feed == len(self.tokens)
 
     @property
-    def waiting(self) -> int:
+    def known_tokens_left(self) -> int:
         """Number of tokens that the next step could process, as far as this is known before the
         current step has generated its token: the token may end the sequence. 0 if there is nothing
         left to process.
         """
         if rest := len(self.tokens) - self.cached - self.feed:
             return rest
-        if self.samples and len(self.new) + 1 < self._request.max_new_tokens:
+        if self.generates_token and len(self.new) + 1 < self._request.max_new_tokens:
             return 1
         return len(self._request.prompts[self._queue[0]]) if self._queue else 0
 

@@ -80,7 +80,7 @@ class DryTransport(Transport):
             )
 
     def send(self, tensor: torch.Tensor, rank: int, channel: int, gradient: bool) -> PendingSend:
-        self._count(tensor, self.rank, rank, channel, gradient)
+        self._count_message(tensor, self.rank, rank, channel, gradient)
         pending = super().send(tensor, rank, channel, gradient)
         pending.wait()
         return pending
@@ -88,10 +88,10 @@ class DryTransport(Transport):
     def recv(self, like: TensorForm, rank: int, channel: int, gradient: bool) -> PendingRecv:
         pending = super().recv(like, rank, channel, gradient)
         pending.buffer.zero_()
-        self._count(pending.buffer, rank, self.rank, channel, gradient)
+        self._count_message(pending.buffer, rank, self.rank, channel, gradient)
         return pending
 
-    def _count(
+    def _count_message(
         self, tensor: torch.Tensor, source: int, target: int, channel: int, gradient: bool
     ) -> None:
         """Count the transfer of `tensor` from rank `source` to rank `target`."""
@@ -106,22 +106,22 @@ class DryStage(Stage):
 
     def start_send(self, port: Recv | Send, micro_batch: int) -> PendingSend:
         block = self._leaving[micro_batch, isinstance(port, Recv)][port.channel]
-        self._compare(
+        self._check_form(
             f"what goes to rank {port.rank} on channel {port.channel}",
             block,
             self._form_of_port(port),
         )
         return super().start_send(port, micro_batch)
 
-    def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
+    def _run_forward(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         for name, tensor in arguments.items():
-            self._compare(f"argument {name}", tensor, self._inputs[name])
-        results = super()._results(arguments)
+            self._check_form(f"argument {name}", tensor, self._inputs[name])
+        results = super()._run_forward(arguments)
         for index, (result, form) in enumerate(zip(results, self._outputs, strict=True)):
-            self._compare(f"result {index}", result, form)
+            self._check_form(f"result {index}", result, form)
         return results
 
-    def _compare(self, what: str, tensor: torch.Tensor, form: TensorForm) -> None:
+    def _check_form(self, what: str, tensor: torch.Tensor, form: TensorForm) -> None:
         """Raise LaunchError if the type or shape of a tensor differs from `form`. `what` names the
         tensor in the message.
         """

@@ -197,7 +197,7 @@ class Evaluator:
             step()
             with rank.heartbeat.waiting():
                 rank.transport.finish()
-            total += self._loss(source, number)
+            total += self._local_loss_of_batch(source, number)
             rank.clear_step()
             number += 1
         rank.evaluated = None
@@ -230,13 +230,13 @@ class Evaluator:
             self._failed = 0
         return EvaluationReport(done, loss, source.samples, time.perf_counter() - began, *self.best)
 
-    def _loss(self, source: AllSamplesOnce, number: int) -> float:
+    def _local_loss_of_batch(self, source: AllSamplesOnce, number: int) -> float:
         """Return this rank's contribution to the sum of the losses of all samples of batch
         `number`, after the forward passes of this batch.
         """
         total = 0.0
         for index, stage in self._rank.stages.items():
-            count = self._manifest.micro_batches_at(index)
+            count = self._manifest.micro_batch_count(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
                 # Here the loss of a micro-batch is a sum over labels, to which the ignored labels

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from autopipe.backends.torch.runtime.data.batch_reader import BatchReader, BlockRequest
-from autopipe.backends.torch.runtime.data.outputs import needed_shards
+from autopipe.backends.torch.runtime.data.outputs import shards_to_gather
 from autopipe.backends.torch.runtime.modes.decoder import (
     GENERATED_FILE,
     PREFILL_FOLDER,
@@ -43,7 +43,7 @@ from autopipe.backends.torch.runtime.modes.decoder import (
 from autopipe.backends.torch.runtime.random_numbers.philox import (
     Purpose,
     as_unsigned,
-    draw_run,
+    draw_sequence,
     key_of,
 )
 from autopipe.backends.torch.runtime.state.loading import load_second_program
@@ -73,7 +73,7 @@ class _SamplingGroup:
     @property
     def shards(self) -> tuple[OutputShard, ...]:
         """The shards of the logits that the sampler gathers."""
-        return needed_shards(self.place)
+        return shards_to_gather(self.place)
 
     @property
     def sampler(self) -> int:
@@ -103,7 +103,7 @@ class TokenExchange:
         while len(self._leaving) > 2:
             self._finish(self._leaving.popleft())
 
-    def give(self, group: _SamplingGroup, tokens: list[int]) -> None:
+    def send_tokens(self, group: _SamplingGroup, tokens: list[int]) -> None:
         """Start to send the tokens of a group in the current step to all other ranks. Called on the
         group's sampler only.
         """
@@ -117,7 +117,7 @@ class TokenExchange:
         """Start to send a tensor to rank `rank`, and keep the tensor until it is sent."""
         self._leaving[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
 
-    def take(self, group: _SamplingGroup) -> list[int]:
+    def receive_tokens(self, group: _SamplingGroup) -> list[int]:
         """Wait for the tokens of a group and return them, one per row; `_NO_TOKEN` for a row
         without a new token. The n-th call for a group returns the tokens of the n-th step.
         """
@@ -184,7 +184,7 @@ class Generation(BatchReader):
         places = [
             (place, row)
             for place in self.decoder.logits.places
-            for row in self._rows_of(place.stage)
+            for row in self._rows_by_micro_batch(place.stage)
         ]
         self._groups = [
             _SamplingGroup(number, place, rows) for number, (place, rows) in enumerate(places)
@@ -197,26 +197,26 @@ class Generation(BatchReader):
         self._caches: dict[tuple[int, int, str], torch.Tensor] = {}
         self._generated: dict[int, list[int]] = {}
         for program in self._programs:
-            self._check_blocks(program)
+            self._check_cache_shards(program)
 
     @property
     def decoder(self) -> Decoder:
         """The inputs and outputs of the program that runs the current step."""
         return self._program.decoder
 
-    def _rows_of(self, stage: int) -> list[range]:
+    def _rows_by_micro_batch(self, stage: int) -> list[range]:
         """Return the rows of the batch in each micro-batch that a stage runs."""
         return [
-            self._rows(stage, micro_batch)
+            self._rows_of_micro_batch(stage, micro_batch)
             for micro_batch in self._rank.manifest.micro_batches_of(stage)
         ]
 
-    def _rows(self, stage: int, micro_batch: int) -> range:
+    def _rows_of_micro_batch(self, stage: int, micro_batch: int) -> range:
         """Return the rows of the batch in one micro-batch of a stage."""
-        size = self._rank.manifest.batch_size // self._rank.manifest.micro_batches_at(stage)
+        size = self._rank.manifest.batch_size // self._rank.manifest.micro_batch_count(stage)
         return range(micro_batch * size, (micro_batch + 1) * size)
 
-    def _check_blocks(self, program: _DecoderProgram) -> None:
+    def _check_cache_shards(self, program: _DecoderProgram) -> None:
         """Raise ConfigurationError if a stage of this rank reads a shard of the cache but computes
         another shard of the updated cache, since the cache would then have to move between ranks.
         """
@@ -225,7 +225,7 @@ class Generation(BatchReader):
                 entry = program.decoder.cache.get(data.name)
                 if entry is None:
                     continue
-                box = self._present_box(entry, stage.number)
+                box = self._updated_cache_slice(entry, stage.number)
                 if box is None or _without_axis(entry.axis, box.slices) != _without_axis(
                     entry.axis, tuple(slice(*each) for each in data.offsets)
                 ):
@@ -237,7 +237,7 @@ class Generation(BatchReader):
                         where=f"rank {self._rank.number}, stage {stage.number}",
                     )
 
-    def _present_box(self, entry: CacheEntry, stage: int) -> TensorSlice | None:
+    def _updated_cache_slice(self, entry: CacheEntry, stage: int) -> TensorSlice | None:
         """Return the slice of the updated cache that this rank has after the forward of a stage;
         None if the stage does not compute it on this rank.
         """
@@ -262,7 +262,7 @@ class Generation(BatchReader):
             for program in self._programs:
                 program.rank.steps_done += 1
             first = first or time.perf_counter() - began
-        self._begin_step_of_slots(rank.steps_done, range(len(self._slots)))
+        self._prepare_slots(rank.steps_done, range(len(self._slots)))
         seconds = time.perf_counter() - began
         self._exchange.finish()
         with rank.heartbeat.waiting():
@@ -285,12 +285,12 @@ class Generation(BatchReader):
         it needs them. So one unnecessary step runs if one of these tokens ends the last sequence.
         """
         if self._rank.steps_done > 0:
-            self._begin_step_of_slots(self._rank.steps_done - 1, range(len(self._slots)))
-        most = max(slot.waiting for slot in self._slots)
+            self._prepare_slots(self._rank.steps_done - 1, range(len(self._slots)))
+        most = max(slot.known_tokens_left for slot in self._slots)
         self._program = self._programs[-1 if most > self._programs[0].decoder.step_length else 0]
         return most > 0
 
-    def _begin_step_of_slots(self, step: int, rows: range) -> None:
+    def _prepare_slots(self, step: int, rows: range) -> None:
         """Prepare the slots of the groups that contain any of `rows` for step `step`. A slot that
         is at the previous step advances; this waits for the tokens of the previous step.
         """
@@ -301,7 +301,7 @@ class Generation(BatchReader):
                 or rows.stop <= group.rows.start
             ):
                 continue
-            tokens = self._exchange.take(group) if step else [_NO_TOKEN] * len(group.rows)
+            tokens = self._exchange.receive_tokens(group) if step else [_NO_TOKEN] * len(group.rows)
             self._steps[group.number] = step
             for row, token in zip(group.rows, tokens, strict=True):
                 given = None if token == _NO_TOKEN else token
@@ -318,16 +318,16 @@ class Generation(BatchReader):
             if cached is not None:
                 return cached
             shape = [stop - start for start, stop in request.box]
-            return torch.zeros(shape, dtype=self._dtype(request), device=self._rank.device)
-        rows = self._rows(request.stage, request.micro_batch)
-        self._begin_step_of_slots(step, rows)
+            return torch.zeros(shape, dtype=self._dtype_of(request), device=self._rank.device)
+        rows = self._rows_of_micro_batch(request.stage, request.micro_batch)
+        self._prepare_slots(step, rows)
         first, last = request.box[0]
         slots = [self._slots[row] for row in rows[first:last]]
         made = {TOKENS: self._token_ids, MASK: self._mask, POSITIONS: self._positions}[
             request.name
         ](slots)
         block = torch.from_numpy(made[:, slice(*request.box[1])])
-        return block.to(self._rank.device, self._dtype(request), non_blocking=True)
+        return block.to(self._rank.device, self._dtype_of(request), non_blocking=True)
 
     def _token_ids(self, slots: Sequence[SequenceSlot]) -> np.ndarray:
         """Return the token ids that the current step processes, int64 [slots, step length]. Unused
@@ -377,11 +377,11 @@ class Generation(BatchReader):
         """Take the results of a stage's forward: store the updated caches and, if the results
         include logits, choose new tokens. `micro_batch` is numbered over all steps.
         """
-        step, number = divmod(micro_batch, self._rank.manifest.micro_batches_at(stage))
-        rows = self._rows(stage, number)
-        self._begin_step_of_slots(step, rows)
+        step, number = divmod(micro_batch, self._rank.manifest.micro_batch_count(stage))
+        rows = self._rows_of_micro_batch(stage, number)
+        self._prepare_slots(step, rows)
         for name, entry in self.decoder.cache.items():
-            if (box := self._present_box(entry, stage)) is not None:
+            if (box := self._updated_cache_slice(entry, stage)) is not None:
                 place = next(each for each in entry.present.places if each.stage == stage)
                 self._caches[stage, number, name] = self._next_cache(
                     entry, box, rows, results[place.position]
@@ -421,7 +421,7 @@ class Generation(BatchReader):
         boxes = {shard.rank: shard.box for shard in group.shards}
         if own not in boxes:
             return
-        part = self._last_rows(group, boxes[own], block)
+        part = self._last_token_logits(group, boxes[own], block)
         if own != group.sampler:
             self._exchange.send(part, group.sampler, _LOGITS_TAG + group.number)
             return
@@ -435,7 +435,7 @@ class Generation(BatchReader):
                 part if group.place.combine == "concat" else part / group.place.copies
             )
         tokens = [_NO_TOKEN] * len(group.rows)
-        chosen = [index for index, row in enumerate(group.rows) if self._slots[row].samples]
+        chosen = [index for index, row in enumerate(group.rows) if self._slots[row].generates_token]
         if chosen:
             if not logits[chosen].isfinite().all():
                 raise LaunchError(
@@ -448,9 +448,9 @@ class Generation(BatchReader):
                 chosen, choose_tokens(logits[chosen], self._request, draws), strict=True
             ):
                 tokens[index] = token
-        self._exchange.give(group, tokens)
+        self._exchange.send_tokens(group, tokens)
 
-    def _last_rows(
+    def _last_token_logits(
         self, group: _SamplingGroup, box: TensorSlice, block: torch.Tensor
     ) -> torch.Tensor:
         """Return the logits of the last processed token of each row, from a shard of the logits:
@@ -525,5 +525,5 @@ def _uniform_number(seed: int, sequence: int, number: int) -> torch.Tensor:
     """Return the random number in [0, 1), float64 [], with which token `number` of a sequence is
     chosen.
     """
-    words = as_unsigned(draw_run(key_of(seed, Purpose.TOKEN, sequence), 2 * number, 2))
+    words = as_unsigned(draw_sequence(key_of(seed, Purpose.TOKEN, sequence), 2 * number, 2))
     return ((words[0] << 21) + (words[1] >> 11)).double() * 2.0**-53

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopipe.backends.torch.runtime.communication.collectives import Group
 from autopipe.backends.torch.runtime.operators.gated import gated
-from autopipe.backends.torch.runtime.operators.quantized import numbers_of
+from autopipe.backends.torch.runtime.operators.quantized import dequantize_packed
 
 ExpertLayer = tuple[Tensor | None, ...]
 """One linear layer of all experts: weights [experts, rows, columns], and biases [experts, rows] or
@@ -29,8 +29,8 @@ None. If the weights are packed integers, scales follow, and zero points or None
 
 @dataclass(frozen=True, slots=True)
 class _MixtureSettings:
-    """What determines a mixture apart from its tensors. In its methods, `layers` are all tensors of
-    the three layers; this rank has a shard of the experts with `group`, otherwise all.
+    """All settings of a mixture; the tensors are separate. In its methods, `layers` are all tensors
+    of the three layers. This rank has a shard of the experts with `group`, otherwise all experts.
     """
 
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -303,7 +303,7 @@ def _apply_layer(x: Tensor, layer: ExpertLayer, bits: int) -> Tensor:
     if packed:
         scales, points = packed
         assert scales is not None
-        weight = numbers_of(weight, scales, points, bits)
+        weight = dequantize_packed(weight, scales, points, bits)
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 

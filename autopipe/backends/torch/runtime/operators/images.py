@@ -15,7 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.misc import along, centre, nonzero, requantize
+from autopipe.backends.torch.runtime.operators.misc import (
+    broadcast_along,
+    nonzero,
+    requantize,
+    subtract_zero_point,
+)
 
 Extents = tuple[int, ...]
 _CONV_BY_RANK = (F.conv1d, F.conv2d, F.conv3d)
@@ -37,7 +42,7 @@ def conv_transpose(
     """
     full = _CONV_TRANSPOSE_BY_RANK[x.dim() - 3](x, weight, None, strides, 0, 0, groups, dilations)
     cropped = F.pad(full, crop)
-    return cropped if bias is None else cropped + along(bias, 1, x.dim())
+    return cropped if bias is None else cropped + broadcast_along(bias, 1, x.dim())
 
 
 def conv_integer(
@@ -89,10 +94,16 @@ def _exact_conv(
     number of groups).
     """
     (strides, pads, dilations, groups) = window
-    kernel = centre(weight, weight_zero_point)
+    kernel = subtract_zero_point(weight, weight_zero_point)
     bias = None if bias is None else bias.double()
     return _CONV_BY_RANK[x.dim() - 3](
-        F.pad(centre(x, x_zero_point), pads), kernel, bias, strides, 0, dilations, groups
+        F.pad(subtract_zero_point(x, x_zero_point), pads),
+        kernel,
+        bias,
+        strides,
+        0,
+        dilations,
+        groups,
     )
 
 
@@ -217,7 +228,9 @@ def max_pool_with_indices(
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
     distance = 1  # Distance of neighbours along the current axis, in flattened indices.
     for axis in (*(spatial if order else reversed(spatial)), 1, 0):
-        index += along(torch.arange(x.shape[axis], device=x.device) * distance, axis, x.dim())
+        index += broadcast_along(
+            torch.arange(x.shape[axis], device=x.device) * distance, axis, x.dim()
+        )
         distance *= x.shape[axis]
     indices = _windows(F.pad(index, pads), kernel, strides, dilations).flatten(-rank)
     found = torch.gather(indices, -1, places.unsqueeze(-1)).squeeze(-1)
@@ -290,7 +303,7 @@ def resize(
             factors = weights.to(x.dtype).reshape(*weights.shape, *[1] * (x.dim() - axis - 1))
             x = (read * factors).sum(axis + 1)
         if places == "tf_crop_and_resize":
-            x = x.masked_fill(along(beyond, axis, x.dim()), outside)
+            x = x.masked_fill(broadcast_along(beyond, axis, x.dim()), outside)
     return x
 
 

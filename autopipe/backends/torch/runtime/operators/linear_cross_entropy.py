@@ -22,7 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.communication.collectives import Group
-from autopipe.backends.torch.runtime.operators.sharded import label_weights, own_places, wide
+from autopipe.backends.torch.runtime.operators.sharded import (
+    at_least_float32,
+    label_weights,
+    local_indices,
+)
 from autopipe.backends.torch.torch_interfaces import assert_async
 
 
@@ -56,11 +60,11 @@ def linear_cross_entropy(
     known = flat.masked_fill(flat == ignore_index, 0)
     assert_async(((known >= 0) & (known < classes)).all(), "a label is out of range")
     fixed = None if class_weight is None else class_weight.detach()
-    counted = label_weights(flat, fixed, ignore_index, wide(x).dtype)
+    counted = label_weights(flat, fixed, ignore_index, at_least_float32(x).dtype)
     places = known
     own = counted
     if group is not None:
-        places, mine = own_places(known, len(weight), group)
+        places, mine = local_indices(known, len(weight), group)
         own = counted * mine
     rows = x.reshape(-1, x.shape[-1])
     losses: Tensor = _LinearCrossEntropy.apply(
@@ -71,7 +75,7 @@ def linear_cross_entropy(
     if reduction == "sum":
         return losses.sum()
     total = counted.sum()
-    return losses.sum() / (total if batch is None else batch.total(total))
+    return losses.sum() / (total if batch is None else batch.sum_over_ranks(total))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -105,8 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ).exp_().sum(1)
             largest = highest
         if group is not None:
-            highest = group.largest(largest)
-            total = group.total(total * (largest - highest).exp())
+            highest = group.max_over_ranks(largest)
+            total = group.sum_over_ranks(total * (largest - highest).exp())
             largest = highest
         logarithm = largest + total.log()
         context.step = step
@@ -120,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, weight, bias, places, own, logarithm = context.saved_tensors
         of_x, of_weight, of_bias, *_ = context.needs_input_grad
         share = (gradients[0] * own).unsqueeze(1)
-        whole = share if context.group is None else context.group.total(share)
+        whole = share if context.group is None else context.group.sum_over_ranks(share)
         to_x = torch.zeros_like(x, dtype=own.dtype) if of_x else None
         to_weight = torch.empty_like(weight) if of_weight else None
         to_bias = torch.empty_like(bias) if of_bias and bias is not None else None
@@ -171,7 +175,9 @@ def _block_scores(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float
     """Return the logits of a block of classes, in float32 or float64. The matmul runs in the type
     of x.
     """
-    found = wide(F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)))
+    found = at_least_float32(
+        F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    )
     return found if not softcap else found.div_(softcap).tanh_().mul_(softcap)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.communication.collectives import Group
-from autopipe.backends.torch.runtime.operators.sharded import from_front
+from autopipe.backends.torch.runtime.operators.sharded import nonnegative_indices
 from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standard_normal
 from autopipe.backends.torch.runtime.random_numbers.philox import as_unsigned
 from autopipe.backends.torch.runtime.random_numbers.random_streams import Stream
@@ -60,7 +60,7 @@ def shrink(data: Tensor, threshold: float, bias: float) -> Tensor:
 
 def gather_elements(data: Tensor, dim: int, indices: Tensor) -> Tensor:
     """Return `torch.gather`, for indices that may be negative."""
-    return torch.gather(data, dim, from_front(indices, data.shape[dim]))
+    return torch.gather(data, dim, nonnegative_indices(indices, data.shape[dim]))
 
 
 def gather_nd(data: Tensor, indices: Tensor, batch: int) -> Tensor:
@@ -81,7 +81,7 @@ def scatter_elements(
     """Return a copy of `data` with `updates` written at `indices` along `dim`. If `reduction` is
     `sum`, `prod`, `amax` or `amin`, updates are combined with the present elements instead.
     """
-    places = from_front(indices, data.shape[dim])
+    places = nonnegative_indices(indices, data.shape[dim])
     updates = updates.to(data.dtype)
     if reduction is None:
         return data.scatter(dim, places, updates)
@@ -101,7 +101,7 @@ def scatter_nd(
     depth = indices.shape[-1]
     flat = torch.zeros(indices.shape[:-1], dtype=torch.int64, device=data.device)
     for extent, place in zip(data.shape[:depth], places, strict=True):
-        flat = flat * extent + from_front(place, extent)
+        flat = flat * extent + nonnegative_indices(place, extent)
     rest = int(data[(0,) * depth].numel())
     rows = flat.reshape(-1, 1).expand(-1, rest)
     result = data.reshape(-1, rest).scatter_reduce(0, rows, updates.reshape(-1, rest), reduction)
@@ -135,8 +135,8 @@ def one_hot(
     """
     first, whole = (0, depth) if group is None else (group.position * depth, group.size * depth)
     places = indices.unsqueeze(dim)
-    classes = along(torch.arange(depth, device=indices.device), dim, indices.dim() + 1)
-    hit = from_front(places, whole) == classes + first
+    classes = broadcast_along(torch.arange(depth, device=indices.device), dim, indices.dim() + 1)
+    hit = nonnegative_indices(places, whole) == classes + first
     return torch.where(hit, values[1], values[0])
 
 
@@ -375,7 +375,9 @@ def matmul_integer(
     """Return (a - a_zero_point) @ (b - b_zero_point) as int32. There may be one zero point per row
     of a and one per column of b.
     """
-    return torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1)).to(torch.int32)
+    return torch.matmul(
+        subtract_zero_point(a, a_zero_point, -2), subtract_zero_point(b, b_zero_point, -1)
+    ).to(torch.int32)
 
 
 def matmul_quantized(
@@ -392,19 +394,21 @@ def matmul_quantized(
     """Return the matmul of quantized operands, quantized to `dtype` with `scale` and
     `zero_point`.
     """
-    product = torch.matmul(centre(a, a_zero_point, -2), centre(b, b_zero_point, -1))
+    product = torch.matmul(
+        subtract_zero_point(a, a_zero_point, -2), subtract_zero_point(b, b_zero_point, -1)
+    )
     ratio = a_scale.double() * b_scale.double() / scale.double()
     return _saturate(torch.round(product * ratio) + zero_point, dtype)
 
 
-def along(values: Tensor, axis: int, rank: int) -> Tensor:
+def broadcast_along(values: Tensor, axis: int, rank: int) -> Tensor:
     """Return the vector `values` in a shape that broadcasts along `axis` of a tensor with `rank`
     dimensions.
     """
     return values.reshape([-1 if place == axis % rank else 1 for place in range(rank)])
 
 
-def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
+def subtract_zero_point(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
     """Return x - zero_point in float64, in which the difference of integers is exact. A vector of
     zero points has one entry per index of `axis`.
     """
@@ -412,7 +416,7 @@ def centre(x: Tensor, zero_point: Tensor | None, axis: int = 0) -> Tensor:
         return x.double()
     point = zero_point.double()
     return x.double() - (
-        along(point, axis, x.dim()) if point.dim() == 1 and point.numel() > 1 else point
+        broadcast_along(point, axis, x.dim()) if point.dim() == 1 and point.numel() > 1 else point
     )
 
 
@@ -422,7 +426,7 @@ def requantize(
     """Return `exact` [n, c, ...] times `ratio`, quantized to `dtype` with `zero_point`. `ratio` is
     one number, or one per channel c.
     """
-    factors = along(ratio, 1, exact.dim()) if ratio.numel() > 1 else ratio.reshape(())
+    factors = broadcast_along(ratio, 1, exact.dim()) if ratio.numel() > 1 else ratio.reshape(())
     rounded = torch.round(exact * factors.double())
     return _saturate(rounded if zero_point is None else rounded + zero_point, dtype)
 
@@ -435,7 +439,7 @@ def _broadcast_scales(values: Tensor, x: Tensor, axis: int, block_size: int) -> 
         return values.reshape(())
     if block_size:
         return values.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
-    return along(values, axis, x.dim()) if values.dim() == 1 else values
+    return broadcast_along(values, axis, x.dim()) if values.dim() == 1 else values
 
 
 def _saturate(rounded: Tensor, dtype: torch.dtype) -> Tensor:

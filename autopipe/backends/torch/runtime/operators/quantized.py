@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopipe.backends.torch.runtime.communication.collectives import Group
-from autopipe.backends.torch.runtime.operators.sharded import from_front
+from autopipe.backends.torch.runtime.operators.sharded import nonnegative_indices
 
 _MAX_UNPACKED_WEIGHTS = 1 << 22
 """Maximum number of weights that are unpacked at one time (at least one row)."""
 
 
-def unpacked(data: Tensor, bits: int) -> Tensor:
+def unpack_bits(data: Tensor, bits: int) -> Tensor:
     """Return the unsigned integers of `bits` bits that are packed in the bytes of the last
     dimension. The lowest bits of a byte come first.
     """
@@ -36,11 +36,11 @@ def _dequantize_blocks(data: Tensor, scales: Tensor, points: Tensor | None, bits
     """
     if points is None:
         return (
-            (unpacked(data, bits).to(scales.dtype) - (1 << bits - 1)) * scales.unsqueeze(-1)
+            (unpack_bits(data, bits).to(scales.dtype) - (1 << bits - 1)) * scales.unsqueeze(-1)
         ).flatten(-2)
     if points.dtype == torch.uint8:
-        points = unpacked(points, bits)[..., : scales.shape[-1]]
-    numbers = unpacked(data, bits).to(scales.dtype) - points.to(scales.dtype).unsqueeze(-1)
+        points = unpack_bits(points, bits)[..., : scales.shape[-1]]
+    numbers = unpack_bits(data, bits).to(scales.dtype) - points.to(scales.dtype).unsqueeze(-1)
     return (numbers * scales.unsqueeze(-1)).flatten(-2)
 
 
@@ -58,8 +58,8 @@ def _dequantize_rows(
     if groups is None:
         return _dequantize_blocks(data, scales, points, bits)[:, :width]
     if points is not None and points.dtype == torch.uint8:
-        points = unpacked(points, bits)[:, : scales.shape[1]]
-    numbers = unpacked(data, bits).flatten(1)[:, :width].to(scales.dtype)
+        points = unpack_bits(points, bits)[:, : scales.shape[1]]
+    numbers = unpack_bits(data, bits).flatten(1)[:, :width].to(scales.dtype)
     chosen = groups.to(torch.int64)
     middle = 1 << bits - 1 if points is None else points.to(scales.dtype)[:, chosen]
     return (numbers - middle) * scales[:, chosen]
@@ -143,7 +143,7 @@ def gather_blocks(
     zeros.
     """
     rows = len(data)
-    places = from_front(indices, rows * (1 if group is None else group.size))
+    places = nonnegative_indices(indices, rows * (1 if group is None else group.size))
     places = places if group is None else places - group.position * rows
     mine = (places >= 0) & (places < rows)
     own = places.masked_fill(~mine, 0).reshape(-1)
@@ -153,12 +153,12 @@ def gather_blocks(
     return found.reshape(*indices.shape, -1).masked_fill(~mine.unsqueeze(-1), 0)
 
 
-def numbers_of(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
+def dequantize_packed(data: Tensor, scales: Tensor, points: Tensor | None, bits: int) -> Tensor:
     """Return the dequantized values of rows of packed integers. There is one scale per row, [rows],
     or one per block, [rows, blocks]. Zero points of type uint8 are packed.
     """
     if scales.dim() == 1:
         if points is not None:
-            points = unpacked(points, bits)[: len(scales)].to(scales.dtype).unsqueeze(-1)
+            points = unpack_bits(points, bits)[: len(scales)].to(scales.dtype).unsqueeze(-1)
         scales = scales.unsqueeze(-1)
     return _dequantize_blocks(data.unflatten(-1, (scales.shape[-1], -1)), scales, points, bits)

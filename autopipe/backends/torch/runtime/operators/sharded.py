@@ -40,7 +40,7 @@ def once(tensor: Tensor, group: Group) -> Tensor:
     return tensor if group.position == 0 else tensor.masked_fill(everywhere, 0)
 
 
-def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tensor]:
+def local_indices(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tensor]:
     """Return (local, mine) for `places`, indices along a sharded dimension.
 
     local: the index in this rank's shard, of size `extent`; 0 if the index is in another shard.
@@ -51,7 +51,7 @@ def own_places(places: Tensor, extent: int, group: Group) -> tuple[Tensor, Tenso
     return local.masked_fill(~mine, 0), mine
 
 
-def precise(scores: Tensor) -> Tensor:
+def as_float32_under_autocast(scores: Tensor) -> Tensor:
     """Return `scores` in float32 if they have 16 bits and autocast is on, otherwise unchanged. So
     sharded softmaxes have the precision of torch's softmaxes under autocast.
     """
@@ -59,7 +59,7 @@ def precise(scores: Tensor) -> Tensor:
     return scores.float() if narrow and torch.is_autocast_enabled(scores.device.type) else scores
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """Return x in float32 if its type is float16 or bfloat16, otherwise unchanged. Statistics of x
     are then computed in at least float32.
     """
@@ -88,16 +88,16 @@ def sharded_gather_elements(table: Tensor, dim: int, indices: Tensor, group: Gro
 
 
 def _own_indices(indices: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Return (local, mine) as `own_places` does, for indices that may be negative. `rows` is the
+    """Return (local, mine) as `local_indices` does, for indices that may be negative. `rows` is the
     size of a shard. An index out of range raises RuntimeError; on a GPU, the host does not wait for
     this check.
     """
-    places = from_front(indices, rows * group.size)
+    places = nonnegative_indices(indices, rows * group.size)
     assert_async(((places >= 0) & (places < rows * group.size)).all(), "an index is out of range")
-    return own_places(places, rows, group)
+    return local_indices(places, rows, group)
 
 
-def from_front(indices: Tensor, extent: int) -> Tensor:
+def nonnegative_indices(indices: Tensor, extent: int) -> Tensor:
     """Return indices as int64, in which negative indices, which count from the end, are replaced by
     the equal index from the start. `extent` is the size of the dimension.
     """
@@ -110,7 +110,7 @@ def _softmax(logarithm: bool, scores: Tensor, dim: int, group: Group) -> Tensor:
     with `logarithm`, of its logarithm.
     """
     found: Tensor = _Softmax.apply(  # type: ignore[no-untyped-call]
-        precise(scores), dim, group, logarithm
+        as_float32_under_autocast(scores), dim, group, logarithm
     )
     return found
 
@@ -131,8 +131,8 @@ class _Softmax(torch.autograd.Function):
         context.dim = dim
         context.group = group
         context.logarithm = logarithm
-        shifted = scores - group.largest(scores.amax(dim, keepdim=True))
-        total = group.total(shifted.exp().sum(dim, keepdim=True))
+        shifted = scores - group.max_over_ranks(scores.amax(dim, keepdim=True))
+        total = group.sum_over_ranks(shifted.exp().sum(dim, keepdim=True))
         result = shifted.sub_(total.log()) if logarithm else shifted.exp_().div_(total)
         context.save_for_backward(result)
         return result
@@ -141,7 +141,7 @@ class _Softmax(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (result,) = context.saved_tensors
         product = gradients[0] if context.logarithm else gradients[0] * result
-        total = context.group.total(product.sum(context.dim, keepdim=True))
+        total = context.group.sum_over_ranks(product.sum(context.dim, keepdim=True))
         return product - (result.exp() if context.logarithm else result) * total, None, None, None
 
 
@@ -152,10 +152,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, scores: Tensor, places: Tensor, own: Tensor, group: Group) -> Tensor:
-        largest = group.largest(scores.amax(1, keepdim=True))
+        largest = group.max_over_ranks(scores.amax(1, keepdim=True))
         picked = scores.gather(1, places.unsqueeze(1)) - largest
         exponentials = (scores - largest).exp_()
-        total = group.total(exponentials.sum(1, keepdim=True))
+        total = group.sum_over_ranks(exponentials.sum(1, keepdim=True))
         context.group = group
         context.save_for_backward(exponentials, total, places, own)
         return ((total.log() - picked).squeeze(1) * own).masked_fill(own == 0, 0)
@@ -164,7 +164,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         exponentials, total, places, own = context.saved_tensors
         share = (gradients[0] * own).unsqueeze(1)
-        found = exponentials * (context.group.total(share) / total)
+        found = exponentials * (context.group.sum_over_ranks(share) / total)
         return found.scatter_add_(1, places.unsqueeze(1), -share), None, None, None
 
 
@@ -203,7 +203,7 @@ def _sharded_loss(
     classes = scores.shape[1]
     known = labels.masked_fill(labels == ignore_index, 0)
     assert_async(((known >= 0) & (known < classes * group.size)).all(), "a label is out of range")
-    places, mine = own_places(known, classes, group)
+    places, mine = local_indices(known, classes, group)
     weights = label_weights(labels, weight, ignore_index, scores.dtype)
     losses: Tensor = losses_of(scores, places, weights * mine, group)
     if reduction == "none":
@@ -211,14 +211,16 @@ def _sharded_loss(
     if reduction == "sum":
         return losses.sum()
     total = weights.sum()
-    return losses.sum() / (total if batch is None else batch.total(total))
+    return losses.sum() / (total if batch is None else batch.sum_over_ranks(total))
 
 
 def sharded_cross_entropy(scores: Tensor, *labels: Any, **settings: Any) -> Tensor:
     """Return this rank's partial cross-entropy of `scores`, which are sharded along the classes
     (dimension 1). The other arguments are those of `_sharded_loss`.
     """
-    return _sharded_loss(_CrossEntropy.apply, precise(scores), *labels, **settings)
+    return _sharded_loss(
+        _CrossEntropy.apply, as_float32_under_autocast(scores), *labels, **settings
+    )
 
 
 sharded_nll = partial(_sharded_loss, _negative_log_likelihoods)
@@ -237,7 +239,9 @@ def _partial_mean_loss(
     the sum of the parts. `loss` is `F.cross_entropy` or `F.nll_loss`.
     """
     losses = loss(scores, labels, weight, ignore_index=ignore_index, reduction="sum")
-    return losses / batch.total(label_weights(labels, weight, ignore_index, losses.dtype).sum())
+    return losses / batch.sum_over_ranks(
+        label_weights(labels, weight, ignore_index, losses.dtype).sum()
+    )
 
 
 cross_entropy_partial = partial(_partial_mean_loss, F.cross_entropy)
@@ -294,7 +298,7 @@ class _Standardize(torch.autograd.Function):
             each.double() for each in torch.var_mean(x, dims, correction=0, keepdim=True)
         )
         mean, square = (
-            group.total(torch.stack((mean, variance + mean.square()))) / group.size
+            group.sum_over_ranks(torch.stack((mean, variance + mean.square()))) / group.size
         ).unbind()
         variance = (square - mean.square()).clamp_min_(0)
         factor = (
@@ -323,7 +327,7 @@ class _Standardize(torch.autograd.Function):
                 (gradient * y).sum(context.dims, keepdim=True),
             )
         )
-        mean, slope = (context.group.total(sums) / context.count).unbind()
+        mean, slope = (context.group.sum_over_ranks(sums) / context.count).unbind()
         return (gradient - mean - y * slope) * factor, None, None, None
 
 
@@ -335,7 +339,7 @@ def _standardize(
     ranks.
     """
     y, mean, variance = _Standardize.apply(  # type: ignore[no-untyped-call]
-        wide(x), dims, epsilon, group
+        at_least_float32(x), dims, epsilon, group
     )
     return y.to(x.dtype), mean, variance
 
@@ -367,7 +371,7 @@ def sharded_layer_norm(
     """Return (y, mean, 1 / deviation) of a layer normalization over `dims`, the last dimensions of
     x, which are sharded. y, scale and bias are this rank's shards.
     """
-    y, mean, variance = _standardize(precise(x), dims, epsilon, group)
+    y, mean, variance = _standardize(as_float32_under_autocast(x), dims, epsilon, group)
     y = y * scale
     return y if bias is None else y + bias, mean, torch.rsqrt(variance + epsilon)
 
@@ -376,8 +380,8 @@ def sharded_rms_norm(x: Tensor, dims: Dims, scale: Tensor, epsilon: float, group
     """Return this rank's shard of an RMS normalization over `dims`, the last dimensions of x, which
     are sharded.
     """
-    x = precise(x)
-    data = wide(x)
+    x = as_float32_under_autocast(x)
+    data = at_least_float32(x)
     squares = group.all_reduce(data.square().sum(dims, keepdim=True))
     count = math.prod(x.shape[dim] for dim in dims) * group.size
     return (data * torch.rsqrt(squares / count + epsilon)).to(x.dtype) * scale
@@ -463,8 +467,8 @@ def batch_norm(
         count = x.numel() // x.shape[1] * (1 if group is None else group.size)
         own_variance = own_variance * (count / max(count - 1, 1))
     if running is not None:
-        running.note(mean, own_mean, momentum)
-        running.note(variance, own_variance, momentum)
+        running.record(mean, own_mean, momentum)
+        running.record(variance, own_variance, momentum)
     moved_mean = mean * momentum + own_mean * (1 - momentum)
     moved_variance = variance * momentum + own_variance * (1 - momentum)
     return y, moved_mean, moved_variance, own_mean, own_variance
@@ -492,7 +496,7 @@ def sharded_group_norm(
     """Return this rank's shard of a group normalization of x into `groups` groups of channels. The
     elements of each group are sharded.
     """
-    x = precise(x)
+    x = as_float32_under_autocast(x)
     y = _standardize(x.reshape(x.shape[0], groups, -1), (2,), epsilon, group)[0]
     return _scale_channels(y.reshape(x.shape), scale, bias)
 
@@ -514,7 +518,7 @@ def sharded_normalize(x: Tensor, p: int, dim: int, group: Group) -> Tensor:
     """Return this rank's shard of x, divided by the p-norm of x along `dim`, which is sharded. p is
     1 or 2.
     """
-    data = wide(x)
+    data = at_least_float32(x)
     if p == 1:
         norm = group.all_reduce(data.abs().sum(dim, keepdim=True)).clamp_min(1e-12)
     else:
@@ -526,7 +530,9 @@ def sharded_extreme(x: Tensor, dims: Dims, keepdim: bool, largest: bool, group: 
     """Return the maximum (if `largest`) or minimum of x over the dimensions `dims`, which are
     sharded. If several elements are extreme, each gets an equal part of the gradient.
     """
-    found: Tensor = _Extreme.apply(wide(x), dims, largest, group)  # type: ignore[no-untyped-call]
+    found: Tensor = _Extreme.apply(  # type: ignore[no-untyped-call]
+        at_least_float32(x), dims, largest, group
+    )
     return found.to(x.dtype) if keepdim else found.to(x.dtype).squeeze(dims)
 
 
@@ -534,7 +540,7 @@ def sharded_norm(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     """Return the 2-norm of x over the dimensions `dims`, which are sharded. If the norm is 0, its
     gradient is 0.
     """
-    squares = group.all_reduce(wide(x).square().sum(dims, keepdim=True))
+    squares = group.all_reduce(at_least_float32(x).square().sum(dims, keepdim=True))
     tiny = torch.finfo(squares.dtype).tiny
     norm = torch.where(squares > 0, squares.clamp_min(tiny).sqrt(), torch.zeros_like(squares))
     return norm.to(x.dtype) if keepdim else norm.to(x.dtype).squeeze(dims)
@@ -542,13 +548,13 @@ def sharded_norm(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
 
 def sharded_log_sum(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     """Return the logarithm of the sum of x over the dimensions `dims`, which are sharded."""
-    return group.all_reduce(wide(x).sum(dims, keepdim)).log().to(x.dtype)
+    return group.all_reduce(at_least_float32(x).sum(dims, keepdim)).log().to(x.dtype)
 
 
 def sharded_log_sum_exp(x: Tensor, dims: Dims, keepdim: bool, group: Group) -> Tensor:
     """Return the logarithm of the sum of exp(x) over the dimensions `dims`, which are sharded."""
-    data = wide(x)
-    largest = group.largest(data.amax(dims, keepdim=True))
+    data = at_least_float32(x)
+    largest = group.max_over_ranks(data.amax(dims, keepdim=True))
     largest = torch.where(largest.isinf(), torch.zeros_like(largest), largest)
     total = group.all_reduce((data - largest).exp().sum(dims, keepdim=True)).log() + largest
     return total.to(x.dtype) if keepdim else total.to(x.dtype).squeeze(dims)
@@ -560,7 +566,7 @@ def sharded_index_of_extreme(
     """Return the index along `dim`, which is sharded, of the maximum (if `largest`) or minimum of
     x, in the full tensor. Of several equal elements, the first counts, or the last if `last`.
     """
-    data = wide(x) if largest else -wide(x)
+    data = at_least_float32(x) if largest else -at_least_float32(x)
     extent = x.shape[dim]
     local = (
         extent - 1 - data.flip(dim).argmax(dim, keepdim=True)
@@ -571,7 +577,9 @@ def sharded_index_of_extreme(
     place = local + group.position * extent
     sign = 1 if last else -1
     lowest = torch.full_like(place, torch.iinfo(place.dtype).min)
-    found = sign * group.largest(torch.where(value == group.largest(value), sign * place, lowest))
+    found = sign * group.max_over_ranks(
+        torch.where(value == group.max_over_ranks(value), sign * place, lowest)
+    )
     return found if keepdim else found.squeeze(dim)
 
 
@@ -581,9 +589,9 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, dims: Dims, largest: bool, group: Group) -> Tensor:
         if largest:
-            found = group.largest(x.amax(dims, keepdim=True))
+            found = group.max_over_ranks(x.amax(dims, keepdim=True))
         else:
-            found = -group.largest(-x.amin(dims, keepdim=True))
+            found = -group.max_over_ranks(-x.amin(dims, keepdim=True))
         context.dims = dims
         context.group = group
         context.save_for_backward(x, found)
@@ -594,5 +602,5 @@ class _Extreme(torch.autograd.Function):
         x, found = context.saved_tensors
         hit = (x == found).to(x.dtype)
         told = torch.stack((gradients[0], hit.sum(context.dims, keepdim=True)))
-        gradient, count = context.group.total(told).unbind()
+        gradient, count = context.group.sum_over_ranks(told).unbind()
         return hit * (gradient / count), None, None, None

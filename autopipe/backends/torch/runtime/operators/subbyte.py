@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from autopipe.backends.torch.runtime.operators.quantized import unpacked
+from autopipe.backends.torch.runtime.operators.quantized import unpack_bits
 
 _FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOAT4_SIGN_BIT = 8
@@ -31,7 +31,7 @@ def unpack(data: Tensor, bits: int, signed: bool, shape: tuple[int, ...]) -> Ten
     """Return the integers of `bits` bits that are packed in the bytes of `data`, as a tensor of
     shape `shape` and type int8 or uint8. The lowest bits of a byte come first.
     """
-    numbers = unpacked(data, bits)
+    numbers = unpack_bits(data, bits)
     if data.dim() == 1:
         numbers = numbers[: math.prod(shape)]
     return wrapped(numbers, bits, signed).reshape(shape)

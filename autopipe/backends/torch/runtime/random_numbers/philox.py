@@ -48,8 +48,8 @@ _ROUNDS: Final = 10
 
 
 class Purpose(IntEnum):
-    """What random numbers are used for. Numbers for different purposes have different keys, even if
-    the seed is equal.
+    """Purpose of random numbers. Numbers for different purposes have different keys, even if the
+    seed is equal.
     """
 
     PARAMETER = 1
@@ -156,7 +156,7 @@ def draw_words_by_operators(rows: CounterRows, start: int, stop: int, key: Key) 
     return words.view(height, WORDS_PER_BLOCK * width)
 
 
-def draw_run(key: tuple[int, int], start: int, count: int) -> Tensor:
+def draw_sequence(key: tuple[int, int], start: int, count: int) -> Tensor:
     """Return words [start, start + count) of a key's sequence, int32 [count] on the CPU. The
     sequence consists of the blocks with the counters 0, 1, 2, and so on.
     """

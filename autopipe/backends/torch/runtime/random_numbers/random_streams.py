@@ -37,17 +37,17 @@ _NO_CHUNK_LIMIT = 1 << 62
 
 
 class ForwardState:
-    """What the random numbers of one forward depend on: seed, step, and two numbers of samples in
-    the step. `sample` is the number of the first sample of this forward. `shared` is the number of
-    the first sample of the program's micro-batch, of which the forward may run a part; it is used
-    for tensors without a sample dimension.
+    """Origin of the random numbers of one forward: seed, step, and two numbers of samples in the
+    step. `sample` is the number of the first sample of this forward. `shared` is the number of the
+    first sample of the program's micro-batch, of which the forward may run a part; it is used for
+    tensors without a sample dimension.
     """
 
     def __init__(self, seed: int, step: int, sample: int, shared: int) -> None:
         self._origin = seed, step, sample, shared
         self._numbers: Tensor | None = None
 
-    def on(self, device: torch.device) -> Tensor:
+    def tensor_on(self, device: torch.device) -> Tensor:
         """Return this state as a tensor on a device: the two words of the key, then `sample` and
         `shared`; int64 [4]. It is copied to the device at the first call.
         """
@@ -59,21 +59,21 @@ class ForwardState:
 
 
 class StaticState:
-    """What the random numbers of a forward in a CUDA graph depend on: a tensor that is overwritten
+    """Origin of the random numbers of a forward in a CUDA graph: a tensor that is overwritten
     before each replay of the graph.
     """
 
     def __init__(self, state: ForwardState, device: torch.device) -> None:
         """Start with the values of `state`."""
-        self._numbers = state.on(device).clone()
+        self._numbers = state.tensor_on(device).clone()
 
-    def on(self, device: torch.device) -> Tensor:
-        """Return the tensor, int64 [4], as `ForwardState.on` does."""
+    def tensor_on(self, device: torch.device) -> Tensor:
+        """Return the tensor, int64 [4], as `ForwardState.tensor_on` does."""
         return self._numbers
 
     def copy(self, state: ForwardState) -> None:
         """Overwrite the values by the values of `state`."""
-        self._numbers.copy_(state.on(self._numbers.device))
+        self._numbers.copy_(state.tensor_on(self._numbers.device))
 
 
 class Random:
@@ -97,7 +97,7 @@ class Random:
         """
         self.state: ForwardState | StaticState = ForwardState(seed, step, sample, shared)
         if self.draws:
-            self.state.on(self.device)
+            self.state.tensor_on(self.device)
 
     def __call__(
         self,
@@ -113,7 +113,7 @@ class Random:
         indices outside of the sample index, size of those inside); see
         `autopipe.ir.batch.BatchDimension`.
         """
-        state = self.state.on(self.device)
+        state = self.state.tensor_on(self.device)
         key = state[0] ^ (node >> 32), state[1] ^ (node & LOW_32_BITS)
         along = tuple(tuple(MeshAxis(*axis) for axis in axes) for axes in cuts)
         degrees = tuple(math.prod(degree for degree, _ in axes) for axes in cuts)
@@ -147,7 +147,11 @@ class Stream:
         *outer, last = shape or (1,)
         rows, samples, blocks, lead = self._counters(outer, last)
         if isinstance(lead, Tensor):
-            return make(self._single_words(rows, samples, blocks, lead)).to(dtype).reshape(shape)
+            return (
+                make(self._one_word_per_element(rows, samples, blocks, lead))
+                .to(dtype)
+                .reshape(shape)
+            )
         width = -(-(lead + last) // WORDS_PER_BLOCK)
         counters = CounterRows(blocks, rows >> 32, samples, rows & LOW_32_BITS)
         height = len(rows)
@@ -172,7 +176,9 @@ class Stream:
                 found[own, begin + skipped : begin + skipped + part.shape[1]] = make(part)
         return found.reshape(shape)
 
-    def _single_words(self, rows: Tensor, samples: Tensor, blocks: Tensor, lead: Tensor) -> Tensor:
+    def _one_word_per_element(
+        self, rows: Tensor, samples: Tensor, blocks: Tensor, lead: Tensor
+    ) -> Tensor:
         """Return one random word for each element, from a block that is computed for this element
         only. Used if the last dimension counts samples: then neighbouring elements belong to
         different samples, and so to different blocks. The arguments are from `_counters`.

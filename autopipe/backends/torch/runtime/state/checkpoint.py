@@ -34,7 +34,7 @@ from autopipe.backends.torch.runtime.state.checkpoint_state import (
     TrainingState,
     assign_blocks_to_ranks,
 )
-from autopipe.backends.torch.runtime.state.parameters import dtype_name, tensor_of
+from autopipe.backends.torch.runtime.state.parameters import dtype_name, tensor_from_array
 from autopipe.ir.errors import AutopipeError, ConfigurationError, LaunchError
 from autopipe.ir.layout import TensorSlice, full_slice
 
@@ -167,7 +167,7 @@ class Snapshot:
         random = {f"random.{device}": state for device, state in self.generators.items()}
         return {block.key: block.tensor for block in self.blocks} | random
 
-    def checkpoint(
+    def manifest_part(
         self, manifest: Manifest, rank: int, file: files.StoredFile, offsets: Mapping[str, int]
     ) -> files.Checkpoint:
         """Return this rank's part of the manifest of the checkpoint. `files.merge_manifests` merges
@@ -367,7 +367,7 @@ class Checkpointer:
         step = snapshot.position.steps
         is_best = snapshot.eval_loss is not None
         folder = self._folder / files.BEST_FOLDER if is_best else self._folder
-        temporary = folder / together(partial(self._begin, folder, step))[0]
+        temporary = folder / together(partial(self._make_temporary_folder, folder, step))[0]
 
         def write() -> dict[str, Any]:
             """Write this rank's file. Return its part of the manifest."""
@@ -379,7 +379,7 @@ class Checkpointer:
                     where=str(temporary),
                 )
             written = files.write_shard(temporary / files.rank_file(rank), self._copies.contents())
-            return files.manifest_document(snapshot.checkpoint(self._manifest, rank, *written))
+            return files.manifest_document(snapshot.manifest_part(self._manifest, rank, *written))
 
         def commit() -> None:
             """On rank 0, write the manifest, commit the checkpoint, and remove old checkpoints."""
@@ -403,7 +403,7 @@ class Checkpointer:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _begin(self, folder: Path, step: int) -> str:
+    def _make_temporary_folder(self, folder: Path, step: int) -> str:
         """On rank 0, create the temporary folder of a checkpoint in `folder` and return its name;
         also remove remains of unfinished saves if this run holds the lock. Return "" on other
         ranks.
@@ -495,7 +495,7 @@ class Checkpointer:
         if (checkpoint.plan, checkpoint.world_size) == (manifest.plan, manifest.world_size):
             own = (each for each in checkpoint.random if each.rank == group.rank)
             self._state.restore_generators(
-                {each.device: tensor_of(reader.read(each.state), "uint8") for each in own}
+                {each.device: tensor_from_array(reader.read(each.state), "uint8") for each in own}
             )
         else:
             seeds = np.random.SeedSequence(

@@ -21,7 +21,7 @@ from autopipe.backends.torch.checkpoint import (
     StoredTensor,
 )
 from autopipe.backends.torch.runtime.manifest import Manifest
-from autopipe.backends.torch.runtime.state.parameters import tensor_of
+from autopipe.backends.torch.runtime.state.parameters import tensor_from_array
 from autopipe.backends.torch.runtime.step.gradients import (
     OptimizerShard,
     buckets_of_rank,
@@ -324,4 +324,4 @@ def _merge_scalars(stored: Iterable[StoredParameter]) -> dict[str, torch.Tensor]
 
 def _read_tensor(reader: CheckpointReader, tensor: StoredTensor, box: TensorSlice) -> torch.Tensor:
     """Return the slice `box` of a tensor in a checkpoint."""
-    return tensor_of(reader.read(tensor, box), tensor.dtype)
+    return tensor_from_array(reader.read(tensor, box), tensor.dtype)

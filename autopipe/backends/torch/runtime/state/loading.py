@@ -41,12 +41,12 @@ def load_stages(rank: RankContext, has_values: bool) -> None:
     for mode in rank.modes:
         mode.on_parameters(rank.parameters)
     rank.low_precision_copies = LowPrecisionCopies(rank.parameters, manifest)
-    equip_stages(rank)
+    set_stage_arguments(rank)
     for mode in rank.modes:
         mode.on_stages(rank)
 
 
-def equip_stages(rank: RankContext) -> None:
+def set_stage_arguments(rank: RankContext) -> None:
     """Assign parameters, constants, process group, random numbers and running statistics to all
     stages of a rank, as attributes of their `p`.
     """
@@ -129,5 +129,5 @@ def load_second_program(rank: RankContext, folder: Path) -> tuple[RankContext, C
             if _STAGE_MODULE_PATTERN.fullmatch(name):
                 del sys.modules[name]
         sys.modules.update(own)
-    equip_stages(context)
+    set_stage_arguments(context)
     return context, module.step

@@ -97,7 +97,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tensor_of(array: np.ndarray, dtype: str) -> torch.Tensor:
+def tensor_from_array(array: np.ndarray, dtype: str) -> torch.Tensor:
     """Return a tensor of the element type `dtype` that shares memory with `array`. For types that
     numpy lacks, the array contains the bits of the elements.
     """
@@ -190,7 +190,7 @@ def read_block(
         )
     else:
         block = np.array(whole[box.slices] if shape else whole.reshape(()))
-    numbers = tensor_of(block, dtype.value)
+    numbers = tensor_from_array(block, dtype.value)
     if not isinstance(storage, FoldedSlice) or not storage.form:
         return numbers
     # Instead of the parameter p, the exporter stored exp(p) or -exp(p), which the model computes.
@@ -204,9 +204,9 @@ def load_constants(folder: Path, names: set[str], device: torch.device) -> dict[
     with np.load(folder / "constants.npz", allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in sorted(names)}
     return {
-        name: tensor_of(array, array.dtype.names[0] if array.dtype.names else array.dtype.name).to(
-            device
-        )
+        name: tensor_from_array(
+            array, array.dtype.names[0] if array.dtype.names else array.dtype.name
+        ).to(device)
         for name, array in arrays.items()
     }
 

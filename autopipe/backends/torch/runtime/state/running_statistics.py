@@ -71,7 +71,7 @@ class RunningStatistics:
         self._found.clear()
         return found
 
-    def give(self, captured: list[NotedStatistic]) -> None:
+    def record_replayed(self, captured: list[NotedStatistic]) -> None:
         """Record copies of the statistics that a replay has written to the tensors in `captured`,
         which `take` has returned.
         """
@@ -83,7 +83,7 @@ class RunningStatistics:
                 for (running, _, momentum), copy in zip(captured, own, strict=True)
             ]
 
-    def note(self, running: Tensor, own: Tensor, momentum: float) -> None:
+    def record(self, running: Tensor, own: Tensor, momentum: float) -> None:
         """Record the statistic `own` of the current micro-batch, with which the end of the step
         updates `running`.
         """
@@ -114,14 +114,14 @@ class RunningStatistics:
         y = F.batch_norm(
             x, own_mean, own_variance, scale, bias, training=True, momentum=1.0, eps=epsilon
         )
-        self.note(mean, own_mean, momentum)
+        self.record(mean, own_mean, momentum)
         if not unbiased:
             count = x.numel() // x.shape[1]
             own_variance = own_variance * ((count - 1) / count)
-        self.note(variance, own_variance, momentum)
+        self.record(variance, own_variance, momentum)
         return y
 
-    def changes(
+    def updates_of_step(
         self, micro_batches: int, calls: Mapping[int, StatisticCalls]
     ) -> list[tuple[Tensor, float, Tensor]]:
         """Return (running value, factor, addend) for each running value that this stage updates at
@@ -166,7 +166,7 @@ def _statistic_weights(
 
     If the calls that update a running value have the momenta m_1 ... m_k in their order, the weight
     of call j is (1 - m_j) m_(j+1) ... m_k, and the decay is m_1 ... m_k. `calls` is as in
-    `RunningStatistics.changes`.
+    `RunningStatistics.updates_of_step`.
     """
     momenta = defaultdict[int, list[float]](list)
     for running, _, momentum in found:
@@ -225,13 +225,13 @@ def update_shared_statistics(
     """
     changed = []
     for number, running in stages:
-        count = manifest.micro_batches_at(number) * manifest.training.gradient_accumulation_steps
+        count = manifest.micro_batch_count(number) * manifest.training.gradient_accumulation_steps
         calls = {
             id(parameters[each.parameter]): (each.momenta, each.made_by(number))
             for each in manifest.running_calls
             if each.parameter in parameters and number in each.stages
         }
-        changed += [(number, *each) for each in running.changes(count, calls)]
+        changed += [(number, *each) for each in running.updates_of_step(count, calls)]
     indices = {id(tensor): index for index, tensor in parameters.items()}
     shards = {shard.parameter: shard.gradient_ranks for shard in manifest.shards[transport.rank]}
     totals: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -258,7 +258,7 @@ def update_shared_statistics(
         for index in order
     ]
     sums = [
-        transport.total_over(each, shards[index])
+        transport.sum_over_ranks(each, shards[index])
         if index in shared and len(shards[index]) > 1
         else each
         for index, each in zip(order, sums, strict=True)

@@ -85,7 +85,7 @@ class CheckpointPolicy:
         """Return (save, stop): whether all ranks must save a checkpoint, and whether they must
         stop, after the step that has just ended. Must be called after each step.
         """
-        requests = self._agreement.reach(self._rank.steps_done)
+        requests = self._agreement.requests_after(self._rank.steps_done)
         return SAVE_REQUEST in requests, STOP_REQUEST in requests
 
     def before_update(self) -> None:
@@ -118,7 +118,7 @@ class CheckpointPolicy:
         self._steps_saved = self._rank.steps_done
         self._checkpointer.save(self._position(), self._rank.seed)
 
-    def poll(self) -> None:
+    def raise_error_of_save(self) -> None:
         """Raise the error of the last save if it has failed. Does not wait for a running save."""
         self._checkpointer.has_ended()
 

@@ -101,7 +101,7 @@ class StaticGradients:
         """
         return sum(each.nbytes for each in parameters if id(each) not in self._buffers)
 
-    def place(self, parameters: Sequence[torch.Tensor]) -> None:
+    def set_as_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Set `grad` of each parameter to its static gradient, which gets the value of the former
         `grad`, or zeros if that was None.
         """
@@ -125,8 +125,8 @@ class StaticGradients:
 
 
 class CaptureResources:
-    """What all captures of a rank share: a stream, the static gradients, and the limit of their
-    memory.
+    """Resources that all captures of a rank share: a stream, the static gradients, and the limit of
+    their memory.
     """
 
     def __init__(self, free_bytes: Callable[[], int]) -> None:
@@ -138,7 +138,7 @@ class CaptureResources:
         self.gradients = StaticGradients()
         self._free_bytes = free_bytes
 
-    def reserve(self, needed: int) -> None:
+    def check_free_memory(self, needed: int) -> None:
         """Raise NotCapturedError if `needed` bytes exceed `_MAX_FREE_MEMORY_FRACTION` of the free
         memory. Allocates nothing.
         """
@@ -186,7 +186,7 @@ class CaptureResources:
         return graph
 
 
-class _NarrowAlias(torch.autograd.Function):
+class _LowPrecisionAlias(torch.autograd.Function):
     """The 16-bit copy of a parameter, as the result of a cast of the parameter's alias. So autograd
     returns the gradient in the parameter's type and adds it to the alias.
     """
@@ -261,7 +261,7 @@ class StageGraphs:
             # Eager passes also need memory, about as much as one slot: in a validation, or when all
             # slots are in use.
             gradients = self._resources.gradients
-            self._resources.reserve(
+            self._resources.check_free_memory(
                 (slots + 1) * slot_bytes + gradients.missing_bytes(self._trained)
             )
             for name in found:
@@ -288,7 +288,7 @@ class StageGraphs:
         }
         for name, alias in aliases.items():
             is_copy = read[name] is not self._stage.parameters[name]
-            setattr(p, name, _narrow_alias(alias, read[name]) if is_copy else alias)
+            setattr(p, name, _low_precision_alias(alias, read[name]) if is_copy else alias)
         try:
             p.weight_grads = WeightGradQueue([getattr(p, name) for name in aliases])
             p.training = True
@@ -331,7 +331,7 @@ class StageGraphs:
         step.
         """
         if not self._placed:
-            self._resources.gradients.place(self._trained)
+            self._resources.gradients.set_as_gradients(self._trained)
             self._placed = True
 
     def end_step(self) -> None:
@@ -429,7 +429,7 @@ class GraphSlot:
             if self._state is not None:
                 self._state.copy(state)
             self._forward.replay()
-            self._pass.stage.p.running.give(self._pass.statistics)
+            self._pass.stage.p.running.record_replayed(self._pass.statistics)
             return tuple(each.clone() for each in self._pass.results)
 
     def backward(self, seeds: dict[int, torch.Tensor]) -> Tensors:
@@ -467,11 +467,11 @@ class GraphSlot:
         self._graphs.free.append(self)
 
 
-def _narrow_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+def _low_precision_alias(alias: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """Return the 16-bit copy `copy` of a parameter as a differentiable function of the parameter's
     alias.
     """
-    found: torch.Tensor = _NarrowAlias.apply(  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _LowPrecisionAlias.apply(  # type: ignore[no-untyped-call]
         alias, lambda: copy.data
     )
     return found

@@ -86,11 +86,11 @@ class ReducedBucket:
     def finish(self) -> None:
         """Wait for the collective, and set the sums as the gradients of the parameters."""
         assert self.pending is not None
-        self._place(self.pending.wait())
+        self._set_gradients(self.pending.wait())
         self.pending = None
         self.missing = 0
 
-    def _place(self, sums: torch.Tensor) -> None:
+    def _set_gradients(self, sums: torch.Tensor) -> None:
         """Set parts of the one-dimensional tensor `sums` as gradients."""
         parts = torch.split(sums, [parameter.numel() for parameter in self.parameters])
         for parameter, part in zip(self.parameters, parts, strict=True):
@@ -115,7 +115,7 @@ class ShardedBucket(ReducedBucket):
         """
         super().__init__(transport, bucket, parameters)
         self._row = parameters[0].detach().new_zeros(bucket.elements)
-        for parameter, place in zip(parameters, self._places(self._row), strict=True):
+        for parameter, place in zip(parameters, self._parameter_views(self._row), strict=True):
             parameter.data = place.copy_(parameter.detach())
         self.shards = tuple(self._shards_of(groups))
 
@@ -141,7 +141,7 @@ class ShardedBucket(ReducedBucket):
         """Return this rank's part of a tensor with the shape of the row, as a view."""
         return row.chunk(len(self.bucket.ranks))[self.bucket.ranks.index(self._transport.rank)]
 
-    def _places(self, row: torch.Tensor) -> list[torch.Tensor]:
+    def _parameter_views(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of `row`, a tensor with the shape of the row, at which the parameters
         are.
         """
@@ -155,20 +155,20 @@ class ShardedBucket(ReducedBucket):
         contributes zeros.
         """
         gradients = torch.zeros_like(self._row)
-        for parameter, place in zip(self.parameters, self._places(gradients), strict=True):
+        for parameter, place in zip(self.parameters, self._parameter_views(gradients), strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
                 parameter.grad = None  # The gradient was copied into `gradients`.
         self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
-    def _place(self, sums: torch.Tensor) -> None:
+    def _set_gradients(self, sums: torch.Tensor) -> None:
         """Set `sums`, the sums of this rank's part of the row, as the gradients of the tensors that
         the optimizer updates.
         """
         for shard in self.shards:
             shard.tensor.grad = sums[shard.part]
 
-    def gather(self) -> None:
+    def gather_parameters(self) -> None:
         """All-gather the row after the update, so that all parameters are up to date. Collective
         over the ranks of the bucket.
         """
@@ -184,7 +184,7 @@ class ShardedBucket(ReducedBucket):
             assert shard.tensor.grad is not None
             self._own_part(row)[shard.part].copy_(shard.tensor.grad)
         self._transport.gather(row, self.bucket.ranks)
-        places = zip(self.bucket.blocks, self._places(row), strict=True)
+        places = zip(self.bucket.blocks, self._parameter_views(row), strict=True)
         return {block.parameter: place for block, place in places}
 
 
@@ -236,7 +236,7 @@ class GradientReduction:
         """
         return [*self.updated_parameters.values(), *(shard.tensor for shard in self.shards)]
 
-    def counted(self, rank: int, shards: Iterable[ParameterShard]) -> list[torch.Tensor]:
+    def counted_in_norm(self, rank: int, shards: Iterable[ParameterShard]) -> list[torch.Tensor]:
         """Return the tensors in `updated` that rank `rank`, this rank, adds to the gradient norm.
         Of several ranks that hold a parameter, the lowest counts it. `shards` are this rank's
         shards of parameters.
@@ -247,7 +247,7 @@ class GradientReduction:
         own = [each for index, each in self.updated_parameters.items() if index in first]
         return own + [shard.tensor for shard in self.shards]
 
-    def arm(self, stage: int, times: Mapping[int, int]) -> None:
+    def start_during_backward(self, stage: int, times: Mapping[int, int]) -> None:
         """Prepare the buckets of a stage to start as soon as their gradients are complete. Called
         before the last backward of the stage in the step. `times` has the number of times that one
         backward adds to the gradient of a parameter, by parameter index; 1 for parameters that are
@@ -295,7 +295,7 @@ def is_reduced(manifest: Manifest, parameter: int, ranks: Sequence[int]) -> bool
     return len(ranks) > 1 and found.trainable and found.value.dtype.is_floating
 
 
-def groups_of(manifest: Manifest) -> set[tuple[int, ...]]:
+def process_groups_of_program(manifest: Manifest) -> set[tuple[int, ...]]:
     """Return the process groups that a program needs for its stages and its gradient reduction,
     each as a tuple of ranks.
     """

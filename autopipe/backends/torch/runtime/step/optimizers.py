@@ -59,7 +59,7 @@ class TensorGroup:
     lr_factor: float = 1.0
     matrices: bool = False
 
-    def form(self, lr: float) -> dict[str, Any]:
+    def as_torch_group(self, lr: float) -> dict[str, Any]:
         """Return the group in the form of `torch.optim`, with the learning rate `lr *
         lr_factor`.
         """
@@ -92,7 +92,7 @@ def tensor_groups(manifest: Manifest, reduction: GradientReduction) -> list[Tens
     return made
 
 
-def _is_fused(tensor: torch.Tensor) -> bool:
+def _has_fused_kernel(tensor: torch.Tensor) -> bool:
     """Return True if torch updates many tensors like `tensor` with one fused kernel, which it does
     on GPUs.
     """
@@ -130,9 +130,13 @@ def make_optimizer(
     """
     if not groups:
         return None
-    forms = [each.form(settings["lr"]) for each in groups]
+    forms = [each.as_torch_group(settings["lr"]) for each in groups]
     # On GPUs, one fused kernel updates many tensors. On CPUs, None lets torch choose.
-    fused = True if all(_is_fused(tensor) for each in groups for tensor in each.tensors) else None
+    fused = (
+        True
+        if all(_has_fused_kernel(tensor) for each in groups for tensor in each.tensors)
+        else None
+    )
     betas = tuple(settings.get("betas", ()))
     momentum = settings.get("momentum", 0.0)
     nesterov = settings.get("nesterov", False)
@@ -230,7 +234,7 @@ class JointOptimizer(EagerOptimizer):
             part.step()
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer allocate its state, by a step with gradients of zero. This step also
     applies weight decay, so the parameters may change.
     """
@@ -257,7 +261,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = own
 
 
-def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
+def update_weight_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     """Update the exponential moving average of the weights, avg = decay · avg + (1 - decay) ·
     weight, as torch's `AveragedModel` does with `get_ema_multi_avg_fn`. At the first call for a
     weight, the average becomes the weight. The averages are part of the optimizer's state.
@@ -318,7 +322,7 @@ class GradientClipping:
                 .square()
                 .sum()
             )
-        norm = self._transport.total(squares).sqrt()
+        norm = self._transport.scalar_sum(squares).sqrt()
         factor = torch.clamp(self._max_norm / (norm + _CLIPPING_EPSILON), max=1.0)
         scale_gradients(self._updated, factor)
         return norm

@@ -121,7 +121,7 @@ class LossScaler:
         inverse = self.scale.double().reciprocal().float()
         for gradients in by_dtype.values():
             unscale_and_find_overflow_(gradients, self._overflow, inverse)
-        self._overflow = self._transport.maximum(self._overflow)
+        self._overflow = self._transport.scalar_max(self._overflow)
 
     @property
     def overflow(self) -> torch.Tensor:

@@ -65,7 +65,7 @@ _TensorPiece = tuple[torch.Tensor, BlockRanges | None]
 
 @dataclass(slots=True)
 class EagerPass:
-    """What a forward that is not a CUDA graph saves for its backward."""
+    """State that a forward saves for its backward, if the forward is not a CUDA graph."""
 
     inputs: Tensors
     """The arguments whose gradients are needed, by name."""
@@ -357,7 +357,8 @@ class Stage:
         """
         self._unowned: list[torch.Tensor] | None = None
         """Parameters that have no gradient yet in this step. The tensor of their first gradient may
-        also be in use elsewhere (see `_own_gradients`). None before the first backward of the step.
+        also be in use elsewhere (see `_copy_shared_gradients`). None before the first backward of
+        the step.
         """
         self.losses: dict[int, torch.Tensor] = {}
         """Loss of each micro-batch of the step, by its number in the step. Filler samples are
@@ -489,7 +490,7 @@ class Stage:
         rank = self._rank
         manifest = self._rank.manifest
         rank.heartbeat.task = task = f"{self.number}F{micro_batch}"
-        arguments = self._arguments(micro_batch)
+        arguments = self._collect_arguments(micro_batch)
         ratio = manifest.stages[self.number].micro_batch_ratio
         full_size = manifest.micro_batch_size
         number = self._number_in_step(micro_batch)
@@ -505,7 +506,7 @@ class Stage:
         start = rank.clock.mark()
         slot = self.graphs.take() if self.graphs is not None and rank.evaluated is None else None
         results = (
-            self._results(arguments)
+            self._run_forward(arguments)
             if slot is None
             else slot.forward(arguments, self.p.random.state)
         )
@@ -526,16 +527,16 @@ class Stage:
             labels = results[self._labels.result].detach().double() * self._labels.weight
             rank.counted += labels * rank.weight(self.number, number)
         if not rank.train:
-            number_in_run = rank.steps_done * manifest.micro_batches_at(self.number) + micro_batch
+            number_in_run = rank.steps_done * manifest.micro_batch_count(self.number) + micro_batch
             rank.collect(self.number, number_in_run, results)
 
     def _number_in_step(self, micro_batch: int) -> int:
         """Return the number of a micro-batch in the step. `micro_batch` is its number in the
         current batch, one of those that the step accumulates.
         """
-        return self._rank.batch * self._rank.manifest.micro_batches_at(self.number) + micro_batch
+        return self._rank.batch * self._rank.manifest.micro_batch_count(self.number) + micro_batch
 
-    def _results(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
+    def _run_forward(self, arguments: Tensors) -> tuple[torch.Tensor, ...]:
         """Run the forward and return its results in the element types that their receivers expect.
         Under autocast, the forward may compute narrower types.
         """
@@ -546,7 +547,7 @@ class Stage:
                 result.to(dtype) for result, (dtype, _) in zip(results, self._outputs, strict=True)
             )
 
-    def _arguments(self, micro_batch: int) -> Tensors:
+    def _collect_arguments(self, micro_batch: int) -> Tensors:
         """Return the arguments of a micro-batch by name, in the order of the forward's parameters.
         Reads data, and waits for tensors of other stages.
         """
@@ -594,7 +595,7 @@ class Stage:
             seeded.add(self._loss.result)
         parameters = {name: rank.parameters[int(name[1:])] for name in self.module.PARAMETERS}
         stage = CapturedStage(
-            self.p, self._results, self._zero_arguments, parameters, frozenset(seeded)
+            self.p, self._run_forward, self._zero_arguments, parameters, frozenset(seeded)
         )
         try:
             self.graphs = StageGraphs(stage, resources, self._max_in_flight)
@@ -606,7 +607,7 @@ class Stage:
         """Run the forward and, in training, the backward of a micro-batch of zeros, so that
         torch.compile compiles them. The gradients are discarded.
         """
-        results = self._results(self._zero_arguments())
+        results = self._run_forward(self._zero_arguments())
         waiting = self.p.weight_grads.take()
         if roots := [result for result in results if result.requires_grad]:
             accumulate_gradients(roots, [torch.zeros_like(root) for root in roots])
@@ -661,7 +662,7 @@ class Stage:
         """
         if not self._rank.training:
             return
-        last = self._is_last_to_begin()
+        last = self._begins_last_micro_batch()
         # Hooks of autograd start the reduction of gradients. The replay of a CUDA graph runs no
         # hooks, and deferred gradients are not complete when the hooks run.
         if (
@@ -670,8 +671,8 @@ class Stage:
             and not isinstance(self._saved[micro_batch], GraphSlot)
         ):
             # From now on, the reduction of a bucket starts as soon as its gradients are complete.
-            self._rank.reduction.arm(self.number, self._recomputing_readers)
-        self._propagate(micro_batch, "B")
+            self._rank.reduction.start_during_backward(self.number, self._recomputing_readers)
+        self._compute_gradients(micro_batch, "B")
         if last:
             self._rank.reduction.start(self.number)
 
@@ -680,7 +681,7 @@ class Stage:
         results, and compute the gradients of its arguments. Does nothing in a validation.
         """
         if self._rank.training:
-            self._propagate(micro_batch, "I")
+            self._compute_gradients(micro_batch, "I")
 
     def backward_weight(self, micro_batch: int) -> None:
         """Run the second half of a split backward: compute the gradients of parameters that the
@@ -688,7 +689,7 @@ class Stage:
         """
         if not self._rank.training:
             return
-        last = self._is_last_to_begin()
+        last = self._begins_last_micro_batch()
         self._rank.heartbeat.task = task = f"{self.number}W{micro_batch}"
         start = self._rank.clock.mark()
         self._waiting.pop(micro_batch).weight_gradients()
@@ -696,7 +697,7 @@ class Stage:
         if last:
             self._rank.reduction.start(self.number)
 
-    def _is_last_to_begin(self) -> bool:
+    def _begins_last_micro_batch(self) -> bool:
         """Count a micro-batch for which the computation of the gradients of parameters begins now.
         Return True if it is the last one of the step.
         """
@@ -705,7 +706,7 @@ class Stage:
         batches = manifest.training.gradient_accumulation_steps
         return self._backwards == batches * len(manifest.micro_batches_of(self.number))
 
-    def _propagate(self, micro_batch: int, phase: str) -> None:
+    def _compute_gradients(self, micro_batch: int, phase: str) -> None:
         """Compute the gradients of a micro-batch's arguments. In phase `B`, an unsplit backward,
         also compute all gradients of parameters. In phase `I`, leave the gradients that can be
         deferred to `backward_weight`.
@@ -716,7 +717,7 @@ class Stage:
         for port, tensor in self._wait_for_tensors(self.sends, micro_batch, gradient=True):
             incoming[port.result].append((tensor, port.offsets))
         start = self._rank.clock.mark()
-        seeds = self._seeds(micro_batch, saved.edges, incoming)
+        seeds = self._backward_seeds(micro_batch, saved.edges, incoming)
         gradients = (
             saved.backward(seeds)
             if isinstance(saved, GraphSlot)
@@ -741,7 +742,7 @@ class Stage:
         """
         if seeds:
             run_backward(saved.edges, seeds)
-            self._own_gradients(seeds.values(), saved.inputs)
+            self._copy_shared_gradients(seeds.values(), saved.inputs)
         # The backward of recomputed segments also defers gradients; they are collected here.
         saved.waiting += self.p.weight_grads.take()
         return {
@@ -749,7 +750,7 @@ class Stage:
             for name, tensor in saved.inputs.items()
         }
 
-    def _own_gradients(self, seeds: Iterable[torch.Tensor], arguments: Tensors) -> None:
+    def _copy_shared_gradients(self, seeds: Iterable[torch.Tensor], arguments: Tensors) -> None:
         """Copy the first gradient of a parameter in the step if its memory is also the gradient of
         another parameter, of an argument or of a result. Autograd may store a tensor that it was
         given as `grad`, and adds the gradients of later micro-batches to it in place.
@@ -770,7 +771,7 @@ class Stage:
         if with_gradient:
             self._unowned = [each for each in self._unowned if each.grad is None]
 
-    def _seeds(
+    def _backward_seeds(
         self,
         micro_batch: int,
         results: tuple[OutputEdge, ...],

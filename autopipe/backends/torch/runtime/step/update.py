@@ -14,13 +14,13 @@ from autopipe.backends.torch.runtime.step.cuda_graphs import CaptureResources, N
 from autopipe.backends.torch.runtime.step.gradients import GradientReduction, buckets_of_rank
 from autopipe.backends.torch.runtime.step.optimizers import (
     GradientClipping,
-    average_weights,
+    allocate_state,
     make_optimizer,
-    make_state,
     parameter_group_by_index,
     scale_gradients,
     set_learning_rate,
     tensor_groups,
+    update_weight_average,
 )
 from autopipe.backends.torch.runtime.step.precision import LossScaler
 from autopipe.backends.torch.runtime.step.stage import RankContext
@@ -58,7 +58,7 @@ class ParameterUpdate:
         )
         self._clipping: GradientClipping | None = None
         if rank.train and (max_norm := manifest.training.max_norm) is not None:
-            counted = self.reduction.counted(rank.number, manifest.shards[rank.number])
+            counted = self.reduction.counted_in_norm(rank.number, manifest.shards[rank.number])
             self._clipping = GradientClipping(
                 max_norm, rank.transport, counted, self.reduction.updated
             )
@@ -71,8 +71,8 @@ class ParameterUpdate:
         update.
         """
         if self.optimizer is not None:
-            make_state(self.optimizer)
-            self._average()
+            allocate_state(self.optimizer)
+            self._update_weight_average()
 
     def finish_gradients(self) -> None:
         """Wait for the gradient reduction. Then divide the gradients by the divisor of the step's
@@ -97,7 +97,7 @@ class ParameterUpdate:
         batches = rank.manifest.training.gradient_accumulation_steps
         divisor = None
         if rank.counted is not None:
-            counted = rank.transport.total(rank.counted) / batches + division.added
+            counted = rank.transport.scalar_sum(rank.counted) / batches + division.added
             divisor = rank.counted = (
                 counted if division.minimum is None else counted.clamp(min=division.minimum)
             )
@@ -106,13 +106,13 @@ class ParameterUpdate:
             for stage in rank.stages.values():
                 for loss in stage.losses.values():
                     local_loss += loss.double() * (stage.loss_share / batches)
-            loss = rank.transport.total(local_loss)
+            loss = rank.transport.scalar_sum(local_loss)
             root = (loss if divisor is None else loss / divisor).sqrt()
             divisor = 2 * root if divisor is None else divisor * 2 * root
         if divisor is not None:
             scale_gradients(self.reduction.updated, divisor.reciprocal())
 
-    def move_running_statistics(self) -> None:
+    def update_running_statistics(self) -> None:
         """Update the running statistics of BatchNormalization with the statistics of the step's
         micro-batches. Collective over the ranks that share a statistic.
         """
@@ -140,7 +140,7 @@ class ParameterUpdate:
             self.optimizer.zero_grad(set_to_none=True)
         with rank.heartbeat.waiting():
             for bucket in self.reduction.shared:
-                bucket.gather()
+                bucket.gather_parameters()
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the optimizer's step and update the moving average of weights. Replay the captured
@@ -157,13 +157,13 @@ class ParameterUpdate:
             optimizer.step()
         else:
             scaler.update(optimizer)
-        self._average()
+        self._update_weight_average()
 
-    def _average(self) -> None:
+    def _update_weight_average(self) -> None:
         """Update the moving average of weights, if the program averages weights."""
         decay = self._rank.manifest.training.ema_decay
         if decay is not None and self.optimizer is not None:
-            average_weights(self.optimizer, decay)
+            update_weight_average(self.optimizer, decay)
 
     def capture(self, resources: CaptureResources) -> str:
         """Capture the update as a CUDA graph. Called after the first step. Return the reason why
@@ -175,7 +175,7 @@ class ParameterUpdate:
             self._graph = UpdateGraph(
                 self.optimizer,
                 self._updated_first,
-                self._average,
+                self._update_weight_average,
                 self.loss_scaler is not None,
                 resources,
             )

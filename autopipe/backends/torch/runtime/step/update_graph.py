@@ -37,14 +37,14 @@ class UpdateGraph:
         self._optimizer = optimizer
         self._tensors = tuple(tensors)
         self._gradients = resources.gradients
-        resources.reserve(self._gradients.missing_bytes(self._tensors))
+        resources.check_free_memory(self._gradients.missing_bytes(self._tensors))
         device = self._tensors[0].device
         self._skipped = torch.zeros((), device=device) if skips else None
         try:
             with resources.capturing():
                 self._prepare(device)
                 self._graph = resources.capture(
-                    lambda: self._run(average), torch.cuda.graph_pool_handle()
+                    lambda: self._run_update(average), torch.cuda.graph_pool_handle()
                 )
         except NotCapturedError:
             self._restore()
@@ -67,7 +67,7 @@ class UpdateGraph:
             self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
         torch.cuda.synchronize()
 
-    def _run(self, average: Callable[[], None]) -> None:
+    def _run_update(self, average: Callable[[], None]) -> None:
         """Run the work that is captured: the optimizer's step, then `average`."""
         self._optimizer.step()
         average()
@@ -90,7 +90,7 @@ class UpdateGraph:
         found = [each for each in tensors if each.grad is not None]
         if len(found) != len(self._tensors) or any(map(_are_different, found, self._tensors)):
             return False
-        self._gradients.place(self._tensors)
+        self._gradients.set_as_gradients(self._tensors)
         if self._skipped is not None:
             assert skipped is not None, "the loss is scaled"
             self._skipped.copy_(skipped)

@@ -46,7 +46,7 @@ gradients of the weight and the bias.
 """
 
 
-def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add `gradient` to the gradient of a parameter. If the parameter has none, store the tensor
     `gradient` itself.
     """
@@ -118,9 +118,9 @@ def _convolution_formula(
         _, found, shifts = torch.ops.aten.convolution_backward(
             gradient, source, parameter, sizes, *words, groups, [False, True, trained is not None]
         )
-        add_to(parameter, found)
+        add_to_gradient(parameter, found)
         if trained is not None:
-            add_to(trained, shifts)
+            add_to_gradient(trained, shifts)
 
     return tuple(each.detach() for each in operands[1:] if each is not None), add
 
@@ -136,7 +136,7 @@ def _embedding_formula(
 
     def add(source: torch.Tensor, gradient: torch.Tensor) -> None:
         found = torch.ops.aten.embedding_dense_backward(gradient, source, len(parameter), -1, False)
-        add_to(parameter, found)
+        add_to_gradient(parameter, found)
 
     return (operands[1].detach(),), add
 

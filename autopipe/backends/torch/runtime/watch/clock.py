@@ -44,7 +44,7 @@ class MeasuredSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class LateMessage:
+class TensorWait:
     """A wait of a task for a tensor from another rank: start and end in seconds since the start of
     the step. `channel` is the number of the channel.
     """
@@ -110,11 +110,11 @@ class StepTimes:
         since = partial(seconds_between, self.begin)
         return [MeasuredSpan(task, since(start), since(end)) for task, start, end in self._tasks]
 
-    def waits(self) -> list[LateMessage]:
+    def waits(self) -> list[TensorWait]:
         """Return all waits for tensors from other ranks, in the order of their recording."""
         since = partial(seconds_between, self.begin)
         return [
-            LateMessage(task, peer, channel, since(start), since(end))
+            TensorWait(task, peer, channel, since(start), since(end))
             for task, peer, channel, start, end in self._waits
         ]
 
@@ -202,12 +202,12 @@ class StepProfiler:
         if self._profiler is None:
             self._profiler = profile(activities=self._activities)
             self._profiler.start()
-        self._heartbeat.on_task = self._mark
+        self._heartbeat.on_task = self._begin_task
 
     def end_step(self, step: int) -> None:
         """End the range of the last task. Write the profile if the next step is not profiled."""
         self._heartbeat.on_task = None
-        self._unmark()
+        self._end_task()
         if step + 1 not in self._steps:
             self.close()
 
@@ -220,13 +220,13 @@ class StepProfiler:
         self._profiler.export_chrome_trace(str(self._folder / self._name))
         self._profiler = None
 
-    def _mark(self, task: str) -> None:
+    def _begin_task(self, task: str) -> None:
         """End the range of the current task and begin the range of `task`."""
-        self._unmark()
+        self._end_task()
         self._task = record_function(task)
         self._task.__enter__()
 
-    def _unmark(self) -> None:
+    def _end_task(self) -> None:
         """End the range of the current task, if there is one."""
         if self._task is not None:
             self._task.__exit__(None, None, None)

@@ -92,7 +92,7 @@ class Failure:
         return LaunchError(self.message, self.hint, place)
 
 
-def host_of_several() -> str:
+def hostname_if_several() -> str:
     """Return the name of this machine; "" if all ranks are on it."""
     world, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return "" if world == here else socket.gethostname()
@@ -104,7 +104,7 @@ def describe_failure(
     """Return the failure of `rank` in the task `task` because of `error`. `awaited` is (rank,
     channel) of the tensor for which the rank waited, -1 for none.
     """
-    host = host_of_several()
+    host = hostname_if_several()
     if isinstance(error, AutopipeError):
         words = (error.message, error.hint, error.where)
         return Failure(
@@ -120,7 +120,7 @@ def describe_failure(
     first = next(iter(str(error).strip().splitlines()), "")
     message = f"{type(error).__name__}: {first}" if first else type(error).__name__
     hint = ""
-    if lost := has_lost_rank(error):
+    if lost := is_lost_rank_error(error):
         peer, channel = awaited
         whom = "another rank" if peer < 0 else f"rank {peer} (channel {channel})"
         message = f"lost {whom}: {message}"
@@ -133,7 +133,7 @@ def describe_failure(
     )
 
 
-def has_lost_rank(error: BaseException) -> bool:
+def is_lost_rank_error(error: BaseException) -> bool:
     """Return True if `error`, raised by torch, follows from the end of another rank or of the
     connection to it.
     """

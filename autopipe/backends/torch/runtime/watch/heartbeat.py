@@ -149,7 +149,7 @@ class Heartbeat:
         self.awaited = _NO_PEER
 
     @contextmanager
-    def posting(self, peer: int, channel: int) -> Iterator[None]:
+    def record_peer_on_error(self, peer: int, channel: int) -> Iterator[None]:
         """Use this around a block that starts a transfer with rank `peer`. If the block raises
         RuntimeError, `awaited` then names this rank, because torch may notice a closed connection
         only in such a block.

@@ -8,10 +8,10 @@ agreement:
 
 2. When the thread of rank i finds the key, it sends s_i, the number of steps that rank i has done,
 to all ranks. Until the round is complete, rank i completes at most one more step: then it waits in
-`reach`.
+`requests_after`.
 
-3. All ranks act on the request after step max s_i + 1. No rank has returned from `reach` for this
-step before.
+3. All ranks act on the request after step max s_i + 1. No rank has returned from `requests_after`
+for this step before.
 
 There is no deadlock: a rank that has done fewer steps continues, while its thread takes part in the
 round.
@@ -64,7 +64,7 @@ class StepAgreement:
         """
         self._wanted |= {what}
 
-    def reach(self, steps: int) -> set[str]:
+    def requests_after(self, steps: int) -> set[str]:
         """Return the requests on which all ranks act after `steps` steps. Must be called after each
         step. Waits while a round of agreement runs. Raise the error that ended the thread, if there
         is one.
@@ -89,7 +89,7 @@ class StepAgreement:
         self._thread.join()
 
     def _run(self) -> None:
-        """Run the thread; keep an error for `reach`."""
+        """Run the thread; keep an error for `requests_after`."""
         try:
             self._poll_requests(time.monotonic())
         except BaseException as error:  # noqa: BLE001 - raised again by the rank's own thread

@@ -18,7 +18,7 @@ from autopipe.backends.torch.runtime.communication.communicators import (
     NcclCommunicators,
     agree_on_nccl,
     as_nccl_type,
-    check_sum,
+    check_reducible,
     order_in_rounds,
 )
 from autopipe.ir.errors import LaunchError
@@ -93,8 +93,10 @@ def test_a_rank_of_many_neither_makes_nor_waits_for_communicators_of_others() ->
     channels = [Channel(number, *pair, 1, 1) for number, pair in enumerate(ends)]
     with world_of(1025, 1024, Untouched()):
         communicators = NcclCommunicators(1024, torch.device("cuda", 0), timedelta(seconds=1))
-        communicators.make_message_paths(channels)
-        communicators.make_groups(tuple(range(start, start + 8)) for start in range(0, 1024, 8))
+        communicators.make_p2p_communicators(channels)
+        communicators.make_group_communicators(
+            tuple(range(start, start + 8)) for start in range(0, 1024, 8)
+        )
     assert not communicators.messages
     assert not communicators.groups
 
@@ -123,7 +125,7 @@ def test_numbers_that_nccl_has_no_type_for_travel_as_bytes_and_are_not_added_up(
         with pytest.raises(
             LaunchError, match=f"cannot compute a sum or maximum of type {str(dtype).split('.')[1]}"
         ):
-            check_sum(numbers)
+            check_reducible(numbers)
     halves = torch.ones(2, dtype=torch.bfloat16)
     assert as_nccl_type(halves) is halves
-    check_sum(halves)
+    check_reducible(halves)

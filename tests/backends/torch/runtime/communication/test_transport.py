@@ -45,10 +45,10 @@ def test_what_arrives_is_waited_for_once() -> None:
 def test_what_leaves_is_held_until_it_is_gone() -> None:
     work = CountingWork()
     departure = PendingSend(cast(Any, work), torch.ones(2))
-    assert not departure.is_gone()
+    assert not departure.has_been_sent()
     departure.wait()
     departure.wait()
-    assert departure.is_gone()
+    assert departure.has_been_sent()
     assert work.waits == 1
 
 

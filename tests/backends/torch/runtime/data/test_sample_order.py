@@ -58,7 +58,7 @@ def walk(order: SampleOrder) -> list[list[int]]:
     found = []
     step = order.begin.steps
     while count := order.count(step):
-        found.append(list(order.stored(order.sample(step), order.sample(step) + count)))
+        found.append(list(order.stored_indices(order.sample(step), order.sample(step) + count)))
         step += 1
     assert step == order.end
     return found

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopipe.backends.torch.runtime.modes.blocking import (
-    ChannelEnd,
     Event,
     Message,
+    StageChannel,
     global_event_order,
 )
 from autopipe.ir.program import Program
@@ -22,9 +22,9 @@ from tests.distributed.support.drawing import Case, cases
 from tests.distributed.support.drawing_sizes import unequal_cases
 
 
-def ends_of(program: Program) -> list[ChannelEnd]:
+def ends_of(program: Program) -> list[StageChannel]:
     return [
-        ChannelEnd(
+        StageChannel(
             piece.channel,
             piece.source_stage,
             piece.source_rank,
@@ -107,7 +107,7 @@ def test_ranks_that_wait_for_every_message_come_to_their_end(case: Case) -> None
         assert ran < place[message] < runs
 
 
-def _gives(task: Task, end: ChannelEnd) -> bool:
+def _gives(task: Task, end: StageChannel) -> bool:
     turn = end.source_slice
     return (
         task.phase is Phase.FORWARD
@@ -116,7 +116,7 @@ def _gives(task: Task, end: ChannelEnd) -> bool:
     )
 
 
-def _gives_back(task: Task, end: ChannelEnd) -> bool:
+def _gives_back(task: Task, end: StageChannel) -> bool:
     turn = end.target_slice
     backward = (
         task.phase in (Phase.BACKWARD, Phase.INPUT_GRADIENT)
@@ -125,7 +125,7 @@ def _gives_back(task: Task, end: ChannelEnd) -> bool:
     return end.gradient and backward and task.stage == end.target_stage
 
 
-def _carrying(end: ChannelEnd, gradient: bool, task: Task) -> Message:
+def _carrying(end: StageChannel, gradient: bool, task: Task) -> Message:
     return Message(
         end, gradient, task.micro_batch // (end.target_slice if gradient else end.source_slice).of
     )
@@ -135,7 +135,7 @@ def test_a_message_stands_right_behind_its_task() -> None:
     """Two forwards on the first rank: the second rank takes each message as it is made, before its
     next task.
     """
-    end = ChannelEnd(0, 0, 0, 1, 1, True)
+    end = StageChannel(0, 0, 0, 1, 1, True)
     lists = [
         [Task.parse(word) for word in row.split()] for row in ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
     ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from autopipe.backends.torch.runtime.random_numbers.normal_numbers import quantiles, standard_normal
-from autopipe.backends.torch.runtime.random_numbers.philox import draw_run
+from autopipe.backends.torch.runtime.random_numbers.philox import draw_sequence
 
 COUNT = 4_000_000
 KEY = (1, 2)
@@ -47,7 +47,7 @@ def test_the_largest_numbers() -> None:
 
 @given(st.integers(1, 100), st.integers(0, 99))
 def test_a_number_depends_on_its_word_only(count: int, place: int) -> None:
-    words = draw_run(KEY, 0, 200)
+    words = draw_sequence(KEY, 0, 200)
     whole = standard_normal(words)
     assert torch.equal(standard_normal(words[place : place + count]), whole[place : place + count])
     assert torch.equal(standard_normal(words.view(20, 10).t()), whole.view(20, 10).t())
@@ -66,7 +66,7 @@ def test_numbers_are_equal_on_every_machine() -> None:
 
 @pytest.fixture(scope="module")
 def drawn() -> np.ndarray:
-    return standard_normal(draw_run(KEY, 0, COUNT)).double().numpy()
+    return standard_normal(draw_sequence(KEY, 0, COUNT)).double().numpy()
 
 
 def test_the_distribution_is_normal(drawn: np.ndarray) -> None:
@@ -105,7 +105,7 @@ def test_quantiles_equal_the_library() -> None:
 
 
 def test_compiled_numbers_are_equal() -> None:
-    words = draw_run(KEY, 0, 1000)
+    words = draw_sequence(KEY, 0, 1000)
     compiled = torch.compile(
         lambda drawn: standard_normal(drawn) * 2.0, backend="aot_eager", fullgraph=True
     )

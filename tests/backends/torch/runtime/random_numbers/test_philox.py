@@ -15,7 +15,7 @@ from autopipe.backends.torch.runtime.random_numbers.philox import (
     Key,
     Purpose,
     as_unsigned,
-    draw_run,
+    draw_sequence,
     draw_words,
     draw_words_by_operators,
     integers_below,
@@ -59,7 +59,7 @@ def test_rows_have_the_published_words(name: str) -> None:
 
 def test_counters_carry_into_their_second_word() -> None:
     zero = torch.tensor(0)
-    found = as_unsigned(draw_run(KEY, 4 * (2**32 - 1), 8)).tolist()
+    found = as_unsigned(draw_sequence(KEY, 4 * (2**32 - 1), 8)).tolist()
     last = philox_4x32((torch.tensor(ONES), zero, zero, zero), KEY)
     carried = philox_4x32((zero, torch.tensor(1), zero, zero), KEY)
     assert found == [int(each) for each in (*last, *carried)]
@@ -107,7 +107,9 @@ def test_words_broadcast() -> None:
 
 @given(POSITIONS, st.integers(1, 5000))
 def test_parts_equal_the_whole(start: int, count: int) -> None:
-    assert torch.equal(draw_run(KEY, start, count), draw_run(KEY, 0, start + count)[start:])
+    assert torch.equal(
+        draw_sequence(KEY, start, count), draw_sequence(KEY, 0, start + count)[start:]
+    )
 
 
 def test_keys_differ_by_seed_purpose_and_number() -> None:
@@ -120,7 +122,7 @@ def test_keys_differ_by_seed_purpose_and_number() -> None:
         key_of(0, Purpose.BATCH, 2**127),
     }
     assert len(keys) == 6
-    runs = [draw_run(key, 0, 8) for key in keys]
+    runs = [draw_sequence(key, 0, 8) for key in keys]
     assert not any(torch.equal(*pair) for pair in itertools.combinations(runs, 2))
 
 
@@ -130,13 +132,13 @@ def test_keys_are_equal_on_every_machine() -> None:
 
 @given(st.integers(1, 300), POSITIONS)
 def test_integers_stay_below_their_limit(below: int, start: int) -> None:
-    drawn = integers_below(draw_run(KEY, start, 64), below)
+    drawn = integers_below(draw_sequence(KEY, start, 64), below)
     assert int(drawn.min()) >= 0 and int(drawn.max()) < below
 
 
 @pytest.mark.parametrize("below", [1, 5, 2**31, 2**40])
 def test_integers_cover_their_range(below: int) -> None:
-    drawn = integers_below(draw_run(KEY, 0, 20_000), below)
+    drawn = integers_below(draw_sequence(KEY, 0, 20_000), below)
     largest = min(below, 2**31)
     assert 0 <= int(drawn.min()) < max(1, largest // 1000)
     assert largest - max(1, largest // 1000) <= int(drawn.max()) < largest

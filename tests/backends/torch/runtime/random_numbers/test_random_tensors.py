@@ -16,7 +16,7 @@ from autopipe.backends.torch.runtime.random_numbers.normal_numbers import standa
 from autopipe.backends.torch.runtime.random_numbers.philox import (
     CounterRows,
     Purpose,
-    draw_run,
+    draw_sequence,
     key_of,
 )
 from autopipe.backends.torch.runtime.state import parameters
@@ -78,7 +78,7 @@ def test_blocks_far_inside_a_table_that_fits_nowhere(
     found = drawn((2**20, 2**20), (row, column), (row + rows, column + columns))
     key = key_of(9, Purpose.PARAMETER, parameters._key_number("w"))
     for index in range(rows):
-        words = draw_run(key, 2**20 * (row + index) + column, columns)
+        words = draw_sequence(key, 2**20 * (row + index) + column, columns)
         assert torch.equal(found[index], standard_normal(words) * 0.5)
 
 

@@ -37,11 +37,11 @@ def test_they_move_by_micro_batches_in_order_and_are_read_in_a_validation() -> N
         np.testing.assert_allclose(forward(batches[number]), y, rtol=1e-4, atol=1e-5)
         running.end(number)
         forward(batches[number])  # As in a backward that runs it again.
-    for statistic, left, added in running.changes(len(batches), {}):
+    for statistic, left, added in running.updates_of_step(len(batches), {}):
         statistic.mul_(left).add_(added)
     np.testing.assert_allclose(mean, expected_mean, rtol=1e-5)
     np.testing.assert_allclose(variance, expected_variance, rtol=1e-5)
-    assert not running.changes(len(batches), {})
+    assert not running.updates_of_step(len(batches), {})
     running.begin(training=False)
     y = (batches[0].numpy() - expected_mean[:, None]) / np.sqrt(
         expected_variance[:, None] + 1e-5
@@ -62,7 +62,7 @@ def test_the_variance_of_torchs_own_is_the_estimate_for_a_population() -> None:
     )
     torch.testing.assert_close(found, expected)
     running.end(0)
-    for statistic, left, added in running.changes(1, {}):
+    for statistic, left, added in running.updates_of_step(1, {}):
         statistic.mul_(left).add_(added)
     torch.testing.assert_close(mean, module.running_mean)
     torch.testing.assert_close(variance, module.running_var)

@@ -92,7 +92,7 @@ def test_static_gradients_hold_what_gradients_held() -> None:
     own = torch.full((2,), 3.0)
     parameters[1].grad = own
     gradients.of(parameters[0]).fill_(5.0)  # From the step before.
-    gradients.place(parameters[:2])
+    gradients.set_as_gradients(parameters[:2])
     assert [each.grad is gradients.of(each) for each in parameters[:2]] == [True, True]
     assert parameters[0].grad is not None
     assert parameters[1].grad is not None
@@ -100,7 +100,7 @@ def test_static_gradients_hold_what_gradients_held() -> None:
     assert parameters[1].grad.tolist() == [3.0, 3.0]
     assert parameters[2].grad is None
     parameters[1].grad += 1
-    gradients.place(parameters[:2])
+    gradients.set_as_gradients(parameters[:2])
     assert parameters[1].grad.tolist() == [4.0, 4.0], (
         "another stage of the step has placed it before"
     )

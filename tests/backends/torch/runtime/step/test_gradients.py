@@ -66,10 +66,10 @@ def test_buckets_start_with_the_last_backward_of_their_stage() -> None:
     worker, transport = reduction(held, [block(0, 2, (0, 1), 4), block(1, 3, (0, 1), 4)])
     (held[0].sum() + held[1].sum()).backward()
     assert not transport.started, "an earlier micro-batch sends nothing"
-    worker.arm(5, {})
+    worker.start_during_backward(5, {})
     held[0].sum().backward()
     assert not transport.started, "another stage's backward sends nothing"
-    worker.arm(4, {})
+    worker.start_during_backward(4, {})
     (held[0].sum() + held[1].sum()).backward()
     assert transport.started == [((0, 1), 5)]
     worker.finish()
@@ -82,7 +82,7 @@ def test_a_bucket_waits_for_all_that_is_added_to_a_gradient() -> None:
     """Two segments that run again each add theirs."""
     held = {0: parameter(2), 1: parameter(3)}
     worker, transport = reduction(held, [block(0, 2, (0, 1), 0), block(1, 3, (0, 1), 0)])
-    worker.arm(0, {0: 2})
+    worker.start_during_backward(0, {0: 2})
     (held[0].sum() + held[1].sum()).backward()
     assert not transport.started
     held[0].sum().backward()
@@ -94,7 +94,7 @@ def test_a_second_step_is_like_the_first() -> None:
     worker, transport = reduction(held, [block(0, 2, (0, 1), 0)])
     for _ in range(2):
         held[0].grad = None
-        worker.arm(0, {})
+        worker.start_during_backward(0, {})
         held[0].sum().backward()
         worker.finish()
         assert held[0].grad is not None

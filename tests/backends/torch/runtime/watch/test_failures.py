@@ -48,7 +48,7 @@ def test_the_cause_is_named_before_what_followed_it(tmp_path: Path) -> None:
 
 def test_a_rank_that_posts_a_message_to_a_lost_rank_names_it() -> None:
     heartbeat = Heartbeat()
-    with pytest.raises(RuntimeError), heartbeat.posting(3, 5):
+    with pytest.raises(RuntimeError), heartbeat.record_peer_on_error(3, 5):
         raise LOST
     assert describe_failure(LOST, 0, "0B1", heartbeat.awaited).message.startswith(
         "lost rank 3 (channel 5): "
