@@ -220,7 +220,8 @@ def _job_from_pet_variables(environment: Mapping[str, str]) -> ManagedJob:
         environment.get(f"PET_MASTER_{name}", environment.get(f"MASTER_{name}"))
         for name in ("ADDR", "PORT")
     )
-    ranks = environment.get("PET_NPROC_PER_NODE", "")  # The value may also be `auto` or `gpu`.
+    # PET_NPROC_PER_NODE may also be `auto` or `gpu`. The number of ranks is then unknown.
+    ranks = environment.get("PET_NPROC_PER_NODE", "")
     return ManagedJob(
         "Kubernetes",
         environment["PET_NNODES"],
@@ -308,7 +309,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
         )
     found: list[str] = []
     for each in re.findall(entry, text):
-        # Parts with an odd index are the texts in brackets.
+        # re.split puts the texts that were in brackets at odd indices.
         parts = re.split(r"\[([^\]]*)\]", each)
         choices = [
             parse_number_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)

@@ -112,8 +112,8 @@ class Rank(RankContext):
             for line in compile_stages(self.stages, self.transport):
                 self.reporter.print_on_rank_0(line)
         if self.device.type == "cuda":
-            # The time of the first step must not include work of the set-up that the device has not
-            # done yet.
+            # Wait for the device, because the time of the first step must not include work of the
+            # set-up.
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         for notice in self.transport.notices:
@@ -282,8 +282,8 @@ class Rank(RankContext):
         self.clear_step()
         self.steps_done += 1
         self._capture_once()
-        # This call lets the prefetching thread copy data to the GPU. It comes after the capture of
-        # CUDA graphs, during which copies are not allowed.
+        # `end_step` lets the prefetching thread copy data to the GPU. So it is called after the
+        # capture of CUDA graphs, during which copies are not allowed.
         return self.reader.end_step(self.steps_done - 1)
 
     def _compute(self, step: Callable[[], None]) -> None:

@@ -117,7 +117,7 @@ class NcclCommunicators:
         of_rank = Counter(rank for path in paths for rank in path)
         for path in order_in_rounds({path: path for path in sorted(paths - self.messages.keys())}):
             # A rank divides MAX_P2P_CTAS evenly among its P2P communicators. The two ends may get
-            # different results; both use the smaller one, because their limits must be equal.
+            # different results. Both use the smaller one, so that they have equal limits.
             fraction = MAX_P2P_CTAS // max(of_rank[rank] for rank in path)
             if (
                 made := self._make_communicator(
@@ -151,7 +151,9 @@ class NcclCommunicators:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=most_ctas > 0)
             set_timeout(options, self._patience)
             options.config.blocking = (
-                1  # Otherwise `new_group` may return before the communicator exists.
+                # The communicator is blocking, because otherwise `new_group` may return before it
+                # exists.
+                1
             )
             if most_ctas:
                 options.config.max_ctas = most_ctas

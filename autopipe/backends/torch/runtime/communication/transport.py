@@ -83,7 +83,7 @@ class PendingRecv:
         """
         if self.work is not None:
             self.work.wait()
-            # A second wait on gloo's handle would never return.
+            # The handle is dropped, because a second wait on a handle of gloo would never return.
             self.work = self.sent = None
         if self.reduce == dist.ReduceOp.MAX:
             return self.buffer.amax(0)
@@ -117,7 +117,9 @@ class PendingSend:
         with self._lock:
             if self.work is not None:
                 self.work.wait()
-                self.work = None  # A second wait on gloo's handle would never return.
+                # The handle is dropped, because a second wait on a handle of gloo would never
+                # return.
+                self.work = None
             self.tensor = None
 
 
@@ -451,7 +453,8 @@ class Transport:
         self.device = _choose_device(device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        # `--device` is equal on all ranks, so all ranks skip the agreement on NCCL if this is True.
+        # True if no rank uses a GPU, because `--device` is equal on all ranks. Then the ranks need
+        # not agree on NCCL or gloo.
         self._on_cpu = device in ("cpu", "meta")
         self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
         self.notices: list[str] = []
@@ -650,7 +653,8 @@ class Transport:
         channel.
         """
         dtype, shape = like
-        # No pool is needed: torch's allocator reuses pinned memory after copies from it have ended.
+        # Pinned buffers need no pool here, because torch's allocator reuses pinned memory when
+        # copies from it have ended.
         if self.staged:
             buffer = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:
@@ -772,7 +776,8 @@ def _connect_to_launcher_store(patience: timedelta, signed: bool) -> Store | Non
     store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
     )
-    key = os.environ.pop(KEY_VARIABLE, "")  # Torchrun without autopipe's launcher sets no key.
+    # The key is missing if torchrun, and not autopipe's launcher, has started the rank.
+    key = os.environ.pop(KEY_VARIABLE, "")
     if not signed or not key:
         return store
     return SignedStore(
@@ -786,8 +791,8 @@ def _choose_device(wanted: str) -> torch.device:
     """
     if wanted in ("cpu", "meta"):
         return torch.device("cpu")
-    # These variables must be set before the first CUDA call, because CUDA reads them when it
-    # starts.
+    # CUDA_DEVICE_MAX_CONNECTIONS and CUDA_MODULE_LOADING must be set before the first CUDA call,
+    # because CUDA reads them when it starts.
     os.environ.setdefault(_QUEUES_VARIABLE, str(HARDWARE_QUEUES))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os.environ.setdefault(_MODULE_LOADING_VARIABLE, "EAGER")

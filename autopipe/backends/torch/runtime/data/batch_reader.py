@@ -163,8 +163,8 @@ class PrefetchingReader(BatchReader):
         )
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(item.copied)
-        # The copy stream owns this memory. Without this call, torch's allocator could reuse the
-        # memory before the kernels of `stream` have read it.
+        # The copy stream owns the memory of the block. Without `record_stream`, torch's allocator
+        # could reuse this memory before the kernels of `stream` have read it.
         item.tensor.record_stream(stream)
         return item.tensor
 

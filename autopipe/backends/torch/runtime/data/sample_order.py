@@ -76,7 +76,8 @@ def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     """Return the round keys of the Feistel network for an epoch: 64-bit words, uint64
     [_FEISTEL_ROUNDS].
     """
-    # Imported here because the launcher loads this module without torch.
+    # The import is in the function, because it loads torch and the launcher loads this module
+    # without torch.
     from autopipe.backends.torch.runtime.random_numbers.philox import (
         Purpose,
         as_unsigned,

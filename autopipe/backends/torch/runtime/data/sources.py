@@ -66,7 +66,8 @@ def open_source(
     """
     settings = settings or DataSettings()
     if data is None:
-        # Imported here because the module imports torch, which is slow to load.
+        # `random_batches` is imported only when it is needed, because it imports torch, which is
+        # slow to load.
         from autopipe.backends.torch.runtime.data.random_batches import (
             RandomSource,
         )

@@ -210,7 +210,8 @@ def _map_array(path: Path, file: IO[bytes]) -> np.ndarray:
     mapped = np.memmap(  # type: ignore[call-overload]
         path, dtype=dtype, mode="r", offset=file.tell(), shape=shape, order=order
     )
-    return np.asarray(mapped)  # Return a plain array: slicing a memmap object is many times slower.
+    # A plain array is returned, because slicing a memmap object is many times slower.
+    return np.asarray(mapped)
 
 
 _LABELS_PATTERN = re.compile(r"(?:.*[._/])?(?:labels?|targets?)")

@@ -162,7 +162,8 @@ class BlockingStage(Stage):
         self._order = order
 
     def _ports_to_other_ranks(self, *_: Any, **__: Any) -> list[Any]:
-        return []  # So `recv` and `send`, which the generated step calls, transfer nothing.
+        # `recv` and `send`, which the generated step calls, find no ports and transfer nothing.
+        return []
 
     def forward(self, micro_batch: int) -> None:
         if self._order.exchange_before(Task(self.number, Phase.FORWARD, micro_batch)):

@@ -196,8 +196,8 @@ class DryReporter(Reporter):
             "stages": tuple(rank.stages),
             "tasks": tuple(span.task for span in times.spans()),
             "messages": tuple(asdict(each) | {"count": count} for each, count in messages.items()),
-            # The first two entries have bytes of activations and their gradients by rank; the third
-            # has bytes of all communication by kind.
+            # `sent_bytes` and `received_bytes` count activations and their gradients by rank.
+            # `communication_bytes` counts all communication by kind.
             "sent_bytes": dict(sorted(sent.items())),
             "received_bytes": dict(sorted(received.items())),
             "communication_bytes": in_kind_order(self._transport.traffic),

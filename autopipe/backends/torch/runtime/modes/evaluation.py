@@ -138,8 +138,8 @@ class Evaluator:
         self._rank = rank
         self._settings = settings
         self._steps = steps
-        # The manifest of an inference program, because sources for inference end with their data,
-        # and without gradient accumulation, because a validation has none.
+        # A validation uses the manifest of an inference program, because sources for inference end
+        # with their data. It has no gradient accumulation.
         self._manifest = replace(rank.manifest, train=False, training=Training())
         self.best: tuple[float, int] | None = None
         """(loss, step) of the lowest validation loss so far: `step` is the index of the last step
@@ -212,8 +212,8 @@ class Evaluator:
         labels = sum(share for _, share in shares)
         if by_label:
             division = rank.manifest.loss_division
-            # Both sums are divided by the number of batches, because the divisor of a batch may
-            # have a constant addend.
+            # The sum of losses and the number of labels are divided by the number of batches,
+            # because the divisor of a batch may have a constant addend.
             divisor = division.divisor(labels / number)
             loss = division.loss(loss / number / divisor) if divisor else math.nan
         else:
@@ -239,8 +239,8 @@ class Evaluator:
             count = self._manifest.micro_batch_count(index)
             size = self._manifest.batch_size // count
             for micro_batch, loss in stage.losses.items():
-                # Here the loss of a micro-batch is a sum over labels, to which the ignored labels
-                # of filler samples add 0.
+                # If labels are counted, the loss of a micro-batch is a sum over labels, to which
+                # the ignored labels of filler samples add 0.
                 if self._rank.manifest.counts_labels:
                     total += float(loss) * stage.loss_share
                 elif weight := source.weight(

@@ -516,7 +516,8 @@ def choose_tokens(
     )
     below = drawn[:, None] * sums[:, -1:]
     places = (sums <= below).sum(-1, keepdim=True)
-    # Because of rounding, the search may end behind the last token with a positive probability.
+    # Because of rounding, the search may end behind the last token that has a positive probability.
+    # The position is limited to this token.
     places = places.clamp(max=(probabilities > 0).sum(-1, keepdim=True) - 1)
     return [int(token) for token in order.gather(-1, places)[:, 0]]
 

@@ -226,7 +226,7 @@ def max_pool_with_indices(
     largest, places = windows.max(-1)
     spatial = range(2, x.dim())
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device)
-    distance = 1  # Distance of neighbours along the current axis, in flattened indices.
+    distance = 1  # Distance, in flattened indices, of neighbours along the current axis.
     for axis in (*(spatial if order else reversed(spatial)), 1, 0):
         index += broadcast_along(
             torch.arange(x.shape[axis], device=x.device) * distance, axis, x.dim()
@@ -253,7 +253,7 @@ ResizedAxis = tuple[int, int, float, float, float]
 """(axis, size of the result, scale, start, end) of an axis that is resized. For tf_crop_and_resize,
 start and end limit the range of x that is read, as fractions of the axis.
 """
-# The mode that is not listed, `ceil`, is the default of lookups.
+# ONNX's mode `ceil` is not listed, because lookups return torch.ceil by default.
 _ROUNDING_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "round_prefer_floor": lambda places: torch.ceil(places - 0.5),
     "round_prefer_ceil": lambda places: torch.floor(places + 0.5),
@@ -385,7 +385,7 @@ def roi_align(
     extents = (ends - starts).clamp(min=-math.inf if half_pixel else 1.0)
     if samples:
         return _align_regions(images, starts, extents, owners, size, (samples, samples), largest)
-    # The numbers of samples depend on the regions. They are copied to the host once, for all
+    # The numbers of samples depend on the regions, so they are copied to the host, once for all
     # regions.
     counts = (
         torch.stack([extents[:, axis] / size[axis] for axis in range(2)], 1)
@@ -478,7 +478,7 @@ def max_roi_pool(images: Tensor, regions: Tensor, *, size: tuple[int, int], scal
         inside = (places >= (bins[:-1].floor() + start)[..., None]) & (
             places < (bins[1:].ceil() + start)[..., None]
         )
-        # For one bin: a dimension for regions, and one for the pixels of the axis.
+        # Shape in which the mask of one bin broadcasts: regions, and pixels of the axis.
         shape = [-1, 1, *([1] * (axis - 2)), len(places), *([1] * (3 - axis))]
         pooled = torch.stack(
             [pooled.masked_fill(~each.view(shape), -math.inf).amax(axis) for each in inside], axis
@@ -505,7 +505,8 @@ def suppressed(
 
     The numbers of a box are two opposite corners if `corners`, otherwise its center and its sizes.
     """
-    places = boxes.detach().float().movedim(2, 0)[:, :, None]  # Shape: [4, images, 1, boxes].
+    # Four coordinates of each box: [4, images, 1, boxes].
+    places = boxes.detach().float().movedim(2, 0)[:, :, None]
     one, two = places.split(2)
     low, high = (
         (torch.minimum(one, two), torch.maximum(one, two))

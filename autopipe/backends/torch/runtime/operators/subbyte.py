@@ -77,7 +77,9 @@ def to_float8(x: Tensor, dtype: torch.dtype, saturate: bool = True) -> Tensor:
     if saturate:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)
-    elif dtype == torch.float8_e4m3fn:  # For this type, torch saturates even without a clamp.
+    # torch saturates when it converts to float8_e4m3fn, so numbers that are too large are replaced
+    # by NaN before the conversion.
+    elif dtype == torch.float8_e4m3fn:
         x = torch.where(x.abs() > _MAX_ROUNDED_TO_FINITE, float("nan"), x)
     return x.to(dtype)
 

@@ -167,7 +167,7 @@ def _log(values: Doubles) -> Doubles:
     """
     bits = values.view(np.int64)
     exponents = (bits - _ROOT_OF_HALF) >> _MANTISSA
-    mantissas = (bits - (exponents << _MANTISSA)).view(np.float64)  # In [√½, √2).
+    mantissas = (bits - (exponents << _MANTISSA)).view(np.float64)  # Mantissas are in [√½, √2).
     s = (mantissas - 1.0) / (mantissas + 1.0)
     return 2.0 * s * _polynomial(s * s, _ARTANH_COEFFICIENTS) + exponents * _LN_2
 

@@ -76,7 +76,8 @@ def contiguous_runs(shape: tuple[int, ...], box: TensorSlice) -> ContiguousRuns:
     stride = 1
     outer: list[tuple[int, int]] = []
     for size, start, stop in reversed(list(zip(shape, box.starts, box.stops, strict=True))):
-        # So far, the slice contains all inner dimensions completely, so the run continues.
+        # The slice contains all dimensions further inside completely, so a run extends over this
+        # dimension too.
         if length == stride:
             length *= stop - start
         else:
@@ -119,7 +120,8 @@ def draw_block(
     else:
         with ThreadPoolExecutor(
             workers
-        ) as pool:  # Threads help, because torch operators release the global interpreter lock.
+            # Threads run in parallel, because torch operators release the global interpreter lock.
+        ) as pool:
             list(pool.map(draw, range(workers)))
     return block
 

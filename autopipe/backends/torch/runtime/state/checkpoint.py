@@ -457,7 +457,9 @@ class Checkpointer:
                     files.checkpoint_path(self._folder, step) / files.MANIFEST_FILE
                 ).read_bytes()
             except OSError:
-                text = b""  # `read_checkpoint` below raises an error for a missing manifest.
+                # No error is raised here, because `read_checkpoint` raises one for a missing
+                # manifest.
+                text = b""
             return step, hashlib.sha256(text).hexdigest()
 
         newest = group.run_collectively("restore", newest_step)

@@ -76,7 +76,8 @@ class RunningStatistics:
         which `take` has returned.
         """
         if captured:
-            # The multiplication by 1 copies all tensors with few kernels.
+            # A multiplication by 1 copies all tensors with few kernels. Clones would need a kernel
+            # per tensor.
             own = foreach_mul([own for _, own, _ in captured], 1.0)
             self._found = [
                 (running, copy, momentum)
@@ -245,8 +246,8 @@ def update_shared_statistics(
         left[index] = factor
     count = manifest.micro_batches * manifest.training.gradient_accumulation_steps
     for each in manifest.running_calls:
-        # This rank may hold a running value that only stages on other ranks update. It contributes
-        # zeros.
+        # This rank may hold a running value that only stages on other ranks update. To the sum over
+        # ranks, it then contributes zeros.
         if each.parameter in parameters and each.parameter not in totals:
             totals[each.parameter].append(torch.zeros_like(parameters[each.parameter]))
             left[each.parameter] = math.prod(each.momenta) ** count

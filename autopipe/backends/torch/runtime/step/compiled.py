@@ -96,7 +96,7 @@ def _compile_stage(stage: Stage) -> str:
     """Compile a stage's forward, or only its recomputed segments if it has any. Return which parts
     run eagerly and why, "" if none does.
     """
-    # Imported here because the import takes about a second.
+    # The import is in the function, because it takes about a second.
     from autopipe.backends.torch.torch_interfaces import (
         TorchDynamoException,
         Unsupported,

@@ -154,7 +154,7 @@ class CaptureResources:
         after the block.
         """
         torch.cuda.synchronize()
-        # A capture that ends with an error leaves the capturing stream current. This context
+        # A capture that ends with an error leaves the capturing stream current. The stream context
         # restores the former stream.
         with torch.cuda.stream(self.stream):
             try:
@@ -175,7 +175,8 @@ class CaptureResources:
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            # With this mode, other threads may use CUDA meanwhile, for example to copy data.
+            # With the mode `thread_local`, other threads may use CUDA meanwhile, for example to
+            # copy data.
             with torch.cuda.graph(
                 graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
             ):
@@ -266,8 +267,8 @@ class StageGraphs:
             )
             for name in found:
                 aliases[name].grad = gradients.of(self._stage.parameters[name])
-            # The second run adds to existing gradients, which uses other kernels. They must be
-            # loaded before the capture.
+            # The second warm-up adds to existing gradients, for which it uses other kernels than
+            # the first. They must be loaded before the capture.
             self._warm_up()
             self.free += [GraphSlot(self._stage, self._resources, self) for _ in range(slots)]
 

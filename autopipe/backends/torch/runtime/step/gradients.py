@@ -79,7 +79,7 @@ class ReducedBucket:
         ]
         row = torch.cat([gradient.reshape(-1) for gradient in gradients])
         for parameter in self.parameters:
-            # The gradient was copied into `row`. `finish` sets the sum as the gradient.
+            # `row` now has a copy of the gradient. `finish` sets the sum as the gradient.
             parameter.grad = None
         self.pending = self._transport.start_all_reduce(row, self.bucket.ranks)
 
@@ -158,7 +158,8 @@ class ShardedBucket(ReducedBucket):
         for parameter, place in zip(self.parameters, self._parameter_views(gradients), strict=True):
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
-                parameter.grad = None  # The gradient was copied into `gradients`.
+                # `gradients`, the tensor that is reduced, now has a copy of the gradient.
+                parameter.grad = None
         self.pending = self._transport.start_reduce_scatter(gradients, self.bucket.ranks)
 
     def _set_gradients(self, sums: torch.Tensor) -> None:

@@ -160,7 +160,7 @@ def make_optimizer(
             others = [form for form, each in zip(forms, groups, strict=True) if not each.matrices]
             parts: list[torch.optim.Optimizer] = []
             if matrices:
-                # This setting scales updates of matrices of any shape to the size of AdamW's
+                # `match_rms_adamw` scales updates of matrices of any shape to the size of AdamW's
                 # updates, so that one learning rate suits both optimizers.
                 how = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
                 parts.append(

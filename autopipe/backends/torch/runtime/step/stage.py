@@ -340,7 +340,8 @@ class Stage:
             int(name[1:]) for segment in getattr(module, "SEGMENTS", ()) for name in segment
         )
         """For each parameter index, the number of recomputed segments that read the parameter."""
-        # Keys of these maps are (micro-batch, is gradient), inner keys are channel numbers.
+        # In the next three maps, keys are (micro-batch, is gradient) and inner keys are channel
+        # numbers.
         self._arriving = defaultdict[tuple[int, bool], dict[int, PendingRecv]](dict)
         """Receives from other ranks that have been posted."""
         self._leaving = defaultdict[tuple[int, bool], dict[int, torch.Tensor]](dict)
@@ -670,7 +671,8 @@ class Stage:
             and not self.p.weight_grads.used
             and not isinstance(self._saved[micro_batch], GraphSlot)
         ):
-            # From now on, the reduction of a bucket starts as soon as its gradients are complete.
+            # The reduction of each bucket starts during this backward, as soon as the bucket's
+            # gradients are complete.
             self._rank.reduction.start_during_backward(self.number, self._recomputing_readers)
         self._compute_gradients(micro_batch, "B")
         if last:

@@ -185,8 +185,8 @@ class Reporter:
         origins = tuple((number, micro_batch) for number, micro_batch, _ in losses)
         scaling = None if rank.loss_scaler is None else rank.loss_scaler.outcome
         moved = [float(rank.transport.traffic[kind]) for kind in COMMUNICATION_KINDS]
-        # These tensors must be launched before the event that ends the step, because they are read
-        # after a wait for this event.
+        # The norm and the divisor must be computed before the event that ends the step, because
+        # they are read after a wait for this event.
         norm = None if rank.grad_norm is None else rank.grad_norm.reshape(1)
         counted = None if rank.counted is None else rank.counted.reshape(1)
         times = rank.clock.end_step()
