@@ -71,7 +71,7 @@ def decompose_group_query_attention(rewriter: FileRewriter) -> None:
     batch, _, tokens, _ = rewriter.shape(query)
     past = (rewriter.operand(3), rewriter.operand(4))
     total = rewriter.known(6)
-    past_lengths = "" if total == tokens else _past_lengths(rewriter, tokens, total)
+    past_lengths = "" if total == tokens else _cached_token_counts(rewriter, tokens, total)
     if rewriter.operand(14):
         epsilon = node.number("qk_norm_epsilon", 1e-6)
         query, key = (
@@ -319,7 +319,7 @@ def _read_projections(rewriter: Rewriter, heads: int, groups: int) -> list[str]:
     return rewriter.split(query, 2, *sizes)
 
 
-def _past_lengths(rewriter: Rewriter, tokens: int, total: int | None) -> str:
+def _cached_token_counts(rewriter: Rewriter, tokens: int, total: int | None) -> str:
     """Return the name of the number of cached tokens per sequence, int64 [B]: operand 5 (the index
     of the last token of each sequence) + 1 − `tokens`.
 

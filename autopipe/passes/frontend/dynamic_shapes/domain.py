@@ -246,7 +246,7 @@ def row_axes_of(fact: Fact | None) -> tuple[int, ...]:
     return fact.row_axes if isinstance(fact, SelectedRows) else ()
 
 
-def depends_on_size(types: Sequence[Value]) -> bool:
+def have_counted_size(types: Sequence[Value]) -> bool:
     """True if `types` have a size that depends on the number of rows selected by data. They were
     inferred as if this number were `WITNESS`, so such a size is a nonzero multiple of `WITNESS`.
     """

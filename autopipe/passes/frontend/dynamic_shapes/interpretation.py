@@ -164,7 +164,9 @@ class DynamicShapes(dict[str, Fact]):
         result = context.node.output[0]
         if context.node.op_type == "Cast" and isinstance(operand, Counted) and result not in self:
             coefficients = [each.astype(np.float64) for each in operand.numbers.coefficients]
-            self._static_counts[result] = Counted(operand.selection, SizeArray.of(coefficients))
+            self._static_counts[result] = Counted(
+                operand.selection, SizeArray.from_coefficients(coefficients)
+            )
 
     def _interpret(self, context: NodeContext) -> None:
         """Record the facts of the node's results (what is known of values whose shape depends on

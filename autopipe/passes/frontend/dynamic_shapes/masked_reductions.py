@@ -17,7 +17,7 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     Counted,
     Indices,
     SelectedRows,
-    depends_on_size,
+    have_counted_size,
     replace_size,
     row_type_of,
 )
@@ -60,7 +60,7 @@ def reduce_rows(context: NodeContext) -> bool:
         raise context.unsupported()
     if operator not in NEUTRAL_ELEMENTS.keys() | LOSSES:
         raise context.unsupported()
-    if operator not in _RETURN_ROWS and depends_on_size(types):
+    if operator not in _RETURN_ROWS and have_counted_size(types):
         raise context.unsupported()
     first = next(iter(rows.values()))
     result = context.node.output[0]
@@ -202,7 +202,7 @@ def replace_counted_operands(context: NodeContext, names: list[str], count: int)
         if not isinstance(fact, Counted):
             continue
         if slot in sizes:
-            numbers = fact.numbers.at(count)
+            numbers = fact.numbers.value_at(count)
             flat = context.write.vector(numbers.reshape(-1).tolist())
             names[slot] = context.write.reshape(flat, numbers.shape)
         else:

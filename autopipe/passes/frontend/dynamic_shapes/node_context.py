@@ -138,7 +138,7 @@ class NodeFacts:
         they are not known.
         """
         return [
-            each if each is None or isinstance(each, np.ndarray) else each.at(count)
+            each if each is None or isinstance(each, np.ndarray) else each.value_at(count)
             for each in self.numbers()
         ]
 

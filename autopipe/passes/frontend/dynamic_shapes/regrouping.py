@@ -225,4 +225,4 @@ def express_by_derived(context: NodeFacts, counted: Counted) -> Counted:
     if selection.first_rows is not None and context.node.op_type not in SHAPE_OPERANDS:
         return counted
     offsets = np.where(depends, 0, numbers.offset)
-    return Counted(selection, SizeArray.of([offsets, depends.astype(numbers.dtype)]))
+    return Counted(selection, SizeArray.from_coefficients([offsets, depends.astype(numbers.dtype)]))

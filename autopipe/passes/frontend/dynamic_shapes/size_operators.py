@@ -37,7 +37,7 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import (
     Number,
     SizeArray,
     evaluate_with_sizes,
-    product_of_elements,
+    multiply_elements,
 )
 
 _INTEGER_TYPES = (6, 7)
@@ -65,12 +65,14 @@ def compute_shape(context: NodeContext) -> bool:
     for axis in row_axes_of(fact):
         scales[axis] = scale
         offsets[axis] = offset
-    sizes = SizeArray.of([offsets, scales])
+    sizes = SizeArray.from_coefficients([offsets, scales])
     if context.node.op_type == "Shape":
         kept = [each[start:end] for each in sizes.coefficients]
-        _record_numbers(context, context.node.output[0], selection, SizeArray.of(kept))
+        _record_numbers(
+            context, context.node.output[0], selection, SizeArray.from_coefficients(kept)
+        )
         return True
-    total = product_of_elements(sizes)
+    total = multiply_elements(sizes)
     _record_numbers(context, context.node.output[0], selection, total)
     return True
 
@@ -220,7 +222,7 @@ def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) 
         raise context.unsupported()
     if any(any(each[1:]) and each != _N for each in target.elements()):
         raise context.unsupported()
-    shape = tuple(target.at(WITNESS).reshape(-1).tolist())
+    shape = tuple(target.value_at(WITNESS).reshape(-1).tolist())
     if operand:
         shape = tuple(np.broadcast_shapes(shape, context.types[operand].shape))
     if shape.count(WITNESS) != 1 or max(shape) > WITNESS:

@@ -63,7 +63,7 @@ class SizeArray:
     """
 
     @staticmethod
-    def of(coefficients: Sequence[np.ndarray]) -> SizeArray:
+    def from_coefficients(coefficients: Sequence[np.ndarray]) -> SizeArray:
         """Return the array of polynomials with these coefficients, constant terms first. Trailing
         coefficients that are all zero are removed.
         """
@@ -79,7 +79,9 @@ class SizeArray:
         """Return an array of this shape whose elements are all `scale * n + offset`, where n is the
         number of rows that data select.
         """
-        return SizeArray.of([np.full(shape, each, dtype) for each in (offset, scale)])
+        return SizeArray.from_coefficients(
+            [np.full(shape, each, dtype) for each in (offset, scale)]
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,7 +109,7 @@ class SizeArray:
             return self.coefficients[power]
         return np.zeros_like(self.offset)
 
-    def at(self, number: int) -> np.ndarray:
+    def value_at(self, number: int) -> np.ndarray:
         """Return the elements for n = `number`, where n is the number of rows that data select."""
         total = np.zeros_like(self.offset)
         for coefficient in reversed(self.coefficients):
@@ -197,7 +199,7 @@ def _apply_by_coefficient(
         if operator == "Cast" and found[0].dtype.kind == "i" and (found[0] != read).any():
             return None
         results.append(found)
-    return [SizeArray.of(each) for each in zip(*results, strict=True)]
+    return [SizeArray.from_coefficients(each) for each in zip(*results, strict=True)]
 
 
 def _apply_by_rank(
@@ -227,7 +229,7 @@ def _apply_by_rank(
     if found is None:
         return None
     if operator in COMPARISONS:
-        return [SizeArray.of([found[0]])]
+        return [SizeArray.from_coefficients([found[0]])]
     chosen = [ordered[int(rank)] for rank in found[0].reshape(-1)]
     return [_assemble_array(chosen, found[0].shape, dtype)]
 
@@ -260,7 +262,7 @@ def _assemble_array(
 ) -> SizeArray:
     """Return the array of these polynomials, which are in row-major order."""
     columns = list(zip_longest(*elements, fillvalue=0)) or [()]
-    return SizeArray.of([np.array(each, dtype).reshape(shape) for each in columns])
+    return SizeArray.from_coefficients([np.array(each, dtype).reshape(shape) for each in columns])
 
 
 def _combine_elementwise(
@@ -289,7 +291,7 @@ def _combine_elementwise(
 
 
 def _multiply_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial:
-    """Return left · right. `is_integer` is not used: `_divide_polynomials` has the same parameters."""
+    """Return left · right. `is_integer` is unused: `_divide_polynomials` has the same parameters."""
     total: list[int | float] = [0] * (len(left) + len(right) - 1)
     for power, first in enumerate(left):
         for other, second in enumerate(right):
@@ -325,7 +327,7 @@ def _divide_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -
     return None if any(rest) else _trim_zeros(tuple(quotient))
 
 
-def product_of_elements(sizes: SizeArray) -> SizeArray:
+def multiply_elements(sizes: SizeArray) -> SizeArray:
     """Return the product of all elements of `sizes`, as an array without dimensions."""
     total: Polynomial = (1,)
     for element in sizes.elements():
@@ -353,7 +355,7 @@ def _reduce_product(node: onnx.NodeProto, operands: Sequence[Number]) -> list[Si
     rows = math.prod(data.shape[axis] for axis in kept)
     flat = [each.transpose([*kept, *reduced]).reshape(rows, -1) for each in data.coefficients]
     products = [
-        product_of_elements(SizeArray(tuple(each[row] for each in flat))) for row in range(rows)
+        multiply_elements(SizeArray(tuple(each[row] for each in flat))) for row in range(rows)
     ]
     keeps_axes = named["keepdims"].i if "keepdims" in named else 1
     shape = [1 if axis in reduced else extent for axis, extent in enumerate(data.shape)]

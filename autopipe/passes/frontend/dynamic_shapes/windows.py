@@ -39,7 +39,9 @@ def compute_windows(context: NodeContext) -> bool:
         return False
     rows = to_selected_rows(context.write, fact)
     is_padding = context.node.op_type == "Pad"
-    fill, selection = _pad_result(context, rows) if is_padding else _window_result(context, rows)
+    fill, selection = (
+        _pad_fill_and_rows(context, rows) if is_padding else _window_fill_and_rows(context, rows)
+    )
     if selection is None:
         return False
     inferred: Value = context.row_axes().types[0]
@@ -53,7 +55,9 @@ def compute_windows(context: NodeContext) -> bool:
     return True
 
 
-def _window_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
+def _window_fill_and_rows(
+    context: NodeContext, rows: SelectedRows
+) -> tuple[float, Selection | None]:
     """Return (fill, selection) of a convolution or max pooling of rows, of which a mask selects the
     first ones: the element after the last selected row, and the selection of the rows of the
     result, one per position of the window. The selection is None if attributes are not supported.
@@ -95,7 +99,7 @@ def _window_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Sel
     return fill, strided_prefix(context, rows.selection, stride, padding - width + 1)
 
 
-def _pad_result(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
+def _pad_fill_and_rows(context: NodeContext, rows: SelectedRows) -> tuple[float, Selection | None]:
     """Return (fill, selection) of a Pad of rows, of which a mask selects the first ones: the
     element after the last selected row, and the selection of the rows of the result. The selection
     is None if the Pad copies rows from the end or its numbers are unknown.

@@ -58,11 +58,11 @@ def fuse_attention(view: View, node: Node) -> tuple[Node, ...] | None:
         view.shape(weights), view.shape(value), is_transposed
     ):
         return None
-    name, sinks = _scores_and_sinks(view, softmax, view.shape(weights)[-1])
+    name, sinks = _match_scores_and_sinks(view, softmax, view.shape(weights)[-1])
     scores = match_scores(view, name) if name else None
     if scores is None or view.type_of(scores.query).dtype is not view.type_of(value).dtype:
         return None
-    lead = _samples_and_heads(view, scores)
+    lead = _count_samples_and_heads(view, scores)
     if lead is None:
         return None
     return _AttentionWriter(view, node, lead).write(scores, value, is_transposed, sinks)
@@ -100,7 +100,7 @@ def _find_softmax(view: View, name: str) -> Node | None:
     return softmax
 
 
-def _scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
+def _match_scores_and_sinks(view: View, softmax: Node, keys: int) -> tuple[str, str]:
     """Return (scores, sinks) of the operand of a softmax: the name of the scores of the `keys`
     keys, and the name of the column concatenated after them, which has the attention sinks (extra
     scores of keys without values). `sinks` is "" if there is none; both are "" if the operand is
@@ -136,7 +136,7 @@ def _skip_nan_guard(view: View, name: str) -> str:
     return node.inputs[2]
 
 
-def _samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | None:
+def _count_samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | None:
     """Return the numbers of samples and heads.
 
     They are the first two sizes of a tensor with four dimensions: of the scores between the softmax

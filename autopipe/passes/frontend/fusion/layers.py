@@ -114,9 +114,9 @@ def _match_normalized(view: View, name: str) -> tuple[str, int, float] | None:
     if node is None:
         return None
     if node.op == "Div":
-        pairs = [(node.inputs[0], _root_operand(view, node.inputs[1]))]
+        pairs = [(node.inputs[0], _match_root(view, node.inputs[1]))]
     else:
-        pairs = [(x, _inverse_root_operand(view, y)) for x, y in (node.inputs, node.inputs[::-1])]
+        pairs = [(x, _match_inverse_root(view, y)) for x, y in (node.inputs, node.inputs[::-1])]
     for x, square in pairs:
         value, epsilon = view.split_addend(square)
         mean = view.producer_of(value, "ReduceMean")
@@ -127,20 +127,20 @@ def _match_normalized(view: View, name: str) -> tuple[str, int, float] | None:
     return None
 
 
-def _root_operand(view: View, name: str) -> str:
+def _match_root(view: View, name: str) -> str:
     """Return the name of v if the value `name` is √v, otherwise ""."""
     root = view.producer_of(name, "Sqrt")
     return root.inputs[0] if root is not None else ""
 
 
-def _inverse_root_operand(view: View, name: str) -> str:
+def _match_inverse_root(view: View, name: str) -> str:
     """Return the name of v if the value `name` is 1 / √v, otherwise ""."""
     node = view.producer_of(name, "Reciprocal", "Div", "Pow")
     if node is None or (node.op == "Div" and view.scalar(node.inputs[0]) != 1.0):
         return ""
     if node.op == "Pow":
         return node.inputs[0] if view.scalar(node.inputs[1]) == -0.5 else ""
-    return _root_operand(view, node.inputs[-1])
+    return _match_root(view, node.inputs[-1])
 
 
 def _match_centred(view: View, name: str, axis: int) -> str | None:

@@ -151,10 +151,10 @@ def _match_mask(view: View, node: Node, found: Scores) -> str | None:
     scores = ""
     result = view.shape(node.outputs[0])
     if node.op == "Add":
-        first = [each for each in node.inputs if _is_near_product(view, each, 1)]
+        first = [each for each in node.inputs if _leads_to_product(view, each, 1)]
         scores = next(
             iter(
-                first or [each for each in node.inputs if _is_near_product(view, each, MAX_STEPS)]
+                first or [each for each in node.inputs if _leads_to_product(view, each, MAX_STEPS)]
             ),
             "",
         )
@@ -171,7 +171,7 @@ def _match_mask(view: View, node: Node, found: Scores) -> str | None:
     return scores if scores and view.shape(scores) == result else None
 
 
-def _is_near_product(view: View, name: str, steps: int) -> bool:
+def _leads_to_product(view: View, name: str, steps: int) -> bool:
     """True if a MatMul is found within `steps` nodes before the value `name`, through operators
     that may stand between the product and the softmax of attention.
     """

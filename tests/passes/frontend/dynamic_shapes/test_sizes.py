@@ -15,7 +15,7 @@ from autopipe.passes.frontend.dynamic_shapes.sizes import (
     Number,
     SizeArray,
     evaluate_with_sizes,
-    product_of_elements,
+    multiply_elements,
 )
 from autopipe.passes.frontend.inference import Inference
 from tests.passes.frontend.building import INT64, integers, node
@@ -30,7 +30,7 @@ def sizes(*elements: tuple[int, ...]) -> SizeArray:
     """Return a vector of polynomials with these coefficients, the constant term first."""
     degree = max(map(len, elements))
     padded = [(*each, *[0] * (degree - len(each))) for each in elements]
-    return SizeArray.of([np.array(each) for each in zip(*padded, strict=True)])
+    return SizeArray.from_coefficients([np.array(each) for each in zip(*padded, strict=True)])
 
 
 def evaluated(
@@ -47,12 +47,14 @@ def agrees(operator: onnx.NodeProto, operands: Sequence[Number], numbers: Sequen
     found = interpreted(operator, operands)
     assert found is not None
     for number in numbers:
-        arrays = [each.at(number) if isinstance(each, SizeArray) else each for each in operands]
+        arrays = [
+            each.value_at(number) if isinstance(each, SizeArray) else each for each in operands
+        ]
         expected = evaluated(operator, arrays)
         assert expected is not None
         for result, array in zip(found, expected, strict=True):
             assert result.dtype == array.dtype
-            np.testing.assert_array_equal(result.at(number), array)
+            np.testing.assert_array_equal(result.value_at(number), array)
 
 
 N = sizes((0, 1), (4,), (3, 2))
@@ -100,7 +102,7 @@ def test_products_are_exact(elements: SizeArray, factor: int) -> None:
     agrees(node("Mul", "a b", "y"), [elements, np.array(factor)], SMALL)
     agrees(node("Mul", "a b", "y"), [elements, elements], SMALL)
     agrees(node("ReduceProd", "a", "y", keepdims=0), [elements], SMALL)
-    assert product_of_elements(elements).at(3) == np.prod(elements.at(3))
+    assert multiply_elements(elements).value_at(3) == np.prod(elements.value_at(3))
 
 
 @given(st.sampled_from(sorted(ORDER_OPERATORS)), COEFFICIENTS, st.integers(-5, 9))
@@ -135,10 +137,10 @@ def test_a_position_that_depends_on_rows_is_not_followed() -> None:
 
 
 def test_a_cast_that_rounds_is_not_followed() -> None:
-    half = SizeArray.of([np.zeros(1), np.full(1, 0.5)])
+    half = SizeArray.from_coefficients([np.zeros(1), np.full(1, 0.5)])
     operator = node("Cast", "a", "y", to=INT64)
     assert interpreted(operator, [half]) is None
-    agrees(operator, [SizeArray.of([np.ones(1), np.full(1, 2.0)])], SMALL)
+    agrees(operator, [SizeArray.from_coefficients([np.ones(1), np.full(1, 2.0)])], SMALL)
 
 
 def test_trailing_zero_coefficients_are_removed() -> None:
