@@ -5,6 +5,7 @@ loss.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,29 @@ from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import FileSlice, Fill, Graph, Initializer, Storage, Value, VarintSlice
 from autopipe.ir.problem import Mode, NodeCost
 from autopipe.passes.analysis.batch_forms import LossForm
+from autopipe.passes.analysis.layer_names import name_layers
+from autopipe.passes.analysis.layers import LayerClass, find_layers
 from autopipe.passes.analysis.loss_division import form_of_loss
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import Model, read_model
 from autopipe.passes.frontend.branches import Branch, branches_of
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSummary:
+    """A class of repeated layers of a model."""
+
+    name: str
+    count: int
+    """Number of layers."""
+    nodes: int
+    """Number of nodes of a layer."""
+    parameters: int
+    """Number of elements of the trained parameters that a layer reads."""
+    forward_flops: float | None
+    """FLOPs of the forward pass of a layer, None if an operator of the model is not supported."""
+    inner: tuple[LayerSummary, ...] = ()
+    """Classes of layers inside the layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +49,8 @@ class Inspection:
     work: tuple[NodeCost, ...]
     """The work of each node, () if an operator is not supported."""
     branches: tuple[Branch, ...]
+    layers: tuple[LayerSummary, ...]
+    """Classes of repeated layers, in the order of their first layers."""
     form: LossForm | None
     """How the loss of a batch follows from the losses of its parts. None if the model is not for
     training, has no loss or no batch dimension, or if an operator is not supported.
@@ -60,11 +82,43 @@ def inspect(model: Path, configuration: Configuration, events: Events | None = N
         events.warn(warning)
     file = read.source or model
     if read.unsupported:
-        return Inspection(read, (), (), None)
+        return Inspection(read, (), (), summarize_layers(read.graph, ()), None)
     work = annotate(read.graph)
     form = form_of_loss(read, lambda size: reader(file, batch=size, opened=True))
     branches = branches_of(read.graph, [each.forward_flops for each in work]) if work else ()
-    return Inspection(read, work, branches, form)
+    return Inspection(read, work, branches, summarize_layers(read.graph, work), form)
+
+
+def summarize_layers(graph: Graph, work: Sequence[NodeCost]) -> tuple[LayerSummary, ...]:
+    """Return the classes of repeated layers of `graph`. `work` is the work of each node, () if it is
+    unknown.
+    """
+    classes = find_layers(graph)
+    names = name_layers(graph, classes)
+    return tuple(
+        _summarize_layer(graph, work, layer, name, layer.instances[0])
+        for layer, name in zip(classes, names, strict=True)
+    )
+
+
+def _summarize_layer(
+    graph: Graph, work: Sequence[NodeCost], layer: LayerClass, name: str, nodes: Sequence[int]
+) -> LayerSummary:
+    """Return the summary of a class whose first layer consists of `nodes`."""
+    read = dict.fromkeys(name for index in nodes for name in graph.nodes[index].inputs)
+    parameters = [found for each in read if (found := graph.parameter(each)) is not None]
+    inner = [[nodes[position] for position in each.instances[0]] for each in layer.inner]
+    return LayerSummary(
+        name,
+        layer.count,
+        len(nodes),
+        sum(each.value.elements for each in parameters if each.trainable),
+        sum(work[index].forward_flops for index in nodes) if work else None,
+        tuple(
+            _summarize_layer(graph, work, each, f"part of {name}", own)
+            for each, own in zip(layer.inner, inner, strict=True)
+        ),
+    )
 
 
 def inspection_data(found: Inspection) -> dict[str, object]:
@@ -112,6 +166,7 @@ def inspection_data(found: Inspection) -> dict[str, object]:
         "nodes": len(graph.nodes),
         "operators": operator_counts(graph),
         "fused": model.fused,
+        "layers": found.layers,
         **(figures if work else dict.fromkeys(figures)),
         "branches": found.branches,
         "unsupported": [

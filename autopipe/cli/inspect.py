@@ -14,10 +14,10 @@ from autopipe.cli.output import Output, Verbosity, facts_table
 from autopipe.cli.plan_report import gradient_lines, trained_lines
 from autopipe.configs.configuration import Configuration
 from autopipe.ir.graph import Value
-from autopipe.ir.words import plural
+from autopipe.ir.words import count_text, plural
 
 if TYPE_CHECKING:
-    from autopipe.api.inspection import Inspection
+    from autopipe.api.inspection import Inspection, LayerSummary
 
 _MAX_LISTED_ITEMS = 8
 """Maximum number of inputs, outputs, operators and branches listed. Further ones are only
@@ -30,8 +30,8 @@ counted.
 @model_options
 @standard_options
 def inspect(output: Output, model: Path, configuration: Configuration) -> None:
-    """Show the inputs, outputs, parameters, operators, FLOPs, memory, branches and unsupported
-    operators of the ONNX file MODEL.
+    """Show the inputs, outputs, parameters, operators, repeated layers, FLOPs, memory, branches and
+    unsupported operators of the ONNX file MODEL.
 
     \b
     Example:
@@ -112,6 +112,7 @@ def _inspection_rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]
     )
     if model.fused:
         yield "fused", ", ".join(f"{name} {count}" for name, count in model.fused.items())
+    yield from _limited_rows("layers", list(_layer_lines(found.layers)) or ["none are repeated"])
     if work:
         forward = sum(each.forward_flops for each in work)
         backward = sum(each.backward_flops for each in work)
@@ -133,6 +134,21 @@ def _inspection_rows(found: Inspection, every: bool) -> Iterator[tuple[str, str]
     yield from _limited_rows("not supported", told)
     if not told:
         yield "supported", "every operator"
+
+
+def _layer_lines(layers: Sequence[LayerSummary], indent: str = "") -> Iterator[str]:
+    """Yield one line per class of repeated layers, and below it the classes inside its layers."""
+    for each in layers:
+        work = (
+            ""
+            if each.forward_flops is None
+            else f", {_with_si_prefix(each.forward_flops)}FLOP forward"
+        )
+        yield (
+            f"{indent}{each.count} × {each.name}: {count_text(each.nodes, 'node')}, "
+            f"{count_text(each.parameters, 'parameter')}{work}"
+        )
+        yield from _layer_lines(each.inner, f"{indent}  ")
 
 
 def _limited_rows(name: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:

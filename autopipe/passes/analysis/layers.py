@@ -1,0 +1,193 @@
+"""Repeated layers of a model: equal subgraphs, such as the decoder layers of a GPT or the blocks of
+a stage of a ResNet.
+
+A *layer class* is a set of equal subgraphs, its *instances*. Node k of one instance has the
+operator, attributes, operand types and result types of node k of every other instance, and the
+wiring inside the instances is equal (see `autopipe.passes.analysis.repeats`). The names of nodes
+and values are not compared. Values of parameters are not compared either. The values of constants
+are compared if they are small, because codegen writes them into the source.
+
+The search reads the nodes in an order in which a layer is a range of consecutive nodes. In the order
+of a file, computations that all layers share, such as an attention mask or a position bias, often
+lie inside the first layer. `_side_branches_first` moves them to the front.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from autopipe.ir.graph import Graph, Node
+from autopipe.ir.ops import OPERATORS, qualified_name
+from autopipe.passes.analysis.repeats import Labels, Repeat, Wiring, find_repeats
+
+_MAX_COMPARED_ELEMENTS: Final = 64
+"""Maximum number of elements of a constant whose values must be equal in equal layers."""
+_HEAVY_KINDS: Final = frozenset({"matmul", "convolution", "recurrent"})
+"""Classes of operators that do most of the work of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """Equal subgraphs of a graph."""
+
+    instances: tuple[tuple[int, ...], ...]
+    """For each instance, its nodes: node k of an instance corresponds to node k of every other one.
+    A node is an index in the graph; in a class inside another one, a position in the outer instance.
+    """
+    inner: tuple[LayerClass, ...] = ()
+    """Classes inside each instance."""
+
+    @property
+    def count(self) -> int:
+        """Number of instances."""
+        return len(self.instances)
+
+    @property
+    def length(self) -> int:
+        """Number of nodes of an instance."""
+        return len(self.instances[0])
+
+
+def find_layers(graph: Graph) -> tuple[LayerClass, ...]:
+    """Return the layer classes of a graph in the order of their first instances.
+
+    Each class has two instances or more, and an instance reads a parameter. Instances of different
+    classes do not overlap. The result depends only on the order and the structure of the nodes.
+    """
+    order = _side_branches_first(graph)
+    labels, wiring = _label_nodes(graph, order)
+    nodes = [graph.nodes[index] for index in order]
+    has_parameter = np.array([_reads_parameter(graph, node) for node in nodes], dtype=bool)
+    is_heavy = np.array([_is_heavy(graph, node) for node in nodes], dtype=bool)
+    repeats = find_repeats(labels, wiring, has_parameter, is_heavy)
+    return tuple(_with_nodes(each, order) for each in repeats)
+
+
+def _with_nodes(repeat: Repeat, order: Sequence[int]) -> LayerClass:
+    """Return the class of a repeated part, given the node at each position."""
+    length = repeat.length
+    return LayerClass(
+        tuple(tuple(order[start : start + length]) for start in repeat.starts),
+        tuple(_with_nodes(each, range(length)) for each in repeat.inner),
+    )
+
+
+def _reads_parameter(graph: Graph, node: Node) -> bool:
+    return any(graph.parameter(name) is not None for name in node.inputs)
+
+
+def _is_heavy(graph: Graph, node: Node) -> bool:
+    """Return True for a matmul, a convolution or a recurrent layer with a parameter."""
+    row = OPERATORS.get(qualified_name(node))
+    return row is not None and row.kind in _HEAVY_KINDS and _reads_parameter(graph, node)
+
+
+def _side_branches_first(graph: Graph) -> list[int]:
+    """Return the nodes in a topological order in which computations that layers share precede the
+    layers.
+
+    A *light* node depends on no matmul, convolution or recurrent layer with a parameter. The light
+    nodes form connected components: the embedding with the first normalization, a mask, a table of
+    rotary positions, a position bias, a function of a parameter. Layers share a component if its
+    first reader is no heavy operator, and if there is a heavy operator between its first and its
+    last reader. Shared components move to the front, and all other nodes keep their order.
+    """
+    count = len(graph.nodes)
+    sources = graph.sources()
+    is_heavy = [False] * count
+    is_light = [True] * count
+    for index, node in enumerate(graph.nodes):
+        is_heavy[index] = _is_heavy(graph, node)
+        is_light[index] = not is_heavy[index] and all(
+            is_light[source] for _, source in sources[index]
+        )
+    component = list(range(count))
+
+    def root(index: int) -> int:
+        while component[index] != index:
+            component[index] = component[component[index]]
+            index = component[index]
+        return index
+
+    for index in range(count):
+        for _, source in sources[index]:
+            if is_light[index] and is_light[source]:
+                component[root(index)] = root(source)
+    first_reader: dict[int, int] = {}
+    last_reader: dict[int, int] = {}
+    for index in range(count):
+        for _, source in sources[index]:
+            if is_light[source] and not is_light[index]:
+                first_reader.setdefault(root(source), index)
+                last_reader[root(source)] = index
+    heavy_before = list(itertools.accumulate(is_heavy, initial=0))
+
+    def is_shared(index: int) -> bool:
+        """Return True if layers share the component of a light node."""
+        first = first_reader.get(root(index))
+        if first is None:
+            return True
+        last = last_reader[root(index)]
+        return not is_heavy[first] and heavy_before[last] > heavy_before[first]
+
+    front = [index for index in range(count) if is_light[index] and is_shared(index)]
+    moved = set(front)
+    return front + [index for index in range(count) if index not in moved]
+
+
+def _label_nodes(graph: Graph, order: Sequence[int]) -> tuple[Labels, Wiring]:
+    """Return the labels and the wiring of the nodes in `order`."""
+    known_labels: dict[Hashable, int] = {}
+    descriptions: dict[str, Hashable] = {"": None}
+    numbers = {value.name: -1 - index for index, value in enumerate(graph.inputs)}
+    labels = np.empty(len(graph.nodes), dtype=np.int64)
+    operands: list[tuple[int, ...]] = []
+    first_result = np.zeros(len(graph.nodes) + 1, dtype=np.int64)
+    written = 0
+    for index, node in enumerate(graph.nodes[place] for place in order):
+        for name in (*node.inputs, *node.outputs):
+            if name not in descriptions:
+                descriptions[name] = _describe(graph, name)
+        key = (
+            _node_key(node),
+            tuple(descriptions[name] for name in node.inputs),
+            tuple(descriptions[name] for name in node.outputs),
+        )
+        labels[index] = known_labels.setdefault(key, len(known_labels))
+        operands.append(tuple(numbers[name] for name in node.inputs if name in numbers))
+        for name in node.outputs:
+            numbers[name] = written
+            written += 1
+        first_result[index + 1] = written
+    return labels, Wiring(operands, first_result)
+
+
+def _node_key(node: Node) -> Hashable:
+    return (
+        node.domain,
+        node.op,
+        node.attributes,
+        None if node.body is None else node.body.digest(),
+    )
+
+
+def _describe(graph: Graph, name: str) -> Hashable:
+    """Return a description that is equal for values that may correspond in equal layers."""
+    value = graph.type_of(name)
+    kind = "value"
+    content = b""
+    parameter = graph.parameter(name)
+    constant = graph.constant(name)
+    if parameter is not None:
+        kind = "trained parameter" if parameter.trainable else "buffer"
+    elif constant is not None:
+        kind = "constant"
+        if value.elements <= _MAX_COMPARED_ELEMENTS:
+            content = hashlib.sha256(constant.array.tobytes()).digest()
+    return kind, value.dtype, value.shape, content

@@ -1,0 +1,98 @@
+"""Layer classes of models: those that a person would name, with their names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopipe.configs.zoo import build, configure
+from autopipe.ir.graph import Graph
+from autopipe.passes.analysis.layer_names import name_layers
+from autopipe.passes.analysis.layers import LayerClass, find_layers
+from autopipe.passes.frontend import read_model
+from tests.distributed.support.builder import Builder, mlp
+from tests.distributed.support.zoo import small_graph
+
+
+def summary(graph: Graph) -> dict[str, int]:
+    """Return the number of instances by name of the class."""
+    classes = find_layers(graph)
+    names = name_layers(graph, classes)
+    return {name: each.count for name, each in zip(names, classes, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("gpt", {"layer": 2}),
+        ("llama", {"layer": 2}),
+        ("bert", {"layer": 3}),
+        ("transformer", {}),  # one encoder layer and one decoder layer
+        ("alexnet", {}),
+    ],
+)
+def test_layers_of_the_zoo(model: str, expected: dict[str, int]) -> None:
+    assert summary(small_graph(model)[0]) == expected
+
+
+def test_encoder_and_decoder_layers_are_two_classes(tmp_path: Path) -> None:
+    settings = {"layers": "2", "hidden": "32", "heads": "4", "vocabulary": "64", "weights": "none"}
+    build(configure("transformer", settings)).save(tmp_path / "model.onnx")
+    graph = read_model(tmp_path / "model.onnx").graph
+    assert summary(graph) == {"encoder layer": 2, "decoder layer": 2}
+
+
+@pytest.mark.parametrize("layers", [2, 3, 8])
+def test_every_layer_is_an_instance(layers: int) -> None:
+    graph, _ = mlp(layers)
+    (found,) = find_layers(graph)
+    assert found.instances == tuple((2 * index, 2 * index + 1) for index in range(layers))
+
+
+def test_a_mask_inside_of_the_first_layer_is_no_part_of_it() -> None:
+    """Two layers read a mask, which the file computes between the nodes of the first layer."""
+    builder = Builder()
+    hidden = builder.input((4, 4))
+    positions = builder.input((4, 4))
+    mask = ""
+    for _ in range(3):
+        product = builder.node("MatMul", hidden, builder.parameter((4, 4)))
+        if not mask:
+            mask = builder.node("Neg", builder.node("Sigmoid", positions))
+        hidden = builder.node("Tanh", builder.node("Add", product, mask))
+    graph = builder.graph(builder.mean_square(hidden))
+    (found,) = find_layers(graph)
+    assert found.instances == ((0, 3, 4), (5, 6, 7), (8, 9, 10))
+
+
+def test_the_result_does_not_depend_on_names() -> None:
+    plain, _ = mlp(4)
+    renamed, _ = mlp(4, rename=lambda name: f"z{hash(name) % 97}/{name[::-1]}")
+    assert find_layers(plain) == find_layers(renamed)
+
+
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=4), st.text(max_size=8))
+def test_names_of_any_text_give_plain_words(words: list[str], end: str) -> None:
+    def rename(name: str) -> str:
+        number = re.sub(r"\D", "", name) or "0"
+        return "/".join([*words, f"layers.{number}", end, name])
+
+    graph, _ = mlp(3, rename=rename)
+    (name,) = name_layers(graph, find_layers(graph))
+    assert re.fullmatch(r"[A-Za-z0-9]+( [A-Za-z0-9]+)*", name)
+    assert len(name) <= 44
+
+
+def test_classes_of_one_name_are_numbered() -> None:
+    builder = Builder()
+    hidden = builder.input((4, 4))
+    for op in ("Tanh", "Tanh", "Sigmoid", "Sigmoid"):
+        hidden = builder.node(op, builder.node("MatMul", hidden, builder.parameter((4, 4))))
+    graph = builder.graph(builder.mean_square(hidden))
+    classes = find_layers(graph)
+    assert classes == (LayerClass(((0, 1), (2, 3))), LayerClass(((4, 5), (6, 7))))
+    assert name_layers(graph, classes) == ("w layer", "w layer 2")
