@@ -90,8 +90,8 @@ def inspect(model: Path, configuration: Configuration, events: Events | None = N
 
 
 def summarize_layers(graph: Graph, work: Sequence[NodeCost]) -> tuple[LayerSummary, ...]:
-    """Return the classes of repeated layers of `graph`. `work` is the work of each node, () if it is
-    unknown.
+    """Return the classes of repeated layers of `graph`. `work` is the work of each node, () if it
+    is unknown.
     """
     classes = find_layers(graph)
     names = name_layers(graph, classes)

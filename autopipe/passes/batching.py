@@ -143,8 +143,8 @@ def climb(places: Sequence[int], start: int, seconds: Callable[[int], float | No
     `start` of `places`, then the candidates after it while steps get shorter, and then the
     candidates before it while steps get shorter.
 
-    `places` lists numbers or sizes of micro-batches in order of decreasing memory. `seconds` tries a
-    candidate and returns the seconds of its step: infinity if the candidate has no plan, and None
+    `places` lists numbers or sizes of micro-batches in order of decreasing memory. `seconds` tries
+    a candidate and returns the seconds of its step: infinity if the candidate has no plan, and None
     if memory is insufficient. After None, later candidates can still fit in memory, but earlier
     candidates cannot. `seconds` keeps the results; this function returns nothing.
     """

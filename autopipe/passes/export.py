@@ -62,7 +62,8 @@ if TYPE_CHECKING:
 
 
 PIECE: Final = 1 << 24
-"""Approximate maximum number of bytes of a tensor that are in memory while the tensor is written."""
+"""Approximate maximum number of bytes of a tensor that are in memory while the tensor is written.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,9 @@ def _boxes(shape: tuple[int, ...], limit: int) -> Iterator[TensorSlice]:
 def kept_tensors(
     graph: onnx.GraphProto, source: Source, trained: Collection[str]
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Return (inside, outside): the initializers and results of Constant nodes of `graph` whose data
-    must be copied, because the message `graph` does not contain it. `inside` are the tensors that
-    the model file contains, `outside` those in external files.
+    """Return (inside, outside): the initializers and results of Constant nodes of `graph` whose
+    data must be copied, because the message `graph` does not contain it. `inside` are the tensors
+    that the model file contains, `outside` those in external files.
 
     `graph` is the graph of the file of `source`, from which the data of large tensors was removed.
     The tensors named in `trained` are omitted.
@@ -438,9 +439,9 @@ def write_trained(
 
 
 def _take_out(proto: onnx.ModelProto, names: set[str]) -> dict[str, onnx.NodeProto]:
-    """Remove from `proto` the tensors `names`: their initializers, their types, and the Constant and
-    ConstantOfShape nodes that compute them. Return the removed Constant nodes by the name of their
-    result.
+    """Remove from `proto` the tensors `names`: their initializers, their types, and the Constant
+    and ConstantOfShape nodes that compute them. Return the removed Constant nodes by the name of
+    their result.
 
     Also remove the Identity nodes whose results were other names of a merged parameter.
     """

@@ -38,8 +38,8 @@ class ModuleState:
     """The `state_dict` of a module after training."""
 
     tensors: tuple[Numbers, ...]
-    """The entries with their data, in the layouts that they have in the module. The tensors named in
-    `others` are included.
+    """The entries with their data, in the layouts that they have in the module. The tensors named
+    in `others` are included.
     """
     absent: tuple[str, ...] = ()
     """Names of entries of the `state_dict` for which the file contains no data."""
@@ -119,8 +119,9 @@ def initializers_of(source: Source) -> dict[str, onnx.TensorProto]:
 
 
 def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
-    """Return the name of the graph's parameter that corresponds to the initializer `tensor`; its own
-    name if there is none. `held` contains the parameters and constants of the file by initializer.
+    """Return the name of the graph's parameter that corresponds to the initializer `tensor`; its
+    own name if there is none. `held` contains the parameters and constants of the file by
+    initializer.
     """
     each = held.get(tensor)
     while isinstance(each, Folded) and isinstance(each.source, str):
@@ -132,8 +133,8 @@ def graph_name(tensor: str, held: Mapping[str, Held]) -> str:
 
 
 def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
-    """Return the initializer `tensor` of a file with its data; None if the file does not contain the
-    data. Raise ModelError if the data does not fill the shape of the tensor.
+    """Return the initializer `tensor` of a file with its data; None if the file does not contain
+    the data. Raise ModelError if the data does not fill the shape of the tensor.
     """
     where = f"initializer {tensor.name!r}"
     value = value_of(tensor, tensor.name, where)
@@ -153,8 +154,8 @@ def file_numbers(tensor: onnx.TensorProto, source: Source) -> Numbers | None:
 
 
 def counters(source: Source, state: StateNames, forwards: int | None) -> dict[str, Numbers]:
-    """Return the batch counters of a file, increased by `forwards` micro-batches of training, by the
-    name of their initializer; empty if `forwards` is None. `state` is the record of the file.
+    """Return the batch counters of a file, increased by `forwards` micro-batches of training, by
+    the name of their initializer; empty if `forwards` is None. `state` is the record of the file.
     """
     if forwards is None:
         return {}
@@ -190,8 +191,8 @@ def _increased(numbers: Numbers, amount: int, box: TensorSlice) -> npt.NDArray[n
 
 
 def in_module_layout(numbers: Numbers, layout: Layout | None) -> Numbers:
-    """Return a parameter of a graph in the layout that it has in the PyTorch module. `layout` is the
-    difference between both layouts; None if they are equal.
+    """Return a parameter of a graph in the layout that it has in the PyTorch module. `layout` is
+    the difference between both layouts; None if they are equal.
     """
     if layout is None:
         return numbers

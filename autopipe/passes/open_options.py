@@ -1,5 +1,5 @@
-"""Options of a strategy that a request leaves open, and the values that a plan contains for them. An
-open option has a default value, for example None, for which the strategy chooses a value itself.
+"""Options of a strategy that a request leaves open, and the values that a plan contains for them.
+An open option has a default value, for example None, for which the strategy chooses a value itself.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from autopipe.passes.pipeline import PlanResult, read_for
 
 
 def with_step_length(planned: PlanResult, length: int) -> PlanResult | None:
-    """Return the plan of a decoder for steps with `length` tokens per sequence. None if the steps of
-    `planned` already have at least `length` tokens, or if the model file fixes the number of
+    """Return the plan of a decoder for steps with `length` tokens per sequence. None if the steps
+    of `planned` already have at least `length` tokens, or if the model file fixes the number of
     tokens.
 
     Raise the errors of reading the model, and InfeasibleError if the graph for `length` tokens has

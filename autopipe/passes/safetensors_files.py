@@ -145,8 +145,8 @@ def _count(number: object) -> int:
 
 
 def shards_of(tensors: Sequence[Numbers], most: int | None) -> list[list[Numbers]]:
-    """Return the tensors in consecutive groups, one per file, of at most `most` bytes each. A larger
-    tensor is a group by itself. If `most` is None, there is one group.
+    """Return the tensors in consecutive groups, one per file, of at most `most` bytes each. A
+    larger tensor is a group by itself. If `most` is None, there is one group.
     """
     groups: list[list[Numbers]] = [[]]
     size = 0

@@ -72,8 +72,8 @@ reads.
 
 
 def matched_weights(weights: Path, model: Path) -> MatchedWeights:
-    """Match the tensors of the file `weights` with the parameters of the ONNX file `model`. The data
-    is returned with the names, layouts and element types of the model's parameters.
+    """Match the tensors of the file `weights` with the parameters of the ONNX file `model`. The
+    data is returned with the names, layouts and element types of the model's parameters.
 
     Required are each trained parameter and running statistic of the model, under one of its names
     in the module, and each floating-point entry of the module's `state_dict` that no node reads.
@@ -213,8 +213,8 @@ def _is_passed_over(numbers: Numbers, table: Weights, found: Mapping[str, Number
 
 
 def _converted(numbers: Numbers, value: Value) -> Numbers:
-    """Return the tensor `numbers` with the name, element type and shape of `value`. Raise ModelError
-    if its element type cannot be converted.
+    """Return the tensor `numbers` with the name, element type and shape of `value`. Raise
+    ModelError if its element type cannot be converted.
     """
     own = numbers.value.dtype
     if own is value.dtype:
@@ -270,16 +270,16 @@ def _onnx_tensors(path: Path) -> tuple[dict[str, Numbers], set[str]]:
 
 
 def _folded_numbers(parameter: Parameter, path: Path) -> Numbers | None:
-    """Return a parameter that is computed from a tensor of the ONNX file `path`; None if the element
-    type of the tensor cannot be read.
+    """Return a parameter that is computed from a tensor of the ONNX file `path`; None if the
+    element type of the tensor cannot be read.
     """
     array = folded_numbers(parameter, path)
     return None if array is None else Numbers(parameter.value, partial(block, array))
 
 
 def layouts_of(model: Path) -> Mapping[str, Layout]:
-    """Return, by name, the difference between the layouts in the PyTorch module and in the ONNX file
-    `model`, for each parameter whose layouts differ.
+    """Return, by name, the difference between the layouts in the PyTorch module and in the ONNX
+    file `model`, for each parameter whose layouts differ.
     """
     source = load(model)
     table = Weights(source, roles_of(source), Chosen())
@@ -288,8 +288,9 @@ def layouts_of(model: Path) -> Mapping[str, Layout]:
 
 
 def are_one_model(one: Source, other: Source) -> bool:
-    """True if two ONNX files have equal nodes between equal inputs, outputs and initializers, except
-    for training behaviour. So they compute equal outputs in inference if their weights are equal.
+    """True if two ONNX files have equal nodes between equal inputs, outputs and initializers,
+    except for training behaviour. So they compute equal outputs in inference if their weights are
+    equal.
 
     Dropout and the training mode of BatchNormalization are ignored, and so are the names of nodes
     and of intermediate values.

@@ -7,9 +7,9 @@ wiring inside the instances is equal (see `autopipe.passes.analysis.repeats`). T
 and values are not compared. Values of parameters are not compared either. The values of constants
 are compared if they are small, because codegen writes them into the source.
 
-The search reads the nodes in an order in which a layer is a range of consecutive nodes. In the order
-of a file, computations that all layers share, such as an attention mask or a position bias, often
-lie inside the first layer. `_side_branches_first` moves them to the front.
+The search reads the nodes in an order in which a layer is a range of consecutive nodes. In the
+order of a file, computations that all layers share, such as an attention mask or a position bias,
+often lie inside the first layer. `_side_branches_first` moves them to the front.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class LayerClass:
 
     instances: tuple[tuple[int, ...], ...]
     """For each instance, its nodes: node k of an instance corresponds to node k of every other one.
-    A node is an index in the graph; in a class inside another one, a position in the outer instance.
+    A node is an index in the graph; in a class inside another one, a position in the outer
+    instance.
     """
     inner: tuple[LayerClass, ...] = ()
     """Classes inside each instance."""

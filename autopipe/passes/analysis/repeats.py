@@ -5,8 +5,8 @@ without their wiring. Two ranges of nodes are equal if
 
 - their labels are equal,
 - an operand that node m of one range writes is written by node m of the other range, and
-- two operands from outside of one range are one value if, and only if, the corresponding operands of
-  the other range are one value.
+- two operands from outside of one range are one value if, and only if, the corresponding operands
+  of the other range are one value.
 
 1. Candidate periods. A run of period p is a maximal range in which label i equals label i + p. A
    window of length L at least p occurs once per period in such a run, so p is the distance between
@@ -15,15 +15,15 @@ without their wiring. Two ranges of nodes are equal if
    trees and arrays", STOC 1972), and the distances between consecutive equal windows are the
    candidates. Time: O(n log² n).
 2. Runs. For a candidate p, one comparison of two shifted arrays gives all runs of period p.
-3. Boundaries. A run of m·p + r labels has r + 1 ways to choose its first instance. The boundary that
-   the fewest values cross wins, because a layer passes few values to the next layer. Ties: a
+3. Boundaries. A run of m·p + r labels has r + 1 ways to choose its first instance. The boundary
+   that the fewest values cross wins, because a layer passes few values to the next layer. Ties: a
    boundary before a matmul or convolution wins, because layers often end with a normalization or an
    activation, and so does the part of the model before them. Then the first one wins.
 4. Choice. Runs are chosen in the order of the number of nodes that they cover. Ties: the shorter
-   period wins, so that a layer is not a pair of equal layers. A run is reduced to the instances that
-   earlier choices leave free.
-5. The rest of the sequence is searched for further instances of the chosen parts, and an instance is
-   searched for repeated parts inside it.
+   period wins, so that a layer is not a pair of equal layers. A run is reduced to the instances
+   that earlier choices leave free.
+5. The rest of the sequence is searched for further instances of the chosen parts, and an instance
+   is searched for repeated parts inside it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Wiring:
     """
 
     operands: Sequence[tuple[int, ...]]
-    """For each node, the numbers of its operands. Parameters and absent operands are omitted, and so
-    are constants that the label of the node describes.
+    """For each node, the numbers of its operands. Parameters and absent operands are omitted, and
+    so are constants that the label of the node describes.
     """
     first_result: NDArray[np.int64]
     """For each node, the number of the first value that it writes. One entry more at the end."""

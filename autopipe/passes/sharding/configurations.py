@@ -67,8 +67,8 @@ def configurations(space: Space, group: int, outermost: str | None = None) -> tu
 
 
 def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
-    """Return all ways to split `axes` evenly whose product of degrees divides `group`. The splits of
-    each way are in the order of `axes`.
+    """Return all ways to split `axes` evenly whose product of degrees divides `group`. The splits
+    of each way are in the order of `axes`.
     """
     divisors = [count for count in range(1, group + 1) if group % count == 0]
     # For each number of devices: the ways to split the axes handled so far. Axes are handled from
@@ -332,9 +332,9 @@ def _parts(
     shape: Sequence[int],
     windows: Sequence[Windowed] = (),
 ) -> list[_Part]:
-    """Return, for each dimension of a tensor of `shape`, its distinct layouts and the layout of each
-    configuration. `dimensions` are the axes that index each dimension, and `windows` the windows
-    through which a node reads the tensor.
+    """Return, for each dimension of a tensor of `shape`, its distinct layouts and the layout of
+    each configuration. `dimensions` are the axes that index each dimension, and `windows` the
+    windows through which a node reads the tensor.
     """
     found = []
     for position, (dimension, size) in enumerate(zip(dimensions, shape, strict=True)):

@@ -364,8 +364,8 @@ def check_samples(problem: Problem, replicas: int, strategy: str, who: str = "re
 def with_samples_split(
     samples: SampleAxes, nodes: Iterable[int], replicas: int, found: dict[int, Splits]
 ) -> NodeSplits:
-    """Return (node, splits) pairs in ascending order of nodes: the splits `found`, and for each other
-    node of `nodes` with a sample axis a split of its samples over `replicas` devices.
+    """Return (node, splits) pairs in ascending order of nodes: the splits `found`, and for each
+    other node of `nodes` with a sample axis a split of its samples over `replicas` devices.
 
     Raise InfeasibleError with the node's name if its samples cannot be split evenly.
     """

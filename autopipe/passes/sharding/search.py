@@ -244,8 +244,8 @@ def _kept_again(
 
 
 Solver = Callable[[Tables, float | None], Assignment]
-"""A function from (tables, memory limit in bytes or None for no limit) to the choice of all variables
-that it finds, with a bound.
+"""A function from (tables, memory limit in bytes or None for no limit) to the choice of all
+variables that it finds, with a bound.
 """
 
 _BOUNDS = 8

@@ -58,8 +58,8 @@ class Model:
         return float(self.cost @ x)
 
     def violation(self, x: NDArray[np.float64]) -> str:
-        """Return a description of the first constraint that `x` violates, or "" if it violates none.
-        Rows may be violated by rounding errors, integers and bounds of variables may not.
+        """Return a description of the first constraint that `x` violates, or "" if it violates
+        none. Rows may be violated by rounding errors, integers and bounds of variables may not.
         """
         if x.shape != (self.variables,) or not np.isfinite(x).all():
             return (
@@ -152,7 +152,8 @@ class Builder:
         if not np.isfinite(cost).all() or not np.isfinite(values).all():
             raise AutopipeError("a cost or coefficient of the integer program is infinite or NaN")
         positions = rows.astype(np.int64), columns.astype(np.int64)
-        # HiGHS rejects a program with several entries of one row and variable. tocsr() adds them up.
+        # HiGHS rejects a program with several entries of one row and variable. tocsr() adds them
+        # up.
         matrix = coo_array((values, positions), shape=(self._rows, self._count)).tocsr()
         return Model(
             cost, lower, upper, integral.astype(bool), matrix, *_concatenated(self._bounds, 2)

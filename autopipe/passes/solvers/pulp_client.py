@@ -91,9 +91,9 @@ def solve_with_pulp(
     """Return the result of `solver` for an integer program, found within `seconds` and, if `nodes`
     is not None and the solver supports such a limit, within `nodes` search nodes.
 
-    `program` contains the NumPy arrays that `pulp_worker.build_problem` reads. `gap` is the relative
-    gap at which a solver may stop. Raise ConfigurationError if the solver is not installed or
-    fails, for example because it has no license.
+    `program` contains the NumPy arrays that `pulp_worker.build_problem` reads. `gap` is the
+    relative gap at which a solver may stop. Raise ConfigurationError if the solver is not installed
+    or fails, for example because it has no license.
     """
     check_installed(solver)
     request = {

@@ -42,8 +42,8 @@ SOLVERS: Final[Mapping[str, tuple[str, ...]]] = {
     "copt": ("COPT", "COPT_CMD"),
     "cuopt": ("CUOPT",),
 }
-"""By name of a solver, the PuLP interfaces that can run it. The first interface that is installed is
-used.
+"""By name of a solver, the PuLP interfaces that can run it. The first interface that is installed
+is used.
 """
 
 _PARENT_CHECK_S: Final = 0.5

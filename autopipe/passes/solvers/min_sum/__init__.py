@@ -1,5 +1,5 @@
-"""Pairwise min-sum models and exact solvers, with numpy only. In such a model, each node chooses one
-configuration, and the sum of the costs of nodes and of pairs of nodes is minimised.
+"""Pairwise min-sum models and exact solvers, with numpy only. In such a model, each node chooses
+one configuration, and the sum of the costs of nodes and of pairs of nodes is minimised.
 
     model = MinSum(
         costs=(vector, ...),                       # per node: cost of each configuration

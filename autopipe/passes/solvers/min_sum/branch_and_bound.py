@@ -174,8 +174,8 @@ class Dual:
             )
 
     def _visit(self, node: int, visited: list[int], unvisited: list[int], forward: bool) -> Array:
-        """Perform the three steps of a sweep (see `Dual`) for one node, whose edges to nodes that the
-        sweep has and has not visited are given. Return the rest r of step 2.
+        """Perform the three steps of a sweep (see `Dual`) for one node, whose edges to nodes that
+        the sweep has and has not visited are given. Return the rest r of step 2.
         """
         collected = self._messages[forward]
         distributed = self._messages[not forward]
@@ -401,14 +401,14 @@ class Objective(Incumbent):
 
     @property
     def cutoff(self) -> float:
-        """The best known cost, in the model that is searched. A part whose bound reaches it contains
-        no better choice.
+        """The best known cost, in the model that is searched. A part whose bound reaches it
+        contains no better choice.
         """
         return float(self.cost)
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """Solve the part, restricted to configurations with bounds up to a threshold, by elimination,
-        and offer the result as best choice. Return (bound, work).
+        """Solve the part, restricted to configurations with bounds up to a threshold, by
+        elimination, and offer the result as best choice. Return (bound, work).
 
         bound: a lower bound of all choices in the part that are better than the best known choice.
         work: the work that was done, in sums; 0 if no threshold was possible.

@@ -61,8 +61,8 @@ def neighbours(model: MinSum) -> Neighbours:
 
 
 def with_choice(neighbours_of: Neighbours, sizes: Sequence[int]) -> Neighbours:
-    """Return the graph without the edges of nodes that have a single configuration. `sizes` contains
-    the number of configurations of each node.
+    """Return the graph without the edges of nodes that have a single configuration. `sizes`
+    contains the number of configurations of each node.
     """
     free = {node for node, elimination_size in enumerate(sizes) if elimination_size > 1}
     return [
@@ -215,8 +215,8 @@ class Factor(NamedTuple):
 def eliminate(
     model: MinSum, ordering: str = "generate_seq", max_bytes: int = MAX_BYTES
 ) -> Assignment:
-    """Return the cheapest choice of `model`, without a memory limit, by eliminating the nodes in the
-    order of `ORDERINGS[ordering]`.
+    """Return the cheapest choice of `model`, without a memory limit, by eliminating the nodes in
+    the order of `ORDERINGS[ordering]`.
 
     Raise TableTooLargeError, before any table is computed, if the tables need more than `max_bytes`
     bytes in total. Raise InfeasibleError if every choice is forbidden, and ConfigurationError for
@@ -306,8 +306,8 @@ def memory_location(table: Array) -> tuple[object, ...]:
 
 
 def minimum_of_sum(tables: list[Array]) -> Array:
-    """Return the minimum over the first axis of the sum of `tables`, which are broadcast to a common
-    shape. The sum is formed in blocks that fit in the CPU cache.
+    """Return the minimum over the first axis of the sum of `tables`, which are broadcast to a
+    common shape. The sum is formed in blocks that fit in the CPU cache.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     tables = sorted(tables, key=lambda table: table.size)

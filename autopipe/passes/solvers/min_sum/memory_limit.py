@@ -68,8 +68,8 @@ class HullEdge:
 
     @property
     def is_open(self) -> bool:
-        """True if the choice above the limit costs less and needs more memory than the choice within
-        the limit, so that `rate` is positive.
+        """True if the choice above the limit costs less and needs more memory than the choice
+        within the limit, so that `rate` is positive.
         """
         return self.over.cost < self.under.cost and self.over.memory > self.under.memory
 
@@ -263,9 +263,9 @@ def eliminate_within(
     per edge, with a lower bound for each pair of configurations: on the relaxed cost of all choices
     that contain both.
 
-    As in `eliminate_in`, each node has a bucket, and a list of labels is stored in the bucket of the
-    first of its nodes in `order`. When a node is eliminated, the lists in its bucket are joined, and
-    the result moves on to the bucket of its next node.
+    As in `eliminate_in`, each node has a bucket, and a list of labels is stored in the bucket of
+    the first of its nodes in `order`. When a node is eliminated, the lists in its bucket are
+    joined, and the result moves on to the bucket of its next node.
     """
     position = {node: index for index, node in enumerate(order)}
     buckets: dict[int, list[ParetoFront]] = {node: [] for node in order}
@@ -277,9 +277,9 @@ def eliminate_within(
         configuration_bounds: Array,
         minimum_bytes: Number,
     ) -> None:
-        """Store a list of labels in its bucket: one label per entry of `costs`, the vector of a node
-        or the matrix of an edge. Forbidden entries, and entries whose bound reaches the threshold,
-        are omitted.
+        """Store a list of labels in its bucket: one label per entry of `costs`, the vector of a
+        node or the matrix of an edge. Forbidden entries, and entries whose bound reaches the
+        threshold, are omitted.
         """
         allowed = np.nonzero((configuration_bounds < pruning.threshold) & np.isfinite(costs))
         bytes_of_labels = np.zeros(len(allowed[0]), np.int64) if memory is None else memory[allowed]
@@ -367,8 +367,8 @@ class MemoryLimitedObjective(Objective):
         return float(self.cost) + self.rate * self.limit
 
     def eliminate(self, part: Subproblem, low: float, work: float) -> tuple[float, float]:
-        """Solve the part, restricted to configurations with bounds up to a threshold, by elimination
-        with labels, and offer the result as best choice.
+        """Solve the part, restricted to configurations with bounds up to a threshold, by
+        elimination with labels, and offer the result as best choice.
 
         Parameters and result are those of `Objective.eliminate`. The threshold is lowered if lists
         of labels become too long.

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 
 Array: TypeAlias = NDArray[Any]
-"""Array of int64 or float64. float64 represents integers below 2^53 exactly, and can contain inf for
-forbidden configurations and pairs.
+"""Array of int64 or float64. float64 represents integers below 2^53 exactly, and can contain inf
+for forbidden configurations and pairs.
 """
 Number: TypeAlias = int | float
 KeptConfigurations: TypeAlias = Sequence[Array]
@@ -139,8 +139,8 @@ class MinSum:
         return [len(costs) for costs in self.costs]
 
     def cost_of(self, choice: Sequence[int]) -> Number:
-        """Return the cost of a choice, which contains one configuration per node. It is an exact int
-        if all costs are integers.
+        """Return the cost of a choice, which contains one configuration per node. It is an exact
+        int if all costs are integers.
         """
         parts = [costs[x] for costs, x in zip(self.costs, choice, strict=True)]
         return _total(
@@ -364,8 +364,8 @@ def reported_bound(lower_bound: float, cost: Number, proven: bool) -> Number:
 
 
 def recount(result: Assignment, model: MinSum) -> Assignment:
-    """Return the result with the cost and memory that its choice has in `model`. The solver computed
-    them in a transformed model, whose rounding errors differ.
+    """Return the result with the cost and memory that its choice has in `model`. The solver
+    computed them in a transformed model, whose rounding errors differ.
     """
     cost = model.cost_of(result.choice)
     bound = cost if result.proven and result.fits else result.bound
@@ -426,7 +426,8 @@ class Budget:
 
 
 BLOCK_ENTRIES = 1 << 15
-"""Number of array entries that are processed at once, so that they fit in the cache of a CPU core."""
+"""Number of array entries that are processed at once, so that they fit in the cache of a CPU core.
+"""
 
 
 def index_blocks(length: int, width: int) -> Iterator[slice]:
