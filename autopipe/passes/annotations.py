@@ -73,8 +73,8 @@ def splits_over(order: Sequence[int], cuts: Cuts) -> tuple[Split, ...] | None:
     """
     rank = {device: index for index, device in enumerate(sorted(order))}
     places = {cut.axis: tuple(cut.places[rank[device]] for device in order) for cut in cuts}
-    # The splits are found from their parts: the further out a split is, the later in the order is
-    # the first device that is not in its first part.
+    # The parts determine the order of the splits: the first device outside of the first part is
+    # later for outer splits than for inner splits.
     outer = sorted(
         cuts, key=lambda cut: -next((at for at, place in enumerate(places[cut.axis]) if place), 0)
     )
@@ -441,8 +441,8 @@ def annotated(
         None if owner is None else stage_of[owner] for owner in owners_of(origins)
     ]
     for index in range(len(stages) - 1, -1, -1):
-        # A node that was removed when the model was read has no stage. Nodes are visited in reverse
-        # order, so the stages of its readers are known.
+        # A node that was removed when the model was read lacks a stage. The loop visits nodes in
+        # reverse order, so it has already determined the stages of the readers.
         if stages[index] is None:
             readers = [
                 stage for reader in origins[index].readers if (stage := stages[reader]) is not None

@@ -224,8 +224,8 @@ class _Table:
                 )
                 open_sizes = [size for size in sizes if most is None or size <= most]
                 if not open_sizes:
-                    # No allowed micro-batch size is at most `most`: micro-batches cannot be halved
-                    # any further.
+                    # Each allowed micro-batch size exceeds `most`, so micro-batches cannot become
+                    # smaller.
                     break
                 search.best = None
                 search.refused = []
@@ -458,8 +458,7 @@ class _Table:
             }
             most = sorted(more.items(), key=lambda each: -each[1])[:2]
             longer = [(name, seconds) for name, seconds in most if seconds > _FEWEST_SECONDS]
-            # The plan's step takes 0 seconds if the graph only moves data. Times have no percentage
-            # of it then.
+            # The plan's step time is 0 if the graph only moves data, so a percentage is undefined.
             told = [
                 f"{name} {seconds / plan_s:+.1%}" if plan_s else name for name, seconds in longer
             ]

@@ -128,8 +128,8 @@ class Numbers:
                 .astype(np.float32)
                 .view(np.uint32)
             )
-            # NumPy has no bfloat16. Round the bits of the fp32 result to the nearest bfloat16, ties
-            # to even.
+            # NumPy does not support bfloat16. Round the bits of the fp32 result to the nearest
+            # bfloat16, ties to even.
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(stored.dtype)
 
         return Numbers(value, lambda box: applied()[box.slices].reshape(box.shape))
@@ -233,8 +233,8 @@ def write_model(
     streamed = sum(each.value.bytes for each in tensors if each.value.name not in places)
     size = len(graph) + sum(len(head) for head, _ in (*nodes, *initializers)) + streamed
     file.write(model.SerializeToString() + header(MODEL_GRAPH, size))
-    # ONNX requires that a node comes after the nodes from which it reads. Constant nodes read
-    # nothing, so they can be first.
+    # ONNX requires that a node follows the nodes that compute its operands. Constant nodes lack
+    # operands, so they can be first.
     for head, tensor in (*nodes, (graph, None), *initializers):
         file.write(head)
         if tensor and tensor.value.name not in places:
@@ -336,8 +336,7 @@ def file_tensors(
                 raise ModelError(message, where=where)
             lacking.add(name)
         found[name] = numbers
-    # `folded` lists each tensor after the tensor from which it is computed, so that the latter is
-    # already in `found`.
+    # `folded` lists each tensor after its source, so that the source is already in `found`.
     for name, each in folded.items():
         if isinstance(each.source, str):
             base = found.get(each.source) or trained.get(each.source)

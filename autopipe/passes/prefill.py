@@ -70,8 +70,8 @@ def _carried(placement: Placement, graph: Graph, other: Graph) -> Placement:
         splits = sorted((own[node], splits) for node, splits in stage.splits)
         return replace(stage, nodes=tuple(nodes), splits=tuple(splits))
 
-    # The placement must contain each node in a stage of each pipeline. Additional nodes are put
-    # into the first stage, although each stage that reads their results computes them itself.
+    # A placement must assign each node to a stage of each pipeline. The first stage gets the
+    # additional nodes, although each stage that reads their results computes them itself.
     firsts = {
         stage.pipeline: index for index, stage in reversed(tuple(enumerate(placement.stages)))
     }

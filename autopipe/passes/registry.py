@@ -24,7 +24,7 @@ from autopipe.passes.batching import Division
 
 
 class Strategy(Protocol):
-    """Interface of a strategy, which chooses a placement: stages, their devices and their splits."""
+    """Interface of a strategy, which chooses a placement: stages with their devices and splits."""
 
     name: ClassVar[str]
 

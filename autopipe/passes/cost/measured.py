@@ -235,7 +235,7 @@ def costed_work(
             ]
             own = (lookup.measured(each, shares) for lookup in lookups)
             # The measured time of a matmul includes the addition of its bias if one call computes
-            # both, so the node of the addition takes 0 seconds.
+            # both, so the time of the addition's node is 0.
             known[key] = tuple(
                 own if product is None else (replace(one, points=((1.0, 0.0, 0.0),)) for one in own)
             )

@@ -87,9 +87,8 @@ def node_seconds(
     flops, moved, back_flops, back_moved, starts, product_rate, peak, bandwidth, latency = figures.T
     peak = peak * product_rate
     forward = np.maximum(flops * shares / peak, moved * shares / bandwidth) + starts * latency
-    # The backward of a matmul launches one kernel per gradient: two if backward has twice the FLOPs
-    # of forward. A node of a fused kernel (launches < 1) has the same number of launches in
-    # backward.
+    # The backward of a matmul launches one kernel per gradient: two if its FLOPs are twice those of
+    # forward. For a node of a fused kernel (launches < 1), both numbers of launches are equal.
     launches = np.where((starts == 1.0) & (back_flops > 1.5 * flops), 2.0, starts) * (
         back_moved > 0
     )
@@ -278,7 +277,7 @@ def annotate(
     sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
     kept = []
     seen = set[tuple[str, int]]()
-    # A value that several nodes save exists once in memory, so it counts at the first of them only.
+    # A value that several nodes save uses memory for one tensor, so it counts at the first node only.
     for values in saved_tensors(graph, precision, capability):
         new = {each.key: each.bytes for each in values if each.key not in seen}
         seen |= new.keys()

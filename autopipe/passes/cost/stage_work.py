@@ -192,7 +192,7 @@ def _assigner(graph: Graph) -> Callable[[int, tuple[Split, ...], int], StageNode
         if key not in known:
             degrees = {split.axis: split.degree for split in splits}
             names = use.space.axis_sizes()
-            # A split along an axis that the node lacks has no layout. Here it only divides the
+            # A split along an axis that the node lacks affects no layout. Here it only divides the
             # work; code generation later rejects it.
             form = node_layouts(
                 graph, index, use.space, tuple(each for each in splits if each.axis in names), group

@@ -71,8 +71,8 @@ def _splits_of(axes: Sequence[Axis], group: int) -> list[Splits]:
     of each way are in the order of `axes`.
     """
     divisors = [count for count in range(1, group + 1) if group % count == 0]
-    # For each number of devices: the ways to split the axes handled so far. Axes are handled from
-    # inner to outer, so that each split is put in front of the splits inside of it.
+    # Ways to split the axes that were already visited, by number of devices. The loop visits axes
+    # from inner to outer, so that it adds each split in front of the splits inside of it.
     by_devices: dict[int, list[Splits]] = {devices: [()] for devices in divisors}
     for axis in reversed(axes):
         split_by_degree = {

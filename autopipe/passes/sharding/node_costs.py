@@ -97,8 +97,8 @@ class StageContext:
         self.widths = element_bytes(graph, problem.precision)
         self.layouts = LayoutTable(len(devices))
         self.reshard = ReshardTable(problem.cluster, devices)
-        # The number of micro-batches whose saved tensors exist at the same time. With
-        # recomputation, backward creates them again, so they exist for one micro-batch only.
+        # Number of micro-batches whose saved tensors exist simultaneously. If backward recomputes
+        # the tensors, they exist for one micro-batch only.
         self.kept_micro_batches = 1 if options.recompute else options.in_flight
         self.readers: dict[str, list[tuple[int, int]]] = {}
         """For each value: pairs (node, operand position) that read it. If a node reads the value at
@@ -242,8 +242,8 @@ class StageContext:
         updated = np.array([state.updated_bytes for state in states], dtype=float)
         kinds = self.kinds
         added = max(map(accumulate_per_byte, kinds)) * (self.problem.micro_batches - 1)
-        # Seconds per gradient byte. All groups of devices that hold equal shards have equal shape;
-        # the group of the device at position 0 stands for all of them.
+        # Seconds per gradient byte. All groups of devices with equal shards are of equal shape, so
+        # the time of the group of the device at position 0 applies to all groups.
         rates = []
         for layout in layouts:
             mesh_axes = frozenset(axis for axes in layout.shard_axes for axis in axes)
@@ -417,7 +417,7 @@ def node_classes(stage: StageContext) -> dict[int, NodeClass]:
     spaces: dict[Hashable, tuple[Splits, ...]] = {}
     found = {}
     for node in stage.nodes:
-        key = (  # All that affects the costs of a node, so that equal keys mean equal costs.
+        key = (  # The key contains each property that affects the costs of a node.
             id(stage.samples.uses[node]),
             stage.problem.work[node],
             stage.samples.axes[node],
@@ -448,9 +448,9 @@ def _configurations(
     space = stage.samples.uses[node].space
     outermost = stage.samples.axes[node]
     group = len(stage.devices)
-    # Only the common divisors of an axis size and the number of devices are possible degrees, so
-    # the key contains the greatest common divisor. If a dimension merges several axes, the sizes
-    # themselves decide which splits give a device one range, so they are part of the key.
+    # Possible degrees are the common divisors of an axis size and the number of devices, which
+    # their greatest common divisor determines. If a dimension merges several axes, the axis sizes
+    # also decide whether a split assigns one range to each device, so the key contains the sizes.
     axes = tuple((axis.name, axis.kind, math.gcd(axis.size, group)) for axis in space.axes)
     tensors = (*space.operands, *space.results)
     merged_tensors = tuple(

@@ -241,9 +241,9 @@ def grow_region(
                 continue
             dimension = _dimension_of(dimensions, node_axis)
             if dimension < 0:
-                # The result does not have the split axis, so it is not sharded and the region ends
-                # here. A matmul has a partial sum if the axis indexes its first operand, even if
-                # the axis has another kind.
+                # The split axis does not index the result, so the result is not sharded and the
+                # region ends here. The result of a matmul is a partial sum if the axis indexes its
+                # first operand, even if the axis is of another kind.
                 sums = (
                     use.row.kind in _MATMULS
                     and _dimension_of(use.space.operands[0], node_axis) >= 0
@@ -310,7 +310,7 @@ def tensor_splits(
         elif pays(node):
             axes[node] = axis
     # Also split the nodes that compute the weights of split nodes. Otherwise each device would
-    # compute a full weight, of which it needs only its shard.
+    # compute a full weight and use only its shard.
     pending = sorted(axes)
     while pending:
         reader = pending.pop()

@@ -285,8 +285,8 @@ class SplitProblem:
         self.plans = assign_nodes(graph, placement, problem.wanted)
         computed = [{node for node, _ in plan.nodes} for plan in self.plans]
         unsplit: Splits = ()
-        # Cheap nodes, such as masks, are computed by each stage that reads them. Such nodes stay
-        # unsplit, because stages have different devices and a node has splits for one stage only.
+        # Each stage that reads a cheap node, for example a mask, computes the node itself. These
+        # nodes stay unsplit, because splits of a node refer to the devices of one stage only.
         recomputed = {
             node: (unsplit,)
             for node in recomputed_nodes(graph)
@@ -353,8 +353,9 @@ class SplitProblem:
                 self.problem, [index], len(placement.stages), closest.worst, need, least=True
             )
         best = min(fitting, key=seconds)
-        # The solver proves a solution optimal only among those that satisfy its bound on temporary
-        # memory. Only the first search has no such bound, so its lower bound holds for all splits.
+        # The solver proves that a solution is optimal among the solutions that satisfy its bound on
+        # temporary memory. Only the first search is without a bound, so only its lower bound is
+        # valid for all splits.
         bound = trials[0].proof.lower_bound
         best = replace(
             best, proof=SplitProof(best.proof.cost, bound, best is trials[0] and best.proof.optimal)
@@ -362,8 +363,8 @@ class SplitProblem:
         if any(node in options.allowed for node in stage.nodes):
             return best
         # The model ignores the latency of the gradient all-reduce and counts some layout changes
-        # more than once. So a choice of the model can be faster than predicted, and the split by
-        # samples alone (data parallelism) is compared by its actual cost.
+        # more than one time. Data parallelism, a choice of the model, can therefore be faster than
+        # the model predicts. Compare it by its actual cost.
         by_samples = self._by_samples(resized_problem.graph, best, index)
         if by_samples is None or by_samples.excess > 0 or seconds(by_samples) >= seconds(best):
             return best
@@ -400,7 +401,7 @@ class SplitProblem:
                 break
             previous = bound
             # Bytes that the memory of the model does not contain, for example communication
-            # buffers. They are known only after a first search.
+            # buffers. The first search determines them.
             unmodelled = 0
             bounded = tables.passing_at_most(bound)
             for _ in range(_ROUNDS):

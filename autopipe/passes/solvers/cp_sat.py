@@ -131,8 +131,8 @@ def _search(
         try:
             return search.result()
         finally:
-            # A request to stop has no effect before the solver has begun, so it is repeated until
-            # the solver's thread ends.
+            # A request to stop is ignored before the solver begins, so repeat it until the thread
+            # of the solver ends.
             while not search.done():
                 solver.stop_search()
                 wait([search], _STOP_S)

@@ -275,8 +275,8 @@ def solve_with_highs(
     if found.status == _UNBOUNDED:
         raise AutopipeError(_NO_MINIMUM)
     if found.status == _INFEASIBLE:
-        # scipy has one code for infeasible models and for models that HiGHS rejects. Only the
-        # message tells which of both it is.
+        # scipy returns one code for infeasible models and for models that HiGHS rejects. Only the
+        # message distinguishes both cases.
         if "infeasible" not in found.message.lower():
             raise AutopipeError(f"HiGHS rejects the integer program: {found.message}")
         return MilpResult(Status.INFEASIBLE)
@@ -327,8 +327,8 @@ def _solve_with_pulp(
         (model.cost > 0) & np.isneginf(model.lower)
     )
     if result.status == "Infeasible" and may_decrease.any():
-        # Some interfaces report "Infeasible" although values exist and the objective has no
-        # minimum. A second run without costs tells both cases apart.
+        # The status "Infeasible" can also mean that values exist and that the objective lacks a
+        # minimum, because PuLP's interfaces differ. A run without costs distinguishes both cases.
         rows = replace(model, cost=np.zeros_like(model.cost))
         without_costs = _solve_with_pulp(rows, solver, seconds, gap, nodes, presolve)
         if without_costs is not None and without_costs.found:
@@ -372,9 +372,9 @@ def solve(
     end = time.monotonic() + time_limit
     scale = float(2.0 ** np.floor(np.log2(_LARGEST_COST / (np.abs(model.cost).max() or 1.0))))
     scaled = replace(model, cost=model.cost * scale)
-    # With presolve, a solver is faster, but HiGHS sometimes cannot distinguish an infeasible
-    # program from one without a minimum, or returns invalid values. If the first run gives no
-    # valid result, the second run is without presolve.
+    # Presolve makes a solver faster, but HiGHS sometimes cannot distinguish an infeasible program
+    # from a program without a minimum, or returns invalid values. If the first run returns no valid
+    # result, repeat it without presolve.
     for presolve in (True, False):
         left_s = end - time.monotonic()
         unchecked = None

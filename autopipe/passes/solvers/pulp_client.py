@@ -103,7 +103,7 @@ def solve_with_pulp(
         "nodes": nodes,
         "presolve": presolve,
     }
-    # PuLP leaves its files behind if the solver fails. In a scratch folder they are removed.
+    # PuLP does not remove its files if the solver fails. A scratch folder removes them.
     with scratch_folder("milp") as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         np.savez(folder / "program.npz", **program)

@@ -244,7 +244,7 @@ def eliminate_in(model: MinSum, order: tuple[int, ...], max_bytes: int = MAX_BYT
     """
     needed = 8 * elimination_size(neighbours(model), model.sizes, order)[0]
     if needed > max_bytes:
-        # With hundreds of operators, the number of bytes can exceed all units of `bytes_text`.
+        # The number of bytes can be too large for `bytes_text` if there are hundreds of operators.
         needed_text = bytes_text(needed) if needed < 2**70 else f"2^{needed.bit_length() - 1} B"
         raise TableTooLargeError(
             f"elimination requires {needed_text} of tables, above the maximum of "

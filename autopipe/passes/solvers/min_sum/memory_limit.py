@@ -233,8 +233,8 @@ class LabelPruning:
             labels = labels[np.lexsort((front.cost[labels], front.memory[labels], inverse[labels]))]
             # Sort labels by group and then by memory. A label is not dominated if its cost is below
             # the cost of all earlier labels of its group, so compare it with a running minimum.
-            # Ranks of costs, reduced by a multiple of the group's number, are smaller than those of
-            # all earlier groups, so that the running minimum starts again with each group.
+            # A multiple of the group's number is subtracted from the ranks of costs, so that they
+            # are smaller than in earlier groups and the minimum starts again with each group.
             cost_rank = np.unique(front.cost[labels], return_inverse=True)[1]
             rank = cost_rank - inverse[labels] * len(labels)
             labels = labels[np.r_[True, rank[1:] < np.minimum.accumulate(rank)[:-1]]]
@@ -328,7 +328,7 @@ def eliminate_within(
             return None
     if not len(roots):
         return None
-    # A label contains only positions of the labels from which it was made. Follow them from the
+    # A label contains positions of labels, not configurations. Follow these positions from the
     # cheapest label to the configurations of all nodes.
     cheapest = int(np.argmin(roots.cost))
     found = [0] * len(order)
@@ -451,8 +451,8 @@ def solve_within(model: MinSum, limit: Number, free: Assignment, budget: Budget)
     )
     proven = bound >= goal.cost
     if not proven and budget.left:
-        # The bound of the best multiplier is not a proof. A better choice within the limit has a
-        # relaxed cost below the cutoff, so search only these choices.
+        # The bound of the best multiplier is not a proof. The relaxed cost of a better choice
+        # within the limit is below the cutoff, so search only these choices.
         start = ReducedStart(add_memory_cost(restrict(model, kept), goal.rate), budget)
         for _ in range(SWEEP_ROUNDS):
             remaining = _sweep_and_prune(start, goal, goal.rate, kept, budget)

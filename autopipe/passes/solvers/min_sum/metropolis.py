@@ -144,7 +144,7 @@ class _Walker:
                 )
             for edge in self.around[node]:
                 if edge.target in changed and edge.target < node:
-                    continue  # The edge counts once, for its changed node with the lower index.
+                    continue  # The edge counts for its changed node with the lower index.
                 current = self.choice[edge.target]
                 old_pair = (before, current)
                 new_pair = (configuration, changed.get(edge.target, current))

@@ -446,7 +446,9 @@ def all_configurations(model: MinSum) -> list[Array]:
 
 
 def configurations_at(kept: KeptConfigurations, positions: Sequence[int]) -> tuple[int, ...]:
-    """Return, for each node, the index of the configuration at its entry of `positions` in `kept`."""
+    """Return, for each node, the index of its configuration. `positions` contains the position of
+    this index in the node's entry of `kept`.
+    """
     return tuple(int(keep[x]) for keep, x in zip(kept, positions, strict=True))
 
 
