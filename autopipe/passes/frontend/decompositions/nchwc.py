@@ -122,4 +122,4 @@ NCHWC: dict[str, Callable[[FileRewriter], None]] = {
         ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"), _write_same_operator
     ),
 }
-"""Decompositions of domain com.microsoft.nchwc, by operator, except Conv, which `fused` adds."""
+"""Decompositions of domain com.microsoft.nchwc, by operator, except Conv, which `fused_operators` adds."""

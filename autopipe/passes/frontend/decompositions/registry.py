@@ -10,7 +10,7 @@ from autopipe.ir.graph import Node
 from autopipe.passes.frontend.decompositions import (
     attention,
     classical,
-    fused,
+    fused_operators,
     nchwc,
     standard_counterparts,
     weight_only,
@@ -70,9 +70,9 @@ def _key_by_domain(
 DECOMPOSITIONS: dict[tuple[str, str], Decomposition] = {
     **_key_by_domain(MICROSOFT, _TYPED, is_typed=True),
     **_key_by_domain(MICROSOFT, _WEIGHT_ONLY),
-    **_key_by_domain(MICROSOFT, fused.FUSED),
+    **_key_by_domain(MICROSOFT, fused_operators.FUSED),
     **_key_by_domain(MICROSOFT, QUANTIZED),
-    **_key_by_domain(nchwc.DOMAIN, fused.NCHWC),
+    **_key_by_domain(nchwc.DOMAIN, fused_operators.NCHWC),
     **_key_by_domain(classical.DOMAIN, classical.CLASSICAL),
     (PREVIEW, "FlexAttention"): Decomposition(decompose_flex_attention),
 }

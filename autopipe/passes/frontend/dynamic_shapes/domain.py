@@ -4,10 +4,10 @@ true elements of a boolean mask).
 Below, n is the number of selected elements. From the most to the least precise fact, each of which
 can be converted to the next:
 
-    static          no fact is recorded: the shape does not depend on the data
-    Counted         numbers that are polynomials in n
-    Indices         integers with a row per selected element, affine in that element's coordinates
-    SelectedRows    any tensor with a row per selected element
+    static            no fact is recorded: the shape does not depend on the data
+    CountedNumbers    numbers that are polynomials in n
+    Indices           integers with a row per selected element, affine in that element's coordinates
+    SelectedRows      any tensor with a row per selected element
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedNumbers:
     """The fact (what is recorded of a value) of numbers that depend on the data only through n, the
     number of elements that `selection` selects.
     """
@@ -210,7 +210,7 @@ class SelectedRows:
         return (self.axis,) if self.pair_axis is None else (self.axis, self.pair_axis)
 
 
-Fact = Counted | Indices | SelectedRows
+Fact = CountedNumbers | Indices | SelectedRows
 
 
 def replace_size(shape: Sequence[int], axis: int, extent: int) -> tuple[int, ...]:
@@ -229,7 +229,7 @@ def witness_type(fact: Fact) -> Value:
     """Return the type that a value with this fact has in the ONNX file if the number of rows
     selected by data is `WITNESS`.
     """
-    if isinstance(fact, Counted):
+    if isinstance(fact, CountedNumbers):
         return Value("", DType.INT64, fact.numbers.shape)
     shape = fact.row_type.shape
     for axis in row_axes_of(fact):
@@ -239,7 +239,7 @@ def witness_type(fact: Fact) -> Value:
 
 def row_axes_of(fact: Fact | None) -> tuple[int, ...]:
     """Return the dimensions of a value that count rows selected by data. They follow from the
-    value's fact; () without a fact or for `Counted`.
+    value's fact; () without a fact or for `CountedNumbers`.
     """
     if isinstance(fact, Indices):
         return (fact.axis,)

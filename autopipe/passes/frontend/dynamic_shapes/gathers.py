@@ -13,7 +13,7 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     WITNESS,
-    Counted,
+    CountedNumbers,
     Indices,
     SelectedRows,
     Selection,
@@ -62,7 +62,7 @@ def gather_by_rank(context: NodeContext) -> bool:
     result = context.node.output[0]
     data = context.fact(0)
     positions = context.fact(1)
-    if not isinstance(data, Indices | SelectedRows) or isinstance(positions, Counted):
+    if not isinstance(data, Indices | SelectedRows) or isinstance(positions, CountedNumbers):
         return False
     depth = _index_depth(context, data, positions)
     if depth is None or (data.axis >= depth if is_nd else data.axis != depth):

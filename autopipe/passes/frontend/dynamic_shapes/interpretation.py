@@ -14,7 +14,7 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import Value
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Fact,
     Indices,
     SelectedRows,
@@ -30,7 +30,7 @@ from autopipe.passes.frontend.dynamic_shapes.node_context import (
     RowAxes,
 )
 from autopipe.passes.frontend.dynamic_shapes.producers import record_range, record_selection
-from autopipe.passes.frontend.dynamic_shapes.regrouping import express_by_derived
+from autopipe.passes.frontend.dynamic_shapes.regrouping import express_by_derived_selection
 from autopipe.passes.frontend.dynamic_shapes.row_writer import RowWriter
 from autopipe.passes.frontend.dynamic_shapes.size_operators import (
     compute_shape,
@@ -85,7 +85,7 @@ class DynamicShapes(dict[str, Fact]):
         self._uses = uses
         self._bounds = bounds
         self._roots = MaskRoots(nodes)
-        self._static_counts: dict[str, Counted] = {}
+        self._static_counts: dict[str, CountedNumbers] = {}
         """Facts of static values of the graph that are known to be polynomials in n, the number of
         elements that a mask selects.
         """
@@ -144,7 +144,7 @@ class DynamicShapes(dict[str, Fact]):
                 selection = next(each.selection for each in context.facts if each is not None)
                 for name, each in (size_results(context) or {}).items():
                     if each.degree:
-                        self._static_counts[name] = Counted(selection, each)
+                        self._static_counts[name] = CountedNumbers(selection, each)
         return False
 
     def replace_node(
@@ -162,9 +162,13 @@ class DynamicShapes(dict[str, Fact]):
         self.update(context.results)
         operand = context.fact(0)
         result = context.node.output[0]
-        if context.node.op_type == "Cast" and isinstance(operand, Counted) and result not in self:
+        if (
+            context.node.op_type == "Cast"
+            and isinstance(operand, CountedNumbers)
+            and result not in self
+        ):
             coefficients = [each.astype(np.float64) for each in operand.numbers.coefficients]
-            self._static_counts[result] = Counted(
+            self._static_counts[result] = CountedNumbers(
                 operand.selection, SizeArray.from_coefficients(coefficients)
             )
 
@@ -206,7 +210,7 @@ class DynamicShapes(dict[str, Fact]):
         """Return the node with the facts of its operands (what is known of values whose shape
         depends on data).
 
-        A static operand that is known to be a count of selected elements gets its `Counted` fact if
+        A static operand that is known to be a count of selected elements gets its `CountedNumbers` fact if
         it is a size operand, or if the node computes shapes and no operand has rows.
         """
         facts = [self.get(name) for name in operands]
@@ -229,8 +233,8 @@ class DynamicShapes(dict[str, Fact]):
             derived_selections=self._derived_selections,
         )
         expressed = [
-            express_by_derived(context, each)
-            if slot in slots and isinstance(each, Counted)
+            express_by_derived_selection(context, each)
+            if slot in slots and isinstance(each, CountedNumbers)
             else each
             for slot, each in enumerate(facts)
         ]
@@ -247,7 +251,7 @@ class DynamicShapes(dict[str, Fact]):
         context = self._node_context(rewriter, {}, {})
         fact = self.pop(name)
         write = context.write
-        if isinstance(fact, Counted):
+        if isinstance(fact, CountedNumbers):
             write.node("Identity", [write_numbers(context, name, fact)], name)
             return
         rows = to_selected_rows(write, fact)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Fact,
     Indices,
     SelectedRows,
@@ -29,7 +29,7 @@ from autopipe.passes.frontend.dynamic_shapes.indices import write_indices
 from autopipe.passes.frontend.dynamic_shapes.masked_reductions import reduce_rows, sort_rows
 from autopipe.passes.frontend.dynamic_shapes.node_context import NodeContext
 from autopipe.passes.frontend.dynamic_shapes.regrouping import join_rows, regroup_rows
-from autopipe.passes.frontend.dynamic_shapes.row_wise import compute_rows, move_indices
+from autopipe.passes.frontend.dynamic_shapes.row_wise import compute_indices, compute_rows
 from autopipe.passes.frontend.dynamic_shapes.scatters import scatter
 from autopipe.passes.frontend.dynamic_shapes.size_operators import (
     compute_sizes,
@@ -75,17 +75,17 @@ def _operator_class(
 
 
 OPERATOR_CLASSES: tuple[OperatorClass, ...] = (
-    _operator_class("reshape", "Flatten Reshape", move_indices, before=(regroup_rows,)),
-    _operator_class("concatenation", "Concat", move_indices, before=(join_rows,)),
+    _operator_class("reshape", "Flatten Reshape", compute_indices, before=(regroup_rows,)),
+    _operator_class("concatenation", "Concat", compute_indices, before=(join_rows,)),
     _operator_class("sort", "TopK", before=(sort_rows,)),
-    _operator_class("slice", "Slice", move_indices, before=(slice_to_count, slice_rows)),
-    _operator_class("split", "Split", move_indices, before=(split_rows,)),
-    _operator_class("gather", "Gather", gather_from_static, move_indices, before=(gather_by_rank,)),
+    _operator_class("slice", "Slice", compute_indices, before=(slice_to_count, slice_rows)),
+    _operator_class("split", "Split", compute_indices, before=(split_rows,)),
+    _operator_class("gather", "Gather", gather_from_static, compute_indices, before=(gather_by_rank,)),
     _operator_class("gather by position", "GatherND", gather_from_static,
            before=(gather_own_elements, gather_by_rank)),
     OperatorClass("scatter", frozenset({"Scatter", "ScatterElements", "ScatterND"}),
                   laws=(scatter,), combines_selections=True),
-    _operator_class("affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", move_indices),
+    _operator_class("affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", compute_indices),
     _operator_class("window", "Conv ConvTranspose MaxPool Pad", compute_rows, compute_windows),
 )  # fmt: skip
 """The operator classes that have their own laws."""
@@ -148,7 +148,7 @@ def align_selections(context: NodeContext) -> NodeContext:
     facts = [each for each in context.facts if each is not None]
     if len({each.selection.key for each in facts}) > 1:
         raise context.unsupported()
-    kinds = (Indices, SelectedRows, Counted)
+    kinds = (Indices, SelectedRows, CountedNumbers)
     selection = next(each.selection for kind in kinds for each in facts if isinstance(each, kind))
     return replace(
         context, facts=tuple(_align_fact(context, each, selection) for each in context.facts)

@@ -14,7 +14,7 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops import OPERATORS, operators_with
 from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Indices,
     SelectedRows,
     have_counted_size,
@@ -155,7 +155,7 @@ def sort_rows(context: NodeContext) -> bool:
     rows = to_selected_rows(write, fact)
     capacity = rows.selection.capacity
     kept = None
-    if isinstance(limit, Counted):
+    if isinstance(limit, CountedNumbers):
         if limit.numbers.elements() != [(0, 1)]:
             raise context.unsupported()
         kept = limit.selection
@@ -199,7 +199,7 @@ def replace_counted_operands(context: NodeContext, names: list[str], count: int)
     """
     sizes = SHAPE_OPERANDS.get(context.node.op_type, ())
     for slot, fact in enumerate(context.facts):
-        if not isinstance(fact, Counted):
+        if not isinstance(fact, CountedNumbers):
             continue
         if slot in sizes:
             numbers = fact.numbers.value_at(count)

@@ -17,7 +17,7 @@ from autopipe.ir.ops import OPERATORS, Signature
 from autopipe.ir.space import AxisKind, Space
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     WITNESS,
-    Counted,
+    CountedNumbers,
     Fact,
     Selection,
     row_axes_of,
@@ -122,7 +122,11 @@ class NodeFacts:
         None.
         """
         return [
-            each.numbers if isinstance(each, Counted) else self.arrays.get(name) if name else None
+            each.numbers
+            if isinstance(each, CountedNumbers)
+            else self.arrays.get(name)
+            if name
+            else None
             for name, each in zip(self.operands, self.facts, strict=True)
         ]
 

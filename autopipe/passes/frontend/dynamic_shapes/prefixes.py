@@ -14,7 +14,7 @@ import numpy as np
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     PrefixLength,
     SelectedRows,
     Selection,
@@ -49,16 +49,18 @@ def bounded_prefix(
     return context.derived_selections[root]
 
 
-def make_limit_fact(context: NodeContext, selection: Selection, limit: Value) -> Counted:
+def make_limit_fact(context: NodeContext, selection: Selection, limit: Value) -> CountedNumbers:
     """Return the fact that the value of type `limit` is the number of rows of `selection`, whose
     first rows are selected.
     """
     dtype = np.float64 if limit.dtype.is_floating else np.int64
-    base, scale, offset = express_by_base(context, selection)
-    return Counted(base, SizeArray.affine(limit.shape, scale, offset, dtype))
+    base, scale, offset = express_by_base_selection(context, selection)
+    return CountedNumbers(base, SizeArray.affine(limit.shape, scale, offset, dtype))
 
 
-def express_by_base(context: NodeContext, selection: Selection) -> tuple[Selection, int, int]:
+def express_by_base_selection(
+    context: NodeContext, selection: Selection
+) -> tuple[Selection, int, int]:
     """Return (base, scale, offset) for a selection, the true elements of a mask: it has `scale * n
     + offset` rows, where n is the number of rows of the selection `base`.
 

@@ -15,7 +15,7 @@ from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Indices,
     SelectedRows,
     Selection,
@@ -61,7 +61,9 @@ def record_selection(context: NodeContext, uses: Uses, roots: MaskRoots) -> None
                 _select_unique(context, data)
 
 
-def record_range(context: NodeContext, roots: MaskRoots, bounds: Mapping[str, int]) -> Counted:
+def record_range(
+    context: NodeContext, roots: MaskRoots, bounds: Mapping[str, int]
+) -> CountedNumbers:
     """Record that the result of a Range from 0 in steps of 1, whose limit is computed while
     running, numbers the first rows of a vector. Return the fact of the limit: it is their number.
 
@@ -98,10 +100,10 @@ def _select_nonzero(context: NodeContext, data: Value, uses: Uses, roots: MaskRo
     """
     rank = len(data.shape)
     result = context.node.output[0]
-    count = _split_count(result, uses) if rank == 1 else 0
+    count = _count_split_results(result, uses) if rank == 1 else 0
     selection = nonzero_selection(context, data, roots)
     if count and selection.mask_shape == data.shape:
-        limit = _index_limit(result, uses, context.types)
+        limit = _minimum_indexed_size(result, uses, context.types)
         _write_known_count(context, selection.mask, data.shape[0], count, limit)
         return
     terms = np.eye(rank + 2, rank, -1, np.int64)[..., None]
@@ -165,7 +167,7 @@ def _write_known_count(
     write.reshape(positions, (1, count), context.node.output[0])
 
 
-def _split_count(name: str, uses: Uses) -> int:
+def _count_split_results(name: str, uses: Uses) -> int:
     """Return the number of results of the Split that is the only reader of the value `name`,
     possibly after a cast or transpose. An exporter that unrolls a loop over the elements writes
     such a Split. 0 if there is none.
@@ -178,7 +180,7 @@ def _split_count(name: str, uses: Uses) -> int:
     return count if node.op_type == "Split" and count > 1 else 0
 
 
-def _index_limit(name: str, uses: Uses, types: Mapping[str, Value]) -> int:
+def _minimum_indexed_size(name: str, uses: Uses, types: Mapping[str, Value]) -> int:
     """Return the minimum size of the dimensions that Gathers index with elements of the value
     `name`, a very large number if there is none.
     """

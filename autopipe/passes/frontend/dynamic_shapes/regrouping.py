@@ -17,7 +17,7 @@ import numpy as np
 from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Indices,
     SelectedRows,
     Selection,
@@ -145,7 +145,7 @@ def join_rows(context: NodeContext) -> bool:
     """
     write = context.write
     result = context.node.output[0]
-    facts = [each for each in context.facts if not isinstance(each, Counted)]
+    facts = [each for each in context.facts if not isinstance(each, CountedNumbers)]
     if len(facts) < len(context.facts):
         return False
     types = [
@@ -202,7 +202,7 @@ def _joined_selection(
     return joined
 
 
-def express_by_derived(context: NodeFacts, counted: Counted) -> Counted:
+def express_by_derived_selection(context: NodeFacts, counted: CountedNumbers) -> CountedNumbers:
     """Return the numbers as polynomials in the number of rows of a selection that was derived from
     that of `counted`, if possible; otherwise `counted`. A selection is the true elements of a mask.
 
@@ -225,4 +225,6 @@ def express_by_derived(context: NodeFacts, counted: Counted) -> Counted:
     if selection.first_rows is not None and context.node.op_type not in SHAPE_OPERANDS:
         return counted
     offsets = np.where(depends, 0, numbers.offset)
-    return Counted(selection, SizeArray.from_coefficients([offsets, depends.astype(numbers.dtype)]))
+    return CountedNumbers(
+        selection, SizeArray.from_coefficients([offsets, depends.astype(numbers.dtype)])
+    )

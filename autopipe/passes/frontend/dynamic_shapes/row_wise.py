@@ -14,7 +14,7 @@ import numpy as np
 from autopipe.ir.graph import Value
 from autopipe.ir.ops import OPERATORS
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Indices,
     SelectedRows,
     replace_size,
@@ -49,7 +49,7 @@ their weights.
 """
 
 
-def move_indices(context: NodeContext) -> bool:
+def compute_indices(context: NodeContext) -> bool:
     """Apply an operator to `Indices`, integers with a row per selected mask element that are affine
     in its coordinates: evaluate the operator on each term, and write no node. Return False if the
     result is not known to be affine.
@@ -66,7 +66,8 @@ def move_indices(context: NodeContext) -> bool:
         return False
     sizes = SHAPE_OPERANDS.get(operator, ())
     if any(
-        isinstance(each, Counted) and slot not in sizes for slot, each in enumerate(context.facts)
+        isinstance(each, CountedNumbers) and slot not in sizes
+        for slot, each in enumerate(context.facts)
     ):
         return False
     types, axes, pair_axes, _ = context.row_axes()

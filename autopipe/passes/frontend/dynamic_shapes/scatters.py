@@ -10,7 +10,7 @@ from dataclasses import replace
 from autopipe.ir.graph import Value
 from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Fact,
     Indices,
     SelectedRows,
@@ -61,7 +61,7 @@ def _scatter_into_rows(
     indices = context.fact(1)
     result = context.node.output[0]
     rows = to_selected_rows(write, target)
-    if isinstance(indices, Counted) or reduction not in REDUCTIONS:
+    if isinstance(indices, CountedNumbers) or reduction not in REDUCTIONS:
         raise context.unsupported()
     if indices is None and context.fact(2) is not None:
         raise context.unsupported()
@@ -167,7 +167,7 @@ def _update_rows(context: NodeContext, indices: Indices | SelectedRows) -> Selec
     are numbers that depend on the count of rows.
     """
     fact: Fact | None = context.fact(2)
-    if isinstance(fact, Counted):
+    if isinstance(fact, CountedNumbers):
         raise context.unsupported()
     if fact is not None:
         return to_selected_rows(context.write, fact)

@@ -12,7 +12,7 @@ from autopipe.ir.graph import DType, Value
 from autopipe.ir.ops.operator import nonnegative_axis
 from autopipe.passes.frontend.dynamic_shapes.domain import (
     WITNESS,
-    Counted,
+    CountedNumbers,
     Indices,
     SelectedRows,
     Selection,
@@ -27,7 +27,7 @@ from autopipe.passes.frontend.dynamic_shapes.node_context import (
     make_selection,
 )
 from autopipe.passes.frontend.dynamic_shapes.prefixes import (
-    express_by_base,
+    express_by_base_selection,
     limit_selection,
     scaled_prefix,
 )
@@ -56,10 +56,10 @@ def compute_shape(context: NodeContext) -> bool:
     """
     (fact,) = context.facts
     assert fact is not None
-    shape = fact.numbers.shape if isinstance(fact, Counted) else fact.row_type.shape
+    shape = fact.numbers.shape if isinstance(fact, CountedNumbers) else fact.row_type.shape
     start = context.integer("start")
     end = context.integer("end", len(shape))
-    selection, scale, offset = express_by_base(context, fact.selection)
+    selection, scale, offset = express_by_base_selection(context, fact.selection)
     offsets = np.array(shape, np.int64)
     scales = np.zeros_like(offsets)
     for axis in row_axes_of(fact):
@@ -84,7 +84,7 @@ def _record_numbers(
     `selection` selects. If they do not depend on n, write the result as a constant instead.
     """
     if numbers.degree:
-        context.results[name] = Counted(selection, numbers)
+        context.results[name] = CountedNumbers(selection, numbers)
         return
     write = context.write
     flat = write.vector(numbers.offset.reshape(-1).astype(np.int64).tolist())
@@ -117,7 +117,7 @@ def compute_sizes(context: NodeContext) -> bool:
             _record_numbers(context, name, selection, each)
         return True
     names = [
-        write_numbers(context, name, each) if isinstance(each, Counted) else name
+        write_numbers(context, name, each) if isinstance(each, CountedNumbers) else name
         for name, each in zip(context.operands, context.facts, strict=True)
     ]
     context.write.rewrite_node(names, context.node.output)
@@ -167,7 +167,7 @@ def _compute_minimum(context: NodeContext, selection: Selection) -> bool:
         return False
     if maximum < selection.capacity:
         selection = limit_selection(context, selection, maximum)
-    context.results[context.node.output[0]] = Counted(
+    context.results[context.node.output[0]] = CountedNumbers(
         selection, SizeArray.affine(results[0].shape, 1, 0)
     )
     return True
@@ -190,7 +190,7 @@ def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
     context.write.rewrite_node([context.operands[0], shape], context.node.output)
 
 
-def write_numbers(context: NodeContext, name: str, counted: Counted) -> str:
+def write_numbers(context: NodeContext, name: str, counted: CountedNumbers) -> str:
     """Write numbers that are polynomials in n, computed while running from the mask that selects n
     elements. Return their name: `name` if they are floating-point numbers, which the graph computes
     already.
@@ -301,7 +301,7 @@ def slices_to_count(context: NodeContext) -> bool:
     operand is static or has rows that another mask selects.
     """
     end = context.fact(2)
-    if context.node.op_type != "Slice" or not isinstance(end, Counted):
+    if context.node.op_type != "Slice" or not isinstance(end, CountedNumbers):
         return False
     data = context.fact(0)
     is_other = isinstance(data, SelectedRows) and data.selection.key != end.selection.key
@@ -327,18 +327,18 @@ def slice_to_count(context: NodeContext) -> bool:
         raise context.unsupported()
     axis = 0 if axes is None else nonnegative_axis(int(axes.reshape(-1)[0]), len(source.shape))
     starts_at_zero = isinstance(starts, np.ndarray) and not starts.any()
-    ends_at_n = isinstance(end, Counted) and end.numbers.elements() == [_N]
+    ends_at_n = isinstance(end, CountedNumbers) and end.numbers.elements() == [_N]
     has_steps = steps is not None and bool((steps != 1).any())
     if not starts_at_zero or not ends_at_n or has_steps:
         raise context.unsupported()
     if isinstance(data, SelectedRows) and data.axis != axis:
         raise context.unsupported()
-    assert isinstance(end, Counted)
+    assert isinstance(end, CountedNumbers)
     context.results[context.node.output[0]] = write.unpack(end.selection, source, axis)
     return True
 
 
-def match_mask_count(context: NodeFacts, roots: MaskRoots) -> Counted | None:
+def match_mask_count(context: NodeFacts, roots: MaskRoots) -> CountedNumbers | None:
     """Return the fact that the result of a ReduceSum is the number of true elements of a boolean
     mask, which is cast to integers and summed over all axes. None for another ReduceSum.
     """
@@ -362,4 +362,4 @@ def match_mask_count(context: NodeFacts, roots: MaskRoots) -> Counted | None:
         return None
     shape = (1,) * len(data.shape) if context.integer("keepdims", 1) else ()
     selection = make_selection(context, mask.name, mask.shape, mask.shape, root)
-    return Counted(selection, SizeArray.affine(shape, 1, 0))
+    return CountedNumbers(selection, SizeArray.affine(shape, 1, 0))

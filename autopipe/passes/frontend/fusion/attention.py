@@ -25,8 +25,8 @@ from autopipe.passes.frontend.fusion.scores import (
     Mask,
     Scores,
     Shape,
-    changes_leading_axes,
-    count_grouped_sizes,
+    changes_only_leading_axes,
+    count_sizes_of_samples,
     kind_of_mask,
     match_scores,
 )
@@ -87,7 +87,7 @@ def _find_softmax(view: View, name: str) -> Node | None:
     """
     name = view.skip_casts(name)
     node = view.producer_of(name, "Reshape", "Squeeze", "Unsqueeze")
-    if node is not None and changes_leading_axes(view, node):
+    if node is not None and changes_only_leading_axes(view, node):
         name = view.skip_casts(node.inputs[0])
     source, indices = view.slice_source(name)
     if indices == range(view.shape(source)[-1] - 1):
@@ -154,7 +154,7 @@ def _count_samples_and_heads(view: View, scores: Scores) -> tuple[int, int] | No
     found = lead[0], math.prod(lead[1:])
     return (
         found
-        if all(count_grouped_sizes(shape[:-2], found) is not None for shape in scores.shapes)
+        if all(count_sizes_of_samples(shape[:-2], found) is not None for shape in scores.shapes)
         else None
     )
 
@@ -165,7 +165,7 @@ def _swaps_last_axes(transpose: Node) -> bool:
     return len(perm) > 2 and perm == (*range(len(perm) - 2), len(perm) - 1, len(perm) - 2)
 
 
-def _may_hide_rows(view: View, mask: Mask) -> bool:
+def _may_hide_all_keys(view: View, mask: Mask) -> bool:
     """True if a mask that selects scores may hide all keys from a query, depending on data.
 
     Such a mask cannot become a mask that is added: no gradient flows to scores that a number
@@ -209,7 +209,7 @@ class _AttentionWriter:
         masks = [
             (mask, kind) for mask in scores.masks if (kind := kind_of_mask(view, mask)) != "blank"
         ]
-        if any(kind == "other" and _may_hide_rows(view, mask) for mask, kind in masks):
+        if any(kind == "other" and _may_hide_all_keys(view, mask) for mask, kind in masks):
             return None
         causal = masks[0][1] if len(masks) == 1 and masks[0][1] not in ("some", "other") else ""
         value = self.transpose_last_axes(value, "value") if is_transposed else value
@@ -263,7 +263,7 @@ class _AttentionWriter:
         for number, (operator, step_shape) in enumerate(steps):
             is_last = number == len(steps) - 1
             result = node.outputs[0] if is_last else ""
-            name = self.write_move(operator, name, "result", step_shape, result)
+            name = self.write_shape_change(operator, name, "result", step_shape, result)
 
     def write_node(
         self, op: str, operands: list[str], shape: Shape, role: str, result: str = ""
@@ -281,12 +281,12 @@ class _AttentionWriter:
             name=f"{self.node.name}/{role}_{len(self.rewriter.nodes)}",
         )
 
-    def write_move(
+    def write_shape_change(
         self, op: str, name: str, role: str, shape: Shape, result: str = "", perm: Shape = ()
     ) -> str:
-        """Write a Reshape, Expand or Transpose (`op`) of the value `name` to `shape`. Return the
-        name of the result: `result`, or a new name that contains `role`. A Transpose without `perm`
-        exchanges the last two axes.
+        """Write a Reshape, Expand or Transpose (`op`) of the value `name`; the result has the shape
+        `shape`. Return the name of the result: `result`, or a new name that contains `role`. A
+        Transpose without `perm` exchanges the last two axes.
         """
         operands = [name]
         attributes: dict[str, Any] = {}
@@ -317,7 +317,7 @@ class _AttentionWriter:
         source = view.producer_of(name, "Reshape")
         if source is not None and view.shape(source.inputs[0]) == target:
             return source.inputs[0]
-        return self.write_move("Reshape", name, role, target)
+        return self.write_shape_change("Reshape", name, role, target)
 
     def transpose_last_axes(self, name: str, role: str) -> str:
         """Return the name of the value `name` with its last two axes exchanged. If the value is the
@@ -334,7 +334,7 @@ class _AttentionWriter:
         perm = (*perm[:-2], perm[-1], perm[-2])
         if perm == order:
             return name
-        return self.write_move("Transpose", name, role, shape, perm=perm)
+        return self.write_shape_change("Transpose", name, role, shape, perm=perm)
 
     def recover_keys(self, transposed: str, value: str) -> tuple[str, float]:
         """Return (K, c) for the value `transposed` = c · Kᵀ: the name of K and a number.
@@ -343,7 +343,7 @@ class _AttentionWriter:
         the query heads that share it, K may also be [samples, heads, sharers, positions, features].
         """
         view = self.view
-        found = _keys_before_transpose(view, transposed)
+        found = _find_keys_before_transpose(view, transposed)
         if found is not None:
             scale, key = view.split_scale(found)
             is_repeated = (
@@ -393,7 +393,7 @@ class _AttentionWriter:
                     name = reshape.inputs[0]
                 if view.shape(name) == (heads,):
                     return name
-                return self.write_move("Reshape", name, "sinks", (heads,))
+                return self.write_shape_change("Reshape", name, "sinks", (heads,))
             node = view.producer_of(name, "Expand", "Transpose", "Gather")
             if node is None:
                 break
@@ -417,10 +417,10 @@ class _AttentionWriter:
         if lead == self.lead or set(own) <= {1}:
             if len(shape) <= 4:
                 return name
-            return self.write_move("Reshape", name, "mask", (1, 1, *shape[-2:]))
+            return self.write_shape_change("Reshape", name, "mask", (1, 1, *shape[-2:]))
         if own == lead:
             return self.reshape_mask(name, (*self.lead, *shape[-2:]))
-        count = count_grouped_sizes(lead, self.lead)
+        count = count_sizes_of_samples(lead, self.lead)
         if count is None:
             return None
         # A Reshape can merge the dimensions of samples, or of heads, only if the mask has all of
@@ -429,7 +429,7 @@ class _AttentionWriter:
         expanded = [held if set(held) <= {1} else full for held, full in groups]
         target = (*expanded[0], *expanded[1])
         if target != own:
-            name = self.write_move("Expand", name, "mask", (*target, *shape[-2:]))
+            name = self.write_shape_change("Expand", name, "mask", (*target, *shape[-2:]))
         merged = (math.prod(expanded[0]), math.prod(expanded[1]), *shape[-2:])
         return self.reshape_mask(name, merged)
 
@@ -440,7 +440,7 @@ class _AttentionWriter:
         source = self.view.producer_of(name, "Reshape")
         if source is not None and self.view.shape(source.inputs[0]) == target:
             return source.inputs[0]
-        return self.write_move("Reshape", name, "mask", target)
+        return self.write_shape_change("Reshape", name, "mask", target)
 
     def write_sum(self, masks: list[str]) -> str:
         """Write the sum of the masks, which broadcast to each other, and return its name."""
@@ -456,7 +456,7 @@ def _swap_last_sizes(shape: Shape) -> Shape:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-def _keys_before_transpose(view: View, transposed: str) -> str | None:
+def _find_keys_before_transpose(view: View, transposed: str) -> str | None:
     """Return the name of K if `transposed` is Kᵀ [samples, heads, features, positions] and K is a
     value of the graph; otherwise None.
 

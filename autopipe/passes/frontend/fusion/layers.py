@@ -28,13 +28,13 @@ def fuse_gelu(view: View, node: Node) -> tuple[Node, ...] | None:
     if len(factors) != 2 or not is_near(coefficient, 0.5):
         return None
     for x, gate in (factors, factors[::-1]):
-        approximate = _gelu_kind(view, gate, x)
+        approximate = _match_gelu_kind(view, gate, x)
         if approximate and view.shape(x) == view.shape(node.outputs[0]):
             return (Node(node.name, "Gelu", (x,), node.outputs, (("approximate", approximate),)),)
     return None
 
 
-def _gelu_kind(view: View, name: str, x: str) -> str:
+def _match_gelu_kind(view: View, name: str, x: str) -> str:
     """Return Gelu's attribute `approximate` if the value `name` is Gelu's factor: `none` if it is 1
     + erf(x / √2), `tanh` if it is 1 + tanh(√(2/π) · (x + 0.044715 x³)), otherwise "".
     """

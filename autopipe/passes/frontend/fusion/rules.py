@@ -8,7 +8,7 @@ from autopipe.ir.graph import Graph, Node
 from autopipe.passes.frontend.cleanup import without_repeats, without_unread
 from autopipe.passes.frontend.fusion.attention import fuse_attention
 from autopipe.passes.frontend.fusion.experts import fuse_gathered_experts, fuse_masked_experts
-from autopipe.passes.frontend.fusion.gated import fuse_gated_unit, fuse_swish
+from autopipe.passes.frontend.fusion.gated_units import fuse_gated_unit, fuse_swish
 from autopipe.passes.frontend.fusion.layers import (
     fuse_gelu,
     fuse_normalization,

@@ -95,13 +95,14 @@ def _find_score_node(view: View, name: str, found: Scores) -> Node | None:
     )
     found.scale *= scale
     if node is None or (
-        node.op not in ("MatMul", "Add", "Where", "Tanh") and not changes_leading_axes(view, node)
+        node.op not in ("MatMul", "Add", "Where", "Tanh")
+        and not changes_only_leading_axes(view, node)
     ):
         return None
     return node
 
 
-def changes_leading_axes(view: View, node: Node) -> bool:
+def changes_only_leading_axes(view: View, node: Node) -> bool:
     """True if `node` reshapes only dimensions before the last two. Its operand and its result have
     at least three dimensions.
     """
@@ -243,9 +244,10 @@ def _kind_of_band(shown: np.ndarray) -> str:
     return "causal" if window == len(ones) else str(window - 1)
 
 
-def count_grouped_sizes(shape: Shape, lead: tuple[int, int]) -> int | None:
-    """Return the count of leading sizes of `shape` whose product is `lead[0]` while the product of
-    the other sizes is `lead[1]`; None if there is no such count.
+def count_sizes_of_samples(shape: Shape, lead: tuple[int, int]) -> int | None:
+    """Return how many leading sizes of `shape` belong to samples: their product is `lead[0]`, the
+    number of samples, and the product of the other sizes is `lead[1]`, the number of heads. None if
+    no count satisfies both.
     """
     for count in range(len(shape) + 1):
         if (math.prod(shape[:count]), math.prod(shape[count:])) == lead:

@@ -11,7 +11,7 @@ import pytest
 from autopipe.ir.errors import ModelError
 from autopipe.ir.graph import DType, Value
 from autopipe.passes.frontend.dynamic_shapes.domain import (
-    Counted,
+    CountedNumbers,
     Fact,
     Indices,
     SelectedRows,
@@ -68,7 +68,7 @@ def indices(*nodes: onnx.NodeProto) -> Indices:
 
 def elements(*nodes: onnx.NodeProto) -> list[tuple[float, ...]]:
     found = fact(*nodes)
-    assert isinstance(found, Counted)
+    assert isinstance(found, CountedNumbers)
     return found.numbers.elements()
 
 
