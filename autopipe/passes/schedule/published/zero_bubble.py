@@ -254,9 +254,10 @@ class DualPipeV(Published):
     order.
 
     DeepSeek-AI, DualPipe (2025), after Sea AI Lab's proposal to cut DualPipe in half. With 2p
-    stages on p devices, the formulas of DualPipe for 2p devices hold: the bubble is (p - 1)(F&B + B
-    - 3W), where F&B is the time of a forward and a backward that overlap, B that of a backward and
-    W that of its weight gradients. A device saves the activations of 2p + 1 forwards of stages.
+    stages on p devices, the formulas of DualPipe for 2p devices hold. The bubble is
+    (p - 1)(F&B + B - 3W), where F&B is the time of a forward and a backward that overlap, B that of
+    a backward and W that of its weight gradients. A device saves the activations of 2p + 1 forwards
+    of stages.
     """
 
     name: ClassVar[str] = "dualpipe_v"
