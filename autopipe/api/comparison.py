@@ -148,7 +148,8 @@ def plan_diffs(plans: Sequence[ComparisonPlan]) -> list[PlanDiff]:
         plan = each.plan
         key = plan.model, plan.graph_digest
         if key not in graphs:
-            graphs[key] = None  # The model may be missing or changed.
+            # Placements cannot be compared if the ONNX file of a plan is missing or has changed.
+            graphs[key] = None
             with suppress(AutopipeError, OSError):
                 if len(plans) > 1:
                     graph = graph_of_plan(each.folder, plan)

@@ -48,8 +48,8 @@ def exchanges_of(ranks: int, device: str, seconds: float) -> tuple[ExchangeCost,
     costs: list[ExchangeCost] = []
     for each in found:
         if each.kind == "post":
-            # The times of the first and of each further message follow from a pipeline. Their
-            # increase per byte follows from messages alone.
+            # The pipeline measures the time of the first message and of each further message. The
+            # exchange of single messages measures how the time grows per byte.
             first, following = (_line_through(each.fit, seconds, MESSAGE_BYTES) for seconds in ends)
             costs += (replace(each, fit=first), ExchangeCost("follow", each.ranks, following, ()))
         else:
@@ -64,7 +64,7 @@ def in_pipeline(
     pipeline. Messages of a task after the first have their time in a small pipeline. Raise
     LaunchError if the pipeline fails.
     """
-    # The time per byte is part of the first message's time.
+    # Only the constant part counts, because the line of the first message includes the bytes.
     follow = next(each.fit.fixed_s for each in exchanges if each.kind == "follow")
     period = statistics.median(
         measure_period(pipeline.folder, device) for _ in range(_PIPELINE_RUNS)

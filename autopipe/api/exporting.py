@@ -45,7 +45,9 @@ def factory_arguments(factory: str) -> dict[str, Any]:
         found = function()
     except AutopipeError:
         raise
-    except Exception as error:  # The user's code may raise anything.
+    except (
+        Exception
+    ) as error:  # The factory is code of the user, which may raise an exception of any class.
         first = next(iter(str(error).splitlines()), "")
         message = f"{factory} raises {type(error).__name__}: {first}"
         raise ConfigurationError(message, "show the traceback with --debug") from error

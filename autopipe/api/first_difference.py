@@ -34,8 +34,8 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class _WrittenValue(NamedTuple):
-    """A value that a node of a stage writes: its name in the graph, its variable in the program,
-    and its layout over the devices of the stage.
+    """A value that a node of a stage writes: the index of the node, the name of the value in the
+    graph, its variable in the program, and its layout over the devices of the stage.
     """
 
     node: int
@@ -66,8 +66,8 @@ def first_difference(manifest: Manifest, ranks: Path, one: Path) -> str:
         blocks = {rank: _read_values(ranks, stage.stage, rank) for rank in stage.devices}
         for each in _written_values(stage, own):
             if each.value in expected:
-                # The first micro-batch of the stage holds the first samples of the largest
-                # micro-batch of the program.
+                # One device recorded the largest micro-batch of the program. The first micro-batch
+                # of this stage consists of the first samples of that micro-batch.
                 whole = expected[each.value][tuple(map(slice, own.type_of(each.value).shape))]
                 found += [
                     (each.node, stage.stage, rank, each.value, relative)

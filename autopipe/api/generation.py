@@ -76,7 +76,7 @@ def generate(
     With `debug`, torch's log lines are shown. Raises ConfigurationError if the program is no
     decoder, or if the prompts do not fit it, and LaunchError if a rank fails.
     """
-    # torch reads this variable when it is imported.
+    # This hides log lines of torch's C++ code. torch reads the variable when it is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from autopipe.backends.torch.runtime.modes.decoder import Decoder, GenerationRequest
@@ -109,8 +109,8 @@ def generate(
         decoder.check(request)
         _check_layout(manifest.model, decoder)
         if planned is not None:
-            # A decoder that writes its cache in place cannot feed more tokens than the cache has
-            # room for.
+            # A decoder that writes its cache in place cannot read more tokens in one step than the
+            # cache can store.
             most = decoder.cache_length - 1 if decoder.in_place else None
             chunk = min(longest, settings.prefill_chunk)
             write_prefill(planned, folder, chunk, events.note, most)
@@ -233,7 +233,7 @@ def write_prefill(
     from autopipe.passes.prefill import with_step_length
 
     second = folder.with_name(PREFILL_FOLDER)
-    # A multiple of the device counts can be split along the tokens.
+    # Splits along the tokens require a multiple of the number of devices of each stage.
     even = math.lcm(*(len(stage.devices) for stage in planned.plan.placement.stages))
     length = -(-chunk // even) * even
     if most is not None and length > most:

@@ -88,7 +88,7 @@ class ProfiledSteps:
         if not measured.tasks:
             return None
         picture = _predicted(manifest, events)
-        # Several nodes may share the folder, and each has the times of its own ranks only.
+        # Several nodes may share the folder, but a node has only the times of its ranks.
         own = (
             "" if len(by_rank) == manifest.world_size else f"_{min(by_rank):03d}-{max(by_rank):03d}"
         )

@@ -184,7 +184,7 @@ class Launch:
         if self.profiled is not None:
             self.profiled.check(steps)
         ranks = local_ranks(self.manifest, self.config)[1]
-        # An error of the settings is reported without these notes.
+        # The notes are printed only now, so that no notes precede an error in the settings.
         for line in (*notes, placement_note(self.settings.device, ranks)):
             self.events.note(line)
         if self.manifest.train:

@@ -123,7 +123,7 @@ class Profiling:
             ),
             tasks=tasks,
             exchanges=(),
-            # The CPU starts operators itself, and their measured times include that.
+            # On a CPU, the measured time of an operator includes the time to launch it.
             host_launch_s=measure_host_launch(device, self.request.precision) if is_cuda else 0.0,
         )
         if self.settings.ranks is not None:

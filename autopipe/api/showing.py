@@ -93,7 +93,7 @@ class PlanView:
             return outcome(simulate(schedule, graph.stage_devices, self.plan.prediction))
 
         chosen = self.plan.summary.schedule
-        # csv follows a file that somebody names: there is nothing to compare.
+        # Schedule csv reads the orders of a file, so it cannot be compared for another placement.
         names = [name for name in scheduler_names() if name not in (chosen, CsvOrder.name)]
         return _schedule_results(chosen, outcome(self.timeline), names, run, events)
 
@@ -172,7 +172,8 @@ def open_view(path: Path, model: Path | None = None) -> PlanView | BlockView:
             start = file.read(64).lstrip()[:1]
     except OSError as error:
         raise ConfigurationError(f"the file {path} cannot be read: {error.strerror}") from error
-    if start != b"{":  # For example, a model.
+    # A file that is not JSON is of another kind, for example an ONNX model.
+    if start != b"{":
         hint = "create a plan with autopipe plan, or a schedule with autopipe schedule -o FILE"
         raise ConfigurationError(f"{path} is neither a plan folder nor a schedule of blocks", hint)
     schedule = read_block_schedule(path)

@@ -58,7 +58,7 @@ def verify_statically(
     folder = program.parent
     with events.progress("verifying", total=2) as bar, scratch_folder("verify") as scratch:
         if model is None and manifest.model.is_file():
-            # The program may have been generated with another file than the plan's.
+            # `codegen --model` may have replaced the ONNX file of the plan.
             model = manifest.model
         # This also checks that the schedule keeps the dependencies of its tasks.
         planned = open_plan(folder, model)
@@ -66,7 +66,7 @@ def verify_statically(
         if planned.digest != manifest.plan:
             raise other_plan_error(program, folder)
         made = Path(scratch) / "program"
-        # The path of the model is written into the program.
+        # The program contains the path of the model, so equal files require an equal path.
         planned = replace(planned, plan=replace(planned.plan, model=str(manifest.model)))
         lowered = write_programs(planned, made, home=program)
         bar.advance(note="messages")

@@ -324,7 +324,7 @@ class Verification:
             launch_program(self.manifest, words, LaunchConfig(), server=self.server)
             return first_difference(self.manifest, ranks, one)
         except AutopipeError:
-            # The differences are reported without the first value.
+            # The search for the first value is optional: the differences are reported without it.
             return ""
 
     def _run_arguments(self, name: str, steps: int = 1) -> list[str]:
@@ -531,7 +531,7 @@ class Verification:
         """Return the model for ONNX Runtime, and the seed of random data and of parameters whose
         values the file does not store.
         """
-        # Imports torch, which is not required before.
+        # This module imports torch, which takes long and is not required before.
         from autopipe.backends.torch.runtime.state.parameters import init_shard
 
         seed = forward.seed if self.seed is None else self.seed
@@ -584,7 +584,8 @@ class Verification:
                 _samples_per_pass(forward, model, whole=self._is_compared_by_batch(forward))
             )
         except ModelError:
-            # Inputs of the file may accept any batch size although a node inside fixes it.
+            # The inputs of a file may accept any batch size although a node of the file requires
+            # one.
             evaluations = evaluated(_samples_per_pass(forward, model))
         axes = {entry.value.name: entry.batch_axis for entry in forward.outputs}
         shapes = {entry.value.name: entry.value.shape for entry in forward.outputs}
@@ -595,7 +596,7 @@ class Verification:
             if axis is None:
                 found[name] = self._value_of_step(name, np.stack(parts))
             else:
-                # A last batch may be filled up with samples that are not data.
+                # The last batch may end with filler samples, which are not compared.
                 joined = np.concatenate(parts, axis=axis)
                 count = round(joined.shape[axis] * (source.count(0) / forward.batch_size))
                 found[name] = np.take(joined, range(count), axis=axis)

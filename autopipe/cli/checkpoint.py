@@ -45,7 +45,7 @@ _DIGEST_CHARACTERS = 12
 """Number of characters of a digest that are shown to distinguish plans."""
 
 
-# ParamType has no type argument at run time in the oldest click that is supported.
+# The oldest supported click has a ParamType that is not generic at run time.
 if TYPE_CHECKING:
     _IntegerType = click.ParamType[int]
 else:

@@ -150,7 +150,8 @@ def rehearsal_table(report: Mapping[str, Any]) -> Table:
                 f"{size:,} {plural(size, 'byte')}",
             )
     for kind, size in report["communication_bytes"].items():
-        if size and kind != "send":  # Messages are listed by rank.
+        # The rows above list the bytes of messages by rank.
+        if size and kind != "send":
             table.add_row(kind.replace("_", "-"), f"{size:,} {plural(size, 'byte')}")
     table.add_row(
         "parameters", f"{report['parameters']:,} ({report['parameter_bytes'] / 2**20:.1f} MiB)"

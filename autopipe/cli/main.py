@@ -138,10 +138,10 @@ def main(
     """
     gc.set_threshold(ALLOCATIONS_PER_COLLECTION)
     own = sys.__stdout__
-    # A stream that other code has assigned is closed by that code.
+    # Code that replaced stdout or stderr is responsible for closing its stream.
     if own is not None and sys.stdout is own:
         if isinstance(own, io.TextIOWrapper):
-            # A terminal of ASCII, latin-1 or cp1252 lacks characters of tables.
+            # Encodings such as ASCII, latin-1 and cp1252 lack the line characters of tables.
             own.reconfigure(errors="replace")
         sys.stdout = stream_with_complete_writes(own)
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -167,7 +167,7 @@ def main(
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
-    # The only place where every error becomes one line and an exit code.
+    # This is the only place that catches every error. It prints one line and returns an exit code.
     except Exception as error:  # noqa: BLE001
         if "--debug" in options:
             traceback.print_exception(error)
@@ -228,8 +228,8 @@ def _as_autopipe_error(error: Exception) -> AutopipeError:
                 f"this command requires {error.name}", hint="pip install 'autopipe[run]'"
             )
         case OSError() if error.filename is not None and error.strerror:
-            # The operating system's message about a path that the user gave: the name is too long,
-            # or the folder may not be read.
+            # The path comes from the user. For example, its name is too long, or its folder cannot
+            # be read. The message is that of the operating system.
             return ConfigurationError(error.strerror, where=os.fsdecode(error.filename))
         case OSError() if error.errno in _DISK_FULL_ERRNOS:
             hint = (
@@ -280,7 +280,9 @@ def _print_error(error: AutopipeError, as_json: bool) -> None:
                 text if len(text) <= _MAX_ERROR_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
             )
             told = f"{kind}: {printable(line)}"
-            if sys.stderr.isatty():  # Without a terminal, an error is one line.
+            if (
+                sys.stderr.isatty()
+            ):  # Other programs read stderr if it is no terminal, so the error is not wrapped.
                 columns = max(20, os.get_terminal_size(sys.stderr.fileno()).columns)
                 told = textwrap.fill(told, columns, break_long_words=False, break_on_hyphens=False)
             click.echo(told, err=True)

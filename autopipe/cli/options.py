@@ -59,7 +59,7 @@ def _with_output(command: Callable[Concatenate[Output, P], R], json_help: str) -
         as_json, quiet, verbose = (
             bool(kwargs.pop(name)) for name in ("as_json", "quiet", "verbose")
         )
-        kwargs.pop("debug")  # read by autopipe.cli.main, which prints the traceback
+        kwargs.pop("debug")  # autopipe.cli.main reads --debug and prints the traceback.
         if quiet and verbose:
             raise click.UsageError("-q and -v contradict each other")
         verbosity = (
@@ -151,7 +151,7 @@ def _completion_function(
         context: click.Context, parameter: click.Parameter, start: str
     ) -> list[CompletionItem]:
         found = [CompletionItem(name) for name in names() if name.startswith(start)]
-        return found or [CompletionItem(start, type="file")]  # A cluster may be a file.
+        return found or [CompletionItem(start, type="file")]  # --cluster also accepts a file.
 
     return complete
 
@@ -189,7 +189,7 @@ def configuration_options(command: Command) -> Command:
         }
         over = None
         if kwargs.get("base") is not None:
-            from autopipe.api.plan_folder import check_editable  # heavy, and for few commands
+            from autopipe.api.plan_folder import check_editable  # This import takes long.
 
             if file is not None:
                 hint = "omit --config"

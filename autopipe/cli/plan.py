@@ -94,11 +94,11 @@ def plan(
         base=base,
         annotate=annotate,
         force=force,
-        # Values of passes exist only while a search runs.
+        # A cached result has no intermediate results of passes, so --dump-after requires a search.
         cached=not no_cache and not dump_after,
         observe=observe,
     )
-    # Modules that show a plan are imported after the search.
+    # These imports take long and are required only after the search.
     from autopipe.api.summary_text import degrees_text
     from autopipe.cli.plan_report import plan_delta, plan_screen
     from autopipe.configs.local_devices import local_cluster

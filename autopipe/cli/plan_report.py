@@ -79,7 +79,7 @@ def candidates_screen(
     """
     best = best_per_strategy(alternatives)
     if most is not None:
-        # One row suffices for strategies that found the same plan.
+        # Strategies that found equal plans share one row.
         plans = {
             (each.step_time_s, each.peak_memory_bytes): each
             for each in reversed(best)
@@ -101,8 +101,8 @@ def candidates_screen(
         memory = each.peak_memory_bytes
         schedule = each.choice.schedule or "any"
         at_least, least_s = ("≥ ", bound_s) if each.step_time_s is None else ("", each.step_time_s)
-        # A candidate without a schedule was skipped because no schedule for its placement could
-        # be the shortest.
+        # The search skipped a candidate without a schedule, because a lower bound of its step time
+        # exceeded the best step time.
         if least_s is None or (each.step_time_s is None and each.choice.schedule is not None):
             reasons.setdefault(each.refused or "", []).append(each.choice.strategy)
             continue

@@ -348,7 +348,7 @@ def _task_rows(
             )
             memory = " … ".join(map(bytes_text, times))
             after = [graph.nodes[other].name for other in node.after]
-            if node.kind == "receive":  # A receive waits for tasks of the other rank.
+            if node.kind == "receive":  # A receive also waits for tasks of the rank that sends.
                 after = list(dict.fromkeys(each.task for each in node.messages))
             yield (
                 f"  {node.name}",

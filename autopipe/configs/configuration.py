@@ -581,7 +581,8 @@ def _merge_entries(base: Entry, over: Entry, hint: Any, path: str = "") -> Entry
         over = with_present_keys(over, schema, path)
     scalar = getattr(schema, "scalar", None)
     if scalar is not None and isinstance(base.value, str) and isinstance(over.value, dict):
-        base = Entry({scalar: base}, base.place)  # A scalar is short for {key: scalar}.
+        # A mapping with a default key may be written as a scalar, the value of that key.
+        base = Entry({scalar: base}, base.place)
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     chosen = {name for name in getattr(schema, "selectors", ()) if name in over.value}

@@ -78,9 +78,8 @@ def read_placement(path: str | Path) -> BlockGraph:
     graph = BlockGraph(devices, blocks, rooms, description.micro_batches_per_unit)
     try:
         graph.verify()
-    except (
-        ConfigurationError
-    ) as error:  # A cycle: all other errors were reported above with their lines.
+    except ConfigurationError as error:
+        # Only a cycle of blocks causes this error. The checks above report all other errors.
         waiting = min(set(range(len(graph.blocks))) - set(graph.order))
         place = description.blocks[waiting].place
         raise ConfigurationError(

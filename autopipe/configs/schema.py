@@ -118,7 +118,7 @@ class YamlRecord(Record):
 
     @property
     def text(self) -> str | None:
-        # A command line has no YAML quotes, so a number or bool there may stand for text.
+        # On a command line, text is not quoted as in YAML. A number or bool may therefore be text.
         if (
             self.entry.place.is_flag
             and isinstance(self.value, str | int | float | bool)
@@ -145,7 +145,8 @@ class YamlRecord(Record):
     def rejection_by_all_members(
         self, union: Any, refusals: list[ConfigurationError]
     ) -> ConfigurationError:
-        # A number on a command line may also be read as text; report the error of the number.
+        # On a command line, a number is also valid text. The error about the number is more
+        # specific.
         return refusals[-1 if isinstance(self.value, str) else 0]
 
     def scalar(self, base: type, marks: tuple[object, ...]) -> object:

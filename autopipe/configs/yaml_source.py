@@ -116,7 +116,7 @@ def read_setting(text: str, flag: str) -> Entry:
     """Return a command-line value that is YAML. Paths are relative to the working directory."""
     place = Place(flag, None, os.getcwd())
     if text.startswith("*"):
-        # A glob such as `*.bias`; YAML would read it as an alias.
+        # YAML reads a glob such as `*.bias` as an alias, so it is quoted.
         return Entry(text, place, text)
     return _read_document(text, place) or Entry(None, place)
 
@@ -250,7 +250,7 @@ def _scalar_value(node: yaml.ScalarNode, place: Place) -> str | int | float | bo
             message = f"YAML reads {text} in base 60"
             hint = decimal
         case "float":
-            with suppress(ValueError):  # for `.nan` and `.inf`, which `float` cannot read
+            with suppress(ValueError):  # YAML writes `.nan` and `.inf`, which `float` cannot parse.
                 if math.isfinite(value := float(text)):
                     return value
             message = f"{text} is not a finite number"

@@ -137,7 +137,7 @@ def _report_data(named: Sequence[tuple[str, Picture]]) -> dict[str, object]:
         first = len(bars)
         bars += ([] for _ in picture.memory)
         for bar in picture.bars:
-            # Properties that all bars of a stage and phase share.
+            # Bars of one stage and phase share a name and a colour, which are stored once.
             stem = bar.name.removesuffix(str(bar.unit))
             phase = bar.phase.name.replace("_", " ").lower()
             colours = stage_colour(bar.stage, bar.phase), text_colour(bar.phase)

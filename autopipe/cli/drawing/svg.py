@@ -284,7 +284,7 @@ def _edge_svg(source: tuple[int, int], target: tuple[int, int], label: str) -> s
     bottom = target[1] + _BOX_HEIGHT // 2
     middle = (left + right) / 2
     long = right - left > _HORIZONTAL_GAP
-    # An edge that passes other nodes is drawn above them.
+    # An edge between distant columns is curved, so that it passes above the nodes between them.
     path = (
         f"M{left} {top}C{middle} {top - 60 * long} {middle} {bottom - 60 * long} {right} {bottom}"
     )

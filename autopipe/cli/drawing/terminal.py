@@ -111,7 +111,8 @@ def _axis_of_steady_state(
     count = min(state.count, least + int((room - head - tail) / width))
     body = round(count * width)
     pieces = [(0.0, head), (state.start, body), (end - tail / scale, tail)]
-    if head == warm_up:  # No time is omitted before the repetitions.
+    # If warm-up is drawn completely, the repetitions follow it without a gap.
+    if head == warm_up:
         pieces[:2] = [(0.0, round(state.start * scale) + body)]
     if count == state.count and tail == cool_down:
         pieces[-2:] = [(pieces[-2][0], pieces[-2][1] + tail)]
@@ -279,7 +280,9 @@ def _have_repeated_letters(bars: list[Bar]) -> bool:
 def _bar_names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
     if not several:
         return bar.label, bar.letter
-    if not bar.name[:1].isdigit():  # Blocks with names chosen by the user.
+    if not bar.name[
+        :1
+    ].isdigit():  # The blocks have names that the user chose, so the full name is shown.
         return bar.name, bar.label, bar.letter
     return (bar.letter,) if colour else (str(bar.stage),)
 
@@ -560,7 +563,8 @@ def _busy_bars(bars: Sequence[Bar], end: float, axis: TimeWindow) -> str:
     """
     columns = max(1, axis.column_of(end))
     size = end / columns
-    if size == 0:  # A graph that only moves data is predicted to take no time.
+    # The predicted time of a graph that only moves data is 0.
+    if size == 0:
         return " " * columns
     filled = [0.0] * columns
     for bar in bars:

@@ -78,7 +78,9 @@ class TwoBranch(ZooModel):
         joined = []
         for index in range(self.branches):
             data = graph.input(f"input_{index}", self.sequence, self.hidden)
-            for repeat in range(self.repeats):  # Without residual connections.
+            for repeat in range(
+                self.repeats
+            ):  # The blocks of this model have no residual connections.
                 with graph.scope(f"branches.{index}"), graph.scope(f"blocks.{repeat}"):
                     data = attention(graph, "attention", layer, data)
                     data = graph.linear(
@@ -104,7 +106,7 @@ class Flava(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # The published model.
+        # Sizes of the published FLAVA model.
         "base": {
             **COMMON_FLAVA_SIZES,
             "text_layers": 12,
@@ -189,7 +191,7 @@ class CandleUno(ZooModel):
         # GraphPipe (ASPLOS 2025), appendix A.2; it leaves open the number of layers after the
         # branches.
         "paper": {**PAPER_SIZES, "branches": 7},
-        # The largest number of branches in GraphPipe's comparison.
+        # GraphPipe compares at most this number of branches.
         "16-branches": {**PAPER_SIZES, "branches": 16},
     }
     branches: Count = 7
@@ -233,7 +235,7 @@ class MultiModalTransformer(ZooModel):
 
     presets: ClassVar[Mapping[str, Settings]] = {
         "paper": {**GRAPHPIPE_PRESET, "embedding": 1024, "branches": 4, "layers": 8},
-        # The sequential transformer of GraphPipe's evaluation: as many layers in one branch.
+        # The sequential transformer of GraphPipe's evaluation has all layers in one branch.
         "sequential": {**GRAPHPIPE_PRESET, "embedding": 1024, "branches": 1, "layers": 32},
     }
     multiples: ClassVar[tuple[tuple[str, str], ...]] = (("hidden", "heads"),)

@@ -334,7 +334,7 @@ class Bert(LanguageModel):
             data = norm(
                 graph, "norm", graph.op("Add", graph.op("Add", words, kinds), places), self.hidden
             )
-        with graph.scope("padding_mask"):  # [batch, 1, 1, sequence]
+        with graph.scope("padding_mask"):  # The mask has the shape [batch, 1, 1, sequence].
             spread = graph.op("Cast", graph.op("Unsqueeze", present, graph.constant([1, 2])), to=1)
             mask = graph.op(
                 "Mul", graph.op("Sub", graph.constant(1.0), spread), graph.constant(MASKED_SCORE)

@@ -182,9 +182,9 @@ class Vgg19(ZooModel):
     """
 
     presets: ClassVar[Mapping[str, Settings]] = {
-        # Configuration E.
+        # Configuration E of the paper (Simonyan and Zisserman, 2015).
         "imagenet": {"image": 224, "width": 64, "hidden": 4096, "classes": 1000},
-        # TePDist: the classifier extended to a million classes.
+        # TePDist extends the classifier to a million classes.
         "million": {"image": 224, "width": 64, "hidden": 4096, "classes": 1_000_000},
     }
     image: Annotated[int, AtLeast(32)] = 32
@@ -309,7 +309,7 @@ class UNet(ZooModel):
         data = self._convolution_pair(graph, "bottom", data, inputs, self.width << self.depth)
         for level in reversed(range(self.depth)):
             outputs = self.width << level
-            # Twice the height and width at half the channels.
+            # The up-convolution doubles height and width and halves the channels.
             with graph.scope(f"up.{level}"), graph.scope("transposed"):
                 weight = graph.parameter(
                     "weight", 2 * outputs, outputs, 2, 2, init=kaiming(2 * outputs)

@@ -277,7 +277,8 @@ def annotate(
     sizes = {name: float(width * graph.type_of(name).elements) for name, width in widths.items()}
     kept = []
     seen = set[tuple[str, int]]()
-    # A value that several nodes save uses memory for one tensor, so it counts at the first node only.
+    # A value that several nodes save uses memory for one tensor, so it counts at the first node
+    # only.
     for values in saved_tensors(graph, precision, capability):
         new = {each.key: each.bytes for each in values if each.key not in seen}
         seen |= new.keys()
