@@ -280,9 +280,8 @@ def _have_repeated_letters(bars: list[Bar]) -> bool:
 def _bar_names(bar: Bar, several: bool, colour: bool) -> tuple[str, ...]:
     if not several:
         return bar.label, bar.letter
-    if not bar.name[
-        :1
-    ].isdigit():  # The blocks have names that the user chose, so the full name is shown.
+    # The name of a task starts with its stage. Any other name was chosen by the user.
+    if not bar.name[:1].isdigit():
         return bar.name, bar.label, bar.letter
     return (bar.letter,) if colour else (str(bar.stage),)
 
