@@ -260,7 +260,8 @@ def _is_chain(wiring: Wiring, starts: Sequence[int], length: int) -> bool:
 
 
 def _are_equal(labels: Labels, wiring: Wiring, one: int, other: int, length: int) -> bool:
-    """Return True if the ranges of `length` nodes from `one` and from `other` are equal instances.
+    """Return True if the ranges of `length` nodes from `one` and from `other` are equal
+    instances.
     """
     if not np.array_equal(labels[one : one + length], labels[other : other + length]):
         return False

@@ -40,7 +40,8 @@ class Candidate:
     """
 
     def settled(self, request: Request) -> Request:
-        """Return the request with the settings of this candidate in the fields that it leaves open.
+        """Return the request with the settings of this candidate in the fields that it leaves
+        open.
         """
         count = request.micro_batches if self.micro_batches is None else self.micro_batches
         if request.micro_batch_size is not None and request.batch_size is not None:

@@ -291,7 +291,8 @@ def _combine_elementwise(
 
 
 def _multiply_polynomials(left: Polynomial, right: Polynomial, is_integer: bool) -> Polynomial:
-    """Return left · right. `is_integer` is unused: `_divide_polynomials` has the same parameters.
+    """Return left · right. `is_integer` is unused: `_divide_polynomials` has the same
+    parameters.
     """
     total: list[int | float] = [0] * (len(left) + len(right) - 1)
     for power, first in enumerate(left):

@@ -602,7 +602,8 @@ class MicroBatchSearch:
             return option_table(tables, self.seconds, min(self.loads), self.degrees, spare)
 
         def holds(spare: float) -> bool:
-            """True if a partition, however slow, fits memory limits that are `spare` bytes higher.
+            """True if a partition, however slow, fits memory limits that are `spare` bytes
+            higher.
             """
             found = table(spare)
             return solver.meets(found, np.inf, solver.levels(found))

@@ -180,7 +180,8 @@ class StageOption:
         return bool(self.seconds[start, stop] < np.inf and self.most[start, stop] >= in_flight)
 
     def stage(self, start: int, stop: int, in_flight: int) -> DraftStage:
-        """Return blocks `start` to `stop - 1` as a stage with `in_flight` micro-batches in flight.
+        """Return blocks `start` to `stop - 1` as a stage with `in_flight` micro-batches in
+        flight.
         """
         at = (start, stop)
         memory = float(self.always[at] + in_flight * self.kept[at])

@@ -276,7 +276,8 @@ class Pase:
             return self._solved(tables.model, limit, exact)
 
         def placed(problem: Problem) -> Placement:
-            """Return the placement if the devices are used in the order of the problem's cluster.
+            """Return the placement if the devices are used in the order of the problem's
+            cluster.
             """
             return in_stages(problem, self.stages, solver, self.overlap)
 

@@ -205,8 +205,7 @@ further high-degree variables are needed.
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A connected set of variables between critical nodes, or an edge between two critical nodes.
-    """
+    """A connected set of variables between critical nodes, or an edge between two of them."""
 
     ends: tuple[int, ...]
     """Positions, in `SegmentedModel.critical`, of the critical nodes with which the segment has
