@@ -122,4 +122,6 @@ NCHWC: dict[str, Callable[[FileRewriter], None]] = {
         ("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool"), _write_same_operator
     ),
 }
-"""Decompositions of domain com.microsoft.nchwc, by operator, except Conv, which `fused_operators` adds."""
+"""Decompositions of domain com.microsoft.nchwc, by operator, without Conv, which `fused_operators`
+decomposes.
+"""

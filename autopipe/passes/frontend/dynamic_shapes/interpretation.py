@@ -210,8 +210,8 @@ class DynamicShapes(dict[str, Fact]):
         """Return the node with the facts of its operands (what is known of values whose shape
         depends on data).
 
-        A static operand that is known to be a count of selected elements gets its `CountedNumbers` fact if
-        it is a size operand, or if the node computes shapes and no operand has rows.
+        A static operand that is known to be a count of selected elements gets that fact if it is a
+        size operand, or if the node computes shapes and no operand has rows.
         """
         facts = [self.get(name) for name in operands]
         slots = [*SHAPE_OPERANDS.get(node.op_type, ())]

@@ -80,14 +80,26 @@ OPERATOR_CLASSES: tuple[OperatorClass, ...] = (
     _operator_class("sort", "TopK", before=(sort_rows,)),
     _operator_class("slice", "Slice", compute_indices, before=(slice_to_count, slice_rows)),
     _operator_class("split", "Split", compute_indices, before=(split_rows,)),
-    _operator_class("gather", "Gather", gather_from_static, compute_indices, before=(gather_by_rank,)),
-    _operator_class("gather by position", "GatherND", gather_from_static,
-           before=(gather_own_elements, gather_by_rank)),
-    OperatorClass("scatter", frozenset({"Scatter", "ScatterElements", "ScatterND"}),
-                  laws=(scatter,), combines_selections=True),
-    _operator_class("affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", compute_indices),
+    _operator_class(
+        "gather", "Gather", gather_from_static, compute_indices, before=(gather_by_rank,)
+    ),
+    _operator_class(
+        "gather by position",
+        "GatherND",
+        gather_from_static,
+        before=(gather_own_elements, gather_by_rank),
+    ),
+    OperatorClass(
+        "scatter",
+        frozenset({"Scatter", "ScatterElements", "ScatterND"}),
+        laws=(scatter,),
+        combines_selections=True,
+    ),
+    _operator_class(
+        "affine", "Add Cast Expand Mul Squeeze Sub Transpose Unsqueeze", compute_indices
+    ),
     _operator_class("window", "Conv ConvTranspose MaxPool Pad", compute_rows, compute_windows),
-)  # fmt: skip
+)
 """The operator classes that have their own laws."""
 CLASS_OF = {operator: each for each in OPERATOR_CLASSES for operator in each.operators}
 """The operator class of each operator that has one, by operator."""
