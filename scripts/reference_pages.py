@@ -148,7 +148,7 @@ GENERATED = "<!-- Generated: python scripts/reference_pages.py docs -->"
 _UPPER_LIMIT_PATTERN = re.compile(r" up to \d{9,}")
 """Upper limits in types that only prevent overflows; the pages omit them."""
 
-_NO_OPTIONS = "It has no options.\n"
+_NO_OPTIONS = "There are no options to set.\n"
 
 
 def generated_pages() -> dict[str, str]:
