@@ -492,9 +492,9 @@ def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]
         third = hidden // 3
         projections = rewriter.split(query, 2, third, third, hidden - 2 * third)
     elif not key:
-        projections = _unstack(rewriter, query, 3)
+        projections = _split_stack(rewriter, query, 3)
     elif len(rewriter.shape(key)) == 5:
-        projections = [query, *_unstack(rewriter, key, 2)]
+        projections = [query, *_split_stack(rewriter, key, 2)]
     else:
         projections = [query, key, rewriter.required(2)]
     undivided = [each if len(rewriter.shape(each)) == 3 else "" for each in projections]
@@ -516,7 +516,7 @@ def _queries_keys_values(rewriter: Rewriter, heads: int, bias: str) -> list[str]
     ]
 
 
-def _unstack(rewriter: Rewriter, name: str, parts: int) -> list[str]:
+def _split_stack(rewriter: Rewriter, name: str, parts: int) -> list[str]:
     """Return the names of the `parts` tensors [B, tokens, heads · F] of the stack `name` [B,
     tokens, heads, parts, F].
     """

@@ -97,11 +97,11 @@ class Selection:
         """Number of elements of the broadcast mask, the maximum of n."""
         return math.prod(self.shape)
 
-    def extent(self, axes: Sequence[int]) -> int:
+    def size_along(self, axes: Sequence[int]) -> int:
         """Return the product of the mask's sizes along `axes`."""
         return math.prod(self.shape[axis] for axis in axes)
 
-    def masked_shape(self, axes: Sequence[int]) -> tuple[int, ...]:
+    def shape_along(self, axes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the broadcast mask, with 1 for each axis that is not in `axes`."""
         return tuple(extent if axis in axes else 1 for axis, extent in enumerate(self.shape))
 
@@ -202,7 +202,7 @@ class SelectedRows:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of `value`, the tensor that the graph stores."""
-        return replace_size(self.row_type.shape, self.axis, self.selection.extent(self.over))
+        return replace_size(self.row_type.shape, self.axis, self.selection.size_along(self.over))
 
     @property
     def row_axes(self) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def gather_by_rank(context: NodeContext) -> bool:
         indices = write.fill_unselected(indices, 0, indices.selection.axes)
         name = indices.value
     column = data.axis if is_nd else None
-    name = nonnegative_ranks(context, name, rows.selection, index_type, column)
+    name = write_nonnegative_ranks(context, name, rows.selection, index_type, column)
     if indices is None:
         write.rewrite_node([packed.name, name], [result])
         return True
@@ -113,7 +113,7 @@ def _index_depth(
     return None if positions.axis == rank - 1 else positions.row_type.shape[-1]
 
 
-def nonnegative_ranks(
+def write_nonnegative_ranks(
     context: NodeContext, name: str, selection: Selection, index_type: Value, column: int | None
 ) -> str:
     """Write the ranks `name`, of type `index_type`, with n added to negative ones, which count from
@@ -177,11 +177,11 @@ def slice_rows(context: NodeContext) -> bool:
     write = context.write
     if not isinstance(fact, Indices | SelectedRows):
         return False
-    starts, ends, axes, steps = (context.number(slot) for slot in (1, 2, 3, 4))
+    starts, ends, axes, steps = (context.operand_number(slot) for slot in (1, 2, 3, 4))
     if starts is None or ends is None or starts.shape != (1,):
         return False
     if isinstance(axes, SizeArray) or isinstance(steps, SizeArray):
-        raise context.unsupported()
+        raise context.unsupported_error()
     step = 1 if steps is None else int(steps.reshape(-1)[0])
     is_prefix = fact.selection.first_rows is not None
     if step < 1 or (step > 1 and not is_prefix):
@@ -192,7 +192,7 @@ def slice_rows(context: NodeContext) -> bool:
     if axis != fact.axis:
         return False
     if isinstance(starts, SizeArray):
-        raise context.unsupported()
+        raise context.unsupported_error()
     start = int(starts[0])
     end = _slice_end(context, ends, fact.selection.capacity)
     if start == 0 and end is None and step == 1:
@@ -201,7 +201,7 @@ def slice_rows(context: NodeContext) -> bool:
     if slice_prefix(context, rows, start, end, step):
         return True
     if step > 1:
-        raise context.unsupported()
+        raise context.unsupported_error()
     selection = rows.selection
     result = context.node.output[0]
     if start == 0 and end is not None and 0 < end < selection.capacity:
@@ -235,7 +235,7 @@ def _slice_end(context: NodeContext, ends: Number, capacity: int) -> int | None:
     assert isinstance(ends, SizeArray)
     offset, *factors = ends.elements()[0]
     if factors != [1]:
-        raise context.unsupported()
+        raise context.unsupported_error()
     return None if offset >= 0 else int(offset)
 
 

@@ -37,7 +37,7 @@ def write_indices(write: RowWriter, indices: Indices) -> SelectedRows:
     selection = indices.selection
     dtype = indices.dtype
     over = tuple(axis for axis in selection.axes if indices.coordinate_factors(axis).any())
-    count = selection.extent(over)
+    count = selection.size_along(over)
     rank = len(indices.constants.shape)
     total = _write_coefficients(write, indices.constants, dtype)
     for axis in over:
@@ -134,7 +134,7 @@ def read_at_indices(
     order = [axis for axes in axes_of_columns for axis in axes]
     name = data.name
     for place, (column, axes) in enumerate(zip(columns, axes_of_columns, strict=True)):
-        extent = selection.extent(axes)
+        extent = selection.size_along(axes)
         if extent != data.shape[first + place]:
             name = write.slice(name, first + place, column[0], column[0] + extent)
     before = data.shape[:first]
@@ -193,7 +193,7 @@ def write_at_indices(
     axes_of_columns = _axes_of_columns(columns, data, first, selection)
     if axes_of_columns is None:
         return False
-    extents = [selection.extent(axes) for axes in axes_of_columns]
+    extents = [selection.size_along(axes) for axes in axes_of_columns]
     if extents != [*data.shape[first : first + len(columns)]]:
         return False
     order = [axis for axes in axes_of_columns for axis in axes]
@@ -240,7 +240,7 @@ def _combine_updates(
     wide_mask = write.expand(selection.mask, selection.mask_shape, selection.shape)
     weight = write.cast(wide_mask, rows.row_type.dtype)
     if rows.weight:
-        line = write.reshape(rows.weight, selection.masked_shape(rows.weight_over))
+        line = write.reshape(rows.weight, selection.shape_along(rows.weight_over))
         zero = write.scalar(0, rows.row_type.dtype)
         weight = write.node("Where", [wide_mask, line, zero])
     total = _sum_to_axes(write, weight, selection, over, ())

@@ -158,7 +158,7 @@ class DynamicShapes(dict[str, Fact]):
         try:
             self._interpret(context)
         except _FAILURES as error:
-            raise context.unsupported() from error
+            raise context.unsupported_error() from error
         self.update(context.results)
         operand = context.fact(0)
         result = context.node.output[0]
@@ -258,6 +258,6 @@ class DynamicShapes(dict[str, Fact]):
         rows = write.fill_unselected(rows, 0, rows.selection.axes)
         if rows.pair_axis is not None:
             if rows.selection.first_rows is None:
-                raise context.unsupported()
+                raise context.unsupported_error()
             rows = write.fill_unselected_pairs(rows, 0)
         write.node("Identity", [write.pack(rows).name], name)

@@ -133,7 +133,7 @@ def _apply_first(laws: tuple[Law, ...], context: NodeContext) -> None:
     node. Raises ModelError if none does.
     """
     if not any(law(context) for law in laws):
-        raise context.unsupported()
+        raise context.unsupported_error()
 
 
 def _apply_across_selections(context: NodeContext, operator_class: OperatorClass) -> bool:
@@ -159,7 +159,7 @@ def align_selections(context: NodeContext) -> NodeContext:
     """
     facts = [each for each in context.facts if each is not None]
     if len({each.selection.key for each in facts}) > 1:
-        raise context.unsupported()
+        raise context.unsupported_error()
     kinds = (Indices, SelectedRows, CountedNumbers)
     selection = next(each.selection for kind in kinds for each in facts if isinstance(each, kind))
     return replace(

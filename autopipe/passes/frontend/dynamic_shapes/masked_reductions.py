@@ -57,11 +57,11 @@ def reduce_rows(context: NodeContext) -> bool:
         if isinstance(each, Indices | SelectedRows)
     }
     if any(each.pair_axis is not None for each in rows.values()):
-        raise context.unsupported()
+        raise context.unsupported_error()
     if operator not in NEUTRAL_ELEMENTS.keys() | LOSSES:
-        raise context.unsupported()
+        raise context.unsupported_error()
     if operator not in _RETURN_ROWS and have_counted_size(types):
-        raise context.unsupported()
+        raise context.unsupported_error()
     first = next(iter(rows.values()))
     result = context.node.output[0]
     selection = first.selection
@@ -120,7 +120,7 @@ def fill_pairs(
     found = dict(rows)
     has_position = operator in _RETURN_POSITIONS or operator == "ReduceMean"
     if operator not in NEUTRAL_ELEMENTS or has_position:
-        raise context.unsupported()
+        raise context.unsupported_error()
     for slot, each in rows.items():
         number = _neutral_element(operator, each.row_type.dtype)
         if reduced_axes[slot] == each.axis:
@@ -151,25 +151,25 @@ def sort_rows(context: NodeContext) -> bool:
     if fact.axis != nonnegative_axis(context.integer("axis", -1), len(fact.row_type.shape)):
         return False
     write = context.write
-    k = context.number(1)
+    k = context.operand_number(1)
     rows = to_selected_rows(write, fact)
     capacity = rows.selection.capacity
     kept = None
     if isinstance(limit, CountedNumbers):
         if limit.numbers.elements() != [(0, 1)]:
-            raise context.unsupported()
+            raise context.unsupported_error()
         kept = limit.selection
         returns_all = kept.key == rows.selection.key
         if not returns_all and kept.root != limited_root(rows.selection, kept.shape[0]):
-            raise context.unsupported()
+            raise context.unsupported_error()
         count = capacity if returns_all else kept.shape[0]
     elif k is None or isinstance(k, SizeArray) or k.size != 1:
-        raise context.unsupported()
+        raise context.unsupported_error()
     else:
         returns_all = False
         count = int(k.reshape(-1)[0])
     if count > capacity:
-        raise context.unsupported()
+        raise context.unsupported_error()
     fill = -math.inf if context.integer("largest", 1) else math.inf
     neutral = representable_number(fill, rows.row_type.dtype)
     packed = write.pack(write.fill_unselected(rows, neutral, rows.selection.axes))

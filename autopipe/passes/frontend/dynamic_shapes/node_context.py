@@ -103,7 +103,7 @@ class NodeFacts:
         """True if the node has the attribute `name`."""
         return any(each.name == name for each in self.node.attribute)
 
-    def unsupported(self) -> ModelError:
+    def unsupported_error(self) -> ModelError:
         """Return the error that says that the node combines rows that data select in an unsupported
         way.
         """
@@ -116,7 +116,7 @@ class NodeFacts:
             where=self.title,
         )
 
-    def numbers(self) -> list[Number]:
+    def operand_numbers(self) -> list[Number]:
         """Return, for each operand, its elements: an array if they are known before running, a
         `SizeArray` if they are polynomials in n, the number of rows that data select; otherwise
         None.
@@ -130,20 +130,20 @@ class NodeFacts:
             for name, each in zip(self.operands, self.facts, strict=True)
         ]
 
-    def number(self, slot: int) -> Number:
+    def operand_number(self, slot: int) -> Number:
         """Return the elements of operand `slot`: an array if they are known before running, a
         `SizeArray` if they are polynomials in n, the number of rows that data select; otherwise
         None.
         """
-        return self.numbers()[slot] if slot < len(self.operands) else None
+        return self.operand_numbers()[slot] if slot < len(self.operands) else None
 
-    def numbers_for(self, count: int) -> list[np.ndarray | None]:
+    def operand_numbers_for(self, count: int) -> list[np.ndarray | None]:
         """Return, for each operand, its elements as they are if data select `count` rows; None if
         they are not known.
         """
         return [
             each if each is None or isinstance(each, np.ndarray) else each.value_at(count)
-            for each in self.numbers()
+            for each in self.operand_numbers()
         ]
 
     def evaluate_row(
@@ -164,7 +164,7 @@ class NodeFacts:
     def row_axes(self) -> RowAxes:
         """Return the dimensions of the results that count rows selected by data."""
         types = [*map(self._operand_type, self.operands, self.facts)]
-        numbers = self.numbers_for(WITNESS)
+        numbers = self.operand_numbers_for(WITNESS)
         kinds = tuple(None if each is None else (each.dtype, each.shape) for each in types)
         axes = tuple(map(row_axes_of, self.facts))
         contents = tuple(None if each is None else content_of(each) for each in numbers)
@@ -187,7 +187,7 @@ class NodeFacts:
         inferred = self.inference.types(self.node, tuple(zip(types, known, strict=True)))
         results = [each for each in inferred if each is not None]
         if len(results) < sum(map(bool, self.node.output)):
-            raise self.unsupported()
+            raise self.unsupported_error()
         space = self._iteration_space(types, inferred, known)
         names = [
             dimensions[axis]
@@ -243,7 +243,7 @@ class NodeFacts:
         domain = "" if node.domain == "ai.onnx" else node.domain
         operator = OPERATORS.get(f"{domain}.{node.op_type}" if domain else node.op_type)
         if operator is None:
-            raise self.unsupported()
+            raise self.unsupported_error()
         typed_node = Node(
             node.name, node.op_type, self.operands, tuple(node.output), attributes_of(node), domain
         )

@@ -136,9 +136,9 @@ def _select_among_rows(context: NodeContext) -> None:
     rows = context.fact(0)
     write = context.write
     if context.node.op_type != "NonZero" or not isinstance(rows, SelectedRows):
-        raise context.unsupported()
+        raise context.unsupported_error()
     if rows.row_type.shape != (1,):
-        raise context.unsupported()
+        raise context.unsupported_error()
     former = rows.selection
     rows = write.spread(write.apply_weights(rows), former.axes)
     mask = write.node("And", [write.flat_mask(former), write.cast(rows.value, DType.BOOL)])
@@ -243,7 +243,7 @@ def _select_boxes(context: NodeContext) -> None:
     write = context.write
     named = context.operands[2] if len(context.operands) > 2 else ""
     known = context.arrays.get(named)
-    boxes, scores = _boxes_and_scores(context)
+    boxes, scores = _static_boxes_and_scores(context)
     maximum = scores.shape[-1]
     if named and known is not None:
         maximum = min(maximum, int(known.reshape(-1)[0]))
@@ -283,7 +283,7 @@ def _select_boxes(context: NodeContext) -> None:
     )
 
 
-def _boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
+def _static_boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
     """Return the boxes and their scores as static values. If a mask selects the rows of both, the
     selected ones come first, and the others have the score −∞. Raises ModelError if a mask selects
     the rows of only one, or if their masks differ.
@@ -292,9 +292,9 @@ def _boxes_and_scores(context: NodeContext) -> tuple[Value, Value]:
     if boxes is None and scores is None:
         return context.types[context.operands[0]], context.types[context.operands[1]]
     if not isinstance(boxes, SelectedRows) or not isinstance(scores, SelectedRows):
-        raise context.unsupported()
+        raise context.unsupported_error()
     if (boxes.axis, scores.axis) != (1, 2) or boxes.selection.key != scores.selection.key:
-        raise context.unsupported()
+        raise context.unsupported_error()
     write = context.write
     boxes = write.fill_unselected(boxes, 0.0, boxes.selection.axes)
     scores = write.fill_unselected(scores, -math.inf, scores.selection.axes)

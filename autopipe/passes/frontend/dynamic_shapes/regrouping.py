@@ -62,7 +62,7 @@ def _target_row_shape(context: NodeContext, row_shape: tuple[int, ...]) -> list[
     if context.node.op_type == "Flatten":
         axis = context.integer("axis", 1)
         return [math.prod((1, *row_shape)[axis:])]
-    target = context.number(1)
+    target = context.operand_number(1)
     if target is None or len(target.shape) != 1 or not target.shape[0]:
         return None
     if isinstance(target, SizeArray):
@@ -97,7 +97,7 @@ def _flatten_rows(write: RowWriter, rows: SelectedRows) -> SelectedRows:
         root=selection.key[0],
     )
     over = (*rows.over, *range(len(selection.shape), len(shape)))
-    value = write.reshape(rows.value, (wide.extent(over),))
+    value = write.reshape(rows.value, (wide.size_along(over),))
     return SelectedRows(wide, replace(rows.row_type, shape=(1,)), 0, over, value)
 
 
@@ -133,7 +133,7 @@ def _divide_rows(write: RowWriter, rows: SelectedRows, row_shape: list[int]) -> 
         shape=shape,
         root=selection.key[0],
     )
-    value = write.reshape(rows.value, (regrouped.extent(over), *row_shape))
+    value = write.reshape(rows.value, (regrouped.size_along(over), *row_shape))
     row_type = replace(rows.row_type, shape=(1, *row_shape))
     return SelectedRows(regrouped, row_type, 0, tuple(over), value)
 

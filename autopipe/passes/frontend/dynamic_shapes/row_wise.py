@@ -55,7 +55,7 @@ def compute_indices(context: NodeContext) -> bool:
     result is not known to be affine.
     """
     operator = context.node.op_type
-    numbers = context.numbers_for(1)
+    numbers = context.operand_numbers_for(1)
     indices = [each for each in context.facts if isinstance(each, Indices)]
     unknown = [
         name for name, each in zip(context.operands, numbers, strict=True) if name and each is None
@@ -129,7 +129,7 @@ def compute_rows(context: NodeContext) -> bool:
     ]
     first = next(iter(rows.values()))
     selection = first.selection
-    replace_counted_operands(context, names, selection.extent(first.over))
+    replace_counted_operands(context, names, selection.size_along(first.over))
     write.rewrite_node(names, [f"{name}/rows" if name else "" for name in context.node.output])
     weight = first.weight if keeps_weights else ""
     if weight and operator == "Cast":
@@ -179,7 +179,7 @@ def _is_integer_power(context: NodeContext) -> bool:
     """True for a Pow whose exponents are known positive integers: result and gradient are finite
     for every finite base.
     """
-    exponent = context.number(1) if context.node.op_type == "Pow" else None
+    exponent = context.operand_number(1) if context.node.op_type == "Pow" else None
     if not isinstance(exponent, np.ndarray):
         return False
     return bool(((exponent >= 1) & (exponent == np.floor(exponent))).all())
@@ -201,7 +201,7 @@ def _record_weighted_product(
         has_result_shape = data.row_type.shape == replace_size(result_type.shape, axis, 1)
         adds_axes = not set(factor.over) <= set(data.over)
         if is_scalar and has_result_shape and adds_axes and not factor.weight and not data.weight:
-            count = factor.selection.extent(factor.over)
+            count = factor.selection.size_along(factor.over)
             weight = context.write.reshape(factor.value, (count,))
             context.results[context.node.output[0]] = replace(
                 data,

@@ -284,7 +284,7 @@ class RowWriter:
         """
         rows = self.spread(self.apply_weights(rows), rows.over if over is None else over)
         mask, shape = self.any_selected(rows.selection, rows.over)
-        wide = rows.selection.masked_shape(rows.over)
+        wide = rows.selection.shape_along(rows.over)
         ones = [1] * (len(rows.shape) - rows.axis - 1)
         flat = self.reshape(self.expand(mask, shape, wide), (math.prod(wide), *ones))
         fill = self.scalar(number, rows.row_type.dtype)

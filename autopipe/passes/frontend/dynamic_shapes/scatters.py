@@ -16,7 +16,7 @@ from autopipe.passes.frontend.dynamic_shapes.domain import (
     SelectedRows,
     replace_size,
 )
-from autopipe.passes.frontend.dynamic_shapes.gathers import nonnegative_ranks
+from autopipe.passes.frontend.dynamic_shapes.gathers import write_nonnegative_ranks
 from autopipe.passes.frontend.dynamic_shapes.indices import (
     REDUCTIONS,
     are_own_ranks,
@@ -44,7 +44,7 @@ def scatter(context: NodeContext) -> bool:
         axis = 0 if operator == "ScatterND" else nonnegative_axis(context.integer("axis"), rank)
         return target.axis == axis and _scatter_into_rows(context, target, reduction)
     if not isinstance(indices, Indices | SelectedRows) or reduction not in REDUCTIONS:
-        raise context.unsupported()
+        raise context.unsupported_error()
     data = context.types[context.operands[0]]
     _scatter_into_static(context, data, indices, reduction, context.node.output[0])
     return True
@@ -62,9 +62,9 @@ def _scatter_into_rows(
     result = context.node.output[0]
     rows = to_selected_rows(write, target)
     if isinstance(indices, CountedNumbers) or reduction not in REDUCTIONS:
-        raise context.unsupported()
+        raise context.unsupported_error()
     if indices is None and context.fact(2) is not None:
-        raise context.unsupported()
+        raise context.unsupported_error()
     is_nd = context.node.op_type == "ScatterND"
     if is_nd and isinstance(indices, Indices) and are_own_ranks(indices):
         positions = _write_own_positions(write, indices)
@@ -81,7 +81,7 @@ def _scatter_into_rows(
     column = 0 if is_nd else None
     if indices is None:
         index_type = context.types[context.operands[1]]
-        positions = nonnegative_ranks(
+        positions = write_nonnegative_ranks(
             context, context.operands[1], rows.selection, index_type, column
         )
         write.rewrite_node([packed.name, positions, context.operands[2]], [written.name])
@@ -89,7 +89,7 @@ def _scatter_into_rows(
         index_rows = to_selected_rows(write, indices)
         if isinstance(indices, SelectedRows):
             index_rows = write.apply_weights(index_rows)
-        positions = nonnegative_ranks(
+        positions = write_nonnegative_ranks(
             context, index_rows.value, rows.selection, index_rows.row_type, column
         )
         index_rows = replace(index_rows, value=positions)
@@ -168,7 +168,7 @@ def _update_rows(context: NodeContext, indices: Indices | SelectedRows) -> Selec
     """
     fact: Fact | None = context.fact(2)
     if isinstance(fact, CountedNumbers):
-        raise context.unsupported()
+        raise context.unsupported_error()
     if fact is not None:
         return to_selected_rows(context.write, fact)
     updates = context.types[context.operands[2]]

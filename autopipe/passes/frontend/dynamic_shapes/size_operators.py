@@ -95,7 +95,7 @@ def compute_sizes(context: NodeContext) -> bool:
     """Compute a node whose operands are static or numbers that depend on n, the number of rows that
     data select. A result that is not a polynomial in n is computed while running. Return True.
     """
-    numbers = context.numbers()
+    numbers = context.operand_numbers()
     operator = context.node.op_type
     selection = next(each.selection for each in context.facts if each is not None)
     is_complete = all(
@@ -132,7 +132,7 @@ def size_results(context: NodeFacts) -> dict[str, SizeArray] | None:
     integer, if an operand is unknown, or if a result is not known to be a polynomial.
     """
     node = context.node
-    numbers = context.numbers()
+    numbers = context.operand_numbers()
     named = zip(context.operands, numbers, strict=True)
     if node.op_type not in SIZE_OPERATORS or any(name and each is None for name, each in named):
         return None
@@ -150,7 +150,7 @@ def _compute_minimum(context: NodeContext, selection: Selection) -> bool:
     of other numbers.
     """
     is_reduction = context.node.op_type == "ReduceMin"
-    numbers = context.numbers()[: 1 if is_reduction else None]
+    numbers = context.operand_numbers()[: 1 if is_reduction else None]
     elements: set[tuple[int | float, ...]] = set()
     for each in numbers:
         if isinstance(each, SizeArray):
@@ -159,7 +159,7 @@ def _compute_minimum(context: NodeContext, selection: Selection) -> bool:
             elements.update((int(number),) for number in each.flat)
     constants = [int(each[0]) for each in elements if not any(each[1:])]
     others = {each for each in elements if any(each[1:])}
-    results = context.evaluate_row(context.numbers_for(WITNESS), ())
+    results = context.evaluate_row(context.operand_numbers_for(WITNESS), ())
     if results is None or results[0].size != 1 or others != {_N}:
         return False
     maximum = min(constants, default=selection.capacity)
@@ -181,10 +181,10 @@ def _reshape_to_rows(context: NodeContext, target: SizeArray) -> None:
     elements = target.elements()
     sizes = [int(each[0]) for each in elements if each != _N]
     if len(sizes) != len(elements) - 1 or any(any(each[1:]) for each in elements if each != _N):
-        raise context.unsupported()
+        raise context.unsupported_error()
     others = math.prod(sizes)
     if others < 1 or context.types[context.operands[0]].elements % others:
-        raise context.unsupported()
+        raise context.unsupported_error()
     count = context.types[context.operands[0]].elements // others
     shape = context.write.vector([count if each == _N else int(each[0]) for each in elements])
     context.write.rewrite_node([context.operands[0], shape], context.node.output)
@@ -199,7 +199,7 @@ def write_numbers(context: NodeContext, name: str, counted: CountedNumbers) -> s
     if numbers.dtype.kind == "f":
         return name  # The graph computes counts of a floating-point type already.
     if numbers.dtype.kind != "i":
-        raise context.unsupported()
+        raise context.unsupported_error()
     write = context.write
     total, *coefficients = [
         write.reshape(write.vector(each.reshape(-1).tolist()), each.shape)
@@ -219,14 +219,14 @@ def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) 
     result = context.node.output[0]
     operand = context.operands[0] if context.node.op_type == "Expand" else ""
     if not isinstance(target, SizeArray) or (operand and operand not in context.types):
-        raise context.unsupported()
+        raise context.unsupported_error()
     if any(any(each[1:]) and each != _N for each in target.elements()):
-        raise context.unsupported()
+        raise context.unsupported_error()
     shape = tuple(target.value_at(WITNESS).reshape(-1).tolist())
     if operand:
         shape = tuple(np.broadcast_shapes(shape, context.types[operand].shape))
     if shape.count(WITNESS) != 1 or max(shape) > WITNESS:
-        raise context.unsupported()
+        raise context.unsupported_error()
     axis = shape.index(WITNESS)
     row_shape = replace_size(shape, axis, 1)
     array = context.arrays.get(operand)
@@ -247,7 +247,7 @@ def _constant_type(context: NodeContext) -> DType:
     shape = Value("", DType.INT64, (1,))
     (result,) = context.inference.types(context.node, ((shape, np.ones(1, np.int64)),))
     if result is None:
-        raise context.unsupported()
+        raise context.unsupported_error()
     return result.dtype
 
 
@@ -256,7 +256,7 @@ def _compute_range(context: NodeContext, selection: Selection) -> bool:
     `selection` selects, or up to `scale * n + offset` if it selects first rows. Return False for
     another Range.
     """
-    start, end, step = context.numbers()
+    start, end, step = context.operand_numbers()
     if not isinstance(start, np.ndarray) or not isinstance(step, np.ndarray):
         return False
     if not isinstance(end, SizeArray) or (start.item(), step.item()) != (0, 1):
@@ -280,7 +280,7 @@ def number_rows(context: NodeContext, selection: Selection) -> None:
     numbered = 1 if selection.first_rows is not None else rank + 1
     terms = tuple(np.array([int(term == numbered)]) for term in range(rank + 2))
     indices = Indices(selection, DType.INT64, 0, terms)
-    known = next(each for each in context.numbers() if each is not None)
+    known = next(each for each in context.operand_numbers() if each is not None)
     result = context.node.output[0]
     if known.dtype == np.int64:
         context.results[result] = indices
@@ -322,17 +322,17 @@ def slice_to_count(context: NodeContext) -> bool:
         source = write.pack(data)
     else:
         source = context.types[context.operands[0]]
-    starts, axes, steps = (context.number(slot) for slot in (1, 3, 4))
+    starts, axes, steps = (context.operand_number(slot) for slot in (1, 3, 4))
     if isinstance(axes, SizeArray) or isinstance(steps, SizeArray):
-        raise context.unsupported()
+        raise context.unsupported_error()
     axis = 0 if axes is None else nonnegative_axis(int(axes.reshape(-1)[0]), len(source.shape))
     starts_at_zero = isinstance(starts, np.ndarray) and not starts.any()
     ends_at_n = isinstance(end, CountedNumbers) and end.numbers.elements() == [_N]
     has_steps = steps is not None and bool((steps != 1).any())
     if not starts_at_zero or not ends_at_n or has_steps:
-        raise context.unsupported()
+        raise context.unsupported_error()
     if isinstance(data, SelectedRows) and data.axis != axis:
-        raise context.unsupported()
+        raise context.unsupported_error()
     assert isinstance(end, CountedNumbers)
     context.results[context.node.output[0]] = write.unpack(end.selection, source, axis)
     return True

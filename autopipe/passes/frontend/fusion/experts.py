@@ -143,7 +143,7 @@ def fuse_masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
         view.sums[node.outputs[0]] = total
         read = unit.first.source, chosen, shares
         count = (
-            _count_listed_experts(view, vector, chosen) if vector else _expert_count(view, chosen)
+            _count_listed_experts(view, vector, chosen) if vector else _count_experts(view, chosen)
         )
         if len(total.experts) < count or not total.experts.keys() <= set(range(count)):
             return None
@@ -157,7 +157,7 @@ def fuse_masked_experts(view: View, node: Node) -> tuple[Node, ...] | None:
     return None
 
 
-def _expert_count(view: View, chosen: str) -> int:
+def _count_experts(view: View, chosen: str) -> int:
     """Return the number of experts among which a TopK along the last axis chose `chosen`; 0 if
     `chosen` is not the second result of such a TopK.
     """
@@ -190,7 +190,7 @@ def _make_listed_mixture(
     )
     if (
         not fits
-        or sorted(experts) != list(range(_expert_count(view, read[1])))
+        or sorted(experts) != list(range(_count_experts(view, read[1])))
         or view.shape(node.outputs[0]) != tokens
     ):
         return None
@@ -246,7 +246,7 @@ def _has_fitting_shapes(
     return (
         len(tokens) == len(view.shape(chosen)) == 2
         and tokens[0] == view.shape(chosen)[0]
-        and first[0] == _expert_count(view, chosen)
+        and first[0] == _count_experts(view, chosen)
         and view.shape(shares) == view.shape(chosen)
         and view.shape(result) == tokens
         and first == (first[0], 2 * second[2], tokens[1])
@@ -494,11 +494,11 @@ def _match_expert_term(
         return None
     chosen, index = _match_choice_mask(view, share.inputs[0])
     shares = _find_transposed_source(view, share.inputs[1], view.shape(share.inputs[0]))
-    expert = _expert_number(view, index) if chosen else None
+    expert = _match_expert_number(view, index) if chosen else None
     layers = () if unit.up else (unit.first, unit.second)
     if not shares or expert is None or (unit.up and expert[0]):
         return None
-    if any(_expert_number(view, each.index) != expert for each in layers):
+    if any(_match_expert_number(view, each.index) != expert for each in layers):
         return None
     if not _selects_any_choice(view, node.inputs[0], share.inputs[0]):
         return None
@@ -535,7 +535,7 @@ def _is_one_hot(view: View, transpose: Node, hot: Node) -> bool:
     return is_hot and transpose.integers("perm") == (2, 1, 0)
 
 
-def _expert_number(view: View, index: str) -> tuple[str, int] | None:
+def _match_expert_number(view: View, index: str) -> tuple[str, int] | None:
     """Return the number of the expert that the value `index` has.
 
     ("", number) if it is a constant; (vector, i) if it is element i of `vector`, which a Split

@@ -25,7 +25,7 @@ def fuse_rotary_sum(view: View, node: Node) -> tuple[Node, ...] | None:
         return None
     for straight, crossed in ((products[0], products[1]), (products[1], products[0])):
         for rotated, sines in (crossed.inputs, crossed.inputs[::-1]):
-            x, interleaved = _match_rotated(view, rotated)
+            x, interleaved = _match_quarter_turn(view, rotated)
             if x and x in straight.inputs:
                 cosines = straight.inputs[straight.inputs[0] == x]
                 attributes = ("interleaved",) if interleaved else ()
@@ -101,7 +101,7 @@ def _make_rotary(
     return (Node(node.name, "Rotary", (x, *angles), node.outputs, attributes, "autopipe"),)
 
 
-def _match_rotated(view: View, rotated: str) -> tuple[str, bool]:
+def _match_quarter_turn(view: View, rotated: str) -> tuple[str, bool]:
     """Return (x, interleaved) if the value `rotated` has (−b, a) for each pair (a, b) of features
     of x; otherwise ("", False). `interleaved` is true if the features of a pair are neighbours.
     """
