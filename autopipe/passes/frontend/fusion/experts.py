@@ -476,8 +476,8 @@ def _match_expert_term(
     view: View, name: str
 ) -> tuple[ExpertUnit, str, str, tuple[str, int]] | None:
     """Match one expert's term of the sum: Where(token chose the expert, result · share, 0). Return
-    (expert, chosen, shares, number of the expert as `_expert_number` returns it); None if it does
-    not match.
+    (expert, chosen, shares, number of the expert as `_match_expert_number` returns it); None if it
+    does not match.
     """
     node = view.producer_of(name, "Where")
     product = view.producer_of(node.inputs[1], "Mul") if node is not None else None

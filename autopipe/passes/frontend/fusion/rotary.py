@@ -102,8 +102,9 @@ def _make_rotary(
 
 
 def _match_quarter_turn(view: View, rotated: str) -> tuple[str, bool]:
-    """Return (x, interleaved) if the value `rotated` has (−b, a) for each pair (a, b) of features
-    of x; otherwise ("", False). `interleaved` is true if the features of a pair are neighbours.
+    """Return (x, interleaved) if the value `rotated` has (−b, a), a rotation by a quarter turn, for
+    each pair (a, b) of features of x; otherwise ("", False). `interleaved` is true if the features
+    of a pair are neighbours.
     """
     join = view.producer_of(rotated, "Concat")
     is_joined = join is not None and join.integer("axis") in (-1, len(view.shape(rotated)) - 1)

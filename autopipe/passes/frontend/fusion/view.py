@@ -22,7 +22,9 @@ chain of n multiplications.
 
 @dataclass(slots=True)
 class PartialMixture:
-    """The terms of a mixture of experts (a sum over experts) that are matched so far."""
+    """A mixture of experts (a sum over experts) of which the terms of some experts are matched so
+    far.
+    """
 
     common: tuple[object, ...]
     """The values and settings that all experts of the mixture must share."""
