@@ -171,8 +171,8 @@ class Indices:
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
     """The fact (what is recorded of a value) of a tensor with a row per selected element of a mask.
-    The graph stores a row per element of the mask, selected or not; rows of elements that are not
-    selected are arbitrary.
+    The graph stores a row per element of the mask, selected or not, or fewer if rows are equal
+    along axes of the mask. Rows of elements that are not selected are arbitrary.
     """
 
     selection: Selection

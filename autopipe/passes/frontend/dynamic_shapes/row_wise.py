@@ -95,7 +95,8 @@ def compute_indices(context: NodeContext) -> bool:
 
 def compute_rows(context: NodeContext) -> bool:
     """Write an operator that computes each selected row (a row whose mask element is true)
-    separately, for all elements of the mask. Return False if a result combines several rows.
+    separately. It computes all rows that the graph stores, selected or not. Return False if a
+    result combines several rows.
     """
     write = context.write
     operator = context.node.op_type

@@ -212,8 +212,9 @@ def write_numbers(context: NodeContext, name: str, counted: CountedNumbers) -> s
 
 
 def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) -> None:
-    """Write an Expand or ConstantOfShape to the shape `target`, one size of which is n, the number
-    of rows that data select: all rows are equal, and one is stored.
+    """Record the result of an Expand or ConstantOfShape to the shape `target`, one size of which is
+    n, the number of rows that data select. All rows are equal, so one row is written, or none if
+    the row consists of known integers.
     """
     write = context.write
     result = context.node.output[0]
@@ -243,7 +244,9 @@ def _expand_to_rows(context: NodeContext, target: Number, selection: Selection) 
 
 
 def _constant_type(context: NodeContext) -> DType:
-    """Return the element type of the result of a ConstantOfShape."""
+    """Return the element type of the result of the ConstantOfShape node. Raises ModelError if it
+    cannot be inferred.
+    """
     shape = Value("", DType.INT64, (1,))
     (result,) = context.inference.types(context.node, ((shape, np.ones(1, np.int64)),))
     if result is None:
