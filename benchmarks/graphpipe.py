@@ -27,7 +27,7 @@ from autopipe.passes.cost.memory import stages_in_flight
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.registry import strategy_class
 from autopipe.passes.schedule.limits import check_memory
-from autopipe.passes.schedule.predict import predict, ticks_of
+from autopipe.passes.schedule.predict import make_ticks, predict
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 from benchmarks.table import Case, Row, Settings, cases_of, zoo_graph
@@ -201,7 +201,7 @@ def _sized(problem: Problem, placement: Placement) -> Problem:
 
 
 def _step(problem: Problem, placement: Placement, graph: StageGraph, predicted: Prediction) -> Step:
-    schedule = order_kfkb(graph, problem.micro_batches, problem.train, ticks_of(predicted.stages))
+    schedule = order_kfkb(graph, problem.micro_batches, problem.train, make_ticks(predicted.stages))
     timeline = simulate(schedule, graph.stage_devices, predicted)
     check_memory(problem, placement, timeline)
     return Step(problem, placement, schedule, timeline, graph.depth)

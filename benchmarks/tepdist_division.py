@@ -29,7 +29,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.problem import Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read, read_model
-from autopipe.passes.partition.min_cut_ilp import divide
+from autopipe.passes.partition.min_cut_ilp import partition_nodes
 
 MODELS = {
     "gpt-175b": ("gpt", {"size": "175b"}, (8, 16, 64)),
@@ -85,7 +85,7 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
         processor = processor_seconds()
         wall = time.monotonic()
         try:
-            found = divide(problem, stages, allowed, time_limit=time_limit)
+            found = partition_nodes(problem, stages, allowed, time_limit=time_limit)
         except InfeasibleError as error:
             print(f"{name}, {stages} stages: {error}")
             told = re.search(r"minimum imbalance.* is ([\d.]+)%", str(error))
@@ -94,7 +94,7 @@ def rows(name: str, unbalance: float, time_limit: float) -> Iterator[tuple[objec
             allowed = float(told[1]) / 100
             processor = processor_seconds()
             wall = time.monotonic()
-            found = divide(problem, stages, allowed, time_limit=time_limit)
+            found = partition_nodes(problem, stages, allowed, time_limit=time_limit)
         seconds = processor_seconds() - processor
         elapsed = time.monotonic() - wall
         figures = (

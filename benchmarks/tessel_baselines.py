@@ -10,18 +10,18 @@ from autopipe.passes.schedule.tessel.model import (
     Budget,
     PeriodicStarts,
     SearchOptions,
-    frees_all,
+    frees_all_memory,
     is_valid,
     makespan,
     pairs_sharing_a_device,
     period_bound,
-    unroll,
+    unroll_steady_state,
     with_reserved_memory,
 )
 from autopipe.passes.schedule.tessel.periodic import (
     CyclicModel,
-    construct,
-    one_at_a_time,
+    construct_steady_state,
+    serial_steady_state,
     widest_block,
 )
 from autopipe.passes.schedule.tessel.search import one_by_one_order, shortest_schedule
@@ -44,14 +44,14 @@ def search_all_at_once(
         )
     budget = Budget(options or SearchOptions())
     reduced = with_reserved_memory(graph, micro_batches)
-    known = construct(
+    known = construct_steady_state(
         reduced,
         period_bound(reduced),
         one_by_one_order(graph, micro_batches, budget.limit(0.2)),
         budget,
     )
     starts, bound, _ = shortest_schedule(
-        graph, unroll(graph, known, micro_batches), budget.limit(1.0), budget.report
+        graph, unroll_steady_state(graph, known, micro_batches), budget.limit(1.0), budget.report
     )
     optimal = makespan(graph, starts) == bound
     schedule = BlockSchedule(graph, starts, None, bound, optimal, None, budget.used)
@@ -119,7 +119,7 @@ def search_in_flight(
         )
     budget = Budget(options or SearchOptions())
     reduced = with_reserved_memory(graph, micro_batches)
-    known = one_at_a_time(graph, one_by_one_order(graph, micro_batches, budget.limit(0.2)))
+    known = serial_steady_state(graph, one_by_one_order(graph, micro_batches, budget.limit(0.2)))
     bound = period_bound(reduced)
     period = known.period
     phases = known.starts
@@ -138,7 +138,7 @@ def search_in_flight(
             report,
         )
         budget.work += result.work
-        if report is not None and frees_all(graph):
+        if report is not None and frees_all_memory(graph):
             bound = (
                 known.period
                 if result.status is Status.INFEASIBLE
@@ -163,7 +163,7 @@ def search_in_flight(
         tuple(phase - min(phases) for phase in phases),
         tuple(max(modulo_stages) - stage for stage in modulo_stages),
     )
-    starts = unroll(graph, cyclic, micro_batches)
+    starts = unroll_steady_state(graph, cyclic, micro_batches)
     is_optimal = cyclic.period == bound
     schedule = BlockSchedule(graph, starts, cyclic.period, bound, is_optimal, repetend, budget.used)
     check_start_times(schedule)

@@ -26,7 +26,7 @@ from autopipe.passes.analysis.rounding import count_roundings
 from autopipe.passes.analysis.training import matrix_parameters
 from autopipe.passes.frontend.cleanup import without_dropout
 from autopipe.passes.lower.lower import lower, one_device_program
-from autopipe.passes.lower.traffic import held_together
+from autopipe.passes.lower.traffic import shards_on_several_ranks
 from autopipe.passes.pipeline import PlanResult
 
 _MAX_TITLE_TASKS = 24
@@ -247,7 +247,9 @@ def _sharded_state_text(program: Program, rank: RankCode) -> str:
     """Return a sentence about the ranks over which the optimizer's state of this rank's parameters
     is sharded.
     """
-    groups = sorted({block.ranks for block in held_together(program.parameters, rank.shards)})
+    groups = sorted(
+        {block.ranks for block in shards_on_several_ranks(program.parameters, rank.shards)}
+    )
     if not groups:
         return "It updates all of its parameters: no other rank has any of them."
     names = " and over ".join(", ".join(map(str, group)) for group in groups)

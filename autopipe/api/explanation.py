@@ -44,7 +44,7 @@ from autopipe.passes.explain import (
 )
 from autopipe.passes.pipeline import PlanResult
 from autopipe.passes.placement.explicit import Explicit, NodeNames
-from autopipe.passes.schedule.breakdown import StageParts, stage_parts
+from autopipe.passes.schedule.breakdown import StageOverhead, stage_overheads
 
 
 class Explanation(Protocol):
@@ -268,7 +268,7 @@ class StageExplanation:
 
     planned: PlanResult
     number: int
-    parts: StageParts
+    parts: StageOverhead
     busy_s: float
     """Seconds of a step in which the first device of the stage computes."""
     changes: tuple[Change, ...]
@@ -309,7 +309,7 @@ def _explain_stage(planned: PlanResult, number: int) -> StageExplanation:
     return StageExplanation(
         planned,
         number,
-        stage_parts(problem, plan.placement, plan.prediction)[number],
+        stage_overheads(problem, plan.placement, plan.prediction)[number],
         report.busy_s,
         cheapest(planned, stage_changes(problem, plan.placement, number), wanted=4),
     )

@@ -36,7 +36,7 @@ from autopipe.passes.pipeline import (
 from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, factorisations
 from autopipe.passes.registry import Scheduler, scheduler_class, scheduler_names
 from autopipe.passes.schedule.breakdown import breakdown_under_1f1b
-from autopipe.passes.schedule.limits import SAME, check_memory, lower_bound, predicted_step
+from autopipe.passes.schedule.limits import SAME, check_memory, lower_bound, step_under_1f1b
 from autopipe.passes.schedule.published.base import PlacementPattern, Published
 
 _MOST_ORDERED = 4
@@ -292,7 +292,9 @@ class _Table:
         OutOfMemoryError if the step does not fit into memory.
         """
         problem = placed.problem
-        step = predicted_step(placed.graph, placed.prediction, problem.micro_batches, problem.train)
+        step = step_under_1f1b(
+            placed.graph, placed.prediction, problem.micro_batches, problem.train
+        )
         check_memory(problem, placed.placement, step)
         found = breakdown_under_1f1b(problem, placed.placement, placed.prediction, step.end)
         candidate = Candidate(

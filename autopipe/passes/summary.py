@@ -17,7 +17,7 @@ from autopipe.passes.cost.measured import coverage
 from autopipe.passes.degrees import plan_degrees
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.breakdown import breakdown
-from autopipe.passes.schedule.limits import lower_bound, quality
+from autopipe.passes.schedule.limits import lower_bound, optimality
 
 
 def finished_plan(
@@ -48,7 +48,7 @@ def finished_plan(
     bound = lower_bound(problem, placement, prediction)
     if schedule.proof is not None and schedule.period is None:
         bound = max(bound, schedule.proof.lower_bound)
-    optimal, gap = quality(schedule, timeline.end, bound)
+    optimal, gap = optimality(schedule, timeline.end, bound)
     summary = Summary(
         *names,
         devices=cluster.size,

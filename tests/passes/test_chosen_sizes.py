@@ -21,7 +21,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import read_plan, write_plan
 from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.passes.batching import Division
-from autopipe.passes.lower.deadlock_check import prove
+from autopipe.passes.lower.deadlock_check import prove_no_deadlock
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.pipeline import Request, make_plan, reopen
 from autopipe.passes.schedule.published.base import GPipe
@@ -150,7 +150,7 @@ def test_a_searched_order_of_split_backwards_becomes_a_program_that_can_run(mode
     assert {task.phase for order in schedule.tasks for task in order} == set(Phase) - {
         Phase.BACKWARD
     }
-    prove(lower(problem.graph, placement, schedule, problem.loss))
+    prove_no_deadlock(lower(problem.graph, placement, schedule, problem.loss))
 
 
 def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tmp_path):

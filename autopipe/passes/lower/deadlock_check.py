@@ -166,7 +166,7 @@ len(periodic)`.
 """
 
 
-def periodic(items: Iterable[tuple[MicroBatchSlice, _Item]]) -> Periodic[_Item]:
+def items_by_micro_batch(items: Iterable[tuple[MicroBatchSlice, _Item]]) -> Periodic[_Item]:
     """Return the items of each micro-batch, given pairs (slice of micro-batches, item).
 
     A slice selects every n-th micro-batch. The length of the result is the least common multiple of
@@ -318,7 +318,7 @@ class RankTrace:
         self._connections = connections
         self._wired = {each.stage: each for each in rank.stages}
         self._action = functools.cache(self._make_action)
-        self.steps = list(self._unrolled(rank))
+        self.steps = list(self._unroll(rank))
 
     def run(self, awake: list[int]) -> Wait | None:
         """Run actions until one is blocked, and return the reason, or None if the rank has reached
@@ -334,7 +334,7 @@ class RankTrace:
             self.position += 1
         return None
 
-    def _unrolled(self, rank: RankCode) -> Iterator[tuple[Action, int]]:
+    def _unroll(self, rank: RankCode) -> Iterator[tuple[Action, int]]:
         """Yield the pairs (action, micro-batch) of all instructions of the rank, with loops
         unrolled.
         """
@@ -361,13 +361,13 @@ class RankTrace:
         weights = f"{stage}W"
         match opcode:
             case Opcode.RECV:
-                return Action(posts=self._between(receives, False, source, part))
+                return Action(posts=self._channels_between(receives, False, source, part))
             case Opcode.RECV_GRADIENT:
-                return Action(posts=self._between(sends, True, source, part))
+                return Action(posts=self._channels_between(sends, True, source, part))
             case Opcode.SEND:
-                return Action(forward, sends=self._between(sends, False))
+                return Action(forward, sends=self._channels_between(sends, False))
             case Opcode.SEND_GRADIENT:
-                return Action(backward, sends=self._between(receives, True))
+                return Action(backward, sends=self._channels_between(receives, True))
             case Opcode.FORWARD:
                 before = (
                     (
@@ -379,8 +379,8 @@ class RankTrace:
                 )
                 return Action(
                     forward,
-                    after=periodic(before),
-                    uses=self._between(receives, False),
+                    after=items_by_micro_batch(before),
+                    uses=self._channels_between(receives, False),
                     barrier=self._barrier(stage, opcode),
                     completes=(forward,),
                 )
@@ -404,13 +404,13 @@ class RankTrace:
                 )
                 return Action(
                     f"{stage}{_LETTERS[opcode]}",
-                    after=periodic(given),
-                    uses=self._between(sends, True),
+                    after=items_by_micro_batch(given),
+                    uses=self._channels_between(sends, True),
                     barrier=self._barrier(stage, opcode),
                     completes=(backward, weights) if opcode is Opcode.BACKWARD else (backward,),
                 )
 
-    def _between(
+    def _channels_between(
         self,
         pieces: tuple[MessageSlice, ...],
         gradient: bool,
@@ -423,7 +423,7 @@ class RankTrace:
         `source` restricts the channels to those from the stage `source`, `part` to those of the
         slice of the sender's micro-batches with this index.
         """
-        return periodic(
+        return items_by_micro_batch(
             (
                 piece.source_slice if piece.source_rank == self.rank else piece.target_slice,
                 self._channel(piece, gradient),
@@ -464,7 +464,7 @@ class RankTrace:
         )
 
 
-def prove(program: Program) -> tuple[RankTrace, ...]:
+def prove_no_deadlock(program: Program) -> tuple[RankTrace, ...]:
     """Return the trace of each rank after all ranks have reached the end of the step.
 
     The check establishes these conditions:

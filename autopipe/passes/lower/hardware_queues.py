@@ -66,8 +66,8 @@ def check_hardware_queues(
     """Raise CodegenError if a kernel would wait forever on GPUs with `queues` hardware queues. The
     error names the kernel.
 
-    `traces` is the result of `deadlock_check.prove`. Also raises CodegenError if a rank receives on
-    more than `_MAX_RECEIVING_COMMUNICATORS` communicators.
+    `traces` is the result of `deadlock_check.prove_no_deadlock`. Also raises CodegenError if a rank
+    receives on more than `_MAX_RECEIVING_COMMUNICATORS` communicators.
     """
     for trace, code in zip(traces, program.ranks, strict=True):
         incoming = {
@@ -86,14 +86,16 @@ def check_hardware_queues(
             )
     meshes = tuple(stage.meshes() for stage in program.stages)
     ranks = [
-        (trace, code, _groups(program, meshes, code))
+        (trace, code, _collective_groups(program, meshes, code))
         for trace, code in zip(traces, program.ranks, strict=True)
     ]
     if all(_stream_count(trace, code, program, groups) <= queues for trace, code, groups in ranks):
         return
-    launched = [list(_kernels(trace, code, program, groups)) for trace, code, groups in ranks]
+    launched = [
+        list(_launched_kernels(trace, code, program, groups)) for trace, code, groups in ranks
+    ]
     _connect_counterparts(launched)
-    _run([_queued(kernels, queues) for kernels in launched])
+    _run_queues([_kernels_by_queue(kernels, queues) for kernels in launched])
     for kernels in launched:
         for kernel in kernels:
             if not kernel.ended:
@@ -110,7 +112,9 @@ group is a tuple of ranks in ascending order.
 """
 
 
-def _groups(program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: RankCode) -> _Groups:
+def _collective_groups(
+    program: Program, meshes: Sequence[tuple[MeshAxes, ...]], code: RankCode
+) -> _Groups:
     """Return, for each stage of a rank, the process groups of its collectives. `meshes` has the
     mesh axes over which each stage communicates.
     """
@@ -142,7 +146,7 @@ def _stream_count(trace: RankTrace, code: RankCode, program: Program, groups: _G
     return 1 + len(communicators) + len(every)
 
 
-def _kernels(
+def _launched_kernels(
     trace: RankTrace, code: RankCode, program: Program, groups: _Groups
 ) -> Iterator[_Kernel]:
     """Yield the kernels of a rank in the order in which its host launches them."""
@@ -226,7 +230,7 @@ def _connect_counterparts(launched: Sequence[Sequence[_Kernel]]) -> None:
             kernel.counterparts = [each[position] for each in members if position < len(each)]
 
 
-def _queued(kernels: Sequence[_Kernel], queues: int) -> list[list[_Kernel]]:
+def _kernels_by_queue(kernels: Sequence[_Kernel], queues: int) -> list[list[_Kernel]]:
     """Return the kernels of each non-empty hardware queue of a rank, in reverse order of launch.
     `kernels` are in the order of launch.
     """
@@ -237,7 +241,7 @@ def _queued(kernels: Sequence[_Kernel], queues: int) -> list[list[_Kernel]]:
     return [kernels[::-1] for kernels in found if kernels]
 
 
-def _run(devices: Sequence[list[list[_Kernel]]]) -> None:
+def _run_queues(devices: Sequence[list[list[_Kernel]]]) -> None:
     """Start and end kernels until no queue of any device can make progress. `devices` has the
     queues of each device, whose last kernel is the next.
     """

@@ -60,22 +60,22 @@ from autopipe.passes.analysis.operators import low_precision_copies
 from autopipe.passes.analysis.recompute import with_segments
 from autopipe.passes.analysis.resharding import parameters_to_replicate
 from autopipe.passes.analysis.stage_nodes import assign_nodes
-from autopipe.passes.lower.deadlock_check import prove
+from autopipe.passes.lower.deadlock_check import prove_no_deadlock
 from autopipe.passes.lower.hardware_queues import check_hardware_queues
 from autopipe.passes.lower.messages import (
-    HeldMessages,
+    BufferedMessages,
     RankPeers,
     RankStep,
     SendingOrders,
-    channels_of,
-    postings,
-    transfer_pieces,
+    make_channels,
+    make_message_slices,
+    receives_before_tasks,
 )
 from autopipe.passes.lower.shard import ShardedStage, parameter_shards, shard_stage
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ProgramParts:
     """The parts of a program that do not depend on its schedule."""
 
     graphs: tuple[Graph, ...]
@@ -88,9 +88,9 @@ class Parts:
     """Names of the values that have a gradient; empty for inference."""
 
 
-def parts_of(
+def program_parts(
     graph: Graph, placement: Placement, devices: int, loss: str | None, precision: str = "fp32"
-) -> Parts:
+) -> ProgramParts:
     """Return the parts of a program that do not depend on its schedule. The program trains with the
     value `loss`, or computes all outputs of the graph if `loss` is None. `devices` is the number of
     ranks.
@@ -134,10 +134,12 @@ def parts_of(
             code = with_segments(own, code, differentiable, placement.length)
         finished.append(replace(stage, code=code))
     stages = tuple(finished)
-    pieces = transfer_pieces(
+    pieces = make_message_slices(
         graph, placement, stages, differentiable, message_types(graph, precision)
     )
-    return Parts(graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable)
+    return ProgramParts(
+        graphs, stages, pieces, parameter_shards(graph, devices, stages), differentiable
+    )
 
 
 def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
@@ -152,7 +154,7 @@ def wanted_values(graph: Graph, loss: str | None) -> tuple[str, ...]:
     return (loss, COUNTED_LABELS) if graph.has(COUNTED_LABELS) else (loss,)
 
 
-def labels_of(graph: Graph) -> int | None:
+def labels_per_micro_batch(graph: Graph) -> int | None:
     """Return the number of labels of one micro-batch, including ignored labels. Return None if the
     graph does not count labels, or if no node computes their number.
     """
@@ -198,12 +200,12 @@ def lower(
             f"the schedule is for {schedule.devices}"
         )
     check_micro_batch_sizes(graph, placement)
-    parts = parts_of(graph, placement, schedule.devices, loss, precision)
+    parts = program_parts(graph, placement, schedule.devices, loss, precision)
     codes = tuple(stage.code for stage in parts.stages)
     batch = batch_axes_of(graph)
-    wired = _wired(graph, parts, schedule.devices)
+    wired = _stages_by_rank(graph, parts, schedule.devices)
     copies = low_precision_copies(graph, precision)
-    running = running_calls(graph, codes) if loss is not None else ()
+    running = running_statistic_calls(graph, codes) if loss is not None else ()
     casting = (
         code for code, stage in zip(codes, placement.stages, strict=True) if not stage.holds_copies
     )
@@ -213,7 +215,7 @@ def lower(
         if code.recompute and loss is not None
         for index, _ in code.parameters
     }
-    steps = _steps(wired, schedule, tuple(code.ratio for code in codes))
+    steps = _rank_steps(wired, schedule, tuple(code.ratio for code in codes))
     program = Program(
         world_size=schedule.devices,
         train=loss is not None,
@@ -222,16 +224,16 @@ def lower(
         loss=loss,
         parameters=graph.parameters,
         inputs=input_ranges(graph),
-        outputs=tuple(_output(parts, name, batch) for name in wanted_values(graph, loss)),
+        outputs=tuple(_program_output(parts, name, batch) for name in wanted_values(graph, loss)),
         stages=_split_backwards(graph, codes, schedule),
         ranks=tuple(
             RankCode(rank, tuple(wired[rank]), parts.shards[rank], *step.sections)
             for rank, step in enumerate(steps)
         ),
-        channels=channels_of(wired, codes, steps),
+        channels=make_channels(wired, codes, steps),
         shard=shard and loss is not None,
         loss_division=loss_division if loss is not None else AVERAGED_LOSS,
-        labels=labels_of(graph) if loss is not None else None,
+        labels=labels_per_micro_batch(graph) if loss is not None else None,
         running_calls=running,
         low_precision=tuple(
             index
@@ -240,11 +242,13 @@ def lower(
         ),
     )
     if proven:
-        check_hardware_queues(program, prove(program))
+        check_hardware_queues(program, prove_no_deadlock(program))
     return program
 
 
-def running_calls(graph: Graph, codes: Sequence[StageCode]) -> tuple[RunningStatisticCalls, ...]:
+def running_statistic_calls(
+    graph: Graph, codes: Sequence[StageCode]
+) -> tuple[RunningStatisticCalls, ...]:
     """Return the calls of BatchNormalization that update the running statistics held by several
     stages of one pipeline. There is one entry per pair of such a statistic and pipeline.
     """
@@ -304,7 +308,7 @@ def _split_backwards(
     )
 
 
-def _steps(
+def _rank_steps(
     wired: list[list[StageOnRank]], schedule: Schedule, ratios: tuple[int, ...]
 ) -> list[RankStep]:
     """Return the instructions of each rank for one step. `ratios` has the number of micro-batches
@@ -314,8 +318,8 @@ def _steps(
 
     @cache  # Ranks of one stage usually have equal tasks and peers.
     def step(tasks: tuple[Task, ...], peers: RankPeers) -> RankStep:
-        flat = instructions(tasks, peers, orders)
-        return RankStep(flat, sections(flat, ratios), HeldMessages(flat))
+        flat = rank_instructions(tasks, peers, orders)
+        return RankStep(flat, fold_into_sections(flat, ratios), BufferedMessages(flat))
 
     return [
         step(tasks, RankPeers.of(stages))
@@ -323,7 +327,7 @@ def _steps(
     ]
 
 
-def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
+def _stages_by_rank(graph: Graph, parts: ProgramParts, devices: int) -> list[list[StageOnRank]]:
     """Return the stages of each of `devices` ranks, with the graph inputs that they read, the
     messages that they receive and the messages that they send.
     """
@@ -346,7 +350,7 @@ def _wired(graph: Graph, parts: Parts, devices: int) -> list[list[StageOnRank]]:
     return found
 
 
-def _output(parts: Parts, name: str, batch: BatchAxes) -> Output:
+def _program_output(parts: ProgramParts, name: str, batch: BatchAxes) -> Output:
     """Return the output `name` of the program: its type, its batch dimension, and the stages and
     shards that provide it. `batch` has the batch dimensions of the values.
     """
@@ -385,14 +389,14 @@ _TASK_VERBS = {
 """For each phase: (instruction that runs the task, instruction that sends its results or None)."""
 
 
-def instructions(
+def rank_instructions(
     tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
 ) -> tuple[Instruction, ...]:
     """Return the instructions of a rank for one step. They are its tasks in order, with receives
-    before the tasks (see `postings`) and sends after them.
+    before the tasks (see `receives_before_tasks`) and sends after them.
     """
     found: list[Instruction] = []
-    for task, received in zip(tasks, postings(tasks, peers, orders), strict=True):
+    for task, received in zip(tasks, receives_before_tasks(tasks, peers, orders), strict=True):
         compute, send = _TASK_VERBS[task.phase]
         found += received
         found.append(Instruction(compute, task.stage, task.micro_batch))
@@ -401,7 +405,7 @@ def instructions(
     return tuple(found)
 
 
-def sections(
+def fold_into_sections(
     flat: Sequence[Instruction], ratios: Sequence[int] = ()
 ) -> tuple[Section, Section, Section]:
     """Return (warm-up, steady state, cool-down) of a sequence of instructions.
@@ -414,15 +418,15 @@ def sections(
     """
     units = {stage: math.lcm(*ratios) // each for stage, each in enumerate(ratios)}
     before, loop, after = _largest_loop(flat, units)
-    return (_folded(before, units), loop, _folded(after, units)) if loop else (tuple(flat), (), ())
+    return (_fold(before, units), loop, _fold(after, units)) if loop else (tuple(flat), (), ())
 
 
-def _folded(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
+def _fold(flat: Sequence[Instruction], units: Mapping[int, int]) -> Section:
     """Return the instructions with repeated instructions folded into loops. `units` is as in
     `_largest_loop`.
     """
     before, loop, after = _largest_loop(flat, units)
-    return (*_folded(before, units), *loop, *_folded(after, units)) if loop else tuple(flat)
+    return (*_fold(before, units), *loop, *_fold(after, units)) if loop else tuple(flat)
 
 
 _MAX_BODY = 2048

@@ -35,7 +35,7 @@ from autopipe.passes.analysis.micro_batches import SharedPart, part_transfers, s
 from autopipe.passes.lower.shard import ShardedStage
 
 
-def transfer_pieces(
+def make_message_slices(
     graph: Graph,
     placement: Placement,
     stages: tuple[ShardedStage, ...],
@@ -155,7 +155,7 @@ sources, the part is None for all micro-batches of the source.
 """
 
 
-class HeldMessages:
+class BufferedMessages:
     """The intervals of a rank's instructions during which its received messages occupy buffers.
 
     An interval starts with the receive. If the task that first uses the message copies it into a
@@ -211,10 +211,10 @@ class RankStep:
 
     instructions: tuple[Instruction, ...]
     sections: tuple[Section, Section, Section]
-    held: HeldMessages
+    held: BufferedMessages
 
 
-def channels_of(
+def make_channels(
     wired: Sequence[Sequence[StageOnRank]], stages: Sequence[StageCode], steps: Sequence[RankStep]
 ) -> tuple[Channel, ...]:
     """Return the channels between different ranks, with the number of buffers at each end.
@@ -277,7 +277,7 @@ class SendingOrders:
             if task.phase in RECEIVED_BY:
                 self._positions[task.stage, RECEIVED_BY[task.phase]][task.micro_batch] = place
 
-    def reaching(self, incoming: Incoming) -> Iterator[tuple[int, int]]:
+    def positions_of_sends(self, incoming: Incoming) -> Iterator[tuple[int, int]]:
         """Yield (position, micro-batch) for each of the `incoming` messages: the position in the
         joint order of the task that sends it, and the micro-batch of the receiving stage.
 
@@ -351,7 +351,7 @@ class RankPeers:
         return RankPeers(frozenset(sends), tuple(found))
 
 
-def postings(
+def receives_before_tasks(
     tasks: Sequence[Task], peers: RankPeers, orders: SendingOrders
 ) -> list[list[Instruction]]:
     """Return, for each task of a rank, the receives that the rank posts before the task runs.
@@ -368,8 +368,8 @@ def postings(
         if task.phase in RECEIVED_BY
     }
     due = []
-    for incoming, source, ranks in _receives(peers, orders):
-        for sent, micro_batch in orders.reaching(incoming):
+    for incoming, source, ranks in _receive_instructions(peers, orders):
+        for sent, micro_batch in orders.positions_of_sends(incoming):
             each = Instruction(incoming.opcode, incoming.stage, micro_batch, source, incoming.part)
             due.append((sent, each, ranks))
     # A task sends to the stages of a rank in the order of their numbers, and to each stage in the
@@ -385,7 +385,7 @@ def postings(
     return [received[::-1] for received in found]
 
 
-def _receives(
+def _receive_instructions(
     peers: RankPeers, orders: SendingOrders
 ) -> Iterator[tuple[Incoming, int | None, frozenset[int]]]:
     """Yield (incoming messages, source, ranks) for each kind of receive instruction of a rank.
@@ -411,7 +411,7 @@ def _receives(
     for several in sources.values():
         first = next(iter(several.values()))
         ranks = frozenset[int]().union(*(own for entries in several.values() for _, own in entries))
-        in_one_order = len({_sequence(entries, orders) for entries in several.values()}) == 1
+        in_one_order = len({_order_of_sends(entries, orders) for entries in several.values()}) == 1
         if len(several) == 1:
             yield from ((incoming, None, own) for incoming, own in first)
         elif in_one_order and all(senders[rank] == 1 for rank in ranks):
@@ -424,7 +424,7 @@ def _receives(
             )
 
 
-def _sequence(
+def _order_of_sends(
     entries: Iterable[tuple[Incoming, frozenset[int]]], orders: SendingOrders
 ) -> tuple[tuple[int, int | None], ...]:
     """Return (micro-batch, part) of each message in `entries`, in the order in which the messages
@@ -433,6 +433,6 @@ def _sequence(
     every = (
         (place, each, incoming.part)
         for incoming, _ in entries
-        for place, each in orders.reaching(incoming)
+        for place, each in orders.positions_of_sends(incoming)
     )
     return tuple((each, part) for _, each, part in sorted(every, key=lambda found: found[:2]))

@@ -101,18 +101,18 @@ def shard_stage(
     }
     held = _LocalValues(graph, taken)
     operations = tuple(
-        _collective(
+        _make_collective(
             step,
             held,
             collective_element_bytes(graph, precision, step.value, is_received=step.value in taken),
         )
         if isinstance(step, ValueRedistribution)
-        else _compute(
+        else _make_compute(
             graph, step, spaces(step.index), splits_of[step.index], group, held, reduced, batch
         )
         for step in steps
     )
-    indices, constant_indices = _indices(graph)
+    indices, constant_indices = _indices_by_name(graph)
     local = {name: held.values[name, layout] for name, layout in taken.items()}
     arguments = [name for name in taken if name not in indices and name not in constant_indices]
     constants = (constant_indices[name] for name in taken if name in constant_indices)
@@ -213,7 +213,9 @@ class _LocalValues:
         return found
 
 
-def _collective(exchange: ValueRedistribution, held: _LocalValues, itemsize: int) -> Collective:
+def _make_collective(
+    exchange: ValueRedistribution, held: _LocalValues, itemsize: int
+) -> Collective:
     """Return the collective of a step that changes the layout of a value, and add its result to
     `held`. `itemsize` is the bytes per element that are sent.
     """
@@ -223,7 +225,7 @@ def _collective(exchange: ValueRedistribution, held: _LocalValues, itemsize: int
     return Collective(held.values[exchange.value, step.source], result, step, itemsize)
 
 
-def _compute(
+def _make_compute(
     graph: Graph,
     form: NodeLayouts,
     space: Space,
@@ -268,7 +270,7 @@ def _compute(
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def _indices(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
+def _indices_by_name(graph: Graph) -> tuple[dict[str, int], dict[str, int]]:
     """Return two mappings from names to indices: of the parameters and of the constants of the
     graph.
     """
@@ -286,7 +288,7 @@ def parameter_shards(
     The ranks that hold a shard reduce its gradient together. All stages must shard a parameter
     equally (see `parameters_to_replicate` of passes/analysis).
     """
-    indices, _ = _indices(graph)
+    indices, _ = _indices_by_name(graph)
     holders: dict[tuple[int, TensorSlice], set[int]] = defaultdict(set)
     users: dict[tuple[int, TensorSlice], set[int]] = defaultdict(set)
     for stage in stages:

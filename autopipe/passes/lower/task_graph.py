@@ -32,8 +32,8 @@ from autopipe.passes.analysis.recompute import recomputed_segments
 from autopipe.passes.lower.messages import is_used_in_place
 from autopipe.passes.lower.traffic import (
     StageExchange,
-    exchanged_gradients,
-    held_together,
+    gradient_bytes_by_ranks,
+    shards_on_several_ranks,
     stage_exchanges,
 )
 
@@ -153,7 +153,7 @@ class TaskSource:
         self.costs = costs
         differentiable = differentiable_values(graph) if program.train else frozenset[str]()
         self.exchanges = [
-            _by_verb(code, tuple(stage_exchanges(own, code, differentiable)))
+            _collectives_by_opcode(code, tuple(stage_exchanges(own, code, differentiable)))
             for own, code in zip(stage_graphs(graph, placement), program.stages, strict=True)
         ]
         """For each stage and opcode, the collectives inside the stage for one micro-batch, in
@@ -210,7 +210,7 @@ class _Builder:
 
     def build(self) -> TaskGraph:
         """Return the task graph of the rank."""
-        loops = (*self._sections(), self._end())
+        loops = (*self._sections(), self._add_end_of_step())
         return TaskGraph(
             self.code.rank, tuple(self.nodes), tuple(self.memory_bytes), self.static_bytes, loops
         )
@@ -231,13 +231,13 @@ class _Builder:
                     for each, stride in zip(
                         loop.body, loop.strides or (loop.stride,) * len(loop.body), strict=True
                     ):
-                        self._add(each.shifted(turn * stride))
+                        self._add_instruction(each.shifted(turn * stride))
                     end = end if turn else len(self.nodes)
                 yield LoopedTasks(
                     title, start, end, loop.count, None if loop.strides else loop.stride, last
                 )
 
-    def _node(self, node: TaskNode, allocated: int = 0, passing: int = 0) -> int:
+    def _append_task(self, node: TaskNode, allocated: int = 0, passing: int = 0) -> int:
         """Append a task and return its index.
 
         allocated: bytes that stay in use after the task; negative if the task frees memory.
@@ -248,27 +248,27 @@ class _Builder:
         self.memory_bytes.append(self.used_bytes + passing)
         return len(self.nodes) - 1
 
-    def _add(self, instruction: Instruction) -> None:
+    def _add_instruction(self, instruction: Instruction) -> None:
         """Append the tasks of an instruction."""
         opcode = instruction.opcode
         stage = instruction.stage
         micro_batch = instruction.micro_batch
         if opcode in _LETTERS:
-            self._compute(opcode, stage, micro_batch)
+            self._add_computation(opcode, stage, micro_batch)
             return
         gradient = opcode in _OF_GRADIENTS
         messages = tuple(self._messages(instruction))
         size = sum(each.bytes for each in messages)
         if opcode in _RECEIVES:
             name = _receive_name(stage, gradient, micro_batch, instruction.source, instruction.part)
-            place = self._node(
+            place = self._append_task(
                 TaskNode("receive", name, stage, micro_batch, size, messages=messages)
             )
             self.received[stage, micro_batch, gradient].append(place)
         else:
             letter = "B" if gradient else "F"
             after = (self.done[stage, letter, micro_batch],)
-            self._node(
+            self._append_task(
                 TaskNode(
                     "send",
                     f"{stage}SEND_{letter}{micro_batch}",
@@ -288,7 +288,7 @@ class _Builder:
         stage = instruction.stage
         gradient = opcode in _OF_GRADIENTS
         receives = opcode in _RECEIVES
-        for piece, other, number in self._pieces(
+        for piece, other, number in self._message_slices(
             stage, instruction.micro_batch, gradient, receives
         ):
             peer = piece.target_rank if piece.source_stage == stage else piece.source_rank
@@ -306,7 +306,7 @@ class _Builder:
                 task = _receive_name(other, gradient, number, only, part)
             yield MessageEnd(peer, piece.channel, piece.tensor, piece.bytes, task)
 
-    def _pieces(
+    def _message_slices(
         self, stage: int, micro_batch: int, gradient: bool, receives: bool
     ) -> Iterator[tuple[MessageSlice, int, int]]:
         """Yield (message slice, stage at the other end, micro-batch at the other end) for each
@@ -328,17 +328,19 @@ class _Builder:
             if own.has(micro_batch) and (piece.needs_gradient or not gradient):
                 yield piece, there, other.micro_batch(own.message(micro_batch))
 
-    def _compute(self, opcode: Opcode, stage: int, micro_batch: int) -> None:
+    def _add_computation(self, opcode: Opcode, stage: int, micro_batch: int) -> None:
         """Append a forward, a backward or a half of a backward. Then append its collectives, the
         accumulation of its gradients, and tasks that free memory.
         """
         letter = _LETTERS[opcode]
-        allocated, passing, freed = _memory(self.source.costs[stage], opcode, self.program.train)
-        after = tuple(sorted(self._needed(opcode, stage, micro_batch)))
+        allocated, passing, freed = _memory_of_computation(
+            self.source.costs[stage], opcode, self.program.train
+        )
+        after = tuple(sorted(self._dependencies(opcode, stage, micro_batch)))
         node = TaskNode(
             opcode.value, f"{stage}{letter}{micro_batch}", stage, micro_batch, after=after
         )
-        place = self._node(node, allocated, passing)
+        place = self._append_task(node, allocated, passing)
         self.done[stage, "B" if letter == "I" else letter, micro_batch] = place
         if letter == "B":
             self.done[stage, "W", micro_batch] = place
@@ -355,7 +357,7 @@ class _Builder:
                     )
                 )
             name = f"{node.name}/{number}"
-            self._node(
+            self._append_task(
                 TaskNode(
                     "collective",
                     name,
@@ -377,18 +379,18 @@ class _Builder:
         if size:
             after = (place, self.accumulated[stage]) if stage in self.accumulated else (place,)
             name = f"{stage}ACC{'' if letter == 'B' else f'_{letter}'}{micro_batch}"
-            self.accumulated[stage] = self._node(
+            self.accumulated[stage] = self._append_task(
                 TaskNode("accumulate", name, stage, micro_batch, size, tuple(sorted(after)))
             )
         if freed:
             what = f"tensors saved by {stage}{'I' if letter == 'W' else 'F'}{micro_batch}"
             name = f"FREE {node.name}"
-            self._node(
+            self._append_task(
                 TaskNode("free", name, stage, micro_batch, freed, (place,), what=what), -freed
             )
         self._free_messages(opcode, stage, micro_batch, place)
 
-    def _needed(self, opcode: Opcode, stage: int, micro_batch: int) -> set[int]:
+    def _dependencies(self, opcode: Opcode, stage: int, micro_batch: int) -> set[int]:
         """Return the indices of the tasks whose results are used by the task with this opcode."""
         if opcode is Opcode.BACKWARD_WEIGHT:
             return {self.done[stage, "B", micro_batch]}
@@ -396,7 +398,9 @@ class _Builder:
         found = set(self.received[stage, micro_batch, backward])
         if backward:
             found.add(self.done[stage, "F", micro_batch])
-        for piece, giver, number in self._pieces(stage, micro_batch, backward, receives=True):
+        for piece, giver, number in self._message_slices(
+            stage, micro_batch, backward, receives=True
+        ):
             if piece.source_rank == piece.target_rank:
                 found.add(self.done[giver, "B" if backward else "F", number])
         return found
@@ -428,11 +432,11 @@ class _Builder:
                 if size:
                     name = f"FREE {receive.name}"
                     what = f"buffers of {receive.name}"
-                    self._node(
+                    self._append_task(
                         TaskNode("free", name, stage, micro_batch, size, (place,), what=what)
                     )
 
-    def _end(self) -> LoopedTasks:
+    def _add_end_of_step(self) -> LoopedTasks:
         """Append the tasks at the end of the step: gradient reductions, the update and, if the
         optimizer state is sharded, all-gathers of the updated parameters. Return their range.
         """
@@ -440,7 +444,7 @@ class _Builder:
         if self.program.train and self.code.stages:
             accumulated = tuple(sorted(self.accumulated.values()))
             reductions: list[int] = []
-            exchanged = exchanged_gradients(
+            exchanged = gradient_bytes_by_ranks(
                 self.program.parameters, self.code.shards, self.program.shard
             )
             what = "shards" if self.program.shard else ""
@@ -448,7 +452,7 @@ class _Builder:
                 after = (self.accumulated[home],) if home in self.accumulated else accumulated
                 name = f"REDUCE{len(reductions)}"
                 reductions.append(
-                    self._node(
+                    self._append_task(
                         TaskNode(
                             "reduce", name, home, bytes=size, after=after, group=group, what=what
                         )
@@ -459,20 +463,20 @@ class _Builder:
                 for each in self.code.shards
             )
             for bucket in (
-                make_buckets(held_together(self.program.parameters, self.code.shards))
+                make_buckets(shards_on_several_ranks(self.program.parameters, self.code.shards))
                 if what
                 else ()
             ):
                 held = sum(block.elements for block in bucket.blocks)
                 own = sum(run.stop - run.start for run in bucket.runs(self.code.rank))
                 size -= (held - own) * bucket.blocks[0].itemsize
-            update = self._node(
+            update = self._append_task(
                 TaskNode("update", "UPDATE", bytes=size, after=(*accumulated, *reductions))
             )
             for number, ((home, group), size) in enumerate(
                 exchanged.items() if self.program.shard else ()
             ):
-                self._node(
+                self._append_task(
                     TaskNode(
                         "gather", f"GATHER{number}", home, bytes=size, after=(update,), group=group
                     )
@@ -492,7 +496,9 @@ def _receive_name(
     return f"{stage}RECV_{'B' if gradient else 'F'}{micro_batch}{suffix}"
 
 
-def _memory(cost: StagePrediction, opcode: Opcode, train: bool) -> tuple[int, int, int]:
+def _memory_of_computation(
+    cost: StagePrediction, opcode: Opcode, train: bool
+) -> tuple[int, int, int]:
     """Return (allocated, passing, freed) bytes of a computation: bytes that stay in use for later
     tasks, additional bytes in use only while it runs, and bytes that no later task uses.
     """
@@ -511,7 +517,7 @@ def _memory(cost: StagePrediction, opcode: Opcode, train: bool) -> tuple[int, in
             return 0, passing, kept
 
 
-def _by_verb(
+def _collectives_by_opcode(
     code: StageCode, every: tuple[StageExchange, ...]
 ) -> dict[Opcode, tuple[StageExchange, ...]]:
     """Return the collectives of a stage by the opcode of the task in which they run. `every` are

@@ -26,10 +26,10 @@ from autopipe.ir.program import (
     make_buckets,
 )
 from autopipe.passes.analysis.recompute import recomputed_segments, values_with_gradient
-from autopipe.passes.lower.lower import parts_of
+from autopipe.passes.lower.lower import program_parts
 
 
-def held_together(
+def shards_on_several_ranks(
     parameters: Sequence[Parameter], shards: Iterable[ParameterShard]
 ) -> Iterator[BucketShard]:
     """Yield the shards of trainable floating-point parameters that several ranks hold, and whose
@@ -49,7 +49,7 @@ def held_together(
             )
 
 
-def exchanged_gradients(
+def gradient_bytes_by_ranks(
     parameters: Sequence[Parameter], shards: Iterable[ParameterShard], shared: bool
 ) -> Mapping[tuple[int | None, tuple[int, ...]], int]:
     """Return the bytes of gradients by (home, ranks). The `ranks` reduce these gradients together.
@@ -59,7 +59,7 @@ def exchanged_gradients(
     `shared` is True if the optimizer state is sharded over the ranks. The bytes then include the
     padding that makes the shards of a bucket equally long.
     """
-    blocks = tuple(held_together(parameters, shards))
+    blocks = tuple(shards_on_several_ranks(parameters, shards))
     found: defaultdict[tuple[int | None, tuple[int, ...]], int] = defaultdict(int)
     if shared:
         for bucket in make_buckets(blocks):
@@ -85,7 +85,7 @@ def communication_bytes(
     optimizer state is sharded (ZeRO stage 1). Raises CodegenError for splits that cannot be
     executed.
     """
-    parts = parts_of(graph, placement, devices, loss, precision)
+    parts = program_parts(graph, placement, devices, loss, precision)
     total: Counter[str] = Counter()
     for own, stage in zip(parts.graphs, parts.stages, strict=True):
         times = len(
@@ -110,7 +110,7 @@ def communication_bytes(
     for rank, own_shards in enumerate(parts.shards if loss is not None else ()):
         # The first rank of a group counts the group, so that no group counts twice.
         first = (each for each in own_shards if each.gradient_ranks[0] == rank)
-        exchanged = exchanged_gradients(graph.parameters, first, shard)
+        exchanged = gradient_bytes_by_ranks(graph.parameters, first, shard)
         size = sum(len(ranks) * count for (_, ranks), count in exchanged.items())
         # If the optimizer state is sharded, the all-gather of the parameters moves the same number
         # of bytes again.
@@ -155,11 +155,11 @@ def stage_exchanges(
         return
     flowing = values_with_gradient(code, differentiable)
     for segment, operations in enumerate(code.by_segment()):
-        for exchange in _exchanges(graph, code, operations, flowing):
+        for exchange in _exchanges_of_operations(graph, code, operations, flowing):
             yield replace(exchange, segment=segment)
 
 
-def _exchanges(
+def _exchanges_of_operations(
     graph: Graph, code: StageCode, operations: Iterable[Operation], flowing: Set[str]
 ) -> Iterator[StageExchange]:
     """Yield the collectives of the given operations of a stage. `flowing` are the local names of

@@ -1,7 +1,7 @@
 """Partition of a model into contiguous stages whose slowest stage is as fast as possible. The model
 is treated as a chain of blocks, each of which is a range of consecutive nodes.
 
-Each stage runs on a group of devices. `best_stops` also partitions other chains.
+Each stage runs on a group of devices. `best_run_ends` also partitions other chains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAXIMUM_BLOCKS = 224
 _Floats = NDArray[np.float64]
 
 
-def best_stops(
+def best_run_ends(
     lengths: Sequence[_Floats],
     known: Sequence[int],
     bounds: Sequence[tuple[int, int]] | None = None,
@@ -89,7 +89,7 @@ def best_stops(
     return stops[::-1]
 
 
-def within_memory(
+def limit_runs_to_memory(
     lengths: Sequence[_Floats], weights: _Floats, capacity: Sequence[float]
 ) -> list[_Floats]:
     """Return `lengths` with an infinite length for each run of blocks a … b-1 whose weight
@@ -111,7 +111,7 @@ def chain_step_seconds(seconds: Sequence[float], micro_batches: int) -> float:
     return sum(seconds) + (micro_batches - 1) * max(seconds)
 
 
-def even_stops(work: _Floats, count: int) -> list[int]:
+def even_run_ends(work: _Floats, count: int) -> list[int]:
     """Return the boundaries at which `count` runs of about equal work end. `work` has the work of
     each block. Each run has at least one block.
     """
@@ -195,23 +195,25 @@ def partition_chain(
             ),
             hint="use fewer stages",
         )
-    bounds = _bounds(problem.graph, chain, count, fixed)
-    lengths = _lengths(problem, chain, groups, replicas)
-    known = even_stops(chain.by_block(seconds), count)
+    bounds = _permitted_ends(problem.graph, chain, count, fixed)
+    lengths = _stage_lengths(problem, chain, groups, replicas)
+    known = even_run_ends(chain.by_block(seconds), count)
     stops = []
     limits = [min(map(problem.memory_of, group)) for group in groups]
     if len(set(limits)) > 1:
         capacity = [limit * len(group) for group, limit in zip(groups, limits, strict=True)]
-        stops = best_stops(
-            within_memory(lengths, state_sums(problem, chain, attrgetter("total")), capacity),
+        stops = best_run_ends(
+            limit_runs_to_memory(
+                lengths, state_sums(problem, chain, attrgetter("total")), capacity
+            ),
             known,
             bounds,
         )
-    stops = stops or best_stops(lengths, known, bounds)
+    stops = stops or best_run_ends(lengths, known, bounds)
     return tuple(chain.nodes(start, stop) for start, stop in itertools.pairwise([0, *stops]))
 
 
-def _bounds(
+def _permitted_ends(
     graph: Graph, chain: Chain, count: int, fixed: Mapping[int, int]
 ) -> list[tuple[int, int]]:
     """Return, for each of `count` stages, the first and the last block boundary at which it may
@@ -242,7 +244,7 @@ def _bounds(
     return found
 
 
-def _lengths(
+def _stage_lengths(
     problem: Problem, chain: Chain, groups: Sequence[Sequence[int]], replicas: int | None
 ) -> list[_Floats]:
     """Return, for each stage, the table of `run_lengths`: the seconds of blocks a … b-1 on the

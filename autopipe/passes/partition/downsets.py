@@ -37,7 +37,7 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
 
     The first term counts the downsets that contain v, the second term those that do not.
     """
-    below = closed(needs)
+    below = transitive_needs(needs)
     above = [
         sum(1 << other for other, need in enumerate(below) if need >> block & 1)
         for block in range(len(needs))
@@ -54,11 +54,11 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
             return found
         if len(known) > _MAXIMUM_STEPS:
             raise OverflowError
-        part = component(left, linked)
+        part = connected_component(left, linked)
         if part != left:
             found = count(part) * count(left & ~part)
         else:
-            block = max(bits(left), key=lambda each: ((linked[each] & left).bit_count(), -each))
+            block = max(set_bits(left), key=lambda each: ((linked[each] & left).bit_count(), -each))
             itself = 1 << block
             found = count(left & ~(below[block] | itself)) + count(left & ~(above[block] | itself))
         known[left] = found
@@ -70,34 +70,34 @@ def count_downsets(needs: tuple[int, ...]) -> int | None:
         return None
 
 
-def closed(needs: Sequence[int]) -> list[int]:
+def transitive_needs(needs: Sequence[int]) -> list[int]:
     """Return, for each block, the set of all blocks on which it depends, directly or indirectly.
     `needs` is as in `count_downsets`.
     """
     below: list[int] = []
     for need in needs:
         found = need
-        for other in bits(need):
+        for other in set_bits(need):
             found |= below[other]
         below.append(found)
     return below
 
 
-def component(left: int, linked: Sequence[int]) -> int:
+def connected_component(left: int, linked: Sequence[int]) -> int:
     """Return the set of the blocks in `left` that are connected with the lowest block of `left`.
     `linked` has, for each block, the set of its neighbours; only neighbours in `left` count.
     """
     found = waiting = left & -left
     while waiting:
         new = 0
-        for block in bits(waiting):
+        for block in set_bits(waiting):
             new |= linked[block]
         waiting = new & left & ~found
         found |= waiting
     return found
 
 
-def bits(mask: int) -> list[int]:
+def set_bits(mask: int) -> list[int]:
     """Return the positions of the bits that are set in `mask`, in ascending order."""
     found = []
     while mask:
@@ -115,7 +115,7 @@ def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[in
     """
     readers: list[list[int]] = [[] for _ in needs]
     for reader, need in enumerate(needs):
-        for block in bits(need):
+        for block in set_bits(need):
             readers[block].append(reader)
     level = {0: frozenset(block for block, need in enumerate(needs) if not need)}
     found = [[0]]
@@ -135,7 +135,7 @@ def downset_levels(needs: Sequence[int], most: float = math.inf) -> list[list[in
     return found
 
 
-def _packed(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
+def _bit_rows(masks: Sequence[int], blocks: int) -> NDArray[np.uint64]:
     """Return an array with one row per set of blocks in `masks`. A row has the bits of the set in
     words of 64 bits.
     """
@@ -150,7 +150,7 @@ def membership(masks: Sequence[int], blocks: int) -> NDArray[np.bool_]:
     """Return a boolean array [d, b] that is True if the set `masks[d]` contains block b. `blocks`
     is the number of blocks.
     """
-    packed = _packed(masks, blocks).view(np.uint8)
+    packed = _bit_rows(masks, blocks).view(np.uint8)
     return np.unpackbits(packed, axis=1, count=blocks, bitorder="little").astype(bool)
 
 
@@ -159,7 +159,7 @@ Figures = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class NestedPairs:
     """Some of the pairs of nested downsets of a `Downsets` object. `numbers` are their indices in
     its list of all pairs; `inner` and `outer` are the indices of the inner and outer downset of
     each pair.
@@ -169,9 +169,9 @@ class Pairs:
     inner: NDArray[np.int64]
     outer: NDArray[np.int64]
 
-    def some(self, positions: NDArray[np.int64] | NDArray[np.bool_]) -> Pairs:
+    def some(self, positions: NDArray[np.int64] | NDArray[np.bool_]) -> NestedPairs:
         """Return the pairs that `positions` selects: indices, or a boolean mask."""
-        return Pairs(self.numbers[positions], self.inner[positions], self.outer[positions])
+        return NestedPairs(self.numbers[positions], self.inner[positions], self.outer[positions])
 
     def difference(self, values: NDArray[np.float64]) -> Figures:
         """Return, for each pair, the value of its outer downset minus the value of its inner
@@ -197,7 +197,7 @@ class Downsets:
         """Enumerate the downsets. `needs` is as in `count_downsets`."""
         found = (downset_levels(needs) or [])[::-1]
         masks = [mask for level in found for mask in level]
-        packed = _packed(masks, len(needs))
+        packed = _bit_rows(masks, len(needs))
         self.holds = membership(masks, len(needs))
         self.levels = [0]
         self.starts = [0]
@@ -218,6 +218,6 @@ class Downsets:
         self.outer = np.concatenate(outer)
 
     @property
-    def pairs(self) -> Pairs:
+    def pairs(self) -> NestedPairs:
         """All pairs of nested downsets."""
-        return Pairs(np.arange(len(self.inner)), self.inner, self.outer)
+        return NestedPairs(np.arange(len(self.inner)), self.inner, self.outer)

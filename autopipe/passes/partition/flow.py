@@ -21,7 +21,7 @@ from autopipe.ir.problem import Problem
 from autopipe.passes.analysis.chain import linear_order, values_between_blocks
 from autopipe.passes.analysis.gradients import differentiable_values, sent_bytes
 from autopipe.passes.cost.roofline import mean_seconds
-from autopipe.passes.partition.downsets import closed, downset_levels, membership
+from autopipe.passes.partition.downsets import downset_levels, membership, transitive_needs
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -70,7 +70,7 @@ class Flow:
             found[reader] |= 1 << source
         return found
 
-    def crossing(self, stage: Indices) -> float:
+    def crossing_bytes(self, stage: Indices) -> float:
         """Return the bytes that are sent between stages, if `stage` is the stage of each operator.
         A value is sent once to each other stage that reads it.
         """
@@ -122,7 +122,7 @@ def make_flow(work: Floats, values: list[tuple[int, float, list[int]]]) -> Flow:
     )
 
 
-def flow_of(problem: Problem) -> tuple[Flow, Indices]:
+def problem_flow(problem: Problem) -> tuple[Flow, Indices]:
     """Return (flow, nodes): the flow of a problem, and the graph's node for each operator of the
     flow.
 
@@ -194,7 +194,7 @@ class PartitionSpace:
         )
         return PartitionSpace(coarse, self.stages, first, last)
 
-    def under(self, limit: float) -> PartitionSpace:
+    def within_limit(self, limit: float) -> PartitionSpace:
         """Return a part of the space that contains all of its partitions without a stage of more
         work than `limit`. It may be empty.
 
@@ -205,7 +205,7 @@ class PartitionSpace:
             last[v] <= stages - ceil(W_after(v) / limit)
         """
         flow = self.flow
-        masks = [mask | 1 << each for each, mask in enumerate(closed(self.flow.needs()))]
+        masks = [mask | 1 << each for each, mask in enumerate(transitive_needs(self.flow.needs()))]
         before = np.empty(flow.operators)
         after = np.zeros(flow.operators)
         for start in range(0, flow.operators, _ROWS):

@@ -21,15 +21,15 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.placement import recomputed_nodes
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
-from autopipe.passes.partition.downsets import closed
+from autopipe.passes.partition.downsets import transitive_needs
 from autopipe.passes.partition.flow import (
     Flow,
     Indices,
     Members,
     PartitionSpace,
     downsets,
-    flow_of,
     partition_space,
+    problem_flow,
 )
 from autopipe.passes.solvers.milp import Builder, Model, solve
 from autopipe.passes.solvers.pulp_client import AUTO
@@ -65,24 +65,30 @@ class Program:
         self._least: list[float] = []
         for operator in range(flow.operators):
             for stage in range(first[operator] + 1, last[operator]):
-                self.at_least(
+                self.add_row(
                     [
-                        self.in_or_after(operator, stage),
-                        self.in_or_after(operator, stage + 1, -1.0),
+                        self.at_or_after_term(operator, stage),
+                        self.at_or_after_term(operator, stage + 1, -1.0),
                     ],
                     0.0,
                 )
         _, sources, readers = flow.edges()
         for source, reader in np.unique(np.stack((sources, readers), axis=1), axis=0).tolist():
             for stage in range(first[reader] + 1, last[source] + 1):
-                self.at_least(
-                    [self.in_or_after(reader, stage), self.in_or_after(source, stage, -1.0)], 0.0
+                self.add_row(
+                    [
+                        self.at_or_after_term(reader, stage),
+                        self.at_or_after_term(source, stage, -1.0),
+                    ],
+                    0.0,
                 )
         for stage in range(space.stages):
-            working = [each for each in self.members(stage) if flow.work[each] > 0]
-            self.at_least([term for each in working for term in self.within(each, stage)], 1.0)
+            working = [each for each in self.possible_operators(stage) if flow.work[each] > 0]
+            self.add_row(
+                [term for each in working for term in self.in_stage_terms(each, stage)], 1.0
+            )
 
-    def in_or_after(self, operator: int, stage: int, factor: float = 1.0) -> Term:
+    def at_or_after_term(self, operator: int, stage: int, factor: float = 1.0) -> Term:
         """Return the term `factor` · y[operator, stage]. It is a constant if the operator's
         permitted stages decide it.
         """
@@ -93,11 +99,11 @@ class Program:
             return -1, 0.0
         return int(self._begin[operator] + stage - first - 1), factor
 
-    def within(self, operator: int, stage: int, factor: float = 1.0) -> list[Term]:
+    def in_stage_terms(self, operator: int, stage: int, factor: float = 1.0) -> list[Term]:
         """Return the terms of `factor` · (1 if the operator is in the stage, otherwise 0)."""
         return [
-            self.in_or_after(operator, stage, factor),
-            self.in_or_after(operator, stage + 1, -factor),
+            self.at_or_after_term(operator, stage, factor),
+            self.at_or_after_term(operator, stage + 1, -factor),
         ]
 
     def loads(self, stage: int, unit: float) -> list[Term]:
@@ -105,11 +111,11 @@ class Program:
         work = self.space.flow.work
         return [
             term
-            for each in self.members(stage)
-            for term in self.within(each, stage, -float(work[each]) / unit)
+            for each in self.possible_operators(stage)
+            for term in self.in_stage_terms(each, stage, -float(work[each]) / unit)
         ]
 
-    def at_least(self, terms: list[Term], least: float) -> None:
+    def add_row(self, terms: list[Term], least: float) -> None:
         """Add a row: sum of `terms` >= `least`."""
         self._least.append(least - sum(factor for variable, factor in terms if variable < 0))
         self._rows.append([term for term in terms if term[0] >= 0])
@@ -123,7 +129,7 @@ class Program:
         self.builder.add_rows(numbers, columns, values, self._least, count=len(self._rows))
         return self.builder.model()
 
-    def members(self, stage: int) -> list[int]:
+    def possible_operators(self, stage: int) -> list[int]:
         """Return the operators that may be in a stage."""
         found: list[int] = np.flatnonzero(
             (self.space.first <= stage) & (self.space.last >= stage)
@@ -154,7 +160,7 @@ def crossing_program(space: PartitionSpace, limit: float) -> Program:
     first = space.first
     last = space.last
     for stage in range(space.stages):
-        program.at_least(program.loads(stage, max(limit, 1e-300)), -1.0)
+        program.add_row(program.loads(stage, max(limit, 1e-300)), -1.0)
     for value, source in enumerate(flow.source.tolist()):
         readers = flow.readers_of(value)
         for stage in range(first[source], int(last[readers].max()) + 1):
@@ -165,12 +171,15 @@ def crossing_program(space: PartitionSpace, limit: float) -> Program:
                 program.builder.add_variables(1, cost=flow.size[value], integral=False)[0]
             )
             for each in away:
-                terms = [*program.within(each, stage, -1.0), *program.within(source, stage)]
-                program.at_least([(crossing, 1.0), *terms], 0.0)
+                terms = [
+                    *program.in_stage_terms(each, stage, -1.0),
+                    *program.in_stage_terms(source, stage),
+                ]
+                program.add_row([(crossing, 1.0), *terms], 0.0)
     return program
 
 
-def grouped(space: PartitionSpace, cheap: float, ceiling: float) -> Indices:
+def group_operators(space: PartitionSpace, cheap: float, ceiling: float) -> Indices:
     """Return the group of each operator. Groups are numbered in a topological order.
 
     Operators are merged if some best partition has them in one stage:
@@ -178,27 +187,27 @@ def grouped(space: PartitionSpace, cheap: float, ceiling: float) -> Indices:
     - The producer and the readers of a value of more than `ceiling` bytes are merged, with all
       operators between them. `ceiling` is the bytes that a known partition sends.
     - An operator of at most `cheap` work is merged with a neighbour that permits the same stages,
-      if separating the two never saves bytes (`_earlier`, `_first_reader`).
+      if separating the two never saves bytes (`_earlier_merge_target`, `_later_merge_target`).
     """
     value, sources, readers = space.flow.edges()
     large = space.flow.size[value] > ceiling
-    group = _joined(space.flow, sources[large], readers[large])
+    group = _merge_pairs(space.flow, sources[large], readers[large])
     while True:
         coarse = space.coarsened(group)
-        into = _neighbours(coarse.flow, cheap)
+        into = _merge_targets(coarse.flow, cheap)
         same = (coarse.first == coarse.first[into]) & (coarse.last == coarse.last[into])
         joins = np.flatnonzero(same & (into != np.arange(coarse.flow.operators)))
         if not len(joins):
             return group
-        group = _joined(coarse.flow, joins, into[joins])[group]
+        group = _merge_pairs(coarse.flow, joins, into[joins])[group]
 
 
-def _neighbours(flow: Flow, cheap: float) -> Indices:
+def _merge_targets(flow: Flow, cheap: float) -> Indices:
     """Return, for each operator, the operator into which it is merged: itself if it is not merged,
     otherwise an operator that it reads or that reads it. Only operators of at most `cheap` work are
     merged.
     """
-    before = closed(flow.needs())
+    before = transitive_needs(flow.needs())
     reads: list[list[int]] = [[] for _ in range(flow.operators)]
     for value, _, reader in zip(*flow.edges(), strict=True):
         reads[reader].append(int(value))
@@ -209,8 +218,8 @@ def _neighbours(flow: Flow, cheap: float) -> Indices:
     joined = np.zeros(flow.operators, dtype=bool)
     for operator in np.flatnonzero(flow.work <= cheap).tolist():
         values = reads[operator], gives[operator]
-        other = _earlier(flow, before, operator, *values)
-        other = _first_reader(flow, before, *values) if other is None else other
+        other = _earlier_merge_target(flow, before, operator, *values)
+        other = _later_merge_target(flow, before, *values) if other is None else other
         # Simultaneous merges could create a cycle. Hence an operator is not merged itself in this
         # round if another operator was merged into it.
         if other is not None and into[other] == other and not joined[operator]:
@@ -219,7 +228,7 @@ def _neighbours(flow: Flow, cheap: float) -> Indices:
     return into
 
 
-def _earlier(
+def _earlier_merge_target(
     flow: Flow, before: Sequence[int], operator: int, reads: list[int], gives: list[int]
 ) -> int | None:
     """Return the operator into whose earlier stage `operator` can move without additional bytes, or
@@ -243,7 +252,7 @@ def _earlier(
     return last if sum(flow.size[value] for value in gives) <= saved else None
 
 
-def _first_reader(
+def _later_merge_target(
     flow: Flow, before: Sequence[int], reads: list[int], gives: list[int]
 ) -> int | None:
     """Return the operator whose stage an operator can join without additional bytes, or None.
@@ -265,7 +274,7 @@ def _first_reader(
     return first if sum(flow.size[value] for value in reads) <= saved else None
 
 
-def _joined(flow: Flow, one: Indices, other: Indices) -> Indices:
+def _merge_pairs(flow: Flow, one: Indices, other: Indices) -> Indices:
     """Return the group of each operator, such that the two operators of each pair (`one[i]`,
     `other[i]`) and all operators between them are in one group.
 
@@ -397,18 +406,18 @@ class PartitionProblem:
         limit = float(flow.work.sum()) / space.stages * (1 + self.imbalance_tolerance)
         start = line = space.best_contiguous(limit)
         if start is None:
-            start = self._balanced(limit)
-        ceiling = flow.crossing(start)
+            start = self._balanced_partition(limit)
+        ceiling = flow.crossing_bytes(start)
         # Merge cheap operators only if the groups then still have a contiguous partition.
         for cheap in (_CHEAP_WORK * limit, 0.0):
-            group = grouped(space, cheap, ceiling)
+            group = group_operators(space, cheap, ceiling)
             coarse = space.coarsened(group)
             if line is None or coarse.has_contiguous(limit):
                 break
         stage, bound = self._best_of_groups(coarse, limit, group, start)
-        if line is not None and flow.crossing(stage) >= ceiling * (1 - _SAME):
-            stage = self._most_even(limit, line, coarse, group)
-        crossing = flow.crossing(stage)
+        if line is not None and flow.crossing_bytes(stage) >= ceiling * (1 - _SAME):
+            stage = self._most_even_contiguous(limit, line, coarse, group)
+        crossing = flow.crossing_bytes(stage)
         # A contiguous partition may divide groups and send fewer bytes than each partition without
         # divided groups. The bound of the groups then does not apply to it.
         bound = min(bound, crossing) if bound <= crossing * (1 + _SAME) else 0.0
@@ -432,20 +441,22 @@ class PartitionProblem:
         all downsets if there are few; and, for a large space, an integer program in which each
         group may move by one stage from `start`.
         """
-        full = coarse.under(limit)
+        full = coarse.within_limit(limit)
         if (full.last < full.first).any():
             return start, 0.0
         members = downsets_if_few(coarse.flow, limit)
         bound = 0.0
         if full.open <= _MAXIMUM_OPEN:
-            stage, bound = self._programmed(full, limit, group, 1.0 if members is None else 1 / 3)
+            stage, bound = self._solve_program(
+                full, limit, group, 1.0 if members is None else 1 / 3
+            )
             start = self._better(start, stage, limit)
-        if self.flow.crossing(start) <= bound * (1 + _SAME):
+        if self.flow.crossing_bytes(start) <= bound * (1 + _SAME):
             return start, bound
         if members is not None and time.monotonic() < self.end:
             best = coarse.best_over_downsets(members, limit)
             if best is not None:
-                return self._better(start, best[group], limit), coarse.flow.crossing(best)
+                return self._better(start, best[group], limit), coarse.flow.crossing_bytes(best)
         if full.open > _MAXIMUM_OPEN:
             centre = np.zeros(coarse.flow.operators, dtype=np.int64)
             np.maximum.at(centre, group, start)
@@ -454,11 +465,11 @@ class PartitionProblem:
                 first=np.maximum(full.first, centre - 1),
                 last=np.minimum(full.last, centre + 1),
             )
-            stage, _ = self._programmed(near, limit, group, 1.0)
+            stage, _ = self._solve_program(near, limit, group, 1.0)
             start = self._better(start, stage, limit)
         return start, bound
 
-    def _programmed(
+    def _solve_program(
         self, coarse: PartitionSpace, limit: float, group: Indices, fraction: float
     ) -> tuple[Indices | None, float]:
         """Return (stage of each operator or None, lower bound of the bytes), as found by an integer
@@ -481,16 +492,20 @@ class PartitionProblem:
             1 + _ROUNDING
         ):
             return one
-        return other if self.flow.crossing(other) < self.flow.crossing(one) * (1 - _SAME) else one
+        return (
+            other
+            if self.flow.crossing_bytes(other) < self.flow.crossing_bytes(one) * (1 - _SAME)
+            else one
+        )
 
-    def _balanced(self, limit: float) -> Indices:
+    def _balanced_partition(self, limit: float) -> Indices:
         """Return a partition within the work limit for a space in which no contiguous partition is.
         Raises InfeasibleError, with the minimum imbalance, if no partition is found.
         """
         total = float(self.flow.work.sum())
         stages = self.space.stages
         minimum = self.space.minimum_limit()
-        group = grouped(self.space, 0.0, np.inf)
+        group = group_operators(self.space, 0.0, np.inf)
         stage, proven = self._most_even_groups(group, min(minimum * (1 + _SAME), total))
         if stage is not None:
             largest = float(self.flow.loads(stage[group], stages).max())
@@ -515,7 +530,7 @@ class PartitionProblem:
         minimum work, among those with at most `limit` work per stage. `proven` is True if this is
         proven. The stages are None if no partition is found.
         """
-        coarse = self.space.coarsened(group).under(limit)
+        coarse = self.space.coarsened(group).within_limit(limit)
         members = downsets_if_few(coarse.flow, limit)
         if members is not None:
             return coarse.best_over_downsets(members, limit, evenest=True), True
@@ -529,13 +544,13 @@ class PartitionProblem:
             program.builder.add_variables(1, cost=1.0, lower=1.0, upper=most, integral=False)[0]
         )
         for stage in range(coarse.stages):
-            program.at_least([(largest, 1.0), *program.loads(stage, mean)], 0.0)
+            program.add_row([(largest, 1.0), *program.loads(stage, mean)], 0.0)
         answer = solve(
             program.model(), (self.end - time.monotonic()) / 2, nodes=_NODES, solver=self.solver
         )
         return program.stage(answer.values) if answer.found else None, answer.proven
 
-    def _most_even(
+    def _most_even_contiguous(
         self, limit: float, contiguous: Indices, coarse: PartitionSpace, group: Indices
     ) -> Indices:
         """Return a contiguous partition that sends at most the bytes of `contiguous`, and whose
@@ -545,12 +560,14 @@ class PartitionProblem:
         Except for `contiguous` itself, only partitions that keep the groups together are tried.
         """
         low = coarse.minimum_limit()
-        bytes_of_best = self.flow.crossing(contiguous)
+        bytes_of_best = self.flow.crossing_bytes(contiguous)
         limit = min(limit, float(self.flow.loads(contiguous, self.space.stages).max()))
         while limit - low > 0.005 * limit:
             middle = (low + limit) / 2
             found = coarse.best_contiguous(middle)
-            if found is not None and coarse.flow.crossing(found) <= bytes_of_best * (1 + _SAME):
+            if found is not None and coarse.flow.crossing_bytes(found) <= bytes_of_best * (
+                1 + _SAME
+            ):
                 contiguous = found[group]
                 limit = float(coarse.flow.loads(found, coarse.stages).max())
             else:
@@ -571,7 +588,7 @@ def downsets_if_few(flow: Flow, limit: float) -> Members | None:
     return members if pairs.sum() <= _MAXIMUM_PAIRS else None
 
 
-def divide(
+def partition_nodes(
     problem: Problem,
     stages: int,
     imbalance_tolerance: float,
@@ -585,7 +602,7 @@ def divide(
     stages. `time_limit` is in seconds. Raises ConfigurationError if `fixed_stages` permits no
     partition, and InfeasibleError, with the minimum imbalance, if the tolerance permits none.
     """
-    flow, nodes = flow_of(problem)
+    flow, nodes = problem_flow(problem)
     fixed_stages = fixed_stages or {}
     space = partition_space(problem.graph, flow, nodes, stages, fixed_stages)
     # Order operators by their permitted stages, so that contiguous partitions can satisfy the fixed

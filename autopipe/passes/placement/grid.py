@@ -43,7 +43,7 @@ from autopipe.passes.cost.roofline import StepSeconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import partition_chain
-from autopipe.passes.schedule.device_order import best_order
+from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.regions import (
     STYLE_MARK,
@@ -548,7 +548,7 @@ class Grid:
         """Return the placement with the shortest simulated step. Raise InfeasibleError if no
         placement fits into memory, and ConfigurationError for violated constraints.
         """
-        return best_order(problem, self._placed)
+        return best_group_order(problem, self._placed)
 
     def _placed(self, problem: Problem) -> Placement:
         """Return the best placement if the devices are used in the order of the problem's cluster.

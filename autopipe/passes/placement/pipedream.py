@@ -37,7 +37,7 @@ from autopipe.passes.cost.range_tables import Tables, make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.partition.chain_cut import chain_step_seconds
-from autopipe.passes.schedule.device_order import best_micro_batch_size, best_order
+from autopipe.passes.schedule.device_order import best_group_order, best_micro_batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +384,7 @@ class PipeDream:
         samples for all of them. Raise InfeasibleError if memory or the constraints permit no chain,
         and ConfigurationError for constraints that cannot be satisfied.
         """
-        found = best_order(
+        found = best_group_order(
             problem,
             lambda ordered: best_micro_batch_size(ordered, lambda sized, _: self._answer(sized)),
         )

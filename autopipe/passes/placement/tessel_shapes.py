@@ -45,13 +45,13 @@ from autopipe.passes.cost.memory_check import (
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import (
-    best_stops,
+    best_run_ends,
     crossing_seconds,
-    even_stops,
+    even_run_ends,
+    limit_runs_to_memory,
     run_lengths,
-    within_memory,
 )
-from autopipe.passes.schedule.device_order import best_order
+from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.sharding.regions import (
     STYLE_MARK,
     ReplicatedGraph,
@@ -178,11 +178,11 @@ class PartitionableChain:
                 f"cannot be partitioned into {count} {plural(count, 'stage')}",
                 hint="use fewer devices, or decrease strategy.stages_per_rank",
             )
-        known = even_stops(np.sum([self.lengths[kind][0] for kind in kinds], axis=0), count)
+        known = even_run_ends(np.sum([self.lengths[kind][0] for kind in kinds], axis=0), count)
         lengths = [self.lengths[kind][1] for kind in kinds]
         if min(capacity, default=math.inf) < math.inf:
-            lengths = within_memory(lengths, range_sums(self.sizes), capacity)
-        stops = best_stops(lengths, known)
+            lengths = limit_runs_to_memory(lengths, range_sums(self.sizes), capacity)
+        stops = best_run_ends(lengths, known)
         if not stops:
             raise InfeasibleError(
                 f"the parameters do not fit into the memory of {count} {plural(count, 'stage')}",
@@ -645,7 +645,7 @@ class TesselShapes:
         Raise InfeasibleError if the model does not have the parts of the shape, if memory does not
         suffice, or if devices of different types would share a part in the shapes m, nn and k.
         """
-        return best_order(problem, self._fitted)
+        return best_group_order(problem, self._fitted)
 
     def _fitted(self, problem: Problem) -> Placement:
         """Return the placement if the devices are used in the order of the problem's cluster. Raise

@@ -39,7 +39,7 @@ def choose_gathers(problem: Problem, placement: Placement) -> Placement:
     if len(placement.stages) < 2 or all(len(stage.devices) == 1 for stage in placement.stages):
         return plain
     works = stage_work(problem, plain)
-    gathers = [tuple(_worth_gathering(problem, works, work)) for work in works]
+    gathers = [tuple(_values_worth_gathering(problem, works, work)) for work in works]
     if not any(gathers):
         return plain
     stages = (
@@ -52,7 +52,7 @@ def choose_gathers(problem: Problem, placement: Placement) -> Placement:
     return gathering if gathering_s < plain_s else plain
 
 
-def _worth_gathering(
+def _values_worth_gathering(
     problem: Problem, works: tuple[StageWork, ...], work: StageWork
 ) -> Iterator[str]:
     """Yield the names of the values that the stage of `work` has in full sooner if it receives them

@@ -23,12 +23,12 @@ from autopipe.ir.timeline import Prediction
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stage_work import exchange_seconds, stage_work
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.schedule.limits import predicted_step
+from autopipe.passes.schedule.limits import step_under_1f1b
 from autopipe.passes.schedule.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
-class TaskParts:
+class TaskOverhead:
     """Overhead in the seconds of one task. The remaining seconds of the task are work and launch
     overhead.
     """
@@ -46,19 +46,19 @@ class TaskParts:
 
 
 @dataclass(frozen=True, slots=True)
-class StageParts:
+class StageOverhead:
     """Overhead in each task of a stage, on each of the stage's devices."""
 
-    forward: TaskParts
-    backward: TaskParts
+    forward: TaskOverhead
+    backward: TaskOverhead
     """Overhead of an unsplit backward or of the first half of a split backward. The second half has
     no overhead except that the device may wait for the host.
     """
 
 
-def stage_parts(
+def stage_overheads(
     problem: Problem, placement: Placement, prediction: Prediction
-) -> tuple[StageParts, ...]:
+) -> tuple[StageOverhead, ...]:
     """Return, for each stage, the overhead in its tasks."""
     works = stage_work(problem, placement)
     # Redundancy by (pipeline, node): the number of devices that compute a node for equal samples,
@@ -93,9 +93,9 @@ def stage_parts(
         if stage.recompute and problem_of_stage.train:
             recomputation_s = predicted.forward_s - forward_wait_s
         found.append(
-            StageParts(
-                TaskParts(forward_exchange_s, 0.0, forward_redundant_s, forward_wait_s),
-                TaskParts(
+            StageOverhead(
+                TaskOverhead(forward_exchange_s, 0.0, forward_redundant_s, forward_wait_s),
+                TaskOverhead(
                     backward_exchange_s, recomputation_s, backward_redundant_s, backward_wait_s
                 ),
             )
@@ -112,7 +112,7 @@ def _single_device_seconds(problem: Problem) -> list[tuple[float, float]]:
     """
 
     @cache
-    def at_roofline(device: Device) -> Device:
+    def without_overhead(device: Device) -> Device:
         """Return the device without launch overhead and waits for the host."""
         tasks = (
             None
@@ -124,7 +124,7 @@ def _single_device_seconds(problem: Problem) -> list[tuple[float, float]]:
     nodes = tuple(range(len(problem.graph.nodes)))
     devices = problem.cluster.devices
     without_launches = replace(
-        problem, cluster=replace(problem.cluster, devices=tuple(map(at_roofline, devices)))
+        problem, cluster=replace(problem.cluster, devices=tuple(map(without_overhead, devices)))
     )
     steps = {}
     for index, device in enumerate(devices):
@@ -167,7 +167,7 @@ def breakdown_under_1f1b(
             )
     silent_s = step_s
     if prediction.messages:
-        silent_s = predicted_step(
+        silent_s = step_under_1f1b(
             stages, _without_messages(prediction), problem.micro_batches, problem.train
         ).end
     return _breakdown(problem, placement, counts, prediction, step_s, silent_s)
@@ -208,7 +208,7 @@ def _breakdown(
     if messages took no time. `counts` has the number of tasks of each device.
     """
     device_seconds = _seconds_by_kind(
-        placement, counts, prediction, stage_parts(problem, placement, prediction)
+        placement, counts, prediction, stage_overheads(problem, placement, prediction)
     )
     single_device = _single_device_seconds(problem)
     rate = sum(1 / step for step, _ in single_device if step)
@@ -248,7 +248,7 @@ def _seconds_by_kind(
     placement: Placement,
     counts: Sequence[TaskCounts],
     prediction: Prediction,
-    parts: Sequence[StageParts],
+    parts: Sequence[StageOverhead],
 ) -> list[dict[str, float]]:
     """Return, for each device, the seconds that it spends in a step on each kind of work. Idle time
     is omitted. `counts` has the number of tasks of each device, `parts` the overhead in the tasks
@@ -260,7 +260,7 @@ def _seconds_by_kind(
         for (stage, phase), count in tasks.items():
             part = parts[stage].forward if phase is Phase.FORWARD else parts[stage].backward
             if phase is Phase.WEIGHT_GRADIENT:
-                part = TaskParts()
+                part = TaskOverhead()
             overhead = part.exchange_s, part.recomputation_s, part.repetition_s
             waits_s = prediction.stages[stage].host_wait_s(phase)
             total_s = prediction.stages[stage].seconds(phase)

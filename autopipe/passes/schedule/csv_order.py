@@ -47,11 +47,12 @@ def read_orders(path: Path) -> list[list[Cell]]:
     except UnicodeDecodeError as error:
         raise ConfigurationError("the file is not UTF-8 text", where=str(path)) from error
     return [
-        list(_row(line, f"{path}:{number}")) for number, line in enumerate(text.splitlines(), 1)
+        list(_cells_of_row(line, f"{path}:{number}"))
+        for number, line in enumerate(text.splitlines(), 1)
     ]
 
 
-def _row(line: str, where: str) -> Iterator[Cell]:
+def _cells_of_row(line: str, where: str) -> Iterator[Cell]:
     """Yield the tasks of one line of the file in order. `where` is the file and the number of the
     line.
     """
@@ -108,12 +109,12 @@ class CsvOrder:
     def run(self, problem: Problem, placement: Placement) -> Schedule:
         """Return the schedule that the file lists."""
         graph = StageGraph.of(problem, placement)
-        return fitted_order(
+        return schedule_from_rows(
             read_orders(Path(self.file)), self.file, graph, problem.micro_batches, problem.train
         )
 
 
-def fitted_order(
+def schedule_from_rows(
     rows: list[list[Cell]], file: str, graph: StageGraph, micro_batches: int, train: bool
 ) -> Schedule:
     """Return the schedule with the orders in `rows`, which were read from `file`.

@@ -30,14 +30,14 @@ the given order of the groups and its reverse are tried.
 """
 
 
-def best_order(
+def best_group_order(
     problem: Problem, place: Callable[[Problem], Placement], parts: bool = True
 ) -> Placement:
     """Return the placement with the shortest simulated step under 1F1B over several orders of the
     cluster's device groups. Ties go to the order that was tried first.
 
     `place` returns a placement for a problem whose cluster lists the groups in one of these orders.
-    The result of `best_order` uses the device indices of `problem`. If `parts` is True and no
+    The result of `best_group_order` uses the device indices of `problem`. If `parts` is True and no
     constraint names devices, clusters with only some of the device types are tried first: they have
     fewer devices, and the best of their steps permits skipping orders of the complete cluster. Set
     `parts` to False for a strategy that can itself leave devices unused. `problem.time_limit` is
@@ -61,7 +61,7 @@ def best_order(
     ]
     end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
     for position, order in enumerate(orders):
-        trial, original_device = _reordered(problem, order)
+        trial, original_device = _with_group_order(problem, order)
         if end is not None:
             trial = replace(
                 trial, time_limit=max(0.0, (end - time.monotonic()) / (len(orders) - position))
@@ -100,7 +100,7 @@ def group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     type_of_group = _type_of_each_group(cluster)
     types = tuple(dict.fromkeys(type_of_group))
     if len(types) <= _MAX_PERMUTED_TYPES:
-        orders = [given, *_permuted(type_of_group, types)]
+        orders = [given, *_permuted_groups(type_of_group, types)]
     else:
         orders = [given, given[::-1]]
     by_content: dict[object, tuple[int, ...]] = {}
@@ -119,10 +119,12 @@ def partial_group_orders(cluster: Cluster) -> Iterator[tuple[int, ...]]:
     types = tuple(dict.fromkeys(type_of_group))
     for count in range(1, len(types)) if len(types) <= _MAX_PERMUTED_TYPES else (1,):
         for chosen in itertools.combinations(types, count):
-            yield from _permuted(type_of_group, chosen)
+            yield from _permuted_groups(type_of_group, chosen)
 
 
-def _permuted(type_of_group: Sequence[Device], types: Sequence[Device]) -> list[tuple[int, ...]]:
+def _permuted_groups(
+    type_of_group: Sequence[Device], types: Sequence[Device]
+) -> list[tuple[int, ...]]:
     """Return, for each permutation of `types`, the indices of the groups of these types, sorted by
     the permutation. `type_of_group` has the device type of each group.
     """
@@ -170,7 +172,7 @@ def ideal_step_s(problem: Problem) -> float:
     return problem.micro_batches * float(minimum.sum())
 
 
-def _reordered(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:
+def _with_group_order(problem: Problem, order: Sequence[int]) -> tuple[Problem, tuple[int, ...]]:
     """Return (reordered problem, original devices): the problem with its device groups in the order
     `order`, and for each device of that problem its index in the original cluster.
     """

@@ -23,7 +23,7 @@ from autopipe.ir.timeline import Message, Prediction, StagePrediction, Timeline
 from autopipe.ir.words import plural
 from autopipe.passes.cost.memory_check import size_text
 from autopipe.passes.cost.stages import StageCost, step_seconds
-from autopipe.passes.schedule.predict import predicted, ticks_of
+from autopipe.passes.schedule.predict import make_ticks, prediction_from_costs
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.model import makespan_bound
@@ -101,19 +101,19 @@ def lower_bound(problem: Problem, placement: Placement, prediction: Prediction) 
     are fewer micro-batches than pipelines, only the pipelines with a micro-batch count.
     """
     stages = StageGraph.of(problem, placement)
-    end_s = least_end(stages, prediction)
+    end_s = min_time_after_tasks(stages, prediction)
     micro_batches_per_pipeline = problem.micro_batches // stages.pipeline_count
     if not micro_batches_per_pipeline:
         micro_batches_per_pipeline = 1
         stages, prediction = _first_pipelines(stages, prediction, problem.micro_batches)
-    split_prediction = replace(prediction, stages=tuple(map(_freely_split, prediction.stages)))
+    split_prediction = replace(prediction, stages=tuple(map(_with_free_split, prediction.stages)))
     blocks = stage_blocks(
         stages, split_prediction, problem.train, _TICK_S, split=problem.train, round_up=False
     )
     return makespan_bound(blocks.graph, micro_batches_per_pipeline) * _TICK_S + end_s
 
 
-def _freely_split(stage: StagePrediction) -> StagePrediction:
+def _with_free_split(stage: StagePrediction) -> StagePrediction:
     """Return the stage with the two halves of a split backward shortened, so that together they
     take no longer than an unsplit backward.
 
@@ -155,7 +155,7 @@ def _first_pipelines(
     return graph, Prediction(tuple(prediction.stages[stage] for stage in kept), tuple(messages))
 
 
-def least_end(stages: StageGraph, prediction: Prediction) -> float:
+def min_time_after_tasks(stages: StageGraph, prediction: Prediction) -> float:
     """Return the minimum time, in seconds, between the last task of a step and the end of the step.
 
     It is the minimum, over all devices with a stage, of the time of the device's gradient
@@ -168,7 +168,7 @@ def least_end(stages: StageGraph, prediction: Prediction) -> float:
     return min(ends.values())
 
 
-def quality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
+def optimality(schedule: Schedule, step_s: float, bound_s: float) -> tuple[bool, float]:
     """Return (optimal, gap): how far a schedule is from a proven lower bound.
 
     If a search proved a lower bound of the schedule's period, its period is compared with that
@@ -206,8 +206,8 @@ def quick_step(
     limits are ignored.
     """
     graph = StageGraph.of(problem, placement)
-    prediction = predicted(problem, placement, costs)
-    return predicted_step(graph, prediction, problem.micro_batches, problem.train)
+    prediction = prediction_from_costs(problem, placement, costs)
+    return step_under_1f1b(graph, prediction, problem.micro_batches, problem.train)
 
 
 def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> float:
@@ -219,7 +219,7 @@ def quick_step_seconds(problem: Problem, placement: Placement, costs: Sequence[S
     return step.end
 
 
-def predicted_step(
+def step_under_1f1b(
     graph: StageGraph, prediction: Prediction, micro_batches: int, train: bool
 ) -> Timeline | Step:
     """Return the step under schedule kFkB with k = 1, which is 1F1B if all stages have equal
@@ -228,7 +228,7 @@ def predicted_step(
     """
     if is_chain(graph):
         return chain_step(graph, prediction, micro_batches, train)
-    schedule = order_kfkb(graph, micro_batches, train, ticks_of(prediction.stages))
+    schedule = order_kfkb(graph, micro_batches, train, make_ticks(prediction.stages))
     return simulate(schedule, graph.stage_devices, prediction)
 
 

@@ -118,7 +118,7 @@ def _transfers(
             receiver.stage.devices,
             receiver.parts[name],
         )
-        for source, target, share in _slices(*groups):
+        for source, target, share in _slice_transfers(*groups):
             yield source, target, round(size * share)
         return
     layouts = sender.given[name], receiver.received[name]
@@ -129,7 +129,7 @@ def _transfers(
         yield source, target, sent.elements * width
 
 
-def _slices(
+def _slice_transfers(
     senders: tuple[int, ...], held: int, receivers: tuple[int, ...], needed: int
 ) -> Iterator[tuple[int, int, Fraction]]:
     """Yield (sending device, receiving device, fraction of the value) for each slice that a
@@ -158,10 +158,12 @@ def predict(problem: Problem, placement: Placement) -> Prediction:
     """Return the predicted times of the stages and of the messages between them, with stage costs
     from the cost model.
     """
-    return predicted(problem, placement, stage_costs(problem, placement))
+    return prediction_from_costs(problem, placement, stage_costs(problem, placement))
 
 
-def predicted(problem: Problem, placement: Placement, costs: Sequence[StageCost]) -> Prediction:
+def prediction_from_costs(
+    problem: Problem, placement: Placement, costs: Sequence[StageCost]
+) -> Prediction:
     """Return the prediction for stages whose costs are given as `costs`."""
     return Prediction(
         tuple(StagePrediction(*_prediction_fields(cost)) for cost in costs),
@@ -173,10 +175,10 @@ def task_ticks(problem: Problem, placement: Placement) -> Ticks:
     """Return a function that returns the predicted length of a task in integer nanoseconds. With
     integers, the tasks of a steady state repeat exactly.
     """
-    return ticks_of(stage_costs(problem, placement))
+    return make_ticks(stage_costs(problem, placement))
 
 
-def ticks_of(stages: Sequence[StagePrediction]) -> Ticks:
+def make_ticks(stages: Sequence[StagePrediction]) -> Ticks:
     """Return a function that returns the length of a task in nanoseconds, rounded to an integer of
     at least 1.
     """

@@ -265,13 +265,13 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     """
     costs = prediction.stages
     reduced = device_symmetry(schedule, stage_devices, prediction)
-    run = _Run(
+    run = _Simulation(
         reduced.schedule,
         reduced.groups,
         reduced.prediction,
         [devices[0] for devices in reduced.pipeline_ranks],
     )
-    run.until_done()
+    run.run_to_end()
     spans = tuple(sorted(run.spans, key=lambda span: (span.device, span.start, span.end)))
     train = any(
         task.phase is not Phase.FORWARD for order in reduced.schedule.tasks for task in order
@@ -294,7 +294,7 @@ def simulate(schedule: Schedule, stage_devices: StageDevices, prediction: Predic
     )
 
 
-class _Run:
+class _Simulation:
     """State of a simulation between two events.
 
     A task is represented by the integer kind * `count` + micro-batch, because a step can have
@@ -343,11 +343,13 @@ class _Run:
         self.end_kinds: list[tuple[StepEndKind, int | None]] = []
         updates = [0.0] * schedule.devices
         for stage, cost in reversed(list(enumerate(stages))):
-            self._add_end(StepEndKind.GRADIENT_SUM, stage, stage_devices[stage], cost.gradient_s)
+            self._append_end_task(
+                StepEndKind.GRADIENT_SUM, stage, stage_devices[stage], cost.gradient_s
+            )
             for device in stage_devices[stage]:
                 updates[device] += cost.update_s
         for device, seconds in enumerate(updates):
-            self._add_end(StepEndKind.UPDATE, None, (device,), seconds)
+            self._append_end_task(StepEndKind.UPDATE, None, (device,), seconds)
         self.position = [0] * schedule.devices
         # Number of idle devices of a task, by task. A task is listed if it is the next one on an
         # idle device.
@@ -365,7 +367,7 @@ class _Run:
         self.transfers: list[Transfer] = []
         self.end = 0.0
 
-    def _add_end(
+    def _append_end_task(
         self, kind: StepEndKind, stage: int | None, devices: Sequence[int], seconds: float
     ) -> None:
         """Append a gradient all-reduce or an update, which has no messages, to the orders of its
@@ -380,7 +382,7 @@ class _Run:
             self.sends.append([[]])
             self.awaited.append([0])
 
-    def until_done(self) -> None:
+    def run_to_end(self) -> None:
         """Run the simulation until no event is left. Raises InfeasibleError if a task has not
         started.
         """

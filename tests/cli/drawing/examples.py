@@ -7,7 +7,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.plan import Plan, Summary
 from autopipe.ir.schedule import MicroBatchSlice, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.predict import make_ticks
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
@@ -25,7 +25,7 @@ def chain_plan(stages=4, micro_batches=6, model="/models/gpt.onnx", gradient_s=0
     messages = tuple(Message(a, b, a, b, 2**10, 2**10, 0.0, 0.0) for a, b in edges)
     prediction = Prediction(predicted, messages)
     schedule = order_kfkb(
-        StageGraph(stages, groups, edges), micro_batches, True, ticks_of(predicted)
+        StageGraph(stages, groups, edges), micro_batches, True, make_ticks(predicted)
     )
     timeline = simulate(schedule, groups, prediction)
     summary = Summary(
@@ -66,7 +66,7 @@ def own_sizes_plan(sizes, micro_batches=6, model="/models/gpt.onnx"):
         for other in graph.sharing(a, own, b)
     )
     prediction = Prediction(predicted, messages)
-    schedule = order_kfkb(graph, micro_batches, True, ticks_of(predicted))
+    schedule = order_kfkb(graph, micro_batches, True, make_ticks(predicted))
     timeline = simulate(schedule, groups, prediction)
     summary = Summary(
         "manual", "kfkb", len(sizes), len(sizes), micro_batches, most, len(sizes), timeline.end, 1.0,

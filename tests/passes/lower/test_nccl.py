@@ -16,9 +16,9 @@ from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Instruction, Opcode, Program
 from autopipe.ir.schedule import Phase, Schedule, Task
-from autopipe.passes.lower.deadlock_check import prove
+from autopipe.passes.lower.deadlock_check import prove_no_deadlock
 from autopipe.passes.lower.hardware_queues import check_hardware_queues
-from autopipe.passes.lower.lower import lower, sections
+from autopipe.passes.lower.lower import fold_into_sections, lower
 from autopipe.passes.registry import scheduler_names
 from tests.distributed.support.builder import Builder, mlp
 from tests.distributed.support.drawing import Case, cases
@@ -59,7 +59,7 @@ def check(case: Case) -> None:
     stop.
     """
     program = lower(case.graph, case.placement, case.schedule, case.loss)
-    traces = prove(program)
+    traces = prove_no_deadlock(program)
     assert not stopped(program, 32)
     for queues in (1, 2, *QUEUES):
         if stopped(program, queues):
@@ -137,13 +137,13 @@ def test_receives_of_two_channels_in_another_order_are_refused() -> None:
                     {first: other, second: one}.get(place, each) for place, each in enumerate(flat)
                 ]
                 with pytest.raises(CodegenError) as caught:
-                    prove(_with(program, rank, swapped))
+                    prove_no_deadlock(_with(program, rank, swapped))
                 refusals.append(str(caught.value))
     assert any("to rank 1, which receives" in each for each in refusals)
 
 
 def _with(program: Program, rank: int, flat: list[Instruction]) -> Program:
-    warm_up, repetend, cool_down = sections(flat)
+    warm_up, repetend, cool_down = fold_into_sections(flat)
     code = replace(program.ranks[rank], warm_up=warm_up, repetend=repetend, cool_down=cool_down)
     return replace(
         program, ranks=tuple(code if each.rank == rank else each for each in program.ranks)
@@ -180,7 +180,7 @@ def test_parts_are_asked_for_in_the_order_in_which_they_are_sent() -> None:
         CodegenError,
         match="rank 0 sends 0F2 on channel 0 to rank 1, which receives 0F1 on channel 1 at this position",
     ):
-        prove(_with(program, 1, together))
+        prove_no_deadlock(_with(program, 1, together))
 
 
 def test_a_rank_that_too_many_others_send_to_is_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.program import Instruction, Loop, Opcode
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task
-from autopipe.passes.lower.lower import lower, sections
+from autopipe.passes.lower.lower import fold_into_sections, lower
 from tests.distributed.support.builder import Builder, mlp
 from tests.distributed.support.drawing import Case, cases
 from tests.distributed.support.drawing_sizes import unequal_cases
@@ -51,14 +51,14 @@ LOOPS = st.builds(
 @given(st.lists(st.one_of(INSTRUCTIONS, LOOPS), max_size=6))
 def test_loops_unroll_to_the_list_they_were_made_of(parts: list[Instruction | Loop]) -> None:
     flat = expanded(tuple(parts))
-    assert expanded(*sections(flat)) == flat
+    assert expanded(*fold_into_sections(flat)) == flat
 
 
 @given(
     st.builds(Loop, st.lists(INSTRUCTIONS, min_size=1, max_size=4).map(tuple), st.integers(2, 9))
 )
 def test_what_repeats_becomes_one_loop(loop: Loop) -> None:
-    warm_up, repetend, cool_down = sections(expanded((loop,)))
+    warm_up, repetend, cool_down = fold_into_sections(expanded((loop,)))
     assert len(repetend) == 1
     assert isinstance(repetend[0], Loop)
     assert len(repetend[0].body) <= len(loop.body)
@@ -79,7 +79,7 @@ def test_stages_that_take_turns_are_rolled_up_together(turns: tuple[int, int]) -
             for turn in range(turns[stage])
         ]
         order += [replace(each, opcode=Opcode.BACKWARD) for each in order]
-        parts = sections(order, turns)
+        parts = fold_into_sections(order, turns)
         assert expanded(*parts) == order
         texts.add(
             sum(len(each.body) if isinstance(each, Loop) else 1 for part in parts for each in part)

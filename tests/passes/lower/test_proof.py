@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Instruction, Loop, Opcode, Program
-from autopipe.passes.lower.deadlock_check import prove
-from autopipe.passes.lower.lower import lower, sections
+from autopipe.passes.lower.deadlock_check import prove_no_deadlock
+from autopipe.passes.lower.lower import fold_into_sections, lower
 from tests.distributed.support.builder import mlp
 from tests.distributed.support.drawing import Case, cases
 from tests.distributed.support.portions import forwards_first
@@ -50,7 +50,7 @@ def grouped() -> Program:
 def changed(program: Program, rank: int, change: Change) -> Program:
     """The program with another order on one rank, rolled into loops again."""
     code = program.ranks[rank]
-    warm_up, repetend, cool_down = sections(change(unrolled(code)))
+    warm_up, repetend, cool_down = fold_into_sections(change(unrolled(code)))
     ranks = list(program.ranks)
     ranks[rank] = replace(code, warm_up=warm_up, repetend=repetend, cool_down=cool_down)
     return replace(program, ranks=tuple(ranks))
@@ -144,7 +144,7 @@ def test_each_fault_is_named(fault: str) -> None:
     rank, change, message = FAULTS[fault]
     program = chain()
     with pytest.raises(CodegenError) as caught:
-        prove(changed(program, rank, change))
+        prove_no_deadlock(changed(program, rank, change))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -194,7 +194,7 @@ FAULTS_IN_PORTIONS: dict[str, tuple[int, Change, str]] = {
 def test_faults_between_micro_batches_of_different_sizes(fault: str) -> None:
     rank, change, message = FAULTS_IN_PORTIONS[fault]
     with pytest.raises(CodegenError) as caught:
-        prove(changed(portions(), rank, change))
+        prove_no_deadlock(changed(portions(), rank, change))
     assert message in str(caught.value)
 
 
@@ -210,7 +210,7 @@ def test_a_circle_names_who_waits_for_whom() -> None:
         ]
 
     with pytest.raises(CodegenError) as caught:
-        prove(changed(chain(), 1, forwards_first))
+        prove_no_deadlock(changed(chain(), 1, forwards_first))
     assert str(caught.value) == (
         "deadlock: rank 0 would wait in 0B0 for 1B0 of rank 1, rank 1 would wait in 1F3 for 0F3 of "
         "rank 0"
@@ -220,9 +220,9 @@ def test_a_circle_names_who_waits_for_whom() -> None:
 def test_a_group_that_comes_to_its_exchanges_in_two_orders() -> None:
     program = grouped()
     change = swapped(Instruction(Opcode.FORWARD, 0, 1), Instruction(Opcode.BACKWARD, 1, 0))
-    prove(program)
+    prove_no_deadlock(program)
     with pytest.raises(CodegenError) as caught:
-        prove(changed(program, 1, change))
+        prove_no_deadlock(changed(program, 1, change))
     assert "rank 0 would wait in " in str(caught.value)
     assert "rank 1 would wait in " in str(caught.value)
     assert "to reach the same task" in str(caught.value)
@@ -251,12 +251,12 @@ def test_sums_of_gradients_start_in_one_order() -> None:
             ),
         ]
 
-    prove(changed(changed(program, 0, ending(0, 1)), 1, ending(0, 1)))
+    prove_no_deadlock(changed(changed(program, 0, ending(0, 1)), 1, ending(0, 1)))
     with pytest.raises(
         CodegenError,
         match=r"rank 0 .* stages in the order \[0, 1\], but rank 1 in the order \[1, 0\]",
     ):
-        prove(changed(changed(program, 0, ending(0, 1)), 1, ending(1, 0)))
+        prove_no_deadlock(changed(changed(program, 0, ending(0, 1)), 1, ending(1, 0)))
 
 
 def test_a_loop_that_stops_too_early() -> None:
@@ -268,7 +268,7 @@ def test_a_loop_that_stops_too_early() -> None:
     with pytest.raises(
         CodegenError, match="rank 1 would wait in 1F4 for 0F4 of rank 0, which never happens"
     ):
-        prove(replace(program, ranks=ranks))
+        prove_no_deadlock(replace(program, ranks=ranks))
 
 
 FEW = settings(
@@ -285,7 +285,7 @@ def test_no_instruction_can_be_left_out(case: Case, data: st.DataObject) -> None
     rank = data.draw(st.sampled_from([code.rank for code in program.ranks if unrolled(code)]))
     gone = data.draw(st.integers(0, len(unrolled(program.ranks[rank])) - 1))
     with pytest.raises(CodegenError):
-        prove(changed(program, rank, lambda flat: flat[:gone] + flat[gone + 1 :]))
+        prove_no_deadlock(changed(program, rank, lambda flat: flat[:gone] + flat[gone + 1 :]))
 
 
 @FEW
@@ -300,7 +300,7 @@ def test_a_validation_runs_to_its_end(case: Case) -> None:
         program = changed(
             program, rank, lambda flat: [each for each in flat if each.opcode in forwards]
         )
-    prove(replace(program, train=False))
+    prove_no_deadlock(replace(program, train=False))
 
 
 @FEW
@@ -321,7 +321,7 @@ def test_what_passes_runs(case: Case, data: st.DataObject) -> None:
 
     mutated = changed(program, rank, change)
     try:
-        prove(mutated)
+        prove_no_deadlock(mutated)
     except CodegenError:
         return
     Machine(mutated).run()

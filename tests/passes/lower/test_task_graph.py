@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import CodegenError
 from autopipe.ir.program import Instruction, Program
 from autopipe.ir.timeline import Prediction, StagePrediction
-from autopipe.passes.lower.deadlock_check import prove
-from autopipe.passes.lower.lower import lower, sections
+from autopipe.passes.lower.deadlock_check import prove_no_deadlock
+from autopipe.passes.lower.lower import fold_into_sections, lower
 from autopipe.passes.lower.task_graph import TaskGraph, TaskSource
 from autopipe.passes.lower.traffic import communication_bytes
 from autopipe.passes.schedule.simulate import simulate
@@ -115,7 +115,7 @@ def reordered(program: Program, graphs: list[TaskGraph], orders: list[list[int]]
     for code, graph, order in zip(program.ranks, graphs, orders, strict=True):
         places = [place for place, node in enumerate(graph.nodes) if node.kind in INSTRUCTIONS]
         by_place: dict[int, Instruction] = dict(zip(places, unrolled(code), strict=True))
-        warm_up, repetend, cool_down = sections([by_place[place] for place in order])
+        warm_up, repetend, cool_down = fold_into_sections([by_place[place] for place in order])
         ranks.append(replace(code, warm_up=warm_up, repetend=repetend, cool_down=cool_down))
     return replace(program, ranks=tuple(ranks))
 
@@ -130,7 +130,7 @@ def test_any_order_that_keeps_the_dependencies_runs(case: Case, random: Random) 
     program, graphs = lowered(case)
     orders = Orders(program, graphs).draw(random)
     try:
-        prove(reordered(program, graphs, orders))
+        prove_no_deadlock(reordered(program, graphs, orders))
     except CodegenError as error:
         assert "would reduce the gradients" in error.message, (
             "but for the order of sums, which no dependency fixes"
@@ -155,7 +155,7 @@ def test_no_dependency_can_be_broken(case: Case, data: st.DataObject) -> None:
     orders[rank].remove(after)
     orders[rank].insert(orders[rank].index(before), after)
     with pytest.raises(CodegenError):
-        prove(reordered(program, graphs, orders))
+        prove_no_deadlock(reordered(program, graphs, orders))
 
 
 @SOME

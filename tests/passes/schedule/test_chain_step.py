@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopipe.ir.schedule import StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
 from autopipe.passes.schedule.limits import chain_step, is_chain
-from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.predict import make_ticks
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
@@ -69,7 +69,7 @@ def chains(draw):
 def test_chain_step_equals_the_simulated_step_to_the_last_bit(drawn, micro_batches, train):
     graph, prediction = drawn
     assert is_chain(graph)
-    schedule = order_kfkb(graph, micro_batches, train, ticks_of(prediction.stages))
+    schedule = order_kfkb(graph, micro_batches, train, make_ticks(prediction.stages))
     timeline = simulate(schedule, graph.stage_devices, prediction)
     step = chain_step(graph, prediction, micro_batches, train)
     assert step.end == timeline.end

@@ -14,7 +14,7 @@ from autopipe.api.timeline_figure import plan_picture
 from autopipe.api.timeline_files import orders_csv
 from autopipe.ir.errors import ConfigurationError
 from autopipe.ir.schedule import StageGraph
-from autopipe.passes.schedule.csv_order import fitted_order, read_orders
+from autopipe.passes.schedule.csv_order import read_orders, schedule_from_rows
 from tests.cli.drawing.examples import chain_plan
 
 RANKS = 4
@@ -89,7 +89,7 @@ def test_orders_of_torch_are_read_unchanged(name, chunks, tmp_path):
     of_rank = theirs.stage_index_to_group_rank
     groups = tuple((of_rank[stage],) for stage in range(RANKS * chunks))
     graph = StageGraph(RANKS, groups, tuple((stage, stage + 1) for stage in range(len(groups) - 1)))
-    schedule = fitted_order(rows, str(path), graph, MICRO_BATCHES, train=True)
+    schedule = schedule_from_rows(rows, str(path), graph, MICRO_BATCHES, train=True)
     assert schedule.micro_batches == MICRO_BATCHES
 
 
@@ -133,7 +133,7 @@ def test_an_unsuitable_file_is_rejected_with_its_position(tmp_path, text, place,
     path = tmp_path / "order.csv"
     path.write_text(text)
     with pytest.raises(ConfigurationError) as caught:
-        fitted_order(read_orders(path), str(path), CHAIN, 1, train=True)
+        schedule_from_rows(read_orders(path), str(path), CHAIN, 1, train=True)
     assert caught.value.where == (f"{path}:{place}" if place else str(path))
     assert says in caught.value.message
     assert "\n" not in str(caught.value)
@@ -142,7 +142,7 @@ def test_an_unsuitable_file_is_rejected_with_its_position(tmp_path, text, place,
 def test_empty_cells_and_spaces_are_ignored(tmp_path):
     path = tmp_path / "order.csv"
     path.write_bytes(b'0F0,,, 0I0 ,0W0\r\n"",1F0,1B0\r\n\r\n')
-    schedule = fitted_order(read_orders(path), str(path), CHAIN, 1, train=True)
+    schedule = schedule_from_rows(read_orders(path), str(path), CHAIN, 1, train=True)
     assert schedule.grid() == "0: 0F0 0I0 0W0\n1: 1F0 1B0"
 
 

@@ -16,7 +16,7 @@ from autopipe.ir.problem import Constraint, Mode, Problem
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.device_order import (
-    best_order,
+    best_group_order,
     group_orders,
     ideal_step_s,
     partial_group_orders,
@@ -52,11 +52,11 @@ def test_device_types_are_skipped_if_the_others_are_faster() -> None:
     tiny = kind(1e-3)
     for parts in ([(1, tiny), (1, C)], [(1, C), (1, tiny)]):
         given = problem(perceptron([128] * 3), mixed_cluster(parts))
-        best = best_order(given, one_layer_per_device)
+        best = best_group_order(given, one_layer_per_device)
         assert [given.cluster.devices[stage.devices[0]] for stage in best.stages] == [C]
-        assert len(best_order(given, one_layer_per_device, parts=False).stages) == 2
+        assert len(best_group_order(given, one_layer_per_device, parts=False).stages) == 2
         named = replace(given, constraints=(Constraint("*", devices=()),))
-        assert len(best_order(named, one_layer_per_device).stages) == 2
+        assert len(best_group_order(named, one_layer_per_device).stages) == 2
 
 
 @settings(deadline=None, max_examples=25)
@@ -95,7 +95,7 @@ def one_layer_per_device(given: Problem) -> Placement:
 @given(st.lists(st.sampled_from([8, 128, 512]), min_size=4, max_size=4), st.permutations([A, B, C]))
 def test_the_best_order_has_the_shortest_step(widths: list[int], kinds: list[Device]) -> None:
     given = problem(perceptron(widths), mixed_cluster([(1, each) for each in kinds]))
-    best = best_order(given, one_layer_per_device, parts=False)
+    best = best_group_order(given, one_layer_per_device, parts=False)
     steps = []
     for order in itertools.permutations(range(3)):
         stages = tuple(
@@ -118,7 +118,7 @@ def test_constraints_name_the_devices_of_the_given_cluster() -> None:
         seen.extend(each.devices for each in ordered.constraints)
         return one_layer_per_device(ordered)
 
-    best_order(constrained, place)  # A constraint names devices, so no type is skipped.
+    best_group_order(constrained, place)  # A constraint names devices, so no type is skipped.
     assert seen == [(0,), (), (1,), ()]
 
 
@@ -130,13 +130,16 @@ def test_an_order_without_a_placement_is_skipped() -> None:
             raise InfeasibleError("the first device must be C")
         return one_layer_per_device(ordered)
 
-    assert [stage.devices for stage in best_order(given, place, parts=False).stages] == [(1,), (0,)]
+    assert [stage.devices for stage in best_group_order(given, place, parts=False).stages] == [
+        (1,),
+        (0,),
+    ]
 
     def always_fail(ordered: Problem) -> Placement:
         raise InfeasibleError(f"no placement on {ordered.cluster.devices[0].name}")
 
     with pytest.raises(InfeasibleError, match="no placement on x1"):
-        best_order(given, always_fail)
+        best_group_order(given, always_fail)
 
 
 def test_a_uniform_cluster_is_placed_once() -> None:
@@ -147,4 +150,4 @@ def test_a_uniform_cluster_is_placed_once() -> None:
         return one_layer_per_device(ordered)
 
     given = problem(perceptron([8, 8, 8]), cluster(2))
-    assert best_order(given, place) == one_layer_per_device(given) and calls == [given]
+    assert best_group_order(given, place) == one_layer_per_device(given) and calls == [given]

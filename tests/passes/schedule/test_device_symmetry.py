@@ -10,7 +10,7 @@ from random_dags import stage_graphs
 
 from autopipe.ir.schedule import Schedule, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.predict import make_ticks
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import DeviceSymmetry, simulate
@@ -57,7 +57,7 @@ def steps(draw):
             messages.append(Message(source, target, a, b, size, size, seconds, seconds))
     micro_batches = draw(st.integers(1, 4))
     order = draw(st.sampled_from((order_kfkb, order_gpipe)))
-    schedule = order(graph, micro_batches, True, ticks_of(stages))
+    schedule = order(graph, micro_batches, True, make_ticks(stages))
     # Equal lists that are different objects, as if read from a file.
     schedule = Schedule(micro_batches, tuple(tasks[:1] + tasks[1:] for tasks in schedule.tasks))
     return schedule, groups, Prediction(stages, tuple(messages))
@@ -85,7 +85,7 @@ def test_a_large_group_is_simulated_as_one_device():
     messages = tuple(Message(0, 1, device, 64 + device, 8, 8, 0.1, 0.1) for device in range(64))
     graph = StageGraph(128, groups, ((0, 1),))
     prediction = Prediction((StagePrediction(1.0, 2.0),) * 2, messages)
-    step = simulate(order_kfkb(graph, 4, True, ticks_of(prediction.stages)), groups, prediction)
+    step = simulate(order_kfkb(graph, 4, True, make_ticks(prediction.stages)), groups, prediction)
     assert len(step.own_spans) == 2 * 2 * 4 and len(step.spans) == 128 * 2 * 4
     assert len(step.own_transfers) == 2 * 4 and len(step.transfers) == 64 * 2 * 4
     assert {span.device for span in step.spans} == set(range(128))

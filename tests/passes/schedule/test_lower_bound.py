@@ -12,7 +12,7 @@ from autopipe.ir.placement import Placement, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import StageGraph
 from autopipe.passes.placement.tessel_shapes import TesselShapes
-from autopipe.passes.schedule.limits import least_end, lower_bound
+from autopipe.passes.schedule.limits import lower_bound, min_time_after_tasks
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
@@ -27,7 +27,7 @@ def problem_with(count: int) -> Problem:
 def work_s(posed: Problem, placement: Placement) -> float:
     """Return the lower bound of a step without gradient sums and update."""
     prediction = predict(posed, placement)
-    end_s = least_end(StageGraph.of(posed, placement), prediction)
+    end_s = min_time_after_tasks(StageGraph.of(posed, placement), prediction)
     return lower_bound(posed, placement, prediction) - end_s
 
 

@@ -13,7 +13,7 @@ from random_dags import chain, stage_graphs
 
 from autopipe.ir.schedule import Phase, Schedule, StageGraph, Task, depths_to_end
 from autopipe.ir.timeline import StagePrediction
-from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.predict import make_ticks
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 
@@ -22,7 +22,7 @@ UNEQUAL = st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=6, max_
 
 
 def ticks(times):
-    return ticks_of([StagePrediction(*each) for each in times])
+    return make_ticks([StagePrediction(*each) for each in times])
 
 
 UNIT = ticks([(1.0, 2.0)] * 64)

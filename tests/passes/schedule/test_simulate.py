@@ -13,14 +13,14 @@ from random_dags import chain, free_messages, predicted, samples_of, stage_graph
 from autopipe.ir.errors import InfeasibleError
 from autopipe.ir.schedule import Phase, Schedule, Task
 from autopipe.ir.timeline import Message, Prediction, StagePrediction, StepEndKind, StepEndSpan
-from autopipe.passes.schedule.predict import ticks_of
+from autopipe.passes.schedule.predict import make_ticks
 from autopipe.passes.schedule.published.base import order_gpipe
 from autopipe.passes.schedule.published.one_f_one_b import order_kfkb
 from autopipe.passes.schedule.simulate import simulate
 
 
 def step(graph, prediction, micro_batches, order=order_kfkb, train=True):
-    schedule = order(graph, micro_batches, train, ticks_of(prediction.stages))
+    schedule = order(graph, micro_batches, train, make_ticks(prediction.stages))
     return simulate(schedule, graph.stage_devices, prediction)
 
 
@@ -237,7 +237,7 @@ def naive_ends(schedule, graph, stages, seconds):
 def test_tasks_start_as_early_as_possible(graph, micro_batches, times, order, chosen):
     stages = tuple(StagePrediction(*map(float, each)) for each in times[: len(graph.stage_devices)])
     prediction = Prediction(stages, free_messages(graph))
-    schedule = halved(order(graph, micro_batches, True, ticks_of(stages)), chosen)
+    schedule = halved(order(graph, micro_batches, True, make_ticks(stages)), chosen)
     schedule.verify(graph, train=True)
     ends = naive_ends(schedule, graph, stages, 0.0)
     for span in simulate(schedule, graph.stage_devices, prediction).spans:
@@ -259,7 +259,7 @@ def test_messages_shorter_than_tasks_are_only_a_delay(graph, micro_batches, leng
         )
         for each in free_messages(graph)
     )
-    schedule = order_kfkb(graph, micro_batches, True, ticks_of(stages))
+    schedule = order_kfkb(graph, micro_batches, True, make_ticks(stages))
     ends = naive_ends(schedule, graph, stages, float(length))
     for span in simulate(schedule, graph.stage_devices, Prediction(stages, messages)).spans:
         assert span.end == pytest.approx(ends[span.task])

@@ -43,7 +43,7 @@ from autopipe.passes.placement.graphpipe.stage_costs import (
     OptionTable,
     option_table,
 )
-from autopipe.passes.schedule.limits import predicted_step
+from autopipe.passes.schedule.limits import step_under_1f1b
 from autopipe.passes.schedule.predict import predict
 
 _PERIODS = 3
@@ -82,7 +82,7 @@ def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
         """Return the seconds of a step with this number of micro-batches, and add the memory
         fractions of the devices to `shares`.
         """
-        step = predicted_step(graph, prediction, micro_batches, problem.train)
+        step = step_under_1f1b(graph, prediction, micro_batches, problem.train)
         shares.extend(
             peak / problem.memory_of(device) for device, peak in enumerate(step.peak_memory)
         )

@@ -31,7 +31,12 @@ from autopipe.passes.analysis.chain import (
     crossing_bytes,
     input_free_nodes,
 )
-from autopipe.passes.partition.downsets import bits, closed, component, membership
+from autopipe.passes.partition.downsets import (
+    connected_component,
+    membership,
+    set_bits,
+    transitive_needs,
+)
 
 
 def make_units(graph: Graph) -> Blocks:
@@ -107,10 +112,10 @@ def decompose(
     `needs` contains, for each unit, a bit set of the units that it reads from, and `weights` the
     time of each unit.
     """
-    above = closed(needs)
+    above = transitive_needs(needs)
     linked = list(needs)
     for unit, need in enumerate(needs):
-        for other in bits(need):
+        for other in set_bits(need):
             linked[other] |= 1 << unit
     regions: list[tuple[int, ...]] = []
 
@@ -135,10 +140,10 @@ def decompose(
         branches = []
         left = sum(1 << unit for unit in units)
         while left:
-            branches.append(component(left, linked))
+            branches.append(connected_component(left, linked))
             left &= ~branches[-1]
         if len(branches) > 1:
-            return Parallel(tuple(tree(bits(branch), inside) for branch in branches))
+            return Parallel(tuple(tree(set_bits(branch), inside) for branch in branches))
         if not inside:
             regions.append(tuple(units))
         first = least_ordering_cut(units, above, weights)
@@ -384,7 +389,7 @@ def _by_depth(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
     times: list[tuple[float, float, int]] = []
     """(finish, start, unit number) of each unit."""
     for unit, (need, weight) in enumerate(zip(needs, weights, strict=True)):
-        begun = max((times[other][0] for other in bits(need)), default=0.0)
+        begun = max((times[other][0] for other in set_bits(need)), default=0.0)
         times.append((weight + begun, begun, unit))
     # A unit that takes no time finishes together with the units that it depends on. Sorting by
     # start and unit number as well keeps such units in topological order.

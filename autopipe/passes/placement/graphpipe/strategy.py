@@ -29,7 +29,7 @@ from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
 from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_units, other_orders
-from autopipe.passes.schedule.device_order import best_order
+from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_constraints_met
@@ -69,7 +69,7 @@ class GraphPipe:
         with the minimum excess over the memory limit, if no partition fits the memory. Raise
         ConfigurationError for a constraint that the stages violate.
         """
-        return best_order(problem, self._placed, parts=False)
+        return best_group_order(problem, self._placed, parts=False)
 
     def _placed(self, problem: Problem) -> Placement:
         """Return the placement if the devices are used in the order of the problem's cluster. Raise

@@ -35,7 +35,7 @@ from autopipe.passes.cost.memory_check import (
 )
 from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.placement.pase.paper_search import find_strategy, placement_of, tables_of
-from autopipe.passes.schedule.device_order import best_order
+from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, constrained_stages
 from autopipe.passes.sharding.search import Exact, Solver, Tables, split_stages
@@ -281,7 +281,7 @@ class Pase:
             """
             return in_stages(problem, self.stages, solver, self.overlap)
 
-        return best_order(problem, placed) if self.stages > 1 else placed(problem)
+        return best_group_order(problem, placed) if self.stages > 1 else placed(problem)
 
     def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Assignment:
         """Return the assignment that the solver of option `solver` finds, within `limit` bytes

@@ -34,7 +34,7 @@ from autopipe.passes.cost.memory import (
 from autopipe.passes.cost.roofline import update_seconds
 from autopipe.passes.cost.stage_work import exchange_of_gradients, stage_work, updated_part
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.partition.downsets import Downsets, Figures, Pairs
+from autopipe.passes.partition.downsets import Downsets, Figures, NestedPairs
 from autopipe.passes.sharding.regions import (
     NodeSplits,
     ReplicatedGraph,
@@ -147,7 +147,7 @@ class Sums:
         own = np.array([float(sums.pop((block,), 0)) for block in range(len(by_block))])
         return Sums(own, tuple((members, float(figure)) for members, figure in sums.items()))
 
-    def over(self, downsets: Downsets, pairs: Pairs) -> Figures:
+    def over(self, downsets: Downsets, pairs: NestedPairs) -> Figures:
         """Return, for each pair of downsets, the sum over the blocks of the stage between them."""
         if not self.own.any() and not self.common:
             return np.zeros(len(pairs.inner))
@@ -241,7 +241,7 @@ class Messages:
     replicated: Figures
     count: Figures
 
-    def local_bytes(self, fraction: float, pairs: Pairs) -> Figures:
+    def local_bytes(self, fraction: float, pairs: NestedPairs) -> Figures:
         """Return the bytes of one replica that has `fraction` of the graph's samples, for each
         pair.
         """
@@ -472,7 +472,7 @@ class DownsetCosts:
         """Return the options for a pipeline that consists of a single stage."""
         return self._options(self._whole, np.inf)
 
-    def _options(self, among: Pairs, most_s: float) -> list[Option]:
+    def _options(self, among: NestedPairs, most_s: float) -> list[Option]:
         """Return the options whose stages lie between the pairs of downsets `among` and take at
         most `most_s` seconds. Options without stages are omitted.
         """
@@ -490,7 +490,7 @@ class DownsetCosts:
         sharing: StageSharing,
         figures: BlockFigures,
         recompute: bool,
-        among: Pairs,
+        among: NestedPairs,
         most_s: float,
     ) -> Option:
         """Return the option with this parallelism and recomputation, for stages between the pairs
@@ -520,7 +520,9 @@ class DownsetCosts:
         farthest = self._farthest(figures, recompute, pairs, received[quick], sent[quick])
         return Option(sharing, recompute, pairs.numbers, seconds, farthest).some(farthest > 0)
 
-    def _compute_seconds(self, figures: BlockFigures, recompute: bool, among: Pairs) -> Figures:
+    def _compute_seconds(
+        self, figures: BlockFigures, recompute: bool, among: NestedPairs
+    ) -> Figures:
         """Return the seconds of forward plus backward of a micro-batch, for each pair of downsets
         in `among`. For each of the two, the longer of the times of device and host counts.
         """
@@ -541,7 +543,9 @@ class DownsetCosts:
             )
         return seconds
 
-    def _step_seconds(self, sharing: StageSharing, figures: BlockFigures, pairs: Pairs) -> Figures:
+    def _step_seconds(
+        self, sharing: StageSharing, figures: BlockFigures, pairs: NestedPairs
+    ) -> Figures:
         """Return the seconds of the gradient all-reduce and the optimizer update, divided by the
         number of micro-batches, for each pair of downsets.
         """
@@ -566,7 +570,12 @@ class DownsetCosts:
         return found
 
     def _farthest(
-        self, figures: BlockFigures, recompute: bool, pairs: Pairs, received: Figures, sent: Figures
+        self,
+        figures: BlockFigures,
+        recompute: bool,
+        pairs: NestedPairs,
+        received: Figures,
+        sent: Figures,
     ) -> NDArray[np.int16]:
         """Return `Option.farthest` of each stage; 0 if it fits at no position.
 

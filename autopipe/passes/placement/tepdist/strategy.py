@@ -38,10 +38,10 @@ from autopipe.passes.cost.memory_check import check_least, check_operators, equa
 from autopipe.passes.cost.roofline import Seconds, StepSeconds, accumulate_per_byte
 from autopipe.passes.cost.stage_work import exchange_of_gradients
 from autopipe.passes.partition.chain_cut import partition_chain
-from autopipe.passes.partition.min_cut_ilp import divide
+from autopipe.passes.partition.min_cut_ilp import partition_nodes
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import LEVELS, Level, LevelName
-from autopipe.passes.schedule.device_order import best_order
+from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.schedule.limits import busy_s, quick_step_seconds
 from autopipe.passes.sharding.regions import (
     check_constraints_met,
@@ -440,7 +440,7 @@ class Outer:
                 _PATIENCE_S if problem.time_limit is None else min(_PATIENCE_S, problem.time_limit)
             )
             try:
-                self._even[key] = divide(
+                self._even[key] = partition_nodes(
                     problem, len(groups), self.imbalance_tolerance, fixed_stages, limit
                 ).nodes
             except InfeasibleError as error:
@@ -582,7 +582,7 @@ class TePDist:
         """Return the placement with the shortest simulated step. Raise InfeasibleError if no
         placement fits into memory, and ConfigurationError for constraints that cannot be satisfied.
         """
-        found = best_order(problem, self._placed)
+        found = best_group_order(problem, self._placed)
         count = len(found.stages)
         # If only some device types are used, the number of stages may not be a valid value of
         # option `stages`.

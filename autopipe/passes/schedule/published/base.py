@@ -296,7 +296,7 @@ def grid_slots(
         )
 
 
-def alternate(
+def alternate_phases(
     forwards: Sequence[Task], backwards: Sequence[Task], in_flight: int, k: int = 1
 ) -> list[Task]:
     """Return `in_flight` forwards, then alternately k backwards and k forwards as long as forwards

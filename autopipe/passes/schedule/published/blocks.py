@@ -22,7 +22,7 @@ SHAPES = ("v", "x", "m", "nn", "k")
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ForwardPart:
     """A part of the forward of one micro-batch, on one device or on all devices."""
 
     name: str
@@ -68,10 +68,12 @@ def shape_blocks(
             f"shape {name} requires an even number of devices, at least 2, but the number is "
             f"{devices}"
         )
-    pieces = _pieces(name.lower(), devices)
+    pieces = _forward_parts(name.lower(), devices)
     last = 2 * len(pieces) - 1
 
-    def block(piece: _Piece, phase: str, time: int, memory: int, after: Sequence[int]) -> Block:
+    def block(
+        piece: _ForwardPart, phase: str, time: int, memory: int, after: Sequence[int]
+    ) -> Block:
         """Return the block of one phase ("F" or "B") of a part. `after` are the indices of the
         blocks on which it depends.
         """
@@ -96,36 +98,38 @@ def shape_blocks(
     return graph
 
 
-def _pieces(name: str, devices: int) -> list[_Piece]:
+def _forward_parts(name: str, devices: int) -> list[_ForwardPart]:
     """Return the parts of the forward of one micro-batch for a placement shape."""
     every = tuple(range(devices))
     half = devices // 2
     if name == "k":  # Two branches on half of the devices each, then a block on all devices.
-        branches = [_Piece(str(d), (d,), () if d in (0, half) else (d - 1,)) for d in every]
-        return [*branches, _Piece("0", every, (half - 1, devices - 1))]
+        branches = [_ForwardPart(str(d), (d,), () if d in (0, half) else (d - 1,)) for d in every]
+        return [*branches, _ForwardPart("0", every, (half - 1, devices - 1))]
     if name == "x":
         # Two independent chains. Names must differ, so the names of the chain that starts on the
         # last device continue at str(devices).
         mirrored = [
-            _Piece(str(devices + d), (devices - 1 - d,), (devices + d - 1,) if d else ())
+            _ForwardPart(str(devices + d), (devices - 1 - d,), (devices + d - 1,) if d else ())
             for d in every
         ]
-        return [*_chain(devices, ()), *mirrored]
-    return _chain(devices, {"v": (), "m": (0,), "nn": (0, half)}[name])
+        return [*_chain_parts(devices, ()), *mirrored]
+    return _chain_parts(devices, {"v": (), "m": (0,), "nn": (0, half)}[name])
 
 
-def _chain(devices: int, sharded_before: Sequence[int]) -> list[_Piece]:
+def _chain_parts(devices: int, sharded_before: Sequence[int]) -> list[_ForwardPart]:
     """Return a chain with one part per device. A part on all devices comes directly before the part
     of each device in `sharded_before`.
     """
-    pieces: list[_Piece] = []
+    pieces: list[_ForwardPart] = []
     for device in range(devices):
         if device in sharded_before:
             after = (len(pieces) - 1,) if pieces else ()
             pieces.append(
-                _Piece(str(sharded_before.index(device)), tuple(range(devices)), after, memory=0)
+                _ForwardPart(
+                    str(sharded_before.index(device)), tuple(range(devices)), after, memory=0
+                )
             )
-        pieces.append(_Piece(str(device), (device,), (len(pieces) - 1,) if pieces else ()))
+        pieces.append(_ForwardPart(str(device), (device,), (len(pieces) - 1,) if pieces else ()))
     return pieces
 
 

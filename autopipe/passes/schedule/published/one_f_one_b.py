@@ -34,7 +34,7 @@ from autopipe.passes.schedule.published.base import (
     PlacementPattern,
     Published,
     RankStages,
-    alternate,
+    alternate_phases,
     first_slot,
     forward_and_backward_slots,
     grid_slots,
@@ -169,16 +169,16 @@ class KForwardsKBackwards:
         stages.
         """
         stages = len(placement.stages)
-        if len(self.ks(stages)) != stages:
+        if len(self.k_per_stage(stages)) != stages:
             raise ConfigurationError(
-                f"schedule.k lists {len(self.ks(stages))} "
-                f"{plural(len(self.ks(stages)), 'number')}, but the placement consists of "
+                f"schedule.k lists {len(self.k_per_stage(stages))} "
+                f"{plural(len(self.k_per_stage(stages)), 'number')}, but the placement consists of "
                 f"{stages} {plural(stages, 'stage')}",
                 hint="set schedule.k to one number, or to one number per stage",
             )
-        if min(self.ks(stages)) < 1:
+        if min(self.k_per_stage(stages)) < 1:
             raise ConfigurationError(
-                f"schedule.k contains {min(self.ks(stages))}, expected at least 1",
+                f"schedule.k contains {min(self.k_per_stage(stages))}, expected at least 1",
                 hint="set schedule.k to 1 or more",
             )
 
@@ -187,44 +187,52 @@ class KForwardsKBackwards:
         graph = StageGraph.of(problem, placement)
         ticks = task_ticks(problem, placement)
         return order_kfkb(
-            graph, problem.micro_batches, problem.train, ticks, self.ks(len(placement.stages))
+            graph,
+            problem.micro_batches,
+            problem.train,
+            ticks,
+            self.k_per_stage(len(placement.stages)),
         )
 
-    def ks(self, stages: int) -> tuple[int, ...]:
+    def k_per_stage(self, stages: int) -> tuple[int, ...]:
         """Return k of each of the `stages` stages. If `k` is a tuple, it is returned unchanged."""
         return (self.k,) * stages if isinstance(self.k, int) else self.k
 
 
 def order_kfkb(
-    graph: StageGraph, micro_batches: int, train: bool, ticks: Ticks, ks: Sequence[int] = ()
+    graph: StageGraph,
+    micro_batches: int,
+    train: bool,
+    ticks: Ticks,
+    k_per_stage: Sequence[int] = (),
 ) -> Schedule:
     """Return the kFkB schedule: the `stage_order` of each stage, merged into one order per device.
 
     `micro_batches` is the number of micro-batches of the problem; a stage with smaller
-    micro-batches runs several of them per micro-batch of the problem. `ks` has k of each stage;
-    empty means 1 for all stages, which is 1F1B if all micro-batches have one size.
+    micro-batches runs several of them per micro-batch of the problem. `k_per_stage` has k of each
+    stage; empty means 1 for all stages, which is 1F1B if all micro-batches have one size.
 
     In the case of 1F1B, the orders of stages contain no circular wait. Proof: let depth(s) be the
     number of stages on the longest path from stage s to an end of the graph. Give forward F(s, m)
     the number 2m - depth(s) and backward B(s, m) the number 2m + depth(s) - 1. Each task has a
     larger number than the tasks on which it depends, because depth decreases along each edge.
     """
-    ks = ks or (1,) * len(graph.stage_devices)
-    numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(ks)))
-    settings = zip(max_in_flight(graph, ks), ks, numbers, strict=True)
+    k_per_stage = k_per_stage or (1,) * len(graph.stage_devices)
+    numbers = (graph.micro_batches_of(stage, micro_batches) for stage in range(len(k_per_stage)))
+    settings = zip(max_in_flight(graph, k_per_stage), k_per_stage, numbers, strict=True)
     lists = merge_orders(
         [stage_order(stage, *each, train) for stage, each in enumerate(settings)], graph, ticks
     )
     return Schedule(micro_batches, lists, find_repetends(lists))
 
 
-def max_in_flight(graph: StageGraph, ks: Sequence[int]) -> tuple[int, ...]:
+def max_in_flight(graph: StageGraph, k_per_stage: Sequence[int]) -> tuple[int, ...]:
     """Return, for each stage, the maximum number of the stage's micro-batches in flight: their
-    forward has run, their backward has not. `ks` has k of each stage.
+    forward has run, their backward has not. `k_per_stage` has k of each stage.
     """
-    ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(ks))]
+    ratios = [graph.micro_batch_ratio_at(stage) for stage in range(len(k_per_stage))]
     samples = [math.lcm(*ratios) // ratio for ratio in ratios]
-    in_flight = stages_in_flight(ks, samples, graph.edges)
+    in_flight = stages_in_flight(k_per_stage, samples, graph.edges)
     return tuple(count // size for count, size in zip(in_flight, samples, strict=True))
 
 
@@ -236,7 +244,7 @@ def stage_order(
     """
     forwards = [Task(stage, Phase.FORWARD, m) for m in micro_batches]
     backwards = [Task(stage, Phase.BACKWARD, m) for m in micro_batches]
-    return alternate(forwards, backwards, in_flight, k) if train else forwards
+    return alternate_phases(forwards, backwards, in_flight, k) if train else forwards
 
 
 class InterleavedOneForwardOneBackward(Published):
@@ -290,7 +298,7 @@ class InterleavedOneForwardOneBackward(Published):
                 Task(s, Phase.BACKWARD, m) for group in groups for s in stages[::-1] for m in group
             ]
             in_flight = (len(stages) - 1) * p + 2 * (p - 1 - rank) + 1
-            found.append(alternate(forwards, backwards, in_flight))
+            found.append(alternate_phases(forwards, backwards, in_flight))
         return found
 
 

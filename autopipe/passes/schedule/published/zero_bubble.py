@@ -23,7 +23,7 @@ from autopipe.passes.schedule.published.base import (
     PlacementPattern,
     Published,
     RankStages,
-    alternate,
+    alternate_phases,
     insert_weight_gradients,
     order_from_notation,
     orders_by_slot,
@@ -53,7 +53,7 @@ class ZeroBubbleH1(Published):
         """
         p = len(rank_stages)
         orders = [
-            alternate(
+            alternate_phases(
                 [Task(s, Phase.FORWARD, m) for m in range(micro_batches)],
                 [Task(s, Phase.INPUT_GRADIENT, m) for m in range(micro_batches)],
                 self.warm_up_factor * (p - 1 - s) + 1,

@@ -288,7 +288,7 @@ def balanced_changes(graph: BlockGraph, device: int) -> dict[int, int]:
     return change
 
 
-def frees_all(graph: BlockGraph) -> bool:
+def frees_all_memory(graph: BlockGraph) -> bool:
     """True if a micro-batch frees exactly the memory that it allocates on each device with a memory
     limit. `balanced_changes` are the real changes then.
     """
@@ -411,7 +411,7 @@ def minimum_memory(graph: BlockGraph, device: int, limits: Sequence[int | None])
                 started |= 1 << index
         return started
 
-    def fits(block: Block, used: Sequence[int]) -> bool:
+    def fits_in_memory(block: Block, used: Sequence[int]) -> bool:
         """True if the other devices keep their limits when the block starts. `used` is the memory
         in use on each device.
         """
@@ -434,7 +434,7 @@ def minimum_memory(graph: BlockGraph, device: int, limits: Sequence[int | None])
             for own in graph.members
         ]
         for index, block in enumerate(blocks):
-            if can_start(index, started) and fits(block, used):
+            if can_start(index, started) and fits_in_memory(block, used):
                 in_use = used[device] + (block.memory if device in block.devices else 0)
                 following = with_frees(started | 1 << index)
                 if following not in seen:
@@ -521,14 +521,14 @@ Starts = tuple[tuple[int, ...], ...]
 """Start times: `starts[n][i]` is the start of block i of micro-batch n."""
 
 
-def unroll(graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int) -> Starts:
+def unroll_steady_state(graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int) -> Starts:
     """Return the starts of `micro_batches` micro-batches. On each device, blocks run in the order
     of the steady state, and each block starts as early as this order and its dependencies permit.
 
     The memory in use is at most that of the steady state, because it depends only on the order of
     starts.
     """
-    return compact(
+    return compact_starts(
         graph,
         [
             [start + cyclic.period * micro_batch for start in cyclic.starts]
@@ -537,7 +537,7 @@ def unroll(graph: BlockGraph, cyclic: PeriodicStarts, micro_batches: int) -> Sta
     )
 
 
-def compact(graph: BlockGraph, starts: Sequence[Sequence[int]]) -> Starts:
+def compact_starts(graph: BlockGraph, starts: Sequence[Sequence[int]]) -> Starts:
     """Return the earliest starts with which the blocks of each device have the order that they have
     in `starts`.
     """
@@ -576,7 +576,7 @@ def makespan(graph: BlockGraph, starts: Starts) -> int:
     return BlockSchedule(graph, starts).makespan
 
 
-def fits(graph: BlockGraph, starts: Starts) -> bool:
+def fits_in_memory(graph: BlockGraph, starts: Starts) -> bool:
     """True if no device exceeds its memory limit."""
     peaks = BlockSchedule(graph, starts).peak_memory
     return all(

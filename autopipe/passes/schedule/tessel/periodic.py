@@ -6,9 +6,9 @@ integer k(i) is the modulo stage of block i. This is modulo scheduling, as for l
 section III. The micro-batch index that Tessel gives block i in the repetend is max k - k(i).
 
 Tessel enumerates assignments of these indices (Algorithm 1) and solves one problem for each. Here
-the k(i) are variables, so one CP-SAT model contains all assignments. `construct` finds a steady
-state without a solver. If the solver finds no steady state, that one is the result; otherwise it is
-the solver's hint.
+the k(i) are variables, so one CP-SAT model contains all assignments. `construct_steady_state` finds
+a steady state without a solver. If the solver finds no steady state, that one is the result;
+otherwise it is the solver's hint.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ another block of its devices, so that gaps are not divided.
 """
 
 
-class _Placing:
+class _GreedyPlacement:
     """Greedy placement of the blocks of one micro-batch into a period, one block after another and
     without backtracking. It is a simple form of Rau, "Iterative modulo scheduling" (MICRO 1994),
     used for many orders of the blocks.
@@ -458,7 +458,7 @@ periods * period.
 """
 
 
-def tighten(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStarts:
+def shorten_period(graph: BlockGraph, order: PeriodicStarts, low: int) -> PeriodicStarts:
     """Return the steady state with the order of blocks of `order` and the shortest period of at
     least `low` that this order permits.
 
@@ -536,7 +536,7 @@ def _find_cycle(last: Sequence[_Wait | None]) -> list[_Wait] | None:
 
 
 _PERIOD_FACTOR = 1.04
-"""Ratio of each period that `construct` tries to the previous one."""
+"""Ratio of each period that `construct_steady_state` tries to the previous one."""
 _MAX_ORDERS = 32
 """Maximum number of random orders of each kind that are tried for one period."""
 _HALVINGS = 4
@@ -545,7 +545,9 @@ orders.
 """
 
 
-def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget) -> PeriodicStarts:
+def construct_steady_state(
+    graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
+) -> PeriodicStarts:
     """Return a steady state with a period of at least `low`, found without a solver.
 
     `serial` is an order of the blocks of one micro-batch that keeps the memory limits if blocks run
@@ -553,14 +555,14 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
     placed greedily into periods from `low` on, each longer by `_PERIOD_FACTOR`. Finally, random
     orders are placed, with bisection between the longest period that failed and the best period.
     """
-    best = one_at_a_time(graph, serial)
-    placing = _Placing(graph, budget)
+    best = serial_steady_state(graph, serial)
+    placing = _GreedyPlacement(graph, budget)
     options = _option_combinations([tuple(serial), graph.order])
     period: float = low
     while period < best.period:
-        best = _best_placing(placing, round(period), options) or best
+        best = _best_placement(placing, round(period), options) or best
         period *= _PERIOD_FACTOR
-    best = tighten(graph, best, low)
+    best = shorten_period(graph, best, low)
     generator = random.Random(budget.options.seed)
     count = max(4, min(_MAX_ORDERS, 4000 // len(graph.blocks)))
     orders = [_random_topological_order(graph, generator) for _ in range(count)]
@@ -569,18 +571,18 @@ def construct(graph: BlockGraph, low: int, serial: Sequence[int], budget: Budget
     period = low
     failed = low
     for _ in range(1 + _HALVINGS):
-        found = _best_placing(placing, period, options)
+        found = _best_placement(placing, period, options)
         if found is None:
             failed = period
         elif (found.period, found.latency(graph)) < (best.period, best.latency(graph)):
-            best = tighten(graph, found, low)
+            best = shorten_period(graph, found, low)
         period = (failed + best.period) // 2
         if failed in {best.period, period}:
             break
     return best
 
 
-def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
+def serial_steady_state(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
     """Return the steady state in which only one block at a time runs on all devices together, in
     the order `serial`, and one micro-batch after another.
     """
@@ -592,8 +594,8 @@ def one_at_a_time(graph: BlockGraph, serial: Sequence[int]) -> PeriodicStarts:
     return PeriodicStarts(now, tuple(starts))
 
 
-def _best_placing(
-    placing: _Placing, period: int, options: Sequence[_PlacingOptions]
+def _best_placement(
+    placing: _GreedyPlacement, period: int, options: Sequence[_PlacingOptions]
 ) -> PeriodicStarts | None:
     """Return the steady state with the shortest latency of all `options`, placed into `period` and
     then tightened. None if no option gives a valid steady state.
@@ -605,7 +607,7 @@ def _best_placing(
             break
         found = placing.place(period, *each)
         if found is not None and is_valid(graph, found):
-            found = tighten(graph, found, period)
+            found = shorten_period(graph, found, period)
             if best is None or found.latency(graph) < best.latency(graph):
                 best = found
     return best

@@ -18,7 +18,7 @@ from autopipe.ir.schedule import Proof, Schedule, StageGraph, Task
 from autopipe.ir.timeline import Prediction
 from autopipe.passes.batching import divisors
 from autopipe.passes.registry import Scheduler
-from autopipe.passes.schedule.limits import SAME, least_end, lower_bound
+from autopipe.passes.schedule.limits import SAME, lower_bound, min_time_after_tasks
 from autopipe.passes.schedule.orders import find_repetends
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.base import GPipe
@@ -125,7 +125,7 @@ class Tessel:
         # and update.
         proof = best.schedule.proof or Proof(best.name, 0.0, optimal=False)
         if best.schedule.period is None:
-            step_bound = max(proof.lower_bound + least_end(stages, prediction), bound)
+            step_bound = max(proof.lower_bound + min_time_after_tasks(stages, prediction), bound)
             rounding = 0.0 if best.step <= bound * (1 + SAME) else proof.rounding
             optimal = best.step * (1 - rounding) <= step_bound * (1 + SAME)
             proof = replace(proof, lower_bound=step_bound, optimal=optimal, rounding=rounding)
@@ -150,7 +150,7 @@ class _Candidate:
     """
 
 
-def _better(new: _Candidate, old: _Candidate | None, min_saving: float) -> _Candidate:
+def _better_candidate(new: _Candidate, old: _Candidate | None, min_saving: float) -> _Candidate:
     """Return the better of two candidates. The candidate with the smaller memory excess is better.
     With equal excess, `new` is better only if its step is shorter than that of `old` by at least
     the fraction `min_saving`.
@@ -210,23 +210,23 @@ class _Search:
         in seconds; the search ends when a candidate reaches it.
 
         The schedule with split backwards is chosen if it saves `_MIN_SPLIT_SAVING` of the step. If
-        it saves less, but splitting saves enough for fewer micro-batches (`_repeated`), the better
-        of the split schedule and the repeated schedule is chosen. Otherwise the schedule with
-        unsplit backwards is chosen.
+        it saves less, but splitting saves enough for fewer micro-batches
+        (`_repeated_split_candidate`), the better of the split schedule and the repeated schedule is
+        chosen. Otherwise the schedule with unsplit backwards is chosen.
         """
-        best = self._best_of(self._unsplit(), bound)
+        best = self._best_of(self._unsplit_candidates(), bound)
         if not self.problem.train or (best is not None and _reaches_bound(best, bound)):
             return best
-        split = self._best_of(self._split(), bound)
+        split = self._best_of(self._split_candidates(), bound)
         if split is None:
             return best
-        chosen = _better(split, best, _MIN_SPLIT_SAVING)
+        chosen = _better_candidate(split, best, _MIN_SPLIT_SAVING)
         if chosen is split or split.excess or split.step >= chosen.step * (1 - SAME):
             return chosen
-        repeated = self._repeated(chosen.step)
-        return chosen if repeated is None else _better(split, repeated, 0.0)
+        repeated = self._repeated_split_candidate(chosen.step)
+        return chosen if repeated is None else _better_candidate(split, repeated, 0.0)
 
-    def _repeated(self, longest_s: float) -> _Candidate | None:
+    def _repeated_split_candidate(self, longest_s: float) -> _Candidate | None:
         """Return a schedule with split backwards of fewer micro-batches, repeated until all
         micro-batches have run, or None if none qualifies.
 
@@ -250,14 +250,14 @@ class _Search:
             bound = lower_bound(problem, self.placement, fewer.prediction)
             if times * bound >= longest_s:
                 continue
-            split = fewer._best_of(fewer._split(), bound)
+            split = fewer._best_of(fewer._split_candidates(), bound)
             if split is None or split.excess or times * split.step >= longest_s:
                 continue
-            unsplit = fewer._best_of(fewer._unsplit(), bound)
-            if _better(split, unsplit, _MIN_SPLIT_SAVING) is split or (
-                unsplit and fewer._repeated(unsplit.step)
+            unsplit = fewer._best_of(fewer._unsplit_candidates(), bound)
+            if _better_candidate(split, unsplit, _MIN_SPLIT_SAVING) is split or (
+                unsplit and fewer._repeated_split_candidate(unsplit.step)
             ):
-                return self._simulated(
+                return self._simulate(
                     split.name, repeated_schedule(split.schedule, times, self.stages)
                 )
         return None
@@ -268,12 +268,12 @@ class _Search:
         """
         best: _Candidate | None = None
         for candidate in candidates:
-            best = _better(candidate, best, 0.0)
+            best = _better_candidate(candidate, best, 0.0)
             if _reaches_bound(best, bound):
                 break
         return best
 
-    def _unsplit(self) -> Iterator[_Candidate]:
+    def _unsplit_candidates(self) -> Iterator[_Candidate]:
         """Yield candidates with unsplit backwards: published schedules first, then searched
         schedules. The published schedules are 1F1B and GPipe, or kFkB if micro-batch sizes differ;
         with equal sizes, kFkB equals 1F1B.
@@ -281,26 +281,26 @@ class _Search:
         published: tuple[Scheduler, ...] = (OneForwardOneBackward(), GPipe())
         for scheduler in (KForwardsKBackwards(),) if self.stages.ratios else published:
             schedule = scheduler.run(self.problem, self.placement)
-            yield self._simulated(scheduler.name, schedule)
-        yield from self._all_searched(split=False)
+            yield self._simulate(scheduler.name, schedule)
+        yield from self._searched_candidates(split=False)
 
-    def _split(self) -> Iterator[_Candidate]:
+    def _split_candidates(self) -> Iterator[_Candidate]:
         """Yield searched candidates with split backwards."""
-        return self._all_searched(split=True)
+        return self._searched_candidates(split=True)
 
-    def _all_searched(self, split: bool) -> Iterator[_Candidate]:
+    def _searched_candidates(self, split: bool) -> Iterator[_Candidate]:
         """Yield the candidate of a search without links. If its messages wait for each other, also
         yield the candidate of a second search, in which messages are blocks on links. `split` is
         True for split backwards.
         """
         for links in (False, True):
-            found = self._searched(split, links)
+            found = self._search_once(split, links)
             if found is not None:
                 yield found
             if found is None or not found.messages_wait:
                 break
 
-    def _searched(self, split: bool, links: bool) -> _Candidate | None:
+    def _search_once(self, split: bool, links: bool) -> _Candidate | None:
         """Return the candidate of one search; None if the search finds no order of the blocks of
         one micro-batch that keeps the memory limits. `split` is True for split backwards, `links`
         if messages are blocks on links.
@@ -343,13 +343,13 @@ class _Search:
             and not has_split_cost
             and problem.micro_batches % stages.pipeline_count == 0
         )
-        proof = _proof(self.scheduler.name, blocks, found, all_orders, load)
+        proof = _make_proof(self.scheduler.name, blocks, found, all_orders, load)
         schedule = replace(
             schedule, period=schedule.period if found.repetend else None, proof=proof
         )
-        return self._simulated(self.scheduler.name, schedule, found.makespan * tick)
+        return self._simulate(self.scheduler.name, schedule, found.makespan * tick)
 
-    def _simulated(self, name: str, schedule: Schedule, tasks_s: float = math.inf) -> _Candidate:
+    def _simulate(self, name: str, schedule: Schedule, tasks_s: float = math.inf) -> _Candidate:
         """Return the candidate of a schedule, with its simulated step. If the tasks end later than
         `tasks_s` seconds, their end in the search, the period and proof from the search are
         removed.
@@ -366,7 +366,7 @@ class _Search:
         return _Candidate(name, schedule, step.end, peak, sum(excess), messages_wait)
 
 
-def _proof(
+def _make_proof(
     name: str, blocks: StageBlocks, found: BlockSchedule, all_orders: bool, load: int
 ) -> Proof:
     """Return the proof of the period or, without a steady state, of the step, with times in

@@ -43,7 +43,7 @@ def best_steady_state(
     best, bound = shortest_steady_state(graph, micro_batches, budget)
     budget.report(best.period, bound)
     reduced = model.with_reserved_memory(graph, micro_batches)
-    best = periodic.tighten(reduced, best, best.period)
+    best = periodic.shorten_period(reduced, best, best.period)
     found = _solve_within(
         reduced, budget, 0.2, lambda limit: periodic.minimize_latency(reduced, best, limit)
     )
@@ -67,15 +67,15 @@ def shortest_steady_state(
     graph = model.with_reserved_memory(graph, micro_batches)
     bound = model.period_bound(graph)
     budget.report(None, bound)
-    best = periodic.construct(graph, bound, serial, budget)
+    best = periodic.construct_steady_state(graph, bound, serial, budget)
     budget.report(best.period, bound)
     if best.period > bound:
         best = _improve_with_rounded_times(graph, best, bound, budget)
     if best.period > bound:
         best, proven = _improve_with_exact_times(graph, best, bound, budget)
-        # The bound was proven for `balanced_changes`. Unless `frees_all`, real schedules may need
-        # less memory than these changes state and may beat the bound.
-        if model.frees_all(graph):
+        # The bound was proven for `balanced_changes`. Unless `frees_all_memory`, real schedules may
+        # need less memory than these changes state and may beat the bound.
+        if model.frees_all_memory(graph):
             bound = proven
     return best, bound
 
@@ -94,13 +94,13 @@ def _improve_with_rounded_times(
         graph, budget, 0.1, lambda limit: periodic.find_with_period(rounded, low, limit)
     )
     if found.cyclic is None:
-        known = periodic.tighten(rounded, best, low)
+        known = periodic.shorten_period(rounded, best, low)
         found = _solve_within(
             graph, budget, 0.35, lambda limit: periodic.minimize_period(rounded, low, known, limit)
         )
     if found.cyclic is None:
         return best
-    exact = periodic.tighten(graph, found.cyclic, bound)
+    exact = periodic.shorten_period(graph, found.cyclic, bound)
     return min(best, exact, key=lambda each: each.period)
 
 
@@ -127,7 +127,7 @@ def _improve_with_exact_times(
     if found.status is Status.INFEASIBLE:
         return best, best.period
     if found.cyclic is not None:
-        best = periodic.tighten(graph, found.cyclic, low)
+        best = periodic.shorten_period(graph, found.cyclic, low)
     return best, min(best.period, max(low, found.bound or 0))
 
 
@@ -235,7 +235,7 @@ def complete_schedule(
     cool-down. The result is the shortest schedule found; of equally short schedules, the one with
     the smallest peak memory.
     """
-    early = model.unroll(graph, cyclic, micro_batches)
+    early = model.unroll_steady_state(graph, cyclic, micro_batches)
     modulo_stages = cyclic.modulo_stages
     warm_up_blocks = sum(max(modulo_stages) - stage for stage in modulo_stages)
     cool_down_blocks = sum(modulo_stages)
@@ -286,7 +286,7 @@ def _with_solved_ends(
         [moved[micro_batch, index] - origin for index in range(len(first_starts))]
         for micro_batch in range(micro_batches)
     ]
-    return model.compact(graph, starts)
+    return model.compact_starts(graph, starts)
 
 
 def _solved_warm_up(
@@ -406,7 +406,7 @@ def one_by_one_order(graph: BlockGraph, micro_batches: int, limit: Limit) -> tup
     order = model.topological_order(
         graph, lambda index, started: (graph.blocks[index].memory > 0, -started)
     )
-    if model.fits(last, model.earliest_starts(last, 1, ((0, index) for index in order))):
+    if model.fits_in_memory(last, model.earliest_starts(last, 1, ((0, index) for index in order))):
         return order
     result = _serial_positions(last, limit)
     if result.found:
@@ -485,7 +485,7 @@ def shortest_schedule(
     if not result.found:
         return known, bound if result.status is Status.UNKNOWN else horizon, result.work
     count = len(graph.blocks)
-    found = model.compact(
+    found = model.compact_starts(
         graph, [result.values[at : at + count] for at in range(0, len(result.values), count)]
     )
     return min(known, found, key=lambda each: model.makespan(graph, each)), bound, result.work
@@ -541,18 +541,18 @@ def _search_together(graph: BlockGraph, micro_batches: int, budget: Budget) -> B
     """
     cyclic, bound = best_steady_state(graph, micro_batches, budget)
     starts = complete_schedule(graph, cyclic, micro_batches, budget)
-    if not model.fits(graph, starts):
+    if not model.fits_in_memory(graph, starts):
         # If a micro-batch frees memory before it allocates memory, the steady state may respect the
         # limits only because the next micro-batch frees memory in time. No micro-batch follows the
         # last.
-        cyclic = periodic.one_at_a_time(
+        cyclic = periodic.serial_steady_state(
             graph, one_by_one_order(graph, micro_batches, budget.limit(1.0))
         )
-        starts = model.unroll(graph, cyclic, micro_batches)
+        starts = model.unroll_steady_state(graph, cyclic, micro_batches)
     schedule = BlockSchedule(
         graph, starts, cyclic.period, bound, cyclic.period == bound, model.repetend_from(cyclic)
     )
-    return _shortened(schedule, cyclic, budget)
+    return _shorten(schedule, cyclic, budget)
 
 
 def _repeated_if_shorter(
@@ -584,19 +584,19 @@ def _repeated_if_shorter(
                 )
             except InfeasibleError:
                 continue
-        starts = _repeat(known[fewer], repetitions)
+        starts = _repeat_starts(known[fewer], repetitions)
         length = model.makespan(graph, starts)
-        if length < schedule.makespan and model.fits(graph, starts):
+        if length < schedule.makespan and model.fits_in_memory(graph, starts):
             schedule = BlockSchedule(graph, starts, None, bound, length == bound)
     return schedule
 
 
-def _repeat(schedule: BlockSchedule, times: int) -> Starts:
+def _repeat_starts(schedule: BlockSchedule, times: int) -> Starts:
     """Return the starts of the schedule run `times` times in succession. Each block starts as early
     as the order on each device permits.
     """
     length = schedule.makespan
-    return model.compact(
+    return model.compact_starts(
         schedule.graph,
         [
             [start + length * number for start in starts]
@@ -606,7 +606,7 @@ def _repeat(schedule: BlockSchedule, times: int) -> Starts:
     )
 
 
-def _shortened(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
+def _shorten(schedule: BlockSchedule, cyclic: PeriodicStarts, budget: Budget) -> BlockSchedule:
     """Return `schedule`, or a shorter schedule of its micro-batches. The shorter schedule may
     repeat later, repeat several micro-batches together, or not repeat.
 

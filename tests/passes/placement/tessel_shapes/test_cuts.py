@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.analysis.chain import range_sums
-from autopipe.passes.partition.chain_cut import best_stops, even_stops, run_lengths, within_memory
+from autopipe.passes.partition.chain_cut import (
+    best_run_ends,
+    even_run_ends,
+    limit_runs_to_memory,
+    run_lengths,
+)
 from autopipe.passes.placement.tessel_shapes import divide_devices
 
 SECONDS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -38,7 +43,9 @@ def test_the_slowest_run_is_fastest(seconds: list[int], data: st.DataObject) -> 
     work = np.array(seconds, float)
     lengths = [run_lengths(work, crossing, crossing)] * count
     weights = range_sums(np.array(sizes, float))
-    found = tuple(best_stops(within_memory(lengths, weights, room), even_stops(work, count)))
+    found = tuple(
+        best_run_ends(limit_runs_to_memory(lengths, weights, room), even_run_ends(work, count))
+    )
     every = [
         (*cuts, len(seconds)) for cuts in itertools.combinations(range(1, len(seconds)), count - 1)
     ]

@@ -9,7 +9,7 @@ import pytest
 from autopipe.ir.program import Instruction, Loop, Opcode
 from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.ir.timeline import Message, Prediction, StagePrediction
-from autopipe.passes.lower.lower import sections
+from autopipe.passes.lower.lower import fold_into_sections
 from autopipe.passes.schedule.simulate import simulate
 from autopipe.passes.schedule.tessel.model import SearchOptions
 from autopipe.passes.schedule.tessel.search import search
@@ -79,7 +79,7 @@ def lines_of(schedule) -> list[int]:
         [Instruction(VERBS[each.phase], each.stage, each.micro_batch) for each in order]
         for order in schedule.tasks
     )
-    return [sum(count(section) for section in sections(each)) for each in flat]
+    return [sum(count(section) for section in fold_into_sections(each)) for each in flat]
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])

@@ -25,7 +25,11 @@ from autopipe.passes.schedule.tessel.model import (
     makespan_bound,
     period_bound,
 )
-from autopipe.passes.schedule.tessel.periodic import construct, one_at_a_time, tighten
+from autopipe.passes.schedule.tessel.periodic import (
+    construct_steady_state,
+    serial_steady_state,
+    shorten_period,
+)
 from autopipe.passes.schedule.tessel.search import one_by_one_order, search
 from autopipe.passes.solvers.cp_sat import Limit
 from benchmarks.tessel_baselines import search_all_at_once, search_in_flight
@@ -119,10 +123,10 @@ def test_constructed_steady_states_are_valid(graph: BlockGraph) -> None:
     except InfeasibleError:
         return
     bound = period_bound(graph)
-    found = construct(graph, bound, serial, Budget(SearchOptions()))
+    found = construct_steady_state(graph, bound, serial, Budget(SearchOptions()))
     assert is_valid(graph, found)
     assert found.period >= bound
-    again = tighten(graph, found, found.period)
+    again = shorten_period(graph, found, found.period)
     assert again.latency(graph) <= found.latency(graph)
     assert is_valid(graph, again)
 
@@ -215,8 +219,8 @@ def test_invalid_input_is_rejected() -> None:
 @given(block_graphs(blocks=8, devices=3, times=(5, 50), limits=False))
 def test_tighten_finds_the_minimum_period_of_an_order(graph: BlockGraph) -> None:
     """With a period shorter by one tick, the delays of blocks never end."""
-    order = one_at_a_time(graph, graph.order)
-    found = tighten(graph, order, 1)
+    order = serial_steady_state(graph, graph.order)
+    found = shorten_period(graph, order, 1)
     assert max(graph.loads) <= found.period <= order.period
     assert is_valid(graph, found)
     assert converges(graph, order, found.period)

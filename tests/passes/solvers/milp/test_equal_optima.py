@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopipe.passes.partition.min_cut_ilp import divide
+from autopipe.passes.partition.min_cut_ilp import partition_nodes
 from autopipe.passes.placement.tepdist.levels import O2, O3
 from autopipe.passes.sharding.search import Tables, make_tables
 from autopipe.passes.solvers.milp import MilpResult, Status, solve
@@ -40,8 +40,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     experts = tables_of("moe", 2)
     layer = tables_of("gpt", 1)
     with recording(folder):
-        divide(zoo_problem("gpt", GPT), 3, 0.1)
-        divide(zoo_problem("flava", FLAVA), 3, 0.1)
+        partition_nodes(zoo_problem("gpt", GPT), 3, 0.1)
+        partition_nodes(zoo_problem("flava", FLAVA), 3, 0.1)
         for tables, level in ((experts, O2()), (layer, O3())):
             level(tables, 0.7 * float(level(tables, None).memory))
     return program_paths(folder)

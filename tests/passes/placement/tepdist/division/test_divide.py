@@ -19,7 +19,7 @@ from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.analysis.gradients import differentiable_values
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
-from autopipe.passes.partition.min_cut_ilp import StagePartition, divide
+from autopipe.passes.partition.min_cut_ilp import StagePartition, partition_nodes
 from tests.passes.cost.graphs import Builder, cluster
 from tests.passes.cost.graphs import problem as given
 
@@ -62,26 +62,26 @@ def test_crossing_bytes_are_the_bytes_sent(
     name: str, settings: tuple[tuple[str, str], ...]
 ) -> None:
     problem = zoo_problem(name, settings)
-    division = divide(problem, 3, 0.1)
+    division = partition_nodes(problem, 3, 0.1)
     placement = placement_of(problem, division)
     assert division.crossing_bytes == sent(problem, placement)
     assert division.bound <= division.crossing_bytes <= division.contiguous_bytes
     assert 0 <= division.imbalance <= 0.1 + 1e-6
     assert division.proven
-    assert division == divide(problem, 3, 0.1)
+    assert division == partition_nodes(problem, 3, 0.1)
 
 
 def test_stages_of_a_branched_model_send_less_than_contiguous_ones() -> None:
-    division = divide(zoo_problem("flava", FLAVA), 4, 0.1)
+    division = partition_nodes(zoo_problem("flava", FLAVA), 4, 0.1)
     assert division.proven
     assert division.crossing_bytes < division.contiguous_bytes
 
 
 def test_inference_sends_no_gradients() -> None:
     problem = replace(zoo_problem("gpt", GPT), mode=Mode.INFER)
-    division = divide(problem, 2, 0.2)
+    division = partition_nodes(problem, 2, 0.2)
     assert division.crossing_bytes == sent(problem, placement_of(problem, division))
-    assert division.crossing_bytes < divide(zoo_problem("gpt", GPT), 2, 0.2).crossing_bytes
+    assert division.crossing_bytes < partition_nodes(zoo_problem("gpt", GPT), 2, 0.2).crossing_bytes
 
 
 def test_fixed_operators_are_in_the_required_stages() -> None:
@@ -89,7 +89,7 @@ def test_fixed_operators_are_in_the_required_stages() -> None:
     nodes = [index for index, node in enumerate(problem.graph.nodes) if "layers.0" in node.name]
     shared = min(recomputed_nodes(problem.graph))
     settled = {nodes[-1]: 0, shared: 2}
-    division = divide(problem, 3, 1.0, settled)
+    division = partition_nodes(problem, 3, 1.0, settled)
     placement_of(problem, division)
     assert nodes[-1] in division.nodes[0]
     assert shared in division.nodes[2]
@@ -103,8 +103,8 @@ def test_fixed_branches_are_parallel_although_the_file_interleaves_them() -> Non
         left = builder.linear(left, 16)
         right = builder.linear(right, 16)
     problem = given(builder.finish(left, right), cluster(2))
-    assert divide(problem, 2, 0.0, {4: 0, 1: 1}).nodes == ((0, 2, 4), (1, 3, 5))
-    assert divide(problem, 2, 0.0, {4: 1, 1: 0}).nodes == ((1, 3, 5), (0, 2, 4))
+    assert partition_nodes(problem, 2, 0.0, {4: 0, 1: 1}).nodes == ((0, 2, 4), (1, 3, 5))
+    assert partition_nodes(problem, 2, 0.0, {4: 1, 1: 0}).nodes == ((1, 3, 5), (0, 2, 4))
 
 
 def test_contradictory_fixed_operators_are_named() -> None:
@@ -113,7 +113,7 @@ def test_contradictory_fixed_operators_are_named() -> None:
     with pytest.raises(
         ConfigurationError, match=r"'/layers\.1.* in stage 0, but .*/Gather' in stage 1"
     ):
-        divide(problem, 3, 1.0, {0: 1, late: 0})
+        partition_nodes(problem, 3, 1.0, {0: 1, late: 0})
 
 
 def test_an_infeasible_tolerance_reports_the_minimum() -> None:
@@ -124,15 +124,15 @@ def test_an_infeasible_tolerance_reports_the_minimum() -> None:
     problem = given(builder.finish(data), cluster(2))
     expected = r"exceeds the mean by at most 8\.0%: the minimum imbalance is \d+\.\d%"
     with pytest.raises(InfeasibleError, match=expected) as refused:
-        divide(problem, 2, 0.08)
+        partition_nodes(problem, 2, 0.08)
     smallest = float(str(refused.value).split("imbalance is ")[1].split("%")[0]) / 100
-    assert divide(problem, 2, smallest).imbalance <= smallest + 1e-6
+    assert partition_nodes(problem, 2, smallest).imbalance <= smallest + 1e-6
     with pytest.raises(InfeasibleError, match="3 operators cannot be partitioned into 4 stages"):
-        divide(problem, 4, 0.08)
+        partition_nodes(problem, 4, 0.08)
 
 
 def test_without_time_the_best_contiguous_partition_is_returned() -> None:
-    division = divide(zoo_problem("flava", FLAVA), 4, 0.1, time_limit=0.0)
+    division = partition_nodes(zoo_problem("flava", FLAVA), 4, 0.1, time_limit=0.0)
     assert division.crossing_bytes == division.contiguous_bytes
     assert not division.proven
     assert len(np.concatenate(division.nodes)) == len(zoo_problem("flava", FLAVA).graph.nodes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.partition import min_cut_ilp as module
 from autopipe.passes.partition.flow import Flow, PartitionSpace, downsets, make_flow
-from autopipe.passes.partition.min_cut_ilp import PartitionProblem, grouped
+from autopipe.passes.partition.min_cut_ilp import PartitionProblem, group_operators
 
 
 @st.composite
@@ -83,9 +83,11 @@ def check(search: PartitionProblem, found: list[np.ndarray], allowed: list[np.nd
             )
         return
     answer = search.run()
-    assert flow.crossing(answer.stage) == pytest.approx(min(map(flow.crossing, allowed)))
+    assert flow.crossing_bytes(answer.stage) == pytest.approx(
+        min(map(flow.crossing_bytes, allowed))
+    )
     assert any((answer.stage == each).all() for each in allowed)
-    assert answer.bound == pytest.approx(flow.crossing(answer.stage))
+    assert answer.bound == pytest.approx(flow.crossing_bytes(answer.stage))
 
 
 @given(tasks())
@@ -100,13 +102,13 @@ def test_the_contiguous_partition_is_optimal(task: tuple[PartitionSpace, float])
     assert least == pytest.approx(
         min((flow.loads(s, stages).max() for s in lines), default=np.inf), rel=1e-5
     )
-    costs = [flow.crossing(s) for s in lines if flow.loads(s, stages).max() <= limit + 1e-6]
+    costs = [flow.crossing_bytes(s) for s in lines if flow.loads(s, stages).max() <= limit + 1e-6]
     line = space.best_contiguous(limit)
     if line is None:
         assert not costs
         return
     assert any((line == each).all() for each in lines)
-    assert flow.crossing(line) == pytest.approx(min(costs))
+    assert flow.crossing_bytes(line) == pytest.approx(min(costs))
 
 
 @given(tasks())
@@ -129,7 +131,7 @@ def test_the_search_over_downsets_is_optimal(task: tuple[PartitionSpace, float])
         assert not allowed
         return
     assert any((found == each).all() for each in allowed)
-    assert flow.crossing(found) == pytest.approx(min(map(flow.crossing, allowed)))
+    assert flow.crossing_bytes(found) == pytest.approx(min(map(flow.crossing_bytes, allowed)))
 
 
 @given(flows(12), st.integers(1, 10))
@@ -138,7 +140,7 @@ def test_groups_have_no_cycles(flow: Flow, ceiling: int) -> None:
     space = PartitionSpace(
         flow, 4, np.zeros(flow.operators, dtype=np.int64), np.full(flow.operators, 3)
     )
-    group = grouped(space, 1.0, float(ceiling))
+    group = group_operators(space, 1.0, float(ceiling))
     _, sources, readers = flow.edges()
     assert (group[sources] <= group[readers]).all()
     assert set(group) == set(range(group.max() + 1))
@@ -147,7 +149,7 @@ def test_groups_have_no_cycles(flow: Flow, ceiling: int) -> None:
     heavy = flow.size[flow.edges()[0]] > ceiling
     assert (group[sources[heavy]] == group[readers[heavy]]).all()
     stage = np.minimum(np.arange(coarse.operators) * 3 // coarse.operators, 2)
-    assert coarse.crossing(stage) == pytest.approx(flow.crossing(stage[group]))
+    assert coarse.crossing_bytes(stage) == pytest.approx(flow.crossing_bytes(stage[group]))
 
 
 def test_parallel_branches_send_less() -> None:
@@ -160,5 +162,5 @@ def test_parallel_branches_send_less() -> None:
     space = PartitionSpace(flow, 2, np.zeros(9, dtype=np.int64), np.ones(9, dtype=np.int64))
     answer = PartitionProblem(space, 0.0, np.inf).run()
     assert answer.contiguous_bytes == 8
-    assert flow.crossing(answer.stage) == 1
+    assert flow.crossing_bytes(answer.stage) == 1
     assert answer.stage[:8].tolist() in ([0, 1] * 4, [1, 0] * 4)
