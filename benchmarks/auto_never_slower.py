@@ -39,7 +39,7 @@ from autopipe.configs import zoo
 from autopipe.configs.cluster import build_cluster, cluster_names, cluster_preset
 from autopipe.ir.errors import AutopipeError, InfeasibleError
 from autopipe.passes.auto.candidates import Candidate
-from autopipe.passes.auto.choose import chosen, weigh
+from autopipe.passes.auto.choose import best_plan, search_plans
 from autopipe.passes.auto.search import PlanSearch
 from autopipe.passes.pipeline import (
     Placed,
@@ -49,7 +49,7 @@ from autopipe.passes.pipeline import (
     predict_placement,
     run_scheduler,
     run_strategy,
-    time_schedule,
+    simulate_schedule,
 )
 from autopipe.passes.registry import (
     Scheduler,
@@ -117,8 +117,8 @@ def answered(cell: Cell) -> dict[str, object]:
     )
     begin = processor_s()
     runner = Runner()
-    search = weigh(request, runner)
-    found = chosen(search)
+    search = search_plans(request, runner)
+    found = best_plan(search)
     seconds = processor_s() - begin
     singles = sorted(singles_of(request, placed_by(search)), key=lambda each: each[2])
     named, order, step_s = singles[0]
@@ -196,7 +196,7 @@ def singles_of(
 
 def step_of(placed: Placed, scheduler: Scheduler, runner: Runner) -> float:
     """Seconds of a step in a scheduler's order."""
-    return time_schedule(placed, run_scheduler(placed, scheduler, runner), runner).timeline.end
+    return simulate_schedule(placed, run_scheduler(placed, scheduler, runner), runner).timeline.end
 
 
 def with_names(request: Request, strategy: Strategy, order: str) -> Request:

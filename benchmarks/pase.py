@@ -26,7 +26,7 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables
-from autopipe.passes.placement.pase.paper_search import find_strategy, tables_of
+from autopipe.passes.placement.pase.paper_search import find_strategy, make_paper_tables
 from autopipe.passes.placement.pase.strategy import Pase
 from autopipe.passes.registry import Strategy, strategy_class
 from autopipe.passes.schedule.limits import check_memory
@@ -156,9 +156,9 @@ def _search_times(case: str, model: str, devices: int) -> Iterator[Row]:
     problem = paper_problem(model, devices)
     place = DEVICES.index(devices)
     # Modules that are imported on first use do not count.
-    find_strategy(tables_of(paper_problem("rnnlm", 2)))
+    find_strategy(make_paper_tables(paper_problem("rnnlm", 2)))
     start = time.perf_counter()
-    tables = tables_of(problem)
+    tables = make_paper_tables(problem)
     built = time.perf_counter()
     found = find_strategy(tables)
     end = time.perf_counter()
@@ -187,7 +187,7 @@ _MILP_S = 30.0
 
 def _methods(case: str, model: str, devices: int) -> Iterator[Row]:
     problem = paper_problem(model, devices)
-    tables = tables_of(problem)
+    tables = make_paper_tables(problem)
     costs = tables.model
     start = _samples_first(tables, sample_axes(problem.graph, tables.graph))
     theirs_too = "; theirs with its tables"
@@ -256,7 +256,7 @@ def sample_axes(graph: Graph, layers: LayerGraph) -> tuple[int | None, ...]:
             found[place.layer] = axes[0] if axes else None
     for edge in layers.edges:
         if found[edge.target] is None and found[edge.source] is not None:
-            written, read = (tensor.axes for tensor in layers.ends(edge))
+            written, read = (tensor.axes for tensor in layers.edge_tensors(edge))
             cuts = (
                 axes[0]
                 for before, axes in zip(written, read, strict=True)
@@ -336,7 +336,7 @@ def least_by_milp(model: MinSum, time_limit: float) -> tuple[float, bool]:
 
 def _strategies(case: str, model: str) -> Iterator[Row]:
     problem = paper_problem(model, 32)
-    found = find_strategy(tables_of(problem)).splits()
+    found = find_strategy(make_paper_tables(problem)).splits()
     (stage,) = placed(model, 32, CLUSTERS[0], "pase").stages
     nodes = {node.name: index for index, node in enumerate(problem.graph.nodes)}
     published = (

@@ -22,7 +22,7 @@ from command_line import parse_arguments
 from autopipe.configs import zoo
 from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.ir.placement import Placement
-from autopipe.passes.pipeline import Request, Runner, problems_of
+from autopipe.passes.pipeline import Request, Runner, supported_problems
 from autopipe.passes.placement.pase.strategy import Pase
 
 _PAPER = {"alexnet": 128, "rnnlm": 64, "inceptionv3": 128, "transformer": 64}
@@ -72,7 +72,7 @@ def _search(
     found: Placement | None = None
     for _ in range(rounds):
         request = Request(model, cluster, None, None, batch_size=batch, micro_batches=micro_batches)
-        _, problem = next(problems_of(request, Pase(), Runner()))
+        _, problem = next(supported_problems(request, Pase(), Runner()))
         began = time.perf_counter()
         found = Pase().run(problem)
         took.append(time.perf_counter() - began)

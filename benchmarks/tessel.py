@@ -30,21 +30,21 @@ from autopipe.passes.analysis.chain import Chain, make_chain
 from autopipe.passes.cost.memory_check import with_copies
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
-from autopipe.passes.pipeline import Request, Runner, problems_of
+from autopipe.passes.pipeline import Request, Runner, supported_problems
 from autopipe.passes.placement.tessel_shapes import (
     CostedModel,
     ModelPart,
     SharedTableNodes,
     TesselShapes,
-    chain_of_nodes,
+    chain_parts,
     costed_model,
     divide_devices,
     large_tables,
-    parts_of_chain,
+    make_split_stage,
+    make_unsplit_stage,
+    move_gathers_first,
+    node_chain,
     shared_table_nodes,
-    stage_of,
-    stage_of_several,
-    with_lookups_first,
 )
 from autopipe.passes.registry import Scheduler
 from autopipe.passes.schedule.predict import predict
@@ -308,7 +308,7 @@ def problem_on_v100(
         # The logits of the loss are saved, as in the paper.
         read = read_model(path, batch=micro_batch_size, scores="keep")
         runner.models.update(dict.fromkeys((None, micro_batch_size), read))
-        return next(problems_of(request, TesselShapes(), runner))[1]
+        return next(supported_problems(request, TesselShapes(), runner))[1]
 
 
 def step_seconds(problem: Problem, placement: Placement, scheduler: Scheduler) -> float:
@@ -382,12 +382,14 @@ def equal_groups(problem: Problem) -> Iterator[Placement]:
     for degree in _powers_of_2(model.devices):
         with suppress(InfeasibleError):
             line = _line(model, shared_table_nodes(model, tables, degree))
-            runs = chain_of_nodes(model, line, line.order).even([None] * (model.devices // degree))
+            runs = node_chain(model, line, line.order).partition_evenly(
+                [None] * (model.devices // degree)
+            )
             groups = (
                 tuple(range(place * degree, (place + 1) * degree)) for place in range(len(runs))
             )
             stages = tuple(
-                stage_of_several(problem, model, run, group, tables)
+                make_split_stage(problem, model, run, group, tables)
                 for run, group in zip(runs, groups, strict=True)
             )
             yield with_layers_recomputed(Placement(stages))
@@ -404,7 +406,7 @@ def place_tables_separately(problem: Problem, degree: int, parts_with_tables: in
     parts = _with_layers_moved(
         model,
         line,
-        with_lookups_first(model, parts_of_chain(model, line, wide), wide),
+        move_gathers_first(model, chain_parts(model, line, wide), wide),
         parts_with_tables,
     )
     layers = [part for part in parts if not part.shared]
@@ -419,13 +421,14 @@ def place_tables_separately(problem: Problem, degree: int, parts_with_tables: in
     for part in parts:
         if part.shared:
             stages.append(
-                stage_of_several(problem, model, part.nodes, tuple(range(degree)), tables)
+                make_split_stage(problem, model, part.nodes, tuple(range(degree)), tables)
             )
             continue
         devices = [degree + device for device in next(groups)]
-        runs = chain_of_nodes(model, line, part.nodes).even([None] * len(devices))
+        runs = node_chain(model, line, part.nodes).partition_evenly([None] * len(devices))
         stages += [
-            stage_of(problem, run, (device,)) for run, device in zip(runs, devices, strict=True)
+            make_unsplit_stage(problem, run, (device,))
+            for run, device in zip(runs, devices, strict=True)
         ]
     return with_layers_recomputed(Placement(tuple(stages)))
 
@@ -450,7 +453,7 @@ def _with_layers_moved(
     position = next(index for index, part in enumerate(found) if not part.shared)
     if not parts_with_tables or not position:
         return found
-    runs = chain_of_nodes(model, line, found[position].nodes).even([None] * _LAYER_PARTS)
+    runs = node_chain(model, line, found[position].nodes).partition_evenly([None] * _LAYER_PARTS)
     moved = tuple(node for run in runs[:parts_with_tables] for node in run)
     rest = tuple(node for run in runs[parts_with_tables:] for node in run)
     found[position - 1 : position + 1] = [
@@ -621,7 +624,7 @@ def tensor_parallel(problem: Problem) -> Placement:
     """Return the placement with all matmuls sharded over all devices."""
     model = costed_model(problem)
     nodes = range(len(problem.graph.nodes))
-    return Placement((stage_of_several(problem, model, nodes, tuple(range(DEVICES)), frozenset()),))
+    return Placement((make_split_stage(problem, model, nodes, tuple(range(DEVICES)), frozenset()),))
 
 
 def _inference(case: str) -> Iterator[Row]:

@@ -38,7 +38,7 @@ from autopipe.ir.plan import Choice
 from autopipe.ir.program import Program
 from autopipe.ir.timeline import Timeline
 from autopipe.ir.words import bytes_text, seconds_text
-from autopipe.passes.auto.choose import weigh
+from autopipe.passes.auto.choose import search_plans
 from autopipe.passes.auto.search import CandidateTrial, ScheduleOutcome
 from autopipe.passes.lower.lower import lower
 from autopipe.passes.lower.traffic import communication_bytes
@@ -184,7 +184,7 @@ def candidates_of(request: Request) -> tuple[Candidate, ...]:
     Bounds leave out most schedules; the fastest placement of several stages is run under all of
     them. The chosen plan comes first. Raises the reason where there is none.
     """
-    search = weigh(request, Runner())
+    search = search_plans(request, Runner())
     assert search.best is not None
     best = search.best.best
     pipelines = [
@@ -197,7 +197,7 @@ def candidates_of(request: Request) -> tuple[Candidate, ...]:
         assert fastest.placed is not None
         for scheduler in search.schedulers():
             if not fastest.has_run(scheduler):
-                search.run(fastest, fastest.placed, scheduler)
+                search.run_scheduler(fastest, fastest.placed, scheduler)
     runs = [(each, run) for each in search.trials for run in each.runs]
     runs.sort(key=lambda pair: pair[1] is not best)
     found: list[Candidate] = []

@@ -23,9 +23,9 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.placement.explicit import (
     NodeEntry,
     NodeNames,
-    degrees_of,
-    entries_of,
     layer_globs,
+    node_degrees,
+    node_entries,
     role_globs,
 )
 
@@ -197,7 +197,7 @@ def _changes(
         return devices_text(stage.devices)
 
     def splits(stage: Stage, node: int) -> str:
-        degrees = degrees_of(samples, node, stage.splits_of(node))
+        degrees = node_degrees(samples, node, stage.splits_of(node))
         return " ".join(f"{axis}:{degree}" for axis, degree in degrees) or "none"
 
     def recompute(stage: Stage, _: int) -> str:
@@ -215,7 +215,7 @@ def _changes(
             Change(
                 *pair,
                 tuple(nodes),
-                entries_of(names, nodes, everywhere, set(nodes), globs(names, nodes)),
+                node_entries(names, nodes, everywhere, set(nodes), globs(names, nodes)),
             )
             for pair, nodes in sorted(found.items(), key=lambda each: (-len(each[1]), each[1]))
         )

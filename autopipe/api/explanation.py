@@ -249,7 +249,7 @@ def _find_node(planned: PlanResult, name: str) -> int:
     names = NodeNames(planned.problem.graph)
     entry = int(name) if name.isdecimal() and not names.has(name) else name
     try:
-        meant = names.meant(entry)
+        meant = names.selected_nodes(entry)
     except ConfigurationError as error:
         raise ConfigurationError(error.message, hint=error.hint, where="--node") from error
     if len(meant) > 1:

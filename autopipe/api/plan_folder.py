@@ -46,8 +46,8 @@ from autopipe.ir.words import printable
 from autopipe.passes.frontend.elements import external_file
 from autopipe.passes.frontend.load import file_digest
 from autopipe.passes.frontend.scopes import layers_of
-from autopipe.passes.pipeline import PlanResult, planned_graph, read_planned, reopen
-from autopipe.passes.placement.explicit import Explicit, NodeNames, written
+from autopipe.passes.pipeline import PlanResult, planned_graph, read_planned_model, reopen_plan
+from autopipe.passes.placement.explicit import Explicit, NodeNames, explicit_strategy
 from autopipe.passes.schedule.simulate import simulate
 
 _PLACEMENT_FILE_HEAD = """\
@@ -65,7 +65,7 @@ def placement_text(graph: Graph, placement: Placement, layers: Sequence[str] = (
     `layers` has the name of the layer of each node, or is empty. With layers, a comment with the
     name of the layer precedes the entries of each layer.
     """
-    strategy = written(graph, placement, layers)
+    strategy = explicit_strategy(graph, placement, layers)
     forms = cast("list[dict[str, Any]]", encode(strategy)["placement"])
     stages = [_stage_yaml(form, placement.pipelines) for form in forms]
     # The name is the last key of the file. A file without a name is therefore truncated.
@@ -95,7 +95,7 @@ def _add_layer_comments(
         elif is_inside and line.startswith("    - "):
             entry = entries[number]
             assert entry is not None, "None stands for the line before the entries of a stage"
-            own = layers[names.meant(entry)[0]]
+            own = layers[names.selected_nodes(entry)[0]]
             if own != layer:
                 lines.append(f"    # {printable(own or 'in no layer')}\n")
             layer = own
@@ -196,7 +196,7 @@ def open_plan(folder: Path, model: Path | None = None) -> PlanResult:
     if not Path(configuration.costs).is_file():
         # The cost file may be missing, because the plan contains the predictions.
         configuration = replace(configuration, costs="roofline")
-    return reopen(make_request(configuration, file), plan, stored)
+    return reopen_plan(make_request(configuration, file), plan, stored)
 
 
 def _stored_graph(folder: Path, plan: Plan, own: FolderDigests | None) -> PlannedGraph | None:
@@ -233,7 +233,7 @@ def graph_of_plan(folder: Path, plan: Plan) -> Graph:
     if stored is not None:
         return stored.graph
     configuration = replace(load_configuration(folder / CONFIGURATION_FILE), costs="roofline")
-    return read_planned(make_request(configuration, Path(plan.model)), plan).graph
+    return read_planned_model(make_request(configuration, Path(plan.model)), plan).graph
 
 
 def open_prediction(folder: Path) -> tuple[Plan, Timeline]:

@@ -14,7 +14,7 @@ from autopipe.ir.placement import Placement, node_ranges
 from autopipe.ir.problem import Problem
 from autopipe.ir.schedule import Schedule
 from autopipe.ir.words import seconds_text
-from autopipe.passes.auto.choose import weighed_names
+from autopipe.passes.auto.choose import search_pass_names
 from autopipe.passes.frontend import Model
 from autopipe.passes.pipeline import Observer, Request, pass_names
 
@@ -59,7 +59,7 @@ def dump_lines(value: object) -> Iterator[str]:
 
 
 def pass_names_of_request(request: Request) -> tuple[str, ...]:
-    return pass_names(request) if request.strategy else weighed_names(request)
+    return pass_names(request) if request.strategy else search_pass_names(request)
 
 
 class ProgressObserver(Observer):

@@ -19,7 +19,7 @@ from autopipe.ir.plan import Breakdown, Choice
 from autopipe.ir.problem import Scores
 from autopipe.ir.words import plural
 from autopipe.passes.analysis.constraints import required_micro_batch_sizes, resolved_constraints
-from autopipe.passes.auto.candidates import Candidate, is_searched
+from autopipe.passes.auto.candidates import Candidate, is_search_scheduler
 from autopipe.passes.degrees import DEGREES, plan_degrees
 from autopipe.passes.explain import opened_request
 from autopipe.passes.frontend import Model
@@ -29,9 +29,9 @@ from autopipe.passes.pipeline import (
     Request,
     Runner,
     predict_placement,
-    problems_of,
     schedule_placed,
     strategy_and_scheduler,
+    supported_problems,
 )
 from autopipe.passes.placement.grid import Degrees, Grid, GridSearch, factorisations
 from autopipe.passes.registry import Scheduler, scheduler_class, scheduler_names
@@ -277,7 +277,7 @@ class _Table:
                 self._request, strategy=form, optimizer=optimizer, recompute=recompute
             )
             request = replace(request, scores=scores or request.scores)
-            model, problem = next(problems_of(request, form, self._runner))
+            model, problem = next(supported_problems(request, form, self._runner))
             self._searches[key] = (
                 request,
                 model,
@@ -370,7 +370,7 @@ class _Table:
         problem = placed.problem
         if len(placed.placement.stages) * problem.micro_batches > _MOST_TASKS and not always:
             return trial
-        if is_searched(scheduler):
+        if is_search_scheduler(scheduler):
             placed = replace(placed, problem=replace(problem, time_limit=_SEARCH_S))
         try:
             placed, scheduled = schedule_placed(placed, scheduler, self._runner)

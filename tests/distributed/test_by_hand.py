@@ -14,7 +14,7 @@ from autopipe.ir.graph import DType, Graph
 from autopipe.ir.ops import space_of
 from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.program import Collective
-from autopipe.passes.placement.grid import Degrees, place
+from autopipe.passes.placement.grid import Degrees, place_grid
 from tests.distributed.support.builder import Builder, evaluate, mlp
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.running import (
@@ -65,7 +65,9 @@ def test_a_chain_of_stages(pools: Pools, tmp_path: Path, name: str, recompute: b
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_a_grid_in_two_directions(pools: Pools, tmp_path: Path, name: str) -> None:
     graph, loss = mlp(4)
-    placement = place(problem(graph, cluster(4)), Degrees(2, 1, 2), 1, style="loop", opposite=True)
+    placement = place_grid(
+        problem(graph, cluster(4)), Degrees(2, 1, 2), 1, style="loop", opposite=True
+    )
     assert placement.pipelines == 2 and any(stage.splits for stage in placement.stages)
     check(pools, graph, loss, placement, 4, tmp_path / "program", name)
 

@@ -12,7 +12,7 @@ import pytest
 from autopipe.ir.cluster import Level, Link
 from autopipe.ir.placement import Placement, Stage
 from autopipe.passes.analysis.operators import sample_axes
-from autopipe.passes.placement.graphpipe.strategy import GraphPipe, split_further
+from autopipe.passes.placement.graphpipe.strategy import GraphPipe, split_stages_by_pase
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from tests.distributed.support.pool import Pools
 from tests.distributed.support.portions import forwards_first
@@ -43,7 +43,7 @@ def test_two_branches_on_two_ranks_each(
     before = Placement(tuple(stages))
     problem = problem_of(model, 4)
     slow = replace(problem.cluster, levels=(Level("node", 4, Link(0.0, 1e6)),))
-    after = split_further(replace(problem, cluster=slow), before)
+    after = split_stages_by_pase(replace(problem, cluster=slow), before)
     axes = samples.axes
     assert any(
         split.axis != axes[node]

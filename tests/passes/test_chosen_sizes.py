@@ -23,7 +23,7 @@ from autopipe.ir.schedule import Phase, StageGraph
 from autopipe.passes.batching import Division
 from autopipe.passes.lower.deadlock_check import prove_no_deadlock
 from autopipe.passes.lower.lower import lower
-from autopipe.passes.pipeline import Request, make_plan, reopen
+from autopipe.passes.pipeline import Request, make_plan, reopen_plan
 from autopipe.passes.schedule.published.base import GPipe
 from autopipe.passes.schedule.published.one_f_one_b import (
     KForwardsKBackwards,
@@ -98,7 +98,7 @@ def test_the_problem_becomes_that_of_the_largest(model, sizes, tmp_path):
     largest = max(sizes)
     assert (summary.micro_batch_size, summary.micro_batches) == (largest, 16 // largest)
     assert tuple(stage.micro_batch_size for stage in planned.plan.placement.stages) == sizes
-    again = reopen(dataclasses.replace(asked, batch_size=16), planned.plan)
+    again = reopen_plan(dataclasses.replace(asked, batch_size=16), planned.plan)
     assert again.digest == planned.digest
     assert again.timeline == planned.timeline
     write_plan(tmp_path, planned.plan, planned.timeline)
@@ -187,4 +187,4 @@ def test_a_strategy_is_asked_again_where_so_few_samples_leave_other_operators(tm
     planned = make_plan(asked)
     assert asked.strategy.asked == [(8, (1, 2, 4, 8)), (1, (1,))]
     assert "Expand" not in {node.op for node in planned.problem.graph.nodes}
-    assert reopen(asked, planned.plan).digest == planned.digest
+    assert reopen_plan(asked, planned.plan).digest == planned.digest

@@ -15,7 +15,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.plan import LossScores
 from autopipe.ir.problem import SCORES, Mode, Scores
 from autopipe.passes.auto.choose import choose
-from autopipe.passes.auto.plan_cache import Store
+from autopipe.passes.auto.plan_cache import JsonStore
 from autopipe.passes.frontend import read_model
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
 from autopipe.passes.registry import STRATEGIES, scheduler_class, strategy_class
@@ -150,7 +150,7 @@ def test_the_search_tries_both_where_memory_is_short(gpt: Path, tmp_path: Path) 
         "memory suffices for all of them"
     )
     assert told(kept).choice == "keep"
-    store = Store(tmp_path / "answers")
+    store = JsonStore(tmp_path / "answers")
     short = dataclasses.replace(own, memory_limit=peak(kept) - 1)
     found = choose(short, store=store)
     assert {each.choice.scores for each in found.plan.alternatives} == {"keep", "recompute"}

@@ -13,7 +13,7 @@ from autopipe.configs.configuration import load_configuration, resolve_cluster
 from autopipe.configs.zoo import build, configure
 from autopipe.ir.errors import ConfigurationError, InfeasibleError, ModelError
 from autopipe.ir.problem import Mode
-from autopipe.passes.pipeline import Request, make_plan, pass_names, reopen
+from autopipe.passes.pipeline import Request, make_plan, pass_names, reopen_plan
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.published.base import GPipe
@@ -207,7 +207,7 @@ def test_failures_name_the_pass_and_those_before_it(gpt, tmp_path):
 
 def test_a_plan_is_reopened_on_its_own_model_only(gpt, tmp_path):
     planned = make_plan(request(gpt, batch_size=8, micro_batches=4))
-    again = reopen(request(gpt), planned.plan)
+    again = reopen_plan(request(gpt), planned.plan)
     assert (again.problem, again.timeline, again.digest) == (
         planned.problem,
         planned.timeline,
@@ -217,11 +217,11 @@ def test_a_plan_is_reopened_on_its_own_model_only(gpt, tmp_path):
         ConfigurationError,
         match="the plan is for mode train, but its configuration is for mode infer",
     ):
-        reopen(request(gpt, mode=Mode.INFER), planned.plan)
+        reopen_plan(request(gpt, mode=Mode.INFER), planned.plan)
     with pytest.raises(
         ConfigurationError, match="the plan is for 4 devices, but its configuration is for 3"
     ):
-        reopen(request(gpt, devices=3), planned.plan)
+        reopen_plan(request(gpt, devices=3), planned.plan)
     other = tmp_path / "other.onnx"
     build(
         configure(
@@ -229,4 +229,4 @@ def test_a_plan_is_reopened_on_its_own_model_only(gpt, tmp_path):
         )
     ).save(other)
     with pytest.raises(ConfigurationError, match="was made for another model"):
-        reopen(request(other), planned.plan)
+        reopen_plan(request(other), planned.plan)

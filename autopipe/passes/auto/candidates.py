@@ -39,7 +39,7 @@ class Candidate:
     use the form that the request names.
     """
 
-    def settled(self, request: Request) -> Request:
+    def apply_to(self, request: Request) -> Request:
         """Return the request with the settings of this candidate in the fields that it leaves
         open.
         """
@@ -63,7 +63,7 @@ class Candidate:
         which YAML also reads.
         """
         assert dataclasses.is_dataclass(self.strategy)
-        settled = self.settled(request)
+        settled = self.apply_to(request)
         values = {
             field: getattr(self.strategy, field.name) for field in dataclasses.fields(self.strategy)
         }
@@ -126,26 +126,26 @@ def candidates(request: Request, short: bool = False) -> Iterator[Candidate]:
 
     `short` is True if memory may not suffice without recomputation.
     """
-    for name, options in _forms(request):
+    for name, options in _strategies_with_options(request):
         recompute = "auto" if short and name in _WITH_AND_WITHOUT else "none"
         yield Candidate(strategy_class(name)(**options), recompute=recompute)
 
 
-def strategies_of(request: Request) -> tuple[str, ...]:
+def candidate_strategies(request: Request) -> tuple[str, ...]:
     """Return the distinct names of the strategies of all candidates. Built-in strategies are not
     imported.
     """
-    names = dict.fromkeys(name for name, _ in _forms(request))
+    names = dict.fromkeys(name for name, _ in _strategies_with_options(request))
     return tuple(name if name in STRATEGIES else strategy_class(name).name for name in names)
 
 
-def _forms(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+def _strategies_with_options(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (strategy name, options) for each candidate of a request."""
     known = strategy_names()
     listed = dict(_FORMS)
     for name, options in (*_FORMS, *((name, {}) for name in known if name not in listed)):
         is_open = name not in _FOLLOWERS or (name == "manual" and request.constraints)
-        if name in known and is_open and may_suit(request, name, options):
+        if name in known and is_open and may_support_schedule(request, name, options):
             yield name, options
 
 
@@ -155,7 +155,7 @@ published schedule supports these shapes.
 """
 
 
-def may_suit(request: Request, name: str, options: Mapping[str, Any]) -> bool:
+def may_support_schedule(request: Request, name: str, options: Mapping[str, Any]) -> bool:
     """Return False if the request names a schedule that does not support the placements of strategy
     `name` with `options`, and otherwise True.
 
@@ -222,11 +222,11 @@ _MAX_SEARCHED = 2**11
 """Maximum number of stages times micro-batches for which a schedule is searched."""
 
 
-class LeftOutError(AutopipeError):
+class SkippedError(AutopipeError):
     """The reason why strategy `auto` skips a candidate or a schedule."""
 
 
-def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError | None:
+def skip_reason(strategy: Strategy, operators: int, devices: int) -> SkippedError | None:
     """Return the reason to skip a strategy because its search for `operators` operators on
     `devices` devices would take too long. Return None if it is not skipped.
     """
@@ -239,12 +239,12 @@ def left_out(strategy: Strategy, operators: int, devices: int) -> LeftOutError |
     if operators * devices <= _MAX_SIZE.get(form, math.inf):
         return None
     size = f"{operators} {plural(operators, 'operator')} on {devices} {plural(devices, 'device')}"
-    return LeftOutError(
+    return SkippedError(
         f"left out: {form} would search long for {size}; name it to have it searched"
     )
 
 
-def in_common(candidate: Candidate) -> object:
+def shared_work_key(candidate: Candidate) -> object:
     """Return a key that is equal for candidates that share most of their work. One process should
     run all candidates with equal keys.
     """
@@ -253,28 +253,28 @@ def in_common(candidate: Candidate) -> object:
     return candidate
 
 
-def is_searched(scheduler: Scheduler) -> bool:
+def is_search_scheduler(scheduler: Scheduler) -> bool:
     """True if the scheduler searches an order of tasks. This takes longer than all published
     schedules.
     """
     return scheduler.name == "tessel"
 
 
-def scheduler_left_out(scheduler: Scheduler, placed: Placed) -> LeftOutError | None:
+def scheduler_skip_reason(scheduler: Scheduler, placed: Placed) -> SkippedError | None:
     """Return the reason to skip a scheduler because its search for this placement would take too
     long. Return None if it is not skipped.
     """
     stages = len(placed.placement.stages)
     count = placed.problem.micro_batches
-    if not is_searched(scheduler) or stages * count <= _MAX_SEARCHED:
+    if not is_search_scheduler(scheduler) or stages * count <= _MAX_SEARCHED:
         return None
     size = f"{stages} {plural(stages, 'stage')} and {count} {plural(count, 'micro-batch')}"
-    return LeftOutError(
+    return SkippedError(
         f"left out: {scheduler.name} would search long for {size}; name it to have it searched"
     )
 
 
-def is_large(placed: Placed) -> bool:
+def has_many_tasks(placed: Placed) -> bool:
     """True if stages times micro-batches exceed `_MAX_TASKS`. Then the step is simulated only if
     its lower bound is below the best step.
     """

@@ -26,17 +26,17 @@ from autopipe.ir.problem import SCORES, Problem
 from autopipe.passes.analysis.constraints import resolved_constraints
 from autopipe.passes.auto.candidates import (
     Candidate,
-    LeftOutError,
+    SkippedError,
+    candidate_strategies,
     candidates,
-    may_suit,
-    strategies_of,
+    may_support_schedule,
 )
 from autopipe.passes.auto.plan_cache import (
     FORMAT,
-    Store,
-    answer_form,
-    answer_key,
-    answer_of,
+    JsonStore,
+    cache_key,
+    decode_result,
+    encode_result,
     with_alternatives,
 )
 from autopipe.passes.auto.search import CandidateTrial, PlanSearch
@@ -50,8 +50,8 @@ from autopipe.passes.pipeline import (
     Request,
     Runner,
     assemble_plan,
-    cost,
-    divisions,
+    batch_divisions,
+    costed_problem,
     read,
     with_whole_batch,
 )
@@ -69,7 +69,7 @@ schedule reaches the lower bound.
 
 
 def choose(
-    request: Request, observer: Observer | None = None, store: Store | None = None
+    request: Request, observer: Observer | None = None, store: JsonStore | None = None
 ) -> PlanResult:
     """Return the plan with the shortest simulated step over all candidates. The plan contains a
     list of all alternatives.
@@ -79,41 +79,41 @@ def choose(
     """
     runner = Runner(observer)
     if store is None:
-        return _searched(request, runner)
-    name = answer_key(request, read(request, runner))
+        return _search_and_choose(request, runner)
+    name = cache_key(request, read(request, runner))
     record = store.read(name, FORMAT)
     try:
         if record is not None:
-            return answer_of(record, request, runner)
+            return decode_result(record, request, runner)
     except (AutopipeError, ArithmeticError, LookupError, TypeError, ValueError):
         pass  # The stored result is damaged, so search again.
-    found = _searched(request, runner)
+    found = _search_and_choose(request, runner)
     # With a time limit, or after an internal error, the result may not be the best, so it is not
     # stored.
     if request.time_limit is None and not runner.failures:
-        store.write(name, answer_form(found))
+        store.write(name, encode_result(found))
     return found
 
 
-def _searched(request: Request, runner: Runner) -> PlanResult:
+def _search_and_choose(request: Request, runner: Runner) -> PlanResult:
     """Return the result of a new search."""
-    return chosen(weigh(request, runner))
+    return best_plan(search_plans(request, runner))
 
 
-def chosen(search: PlanSearch) -> PlanResult:
+def best_plan(search: PlanSearch) -> PlanResult:
     """Return the best plan of a search, with the list of all alternatives."""
     best = search.best
     assert best is not None and best.placed is not None
     run = best.best
     assert run is not None and run.scheduled is not None
-    named = replace(best.candidate.settled(search.request), scheduler=run.scheduler)
+    named = replace(best.candidate.apply_to(search.request), scheduler=run.scheduler)
     found = assemble_plan(named, best.placed, run.scheduled, search.runner)
     return with_alternatives(
         found, tuple(row for each in search.trials for row in each.alternatives(search.request))
     )
 
 
-def weigh(
+def search_plans(
     request: Request, runner: Runner, clock: Callable[[], float] = time.monotonic
 ) -> PlanSearch:
     """Try all candidates of a request, and return the search with their trials. At least one of
@@ -126,12 +126,12 @@ def weigh(
     """
     end = None if request.time_limit is None else clock() + request.time_limit
     request = with_whole_batch(request, runner)
-    request, scores_open = _with_scores(request, runner)
+    request, scores_open = _with_faster_loss_form(request, runner)
     with SpeculativePool(free_cores()) as pool:
         search = PlanSearch(request, runner, _scheduler_names(), end, clock, pool)
-        first = first_candidate(request, read(request, runner).graph)
+        first = rule_of_thumb_candidate(request, read(request, runner).graph)
         search.try_all(() if first is None else (first,))
-        problem = open_problem(request, runner)
+        problem = problem_with_largest_micro_batches(request, runner)
         # All candidates use one batch size, because steps with different batch sizes are not
         # comparable.
         search.request = request = replace(request, batch_size=problem.batch_size)
@@ -139,20 +139,20 @@ def weigh(
         every = tuple(
             candidates(replace(request, mode=problem.mode), short and request.recompute is None)
         )
-        search.expect(every)
-        search.expect(foreseeable(every, problem, request))
+        search.start_early(every)
+        search.start_early(early_candidates(every, problem, request))
         search.try_all(every)
         try_variations(search, problem, short, scores_open)
-        finer = tuple(refine(search))
-        search.expect(finer)
+        finer = tuple(interleaved_candidates(search))
+        search.start_early(finer)
         search.try_all(finer)
-        search.schedule_all()
+        search.try_all_schedules()
     if search.best is None:
-        raise search.reason()
+        raise search.failure_reason()
     return search
 
 
-def weighed_names(request: Request) -> tuple[str, ...]:
+def search_pass_names(request: Request) -> tuple[str, ...]:
     """Return the names of the passes that run during `choose`, roughly in the order in which they
     first run.
     """
@@ -161,7 +161,7 @@ def weighed_names(request: Request) -> tuple[str, ...]:
     ]
     if request.scheduler is not None:
         schedulers = [request.scheduler.name]
-    return ("read", "cost", *strategies_of(request), "predict", *schedulers, "simulate")
+    return ("read", "cost", *candidate_strategies(request), "predict", *schedulers, "simulate")
 
 
 def _scheduler_names() -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def _scheduler_names() -> tuple[str, ...]:
     return (*_FIRST, *middle, *_LAST)
 
 
-def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
+def _with_faster_loss_form(request: Request, runner: Runner) -> tuple[Request, bool]:
     """Return (request, open), where the request names the form of the losses (save or recompute
     their logits) that candidates use first.
 
@@ -184,13 +184,16 @@ def _with_scores(request: Request, runner: Runner) -> tuple[Request, bool]:
     model = read(request, runner)
     if request.scores is not None or model.other is None:
         return request, False
-    problem, other = (open_problem(replace(request, scores=scores), runner) for scores in SCORES)
+    problem, other = (
+        problem_with_largest_micro_batches(replace(request, scores=scores), runner)
+        for scores in SCORES
+    )
     found = compare_scores(problem, other.graph, "keep")
     keeps = found.keep_s <= found.recompute_s
     return replace(request, scores="keep" if keeps else "recompute"), keeps
 
 
-def open_problem(request: Request, runner: Runner) -> Problem:
+def problem_with_largest_micro_batches(request: Request, runner: Runner) -> Problem:
     """Return the problem with the largest micro-batches that the model supports, without regard to
     a strategy.
 
@@ -198,9 +201,9 @@ def open_problem(request: Request, runner: Runner) -> Problem:
     """
     refused: AutopipeError | None = None
     try:
-        for batching in divisions(request, Division.OWN, read(request, runner)):
+        for batching in batch_divisions(request, Division.OWN, read(request, runner)):
             try:
-                _, problem = cost(request, batching, runner)
+                _, problem = costed_problem(request, batching, runner)
             except CANDIDATE_ERRORS as error:
                 refused = refused or error
                 continue
@@ -227,7 +230,7 @@ _MIN_MICRO_BATCHES = 16
 """
 
 
-def first_candidate(request: Request, graph: Graph) -> Candidate | None:
+def rule_of_thumb_candidate(request: Request, graph: Graph) -> Candidate | None:
     """Return the candidate by a rule of thumb: tensor parallelism inside a node, the minimum number
     of pipeline stages with which parameters and their state fit the memory, and data parallelism
     over the remaining devices.
@@ -243,7 +246,7 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
         or request.constraints
     ):
         return None
-    if not may_suit(request, Grid.name, {}):
+    if not may_support_schedule(request, Grid.name, {}):
         return None
     cluster = request.cluster
     tensor = max(each for each in divisors(cluster.size) if each <= cluster.devices_per_node)
@@ -268,7 +271,7 @@ def first_candidate(request: Request, graph: Graph) -> Candidate | None:
     )
 
 
-def refine(search: PlanSearch) -> Iterator[Candidate]:
+def interleaved_candidates(search: PlanSearch) -> Iterator[Candidate]:
     """Yield the grids with several stages per rank that were skipped at first. They get the number
     of pipeline groups, the micro-batches and the other settings of the best grid, which makes their
     search short.
@@ -280,7 +283,7 @@ def refine(search: PlanSearch) -> Iterator[Candidate]:
     count = best.placed.problem.micro_batches
     for each in search.trials:
         form = each.candidate.strategy
-        is_left_out = isinstance(each.refused, LeftOutError) and each.candidate == Candidate(form)
+        is_left_out = isinstance(each.refused, SkippedError) and each.candidate == Candidate(form)
         if is_left_out and isinstance(form, Grid) and pipeline > 1:
             yield replace(
                 best.candidate, strategy=replace(form, pipeline=pipeline), micro_batches=count
@@ -307,19 +310,19 @@ micro-batches are tried.
 """
 
 
-def foreseeable(
+def early_candidates(
     every: Iterable[Candidate], problem: Problem, request: Request
 ) -> Iterator[Candidate]:
     """Yield candidates with long searches that will usually be tried after all others, so that
     their searches can be started early.
     """
-    if _may_share(problem, request):
+    if _may_shard_optimizer(problem, request):
         yield from (
             replace(each, shard=True) for each in every if each.strategy.name in _OFTEN_SHARDED
         )
 
 
-def _may_share(problem: Problem, request: Request) -> bool:
+def _may_shard_optimizer(problem: Problem, request: Request) -> bool:
     """True if candidates with sharded optimizer state may be tried: for training on several
     devices, if the request permits it and does not require it already.
     """
@@ -346,13 +349,13 @@ def try_variations(
     scores_open: True if losses save their logits and may recompute them instead.
     """
     varied = _Variations(search, problem, short)
-    varied.climb_all(varied.given_counts())
+    varied.climb_micro_batches(varied.candidates_with_given_count())
     if short and scores_open:
-        varied.with_recomputed_scores()
+        varied.try_recomputed_logits()
     if search.request.recompute is None and short:
-        varied.with_recomputation()
-    sharing = varied.sharing()
-    search.expect(sharing)
+        varied.try_recomputation()
+    sharing = varied.sharded_candidates()
+    search.start_early(sharing)
     search.try_all(sharing)
 
 
@@ -366,23 +369,25 @@ class _Variations:
     problem: Problem
     short: bool
 
-    def with_recomputed_scores(self) -> None:
+    def try_recomputed_logits(self) -> None:
         """Try the candidates that exceed memory, and the most promising ones, with losses that
         recompute their logits.
         """
-        refused = [each for each in self.search.trials if _is_refused(each)]
-        again = _once(each.candidate for each in [*self._promising(), *refused])
+        refused = [each for each in self.search.trials if _exceeds_memory(each)]
+        again = _distinct_candidates(
+            each.candidate for each in [*self._promising_trials(), *refused]
+        )
         again = [replace(each, scores="recompute") for each in again]
-        self.search.expect(again)
+        self.search.start_early(again)
         self.search.try_all(again)
         short = [each.candidate.strategy for each in refused]
-        self.climb_all(
+        self.climb_micro_batches(
             replace(each, scores="recompute")
-            for each in self.given_counts()
+            for each in self.candidates_with_given_count()
             if each.strategy in short
         )
 
-    def with_recomputation(self) -> None:
+    def try_recomputation(self) -> None:
         """Try the candidates that exceed memory, and the most promising ones, with recomputation in
         the stages that need it.
         """
@@ -394,8 +399,8 @@ class _Variations:
             for each in trials
             if each.candidate.scores == "recompute"
         }
-        refused = [each for each in trials if _is_refused(each) and each.candidate not in lean]
-        own = _once(each.candidate for each in [*self._promising(), *refused])
+        refused = [each for each in trials if _exceeds_memory(each) and each.candidate not in lean]
+        own = _distinct_candidates(each.candidate for each in [*self._promising_trials(), *refused])
         plain = [
             each
             for each in own
@@ -404,32 +409,35 @@ class _Variations:
         again = [replace(each, recompute="auto") for each in plain if each.micro_batches is None]
         # At the same time, other processes search variations with sharded optimizer state for the
         # candidates that are the most promising now. Most of these results are needed later.
-        self.search.expect([*again, *self.sharing()])
+        self.search.start_early([*again, *self.sharded_candidates()])
         self.search.try_all(again)
         scores = {each.candidate.strategy: each.candidate.scores for each in refused}
-        given = [each for each in self.given_counts() if each.strategy in scores]
-        self.climb_all(
+        given = [each for each in self.candidates_with_given_count() if each.strategy in scores]
+        self.climb_micro_batches(
             replace(each, recompute="auto", scores=scores[each.strategy]) for each in given
         )
 
-    def sharing(self) -> list[Candidate]:
+    def sharded_candidates(self) -> list[Candidate]:
         """Return candidates with sharded optimizer state: variations of the best candidates whose
         parameters are replicated, and of candidates that exceed memory.
         """
         request = self.search.request
-        if not _may_share(self.problem, request):
+        if not _may_shard_optimizer(self.problem, request):
             return []
-        found = [each for each in self._promising() if _has_copies(each)]
+        found = [each for each in self._promising_trials() if _has_replicated_parameters(each)]
         if self.short and self.problem.states_of(False):
             most = "auto" if request.recompute is None else "none"
             found += (
                 each
                 for each in self.search.trials
-                if _is_refused(each) and each.candidate.recompute == most
+                if _exceeds_memory(each) and each.candidate.recompute == most
             )
-        return [replace(each, shard=True) for each in _once(each.candidate for each in found)]
+        return [
+            replace(each, shard=True)
+            for each in _distinct_candidates(each.candidate for each in found)
+        ]
 
-    def _promising(self) -> list[CandidateTrial]:
+    def _promising_trials(self) -> list[CandidateTrial]:
         """Return the trials with the shortest steps, followed by the trials with the lowest bounds.
         Each of the two groups has at most `_MAX_PROMISING` trials, one per strategy.
         """
@@ -442,7 +450,7 @@ class _Variations:
             found += list(best.values())[:_MAX_PROMISING]
         return found
 
-    def given_counts(self) -> list[Candidate]:
+    def candidates_with_given_count(self) -> list[Candidate]:
         """Return the candidates whose number of micro-batches is given: neither their strategy nor
         the same strategy with other options chooses it. Return [] if the request determines the
         number.
@@ -461,7 +469,7 @@ class _Variations:
             if wanted[each] is Division.MANY and each.strategy.name not in choosing
         ]
 
-    def climb_all(self, given: Iterable[Candidate]) -> None:
+    def climb_micro_batches(self, given: Iterable[Candidate]) -> None:
         """Search the number of micro-batches of each candidate by hill climbing. The climb starts
         from the candidate's own number or from the number of the best plan.
 
@@ -474,11 +482,11 @@ class _Variations:
         sizes = problem.micro_batch_sizes or (problem.micro_batch_size,)
         counts = sorted(problem.batch_size // size for size in sizes)
         trials = {each.candidate: each for each in search.trials}
-        best = None if search.best is None else _count(search.best)
+        best = None if search.best is None else _micro_batch_count(search.best)
         wanted: list[Candidate] = []
         for each in every:
             found = trials.get(each)
-            own = None if found is None else _count(found)
+            own = None if found is None else _micro_batch_count(found)
             steps = {best} - {own, None}
             if found is not None and own is not None and found.bound_s < _NEAR * search.step_s:
                 place = bisect_left(counts, own)
@@ -486,11 +494,11 @@ class _Variations:
                     counts[other] for other in (place + 1, place - 1) if 0 <= other < len(counts)
                 }
             wanted += [replace(each, micro_batches=count) for count in sorted(filter(None, steps))]
-        search.expect(each for each in dict.fromkeys(wanted) if each not in trials)
+        search.start_early(each for each in dict.fromkeys(wanted) if each not in trials)
         for each in every:
-            self._climb(each, counts)
+            self._climb_one(each, counts)
 
-    def _climb(self, candidate: Candidate, counts: list[int]) -> None:
+    def _climb_one(self, candidate: Candidate, counts: list[int]) -> None:
         """Search the number of micro-batches of one candidate by hill climbing; `counts` contains
         all possible numbers.
 
@@ -498,28 +506,30 @@ class _Variations:
         has the smaller lower bound. First increase the number while memory does not suffice. Then
         move to neighbouring numbers while the lower bound decreases.
         """
-        found = self._trial(candidate)
+        found = self._find_or_run_trial(candidate)
         if self.search.best is not None:
             found = min(
                 found,
-                self._trial(candidate, _count(self.search.best)),
+                self._find_or_run_trial(candidate, _micro_batch_count(self.search.best)),
                 key=lambda each: each.bound_s,
             )
-        count = _count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
+        count = _micro_batch_count(found) or AUTO_PER_DEVICE * self.problem.cluster.size
         place = min(bisect_left(counts, count), len(counts) - 1)
-        while _is_refused(found) and place + 1 < len(counts):
+        while _exceeds_memory(found) and place + 1 < len(counts):
             place += 1
-            found = self._trial(candidate, counts[place])
+            found = self._find_or_run_trial(candidate, counts[place])
         if found.bound_s < min(math.inf, _NEAR * self.search.step_s):
-            climb(counts, place, lambda count: self._trial(candidate, count).bound_s)
+            climb(counts, place, lambda count: self._find_or_run_trial(candidate, count).bound_s)
 
-    def _trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
+    def _find_or_run_trial(self, candidate: Candidate, count: int | None = None) -> CandidateTrial:
         """Return the trial of the candidate, with `count` micro-batches unless it is None. Try the
         candidate if there is no such trial yet.
         """
         wanted = candidate if count is None else replace(candidate, micro_batches=count)
         for each in self.search.trials:
-            if each.candidate == wanted or (each.candidate == candidate and count == _count(each)):
+            if each.candidate == wanted or (
+                each.candidate == candidate and count == _micro_batch_count(each)
+            ):
                 return each
         self.search.try_all((wanted,))
         return (
@@ -529,7 +539,7 @@ class _Variations:
         )
 
 
-def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
+def _distinct_candidates(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the distinct candidates, without candidates with sharded optimizer state and without
     the strategies of `_BASELINES`, for which no variations are tried.
     """
@@ -537,12 +547,12 @@ def _once(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(dict.fromkeys(found))
 
 
-def _count(trial: CandidateTrial) -> int | None:
+def _micro_batch_count(trial: CandidateTrial) -> int | None:
     """Return the number of micro-batches of the trial's placement; None without a placement."""
     return None if trial.placed is None else trial.placed.problem.micro_batches
 
 
-def _has_copies(trial: CandidateTrial) -> bool:
+def _has_replicated_parameters(trial: CandidateTrial) -> bool:
     """True if several devices hold equal copies of a parameter or of a shard of it."""
     placed = trial.placed
     assert placed is not None, "a trial with a step has a placement"
@@ -550,7 +560,7 @@ def _has_copies(trial: CandidateTrial) -> bool:
     return any(len(devices) > 1 for devices in holders.values())
 
 
-def _is_refused(trial: CandidateTrial) -> bool:
+def _exceeds_memory(trial: CandidateTrial) -> bool:
     """True if the candidate has no plan because memory does not suffice."""
     reasons = [trial.refused, *(run.refused for run in trial.runs)]
     return math.isinf(trial.step_s) and any(isinstance(each, OutOfMemoryError) for each in reasons)

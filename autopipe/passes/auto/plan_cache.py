@@ -44,9 +44,9 @@ from autopipe.passes.pipeline import (
     Request,
     Runner,
     assemble_plan,
-    place_as,
-    time_schedule,
-    with_other_scores,
+    place_given,
+    simulate_schedule,
+    with_other_loss_form,
 )
 from autopipe.passes.registry import (
     scheduler_class,
@@ -76,13 +76,13 @@ class PlacementDecision:
         return PlacementDecision(placement, batching, placement.proof)
 
     @property
-    def proven(self) -> Placement:
+    def placement_with_proof(self) -> Placement:
         """The placement with the proof of its splits."""
         return dataclasses.replace(self.placement, proof=self.splits)
 
 
-def refused_form(error: AutopipeError) -> dict[str, object]:
-    """Return an error as a dict of texts, which `refused_of` reads."""
+def encode_error(error: AutopipeError) -> dict[str, object]:
+    """Return an error as a dict of texts, which `decode_error` reads."""
     return {
         "refused": type(error).__name__,
         "message": error.message,
@@ -91,29 +91,29 @@ def refused_form(error: AutopipeError) -> dict[str, object]:
     }
 
 
-def refused_of(record: JsonRecord) -> AutopipeError:
-    """Return the error that `refused_form` encoded."""
+def decode_error(record: JsonRecord) -> AutopipeError:
+    """Return the error that `encode_error` encoded."""
     kind = _REFUSALS.get(record.get("refused", str), AutopipeError)
     return kind(*(record.get(name, str) for name in ("message", "hint", "where")))
 
 
-def schedule_form(found: Schedule) -> dict[str, Any]:
-    """Return a schedule as lists, dicts and scalars, which `schedule_of` reads."""
+def encode_schedule(found: Schedule) -> dict[str, Any]:
+    """Return a schedule as lists, dicts and scalars, which `decode_schedule` reads."""
     orders = {order: index for index, order in enumerate(dict.fromkeys(found.tasks))}
     texts = tuple(" ".join(map(str, order)) for order in orders)
     devices = tuple(orders[order] for order in found.tasks)
     return encode(
-        _Orders(
+        _EncodedSchedule(
             found.micro_batches, texts, devices, found.repetends or (), found.period, found.proof
         )
     )
 
 
-def schedule_of(record: Record) -> Schedule:
-    """Return the schedule that `schedule_form` encoded. Raise ConfigurationError for an invalid
+def decode_schedule(record: Record) -> Schedule:
+    """Return the schedule that `encode_schedule` encoded. Raise ConfigurationError for an invalid
     record, and ValueError or LookupError for invalid tasks.
     """
-    found: _Orders = decode(record, _Orders)
+    found: _EncodedSchedule = decode(record, _EncodedSchedule)
     orders = [tuple(map(Task.parse, each.split())) for each in found.orders]
     if max(found.devices, default=0) >= len(orders):
         record.reject("an order for each device")
@@ -122,7 +122,7 @@ def schedule_of(record: Record) -> Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Orders:
+class _EncodedSchedule:
     """The encoding of a schedule. `orders` contains the distinct orders of tasks as texts, and
     `devices` the index of the order of each device.
     """
@@ -136,7 +136,7 @@ class _Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CachedPlan:
     """The cached result of a search: the decisions of the best plan. `chosen` is the best of
     `alternatives`.
     """
@@ -145,11 +145,11 @@ class Answer:
     chosen: Alternative
     decided: PlacementDecision
     step_time_s: float
-    schedule: Annotated[Schedule, CustomCodec(schedule_form, schedule_of)]
+    schedule: Annotated[Schedule, CustomCodec(encode_schedule, decode_schedule)]
     alternatives: tuple[Alternative, ...]
 
 
-def answer_form(found: PlanResult) -> dict[str, Any]:
+def encode_result(found: PlanResult) -> dict[str, Any]:
     """Return the cache entry for a result of `auto`, as lists, dicts and scalars."""
     plan = found.plan
     chosen = min(
@@ -157,7 +157,7 @@ def answer_form(found: PlanResult) -> dict[str, Any]:
         key=lambda each: math.inf if each.step_time_s is None else each.step_time_s,
     )
     decided = PlacementDecision.of(plan.placement, found.problem)
-    answer = Answer(
+    answer = CachedPlan(
         plan.graph_digest,
         chosen,
         decided,
@@ -168,26 +168,26 @@ def answer_form(found: PlanResult) -> dict[str, Any]:
     return {"format": FORMAT, **encode(answer)}
 
 
-def answer_of(record: JsonRecord, request: Request, runner: Runner) -> PlanResult:
+def decode_result(record: JsonRecord, request: Request, runner: Runner) -> PlanResult:
     """Return the plan for `request` that follows from a cache entry.
 
     Raise AutopipeError if the entry is invalid, or if the graph or the step time of the plan
     differs from the stored one. Invalid numbers may raise ArithmeticError, LookupError, TypeError
     or ValueError.
     """
-    kept: Answer = decode(record, Answer)
-    candidate = _candidate_of(kept.chosen)
-    settled = candidate.settled(
+    kept: CachedPlan = decode(record, CachedPlan)
+    candidate = _decode_candidate(kept.chosen)
+    settled = candidate.apply_to(
         dataclasses.replace(request, batch_size=kept.decided.batching.batch_size)
     )
-    placed = place_as(settled, kept.decided.batching, kept.decided.proven, runner)
+    placed = place_given(settled, kept.decided.batching, kept.decided.placement_with_proof, runner)
     if placed.problem.graph.digest() != kept.graph_digest:
         raise ConfigurationError("the cached plan is for another graph", where=record.file)
     named = dataclasses.replace(
         settled, scheduler=request.scheduler or scheduler_class(kept.chosen.choice.schedule or "")()
     )
     kept.schedule.verify(placed.graph, placed.problem.train)
-    scheduled = time_schedule(placed, kept.schedule, runner)
+    scheduled = simulate_schedule(placed, kept.schedule, runner)
     if scheduled.timeline.end != kept.step_time_s:
         raise ConfigurationError("the cached plan has another step time", where=record.file)
     found = assemble_plan(named, placed, scheduled, runner)
@@ -206,13 +206,13 @@ def with_alternatives(found: PlanResult, alternatives: tuple[Alternative, ...]) 
     ]
     steps = [each.step_time_s for each in others if each.step_time_s is not None]
     refused = next((each.refused for each in others if each.refused is not None), None)
-    found = with_other_scores(found, min(steps, default=None), None if steps else refused)
+    found = with_other_loss_form(found, min(steps, default=None), None if steps else refused)
     return dataclasses.replace(
         found, plan=dataclasses.replace(found.plan, alternatives=alternatives)
     )
 
 
-def _candidate_of(chosen: Alternative) -> Candidate:
+def _decode_candidate(chosen: Alternative) -> Candidate:
     """Return the candidate with the settings of an alternative. Raise ConfigurationError for an
     option that the strategy does not support.
     """
@@ -231,7 +231,7 @@ def _candidate_of(chosen: Alternative) -> Candidate:
     return Candidate(strategy, choice.micro_batches, choice.recompute, choice.shard, choice.scores)
 
 
-def answer_key(request: Request, model: Model) -> str:
+def cache_key(request: Request, model: Model) -> str:
     """Return the SHA-256, in hexadecimal, of the inputs of a search: the request, the model's
     graph, and the source code of autopipe.
 
@@ -285,14 +285,14 @@ def cache_folder() -> Path | None:
         return None
 
 
-def answers() -> Store | None:
+def open_plan_cache() -> JsonStore | None:
     """Return the cache of results of `auto`; None if there is no cache folder."""
     folder = cache_folder()
-    return None if folder is None else Store(folder / "answers")
+    return None if folder is None else JsonStore(folder / "answers")
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class JsonStore:
     """A folder of JSON documents, which is created at the first write."""
 
     folder: Path

@@ -19,19 +19,19 @@ from autopipe.passes.auto.candidates import (
     LONG,
     QUICK,
     Candidate,
-    LeftOutError,
-    in_common,
-    is_large,
-    is_searched,
-    left_out,
-    scheduler_left_out,
+    SkippedError,
+    has_many_tasks,
+    is_search_scheduler,
+    scheduler_skip_reason,
+    shared_work_key,
+    skip_reason,
 )
 from autopipe.passes.auto.plan_cache import (
     PlacementDecision,
-    refused_form,
-    refused_of,
-    schedule_form,
-    schedule_of,
+    decode_error,
+    decode_schedule,
+    encode_error,
+    encode_schedule,
 )
 from autopipe.passes.auto.workers import Answer, SpeculativePool, Work
 from autopipe.passes.registry import Scheduler, scheduler_class
@@ -118,7 +118,7 @@ class CandidateTrial:
         return tuple(found)
 
 
-_REFUSALS = (*CANDIDATE_ERRORS, LeftOutError, InternalError)
+_REFUSALS = (*CANDIDATE_ERRORS, SkippedError, InternalError)
 """Errors that end the trial of a candidate but not the search. Internal errors are also reported to
 the observer.
 """
@@ -177,7 +177,7 @@ class PlanSearch:
         """True if there is a plan and the time limit has passed."""
         return self.end is not None and self.best is not None and self.clock() >= self.end
 
-    def expect(self, candidates: Iterable[Candidate]) -> None:
+    def start_early(self, candidates: Iterable[Candidate]) -> None:
         """Start, in other processes, the searches of candidates that will be tried later.
 
         Candidates that share much work run one after the other in one process, which caches the
@@ -186,45 +186,45 @@ class PlanSearch:
         together: dict[object, dict[str, Work]] = {}
         slow = set()
         for candidate in () if self.is_over() else candidates:
-            if candidate.strategy.name in QUICK or self.pool.is_coming(repr(candidate)):
+            if candidate.strategy.name in QUICK or self.pool.is_pending(repr(candidate)):
                 continue
-            if self._left_out(candidate) is None:
-                key = in_common(candidate)
-                together.setdefault(key, {})[repr(candidate)] = self._told(
-                    partial(self._decide, candidate)
+            if self._skip_reason(candidate) is None:
+                key = shared_work_key(candidate)
+                together.setdefault(key, {})[repr(candidate)] = self._with_encoded_errors(
+                    partial(self._encoded_placement, candidate)
                 )
                 slow |= {key} if candidate.strategy.name in LONG else set()
         # The results of the first candidates are needed first. After them, start the longest
         # searches.
         keys = list(together)
         for key in (*keys[:_SOON], *sorted(keys[_SOON:], key=lambda key: key not in slow)):
-            self.pool.expect(together[key])
+            self.pool.queue(together[key])
 
-    def _told(self, work: Work) -> Work:
+    def _with_encoded_errors(self, work: Work) -> Work:
         """Return a function for another process. It runs `work` and returns its result, or its
-        error in encoded form (`refused_form`).
+        error in encoded form (`encode_error`).
         """
 
-        def answer() -> Answer:
+        def run_work() -> Answer:
             # A forked process must neither report progress nor add to the times of passes.
             self.runner.observer = pipeline.Observer()
             self.runner.seconds = {}
             try:
                 return work()
             except AutopipeError as error:
-                return refused_form(error)
+                return encode_error(error)
 
-        return answer
+        return run_work
 
-    def _decide(self, candidate: Candidate) -> Answer:
+    def _encoded_placement(self, candidate: Candidate) -> Answer:
         """Return the encoded placement of a candidate."""
-        settled = self._within_time(candidate.settled(self.request))
+        settled = self._with_remaining_time(candidate.apply_to(self.request))
         _, problem, placement = pipeline.run_strategy(settled, candidate.strategy, self.runner)
         return encode(PlacementDecision.of(placement, problem))
 
-    def _order(self, placed: pipeline.Placed, scheduler: Scheduler) -> Answer:
+    def _encoded_schedule(self, placed: pipeline.Placed, scheduler: Scheduler) -> Answer:
         """Return the encoded schedule of a scheduler for a placement."""
-        return schedule_form(pipeline.run_scheduler(placed, scheduler, self.runner))
+        return encode_schedule(pipeline.run_scheduler(placed, scheduler, self.runner))
 
     def try_all(self, candidates: Iterable[Candidate]) -> None:
         """Place each candidate, and simulate its step under the first schedule that supports the
@@ -233,9 +233,9 @@ class PlanSearch:
         for candidate in candidates:
             if self.is_over():
                 break
-            self._try(candidate)
+            self._try_candidate(candidate)
 
-    def schedule_all(self) -> None:
+    def try_all_schedules(self) -> None:
         """Try all schedules on the placements that can still be the best, in ascending order of
         their step and lower bound.
 
@@ -246,12 +246,12 @@ class PlanSearch:
         for each in ranked:
             if (placed := each.placed) is None or self._cannot_win(each):
                 continue
-            for scheduler in filter(is_searched, self.schedulers()):
-                if not each.has_run(scheduler) and scheduler_left_out(scheduler, placed) is None:
-                    self.pool.expect(
+            for scheduler in filter(is_search_scheduler, self.schedulers()):
+                if not each.has_run(scheduler) and scheduler_skip_reason(scheduler, placed) is None:
+                    self.pool.queue(
                         {
-                            _order_key(each, scheduler): self._told(
-                                partial(self._order, placed, scheduler)
+                            _schedule_key(each, scheduler): self._with_encoded_errors(
+                                partial(self._encoded_schedule, placed, scheduler)
                             )
                         }
                     )
@@ -260,18 +260,23 @@ class PlanSearch:
                 if self.is_over() or each.placed is None or self._cannot_win(each):
                     break
                 if not each.has_run(scheduler):
-                    self.run(each, each.placed, scheduler)
+                    self.run_scheduler(each, each.placed, scheduler)
 
-    def _try(self, candidate: Candidate) -> None:
+    def _try_candidate(self, candidate: Candidate) -> None:
         """Place one candidate, simulate its step, and store the trial."""
         try:
-            placed = self._placed(candidate)
+            placed = self._place(candidate)
         except _REFUSALS as error:
-            self._report(error)
+            self._report_internal_error(error)
             self.trials.append(CandidateTrial(candidate, refused=error))
             return
         same = next(
-            (each for each in self.trials if each.placed and _are_equal(each.placed, placed)), None
+            (
+                each
+                for each in self.trials
+                if each.placed and _are_equal_placements(each.placed, placed)
+            ),
+            None,
         )
         if same is not None:
             self.trials.append(CandidateTrial(candidate, same.placed, same.bound_s, same_as=same))
@@ -280,38 +285,40 @@ class PlanSearch:
             candidate, placed, lower_bound(placed.problem, placed.placement, placed.prediction)
         )
         self.trials.append(found)
-        if is_large(placed) and self._cannot_win(found):
+        if has_many_tasks(placed) and self._cannot_win(found):
             return
         for scheduler in self.schedulers():
-            if is_searched(scheduler) and found.runs and self.best is not None:
-                # Method `schedule_all` runs schedulers that search, if their schedule can be the
-                # best.
+            if is_search_scheduler(scheduler) and found.runs and self.best is not None:
+                # Method `try_all_schedules` runs schedulers that search, if their schedule can be
+                # the best.
                 break
-            if self.run(found, placed, scheduler).scheduled:
+            if self.run_scheduler(found, placed, scheduler).scheduled:
                 break
 
-    def _placed(self, candidate: Candidate) -> pipeline.Placed:
+    def _place(self, candidate: Candidate) -> pipeline.Placed:
         """Return the placement of a candidate. It comes from another process if the search was
         started there. Raise the error if there is no placement.
         """
-        if (reason := self._left_out(candidate)) is not None:
+        if (reason := self._skip_reason(candidate)) is not None:
             raise reason
-        settled = self._within_time(candidate.settled(self.request))
+        settled = self._with_remaining_time(candidate.apply_to(self.request))
         strategy = candidate.strategy
-        record = self._record(strategy.name, repr(candidate))
+        record = self._worker_result(strategy.name, repr(candidate))
         if record is None:
             return pipeline.predict_placement(
                 *pipeline.run_strategy(settled, strategy, self.runner), self.runner
             )
         decision: PlacementDecision = decode(record, PlacementDecision)
-        return pipeline.place_as(settled, decision.batching, decision.proven, self.runner)
+        return pipeline.place_given(
+            settled, decision.batching, decision.placement_with_proof, self.runner
+        )
 
-    def _left_out(self, candidate: Candidate) -> LeftOutError | None:
+    def _skip_reason(self, candidate: Candidate) -> SkippedError | None:
         """Return the reason to skip the candidate, or None."""
         operators = len(pipeline.read(self.request, self.runner).graph.nodes)
-        return left_out(candidate.strategy, operators, self.request.cluster.size)
+        return skip_reason(candidate.strategy, operators, self.request.cluster.size)
 
-    def _record(self, name: str, key: str) -> JsonRecord | None:
+    def _worker_result(self, name: str, key: str) -> JsonRecord | None:
         """Return the result of another process for `key`; None if its work was not started or
         failed.
 
@@ -319,22 +326,22 @@ class PlanSearch:
         found, and LeftOutError if the time limit passes.
         """
 
-        def awaited() -> JsonRecord | None:
+        def await_result() -> JsonRecord | None:
             """Wait for the result of the other process."""
             limited = self.end is not None and self.best is not None
-            found = self.pool.answer(
-                key, self._within_time(self.request).time_limit if limited else None
+            found = self.pool.wait_for(
+                key, self._with_remaining_time(self.request).time_limit if limited else None
             )
             if found is None:
                 if self.is_over():
-                    raise LeftOutError("left out: the time was over")
+                    raise SkippedError("left out: the time was over")
                 return None
             record = JsonRecord(found, key)
             if record.has("refused"):
-                raise refused_of(record)
+                raise decode_error(record)
             return record
 
-        return self.runner.run(name, awaited) if self.pool.is_coming(key) else None
+        return self.runner.run(name, await_result) if self.pool.is_pending(key) else None
 
     def _cannot_win(self, trial: CandidateTrial) -> bool:
         """True if the lower bound of the trial shows that no schedule gives a shorter step than the
@@ -342,7 +349,7 @@ class PlanSearch:
         """
         return trial.bound_s >= self.step_s * (1 - SAME)
 
-    def run(
+    def run_scheduler(
         self, trial: CandidateTrial, placed: pipeline.Placed, scheduler: Scheduler
     ) -> ScheduleOutcome:
         """Run a scheduler on the placement of a trial, and store and return the result. Report the
@@ -352,20 +359,20 @@ class PlanSearch:
         """
         known_s = self.step_s
         try:
-            if (reason := scheduler_left_out(scheduler, placed)) is not None:
+            if (reason := scheduler_skip_reason(scheduler, placed)) is not None:
                 raise reason
-            record = self._record(scheduler.name, _order_key(trial, scheduler))
+            record = self._worker_result(scheduler.name, _schedule_key(trial, scheduler))
             if record is None:
                 order = pipeline.run_scheduler(placed, scheduler, self.runner)
             else:
-                order = schedule_of(record)
+                order = decode_schedule(record)
                 order.verify(placed.graph, placed.problem.train)
             known = tuple(each.scheduled for each in trial.runs if each.scheduled is not None)
             run = ScheduleOutcome(
-                scheduler, pipeline.time_schedule(placed, order, self.runner, known)
+                scheduler, pipeline.simulate_schedule(placed, order, self.runner, known)
             )
         except _REFUSALS as error:
-            self._report(error)
+            self._report_internal_error(error)
             run = ScheduleOutcome(scheduler, refused=error)
         trial.runs.append(run)
         if run.step_s < known_s:
@@ -373,13 +380,13 @@ class PlanSearch:
             self.runner.observer.improved(run.step_s, bound_s)
         return run
 
-    def _report(self, error: AutopipeError) -> None:
+    def _report_internal_error(self, error: AutopipeError) -> None:
         """Report an internal error to the observer, and count it. Other errors are ignored."""
         if isinstance(error, InternalError):
             self.runner.failures += 1
             self.runner.observer.failed(error)
 
-    def _within_time(self, request: pipeline.Request) -> pipeline.Request:
+    def _with_remaining_time(self, request: pipeline.Request) -> pipeline.Request:
         """Return the request with the remaining seconds of the search as its time limit; unchanged
         if the search has no time limit.
         """
@@ -387,11 +394,11 @@ class PlanSearch:
             return request
         return replace(request, time_limit=max(0.0, self.end - self.clock()))
 
-    def reason(self) -> AutopipeError:
+    def failure_reason(self) -> AutopipeError:
         """Return the error that explains why there is no plan: that of the most general strategy
         that was tried.
         """
-        trials = [each for each in self.trials if not isinstance(each.refused, LeftOutError)]
+        trials = [each for each in self.trials if not isinstance(each.refused, SkippedError)]
         names = [each.candidate.strategy.name for each in trials]
         found = trials[names.index(next((name for name in _GENERAL if name in names), names[0]))]
         refused = found.refused or next((run.refused for run in found.runs if run.refused), None)
@@ -399,12 +406,12 @@ class PlanSearch:
         return refused
 
 
-def _order_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
+def _schedule_key(trial: CandidateTrial, scheduler: Scheduler) -> str:
     """Return the key of the work that runs a scheduler on the placement of a trial."""
     return f"{scheduler.name} of {trial.candidate!r}"
 
 
-def _are_equal(first: pipeline.Placed, second: pipeline.Placed) -> bool:
+def _are_equal_placements(first: pipeline.Placed, second: pipeline.Placed) -> bool:
     """True if two placements are equal, and their problems agree in micro-batches, optimizer and
     form of the losses.
     """

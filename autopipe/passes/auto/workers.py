@@ -40,7 +40,7 @@ def free_cores() -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _Process:
+class _Worker:
     """A worker process.
 
     keys: keys of the results that have not arrived, in order.
@@ -73,7 +73,7 @@ class SpeculativePool:
     workers: int
     _waiting: deque[dict[str, Work]] = field(default_factory=deque)
     """Work for workers that have not started, by key."""
-    _running: dict[int, _Process] = field(default_factory=dict)
+    _running: dict[int, _Worker] = field(default_factory=dict)
     """Workers by the file descriptor of their pipe."""
     _answers: dict[str, Answer | None] = field(default_factory=dict)
     """Results by key; None if the worker exited without this result."""
@@ -87,36 +87,36 @@ class SpeculativePool:
         self._running.clear()
         self._waiting.clear()
 
-    def expect(self, works: dict[str, Work]) -> None:
+    def queue(self, works: dict[str, Work]) -> None:
         """Queue work for one worker, which runs the functions of `works` one after the other. The
         keys identify their results.
         """
         if self.workers > 1 and works:
             self._waiting.append(works)
-            self._begin()
+            self._start_workers()
 
-    def answer(self, key: str, seconds: float | None = None) -> Answer | None:
+    def wait_for(self, key: str, seconds: float | None = None) -> Answer | None:
         """Wait for the result of the work with key `key`, remove it from the pool and return it.
 
         Return None if the work was not queued, if its worker failed, or if it is not finished after
         `seconds`.
         """
         end = None if seconds is None else time.monotonic() + seconds
-        while key not in self._answers and self.is_coming(key):
+        while key not in self._answers and self.is_pending(key):
             left = None if end is None else max(0.0, end - time.monotonic())
             ready, _, _ = select.select(list(self._running), [], [], left)
             if not ready:
                 return None
             for pipe in ready:
-                self._read(pipe)
+                self._read_results(pipe)
         return self._answers.pop(key, None)
 
-    def is_coming(self, key: str) -> bool:
+    def is_pending(self, key: str) -> bool:
         """True if work with key `key` was queued and its result has not been returned yet."""
         running = (process.keys for process in self._running.values())
         return key in self._answers or any(key in keys for keys in (*self._waiting, *running))
 
-    def _begin(self) -> None:
+    def _start_workers(self) -> None:
         """Start workers for queued work while fewer than `workers` are running."""
         while self._waiting and len(self._running) < self.workers:
             works = self._waiting.popleft()
@@ -128,11 +128,11 @@ class SpeculativePool:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 number = os.fork()
             if not number:
-                _tell(works, reading, writing)
+                _run_worker(works, reading, writing)
             os.close(writing)
-            self._running[reading] = _Process(deque(works), number, reading)
+            self._running[reading] = _Worker(deque(works), number, reading)
 
-    def _read(self, pipe: int) -> None:
+    def _read_results(self, pipe: int) -> None:
         """Read results from the pipe of a worker. If the worker has exited, start the next one."""
         process = self._running[pipe]
         part = os.read(pipe, _CHUNK)
@@ -143,10 +143,10 @@ class SpeculativePool:
             del self._running[pipe]
             self._answers |= dict.fromkeys(process.keys)
             process.close(kill=False)
-            self._begin()
+            self._start_workers()
 
 
-def _tell(works: dict[str, Work], reading: int, writing: int) -> None:
+def _run_worker(works: dict[str, Work], reading: int, writing: int) -> None:
     """Run in a fork of this process: write the results of `works` to the pipe with file descriptor
     `writing`, and exit.
 

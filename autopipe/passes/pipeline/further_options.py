@@ -24,7 +24,7 @@ started earlier may take as long again.
 """
 
 
-def memory_options(request: Request, runner: Runner) -> Iterator[str]:
+def memory_hints(request: Request, runner: Runner) -> Iterator[str]:
     """Yield hints for a request whose plan does not fit into memory: recomputation, sharded
     optimizer state, or both, if the plan then fits.
 

@@ -18,7 +18,7 @@ from autopipe.passes.batching import Batching, Division
 from autopipe.passes.cost.memory_check import with_copies
 from autopipe.passes.cost.stage_work import check_whole_matrices
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline.problems import cost, problems_of
+from autopipe.passes.pipeline.problems import costed_problem, supported_problems
 from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.runner import Runner
 from autopipe.passes.registry import Strategy
@@ -50,7 +50,7 @@ def run_strategy(
     `make_plan`.
     """
 
-    def answer(problem: Problem) -> Placement:
+    def place(problem: Problem) -> Placement:
         """Return the verified placement of the strategy."""
         return runner.run(
             strategy.name,
@@ -60,9 +60,9 @@ def run_strategy(
         )
 
     refused: OutOfMemoryError | None = None
-    for model, problem in problems_of(request, strategy, runner):
+    for model, problem in supported_problems(request, strategy, runner):
         try:
-            placement = answer(problem)
+            placement = place(problem)
         except OutOfMemoryError as error:
             if strategy.division(problem.graph) is not Division.FEW:
                 raise
@@ -74,22 +74,24 @@ def run_strategy(
                 break
             sizes = tuple(each for each in problem.micro_batch_sizes if size % each == 0)
             known = [(node.op, node.name, node.outputs) for node in problem.graph.nodes]
-            model, problem = cost(
+            model, problem = costed_problem(
                 request, Batching(problem.batch_size, problem.batch_size // size, sizes), runner
             )
             if [(node.op, node.name, node.outputs) for node in problem.graph.nodes] != known:
-                placement = answer(problem)
+                placement = place(problem)
         return model, problem, placement
     assert refused is not None, "there is a problem, or an error says why not"
     raise refused
 
 
-def place_as(request: Request, batching: Batching, placement: Placement, runner: Runner) -> Placed:
+def place_given(
+    request: Request, batching: Batching, placement: Placement, runner: Runner
+) -> Placed:
     """Return the given `placement` with its problem and predicted times, for the division of the
     batch `batching`. Raise the errors of `make_plan`, and InfeasibleError if the placement needs
     more devices or does not fit the graph.
     """
-    model, problem = cost(request, batching, runner)
+    model, problem = costed_problem(request, batching, runner)
     if placement.devices > problem.cluster.size:
         raise InfeasibleError(
             f"the placement uses {placement.devices} {plural(placement.devices, 'device')}, but "

@@ -6,11 +6,16 @@ from dataclasses import replace
 
 from autopipe.ir.errors import InfeasibleError, OutOfMemoryError
 from autopipe.passes.cost.loss_scores import may_be_short
-from autopipe.passes.pipeline.further_options import memory_options
+from autopipe.passes.pipeline.further_options import memory_hints
 from autopipe.passes.pipeline.placing import Placed
 from autopipe.passes.pipeline.reading import read, with_whole_batch
 from autopipe.passes.pipeline.request import Request, strategy_and_scheduler
-from autopipe.passes.pipeline.result import PlanResult, assemble_plan, scores_of, with_other_scores
+from autopipe.passes.pipeline.result import (
+    PlanResult,
+    assemble_plan,
+    loss_form_costs,
+    with_other_loss_form,
+)
 from autopipe.passes.pipeline.runner import Observer, Runner
 from autopipe.passes.pipeline.scheduling import Scheduled, place_and_schedule
 
@@ -31,14 +36,14 @@ def make_plan(
     runner = Runner(observer)
     request = with_whole_batch(request, runner)
     try:
-        return _made(request, runner)
+        return _make_best_plan(request, runner)
     except OutOfMemoryError as error:
         if advise:
-            error.hint = "; ".join((*memory_options(request, runner), error.hint))
+            error.hint = "; ".join((*memory_hints(request, runner), error.hint))
         raise
 
 
-def _made(request: Request, runner: Runner) -> PlanResult:
+def _make_best_plan(request: Request, runner: Runner) -> PlanResult:
     """Return the plan of a request whose batch size is known, with the form of the losses (saved or
     recomputed logits) that gives the shorter step per sample.
     """
@@ -52,29 +57,29 @@ def _made(request: Request, runner: Runner) -> PlanResult:
         kept = place_and_schedule(keeping, runner)
     except InfeasibleError as error:
         refused = error.line
-    if kept is not None and not _may_gain(kept[0]):
+    if kept is not None and not _may_gain_by_recomputing(kept[0]):
         return assemble_plan(keeping, *kept, runner)
     try:
         recomputed = place_and_schedule(recomputing, runner)
     except InfeasibleError as error:
         if kept is None:
             raise
-        return with_other_scores(assemble_plan(keeping, *kept, runner), refused=error.line)
-    if kept is None or _sample_seconds(recomputed) < _sample_seconds(kept):
+        return with_other_loss_form(assemble_plan(keeping, *kept, runner), refused=error.line)
+    if kept is None or _seconds_per_sample(recomputed) < _seconds_per_sample(kept):
         result = assemble_plan(recomputing, *recomputed, runner)
-        return with_other_scores(result, kept and kept[1].timeline.end, refused)
-    return with_other_scores(assemble_plan(keeping, *kept, runner), recomputed[1].timeline.end)
+        return with_other_loss_form(result, kept and kept[1].timeline.end, refused)
+    return with_other_loss_form(assemble_plan(keeping, *kept, runner), recomputed[1].timeline.end)
 
 
-def _may_gain(kept: Placed) -> bool:
+def _may_gain_by_recomputing(kept: Placed) -> bool:
     """True if a plan that recomputes logits could have a shorter step than `kept`, which saves
     them.
     """
-    found = scores_of(kept)
+    found = loss_form_costs(kept)
     return found is None or found.recompute_s < found.keep_s or may_be_short(kept.problem)
 
 
-def _sample_seconds(planned: tuple[Placed, Scheduled]) -> float:
+def _seconds_per_sample(planned: tuple[Placed, Scheduled]) -> float:
     """Return the seconds of a step divided by its samples. Plans with different forms of the losses
     may have different batch sizes if the request leaves the batch size open.
     """

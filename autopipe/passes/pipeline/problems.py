@@ -36,13 +36,13 @@ from autopipe.passes.annotations import annotated_constraints
 from autopipe.passes.batching import Batching, Division, batchings
 from autopipe.passes.cost.measured import costed_work
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline.reading import graph_on_several_samples, read, read_opened
+from autopipe.passes.pipeline.reading import graph_on_several_samples, read, read_resized
 from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.runner import Runner
 from autopipe.passes.registry import Strategy
 
 
-def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
+def costed_problem(request: Request, batching: Batching, runner: Runner) -> tuple[Model, Problem]:
     """Return (model, problem) for a division of the batch into micro-batches. `runner` caches the
     model and its costs, so they are computed once per micro-batch size.
     """
@@ -52,7 +52,7 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
         size = batching.micro_batch_size
         first = model
         model = read(request, runner, size, first.source)
-        _require_loss(first, model)
+        _require_scalar_loss(first, model)
     updates = request.optimizer, request.lr_scheduler, request.training
     settled = (
         *updates,
@@ -72,17 +72,17 @@ def cost(request: Request, batching: Batching, runner: Runner) -> tuple[Model, P
     )
     if key not in runner.costed:
         division, divided = _loss_division(request, model, batching, runner)
-        costed = _in_totals(request, model, division, batching, runner)
+        costed = _with_loss_totals(request, model, division, batching, runner)
         form = size, costed.scores, division.divided
         if form not in runner.work:
-            runner.work[form] = runner.run("cost", lambda: work_of(request, costed))
+            runner.work[form] = runner.run("cost", lambda: node_costs(request, costed))
         runner.costed[key] = (
             costed,
             make_problem(request, costed, divided, runner.work[form], division),
         )
     model, problem = runner.costed[key]
     if model.mode is not Mode.TRAIN:
-        note = _note_on_outputs(request, model, batching, runner)
+        note = _output_warning(request, model, batching, runner)
     else:
         note = (
             ""
@@ -96,7 +96,7 @@ _COUNTING = frozenset({"Shape", "Size"})
 """ONNX operators whose results may contain the number of samples."""
 
 
-def _note_on_outputs(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
+def _output_warning(request: Request, model: Model, batching: Batching, runner: Runner) -> str:
     """Return a warning if a division into micro-batches may change an output of inference and the
     model has no other warning about this output. Otherwise return "".
     """
@@ -117,7 +117,7 @@ def _note_on_outputs(request: Request, model: Model, batching: Batching, runner:
     return f"{mixing.reason}: micro-batches may change outputs (--micro-batches 1 does not)"
 
 
-def _require_loss(first: Model, model: Model) -> None:
+def _require_scalar_loss(first: Model, model: Model) -> None:
     """Raise ModelError if the loss of `model` is not a scalar although it is a scalar in `first`,
     which is the same model read with fewer samples.
     """
@@ -133,7 +133,7 @@ def _require_loss(first: Model, model: Model) -> None:
     )
 
 
-def work_of(request: Request, model: Model) -> tuple[NodeCost, ...]:
+def node_costs(request: Request, model: Model) -> tuple[NodeCost, ...]:
     """Return the cost of each node of the model. For training, raise ConfigurationError if there is
     no loss or several outputs could be the loss, and ModelError if the model has no trainable
     parameters.
@@ -180,7 +180,7 @@ def _loss_division(
     if model.loss not in runner.loss_forms:
         first = read(request, runner)
         runner.loss_forms[model.loss] = form_of_loss(
-            first, lambda size: read_opened(request, runner, first, size)
+            first, lambda size: read_resized(request, runner, first, size)
         )
     form = runner.loss_forms[model.loss]
     divisible = LossKind.SUM if request.normalize == "tokens" else LossKind.MEAN
@@ -189,7 +189,7 @@ def _loss_division(
     return choose_loss_division(form, model, request.normalize, batching), batching
 
 
-def _in_totals(
+def _with_loss_totals(
     request: Request, model: Model, division: LossDivision, batching: Batching, runner: Runner
 ) -> Model:
     """Return the model whose micro-batches return the dividend and the divisor of the loss
@@ -225,7 +225,7 @@ def make_problem(
         micro_batches=batching.micro_batches,
         mode=model.mode,
         loss=differentiated_value(model, division) or None,
-        optimizer=_optimizer(request, model.graph),
+        optimizer=_optimizer_with_eps(request, model.graph),
         lr_scheduler=request.lr_scheduler,
         training=request.training,
         precision=request.precision,
@@ -245,7 +245,7 @@ def make_problem(
 _EPS_OF_HALVES = 1e-4
 
 
-def _optimizer(request: Request, graph: Graph) -> Optimizer:
+def _optimizer_with_eps(request: Request, graph: Graph) -> Optimizer:
     """Return the requested optimizer. For Adam with float16 weights, its `eps` is increased if the
     request leaves `eps` open.
 
@@ -258,7 +258,7 @@ def _optimizer(request: Request, graph: Graph) -> Optimizer:
     return replace(request.optimizer, eps=_EPS_OF_HALVES)
 
 
-def divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
+def batch_divisions(request: Request, division: Division, model: Model) -> Iterator[Batching]:
     """Yield the possible divisions of the batch into micro-batches, the best first for the
     preference `division`. `model` is the result of `read`.
 
@@ -280,7 +280,7 @@ def divisions(request: Request, division: Division, model: Model) -> Iterator[Ba
                 raise
 
 
-def problems_of(
+def supported_problems(
     request: Request, strategy: Strategy, runner: Runner
 ) -> Iterator[tuple[Model, Problem]]:
     """Yield (model, problem) for each division of the batch that the model and the strategy
@@ -292,7 +292,7 @@ def problems_of(
     found = False
     declined = None
     try:
-        for batching in divisions(request, strategy.division(model.graph), model):
+        for batching in batch_divisions(request, strategy.division(model.graph), model):
             by = "strategy"
             try:
                 if declined is not None:
@@ -302,7 +302,7 @@ def problems_of(
                     strategy.requires(replace(declined, micro_batches=batching.micro_batches))
                 by = "model"
                 declined = None
-                model, problem = cost(request, batching, runner)
+                model, problem = costed_problem(request, batching, runner)
                 by = "strategy"
                 declined = problem
                 strategy.requires(problem)

@@ -16,7 +16,7 @@ from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.runner import Runner
 
 
-def read_for(
+def read_uncached(
     request: Request,
     micro_batch_size: int | None,
     source: Source | None = None,
@@ -51,13 +51,13 @@ def read_for(
 def read(
     request: Request, runner: Runner, size: int | None = None, source: Source | None = None
 ) -> Model:
-    """Return the model as `read_for` does with `size` samples, with the requested form of the
+    """Return the model as `read_uncached` does with `size` samples, with the requested form of the
     losses (saved or recomputed logits).
 
     `runner` caches the model, so it is read once per number of samples for both forms.
     """
     if size not in runner.models:
-        runner.models[size] = runner.run("read", lambda: read_for(request, size, source))
+        runner.models[size] = runner.run("read", lambda: read_uncached(request, size, source))
     model = runner.models[size]
     return model.with_scores(request.scores or model.scores)
 
@@ -118,13 +118,13 @@ def graph_on_several_samples(
         return model.graph
 
 
-def read_opened(request: Request, runner: Runner, first: Model, size: int) -> Model:
+def read_resized(request: Request, runner: Runner, first: Model, size: int) -> Model:
     """Return the model read with `size` samples, even if its file fixes another batch size. `first`
     is the model read with the number of samples that the file fixes, or with one sample.
     """
     offered = () if first.source is None else first.source.graph.input
     if has_fixed_batch(offered, first.graph.batch_axes):
-        return read_for(request, size, first.source, opened=True)
+        return read_uncached(request, size, first.source, opened=True)
     model = _cached_model(request, runner, size, first.source)
     return model.with_scores(request.scores or model.scores)
 
@@ -134,5 +134,5 @@ def _cached_model(request: Request, runner: Runner, size: int, source: Source | 
     time of reading counts for the pass that calls this function.
     """
     if size not in runner.models:
-        runner.models[size] = read_for(request, size, source)
+        runner.models[size] = read_uncached(request, size, source)
     return runner.models[size]

@@ -11,22 +11,22 @@ from autopipe.ir.words import plural
 from autopipe.passes.analysis.loss_division import form_of_loss, with_loss_totals
 from autopipe.passes.batching import Batching
 from autopipe.passes.frontend import Model
-from autopipe.passes.pipeline.problems import make_problem, work_of
-from autopipe.passes.pipeline.reading import read_for
+from autopipe.passes.pipeline.problems import make_problem, node_costs
+from autopipe.passes.pipeline.reading import read_uncached
 from autopipe.passes.pipeline.request import Request
 from autopipe.passes.pipeline.result import PlanResult
 from autopipe.passes.schedule.simulate import simulate
 
 
-def read_planned(request: Request, plan: Plan) -> Model:
+def read_planned_model(request: Request, plan: Plan) -> Model:
     """Return the model of a plan, read with the samples of one of its micro-batches. Raise the
-    errors of `read_for`, and InfeasibleError if the loss of the model can no longer be divided as
-    in the plan.
+    errors of `read_uncached`, and InfeasibleError if the loss of the model can no longer be divided
+    as in the plan.
     """
-    model = read_for(request, plan.summary.micro_batch_size)
+    model = read_uncached(request, plan.summary.micro_batch_size)
     if not plan.loss_division.divided:
         return model
-    form = form_of_loss(model, lambda size: read_for(request, size, model.source, opened=True))
+    form = form_of_loss(model, lambda size: read_uncached(request, size, model.source, opened=True))
     return with_loss_totals(model, form, Batching(plan.batch_size, plan.summary.micro_batches))
 
 
@@ -51,7 +51,7 @@ def _stored_model(request: Request, plan: Plan, stored: PlannedGraph) -> Model:
     )
 
 
-def reopen(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> PlanResult:
+def reopen_plan(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> PlanResult:
     """Return the plan with its problem, and with a step that is simulated from the predictions of
     the plan.
 
@@ -61,12 +61,12 @@ def reopen(request: Request, plan: Plan, stored: PlannedGraph | None = None) -> 
     """
     batching = Batching(plan.batch_size, plan.summary.micro_batches)
     if stored is None:
-        model = read_planned(request, plan)
+        model = read_planned_model(request, plan)
         annotated = None
     else:
         model = _stored_model(request, plan, stored)
         annotated = stored.constraints
-    work = work_of(request, model)
+    work = node_costs(request, model)
     problem = make_problem(request, model, batching, work, plan.loss_division, annotated)
     if problem.graph.digest() != plan.graph_digest:
         raise ConfigurationError(

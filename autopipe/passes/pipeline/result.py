@@ -59,13 +59,13 @@ def assemble_plan(
         problem,
         *step,
         tuple(runner.seconds.items()),
-        scores_of(placed),
+        loss_form_costs(placed),
         open_degrees(strategy),
     )
     return PlanResult(plan, problem, timeline, placed.model, request)
 
 
-def scores_of(placed: Placed) -> LossScores | None:
+def loss_form_costs(placed: Placed) -> LossScores | None:
     """Return the costs of both forms of the losses (saved or recomputed logits); None if the losses
     have only one form.
     """
@@ -73,7 +73,7 @@ def scores_of(placed: Placed) -> LossScores | None:
     return None if other is None else compare_scores(placed.problem, other, placed.model.scores)
 
 
-def with_other_scores(
+def with_other_loss_form(
     result: PlanResult, step_s: float | None = None, refused: str | None = None
 ) -> PlanResult:
     """Return the result with data about the plan with the other form of the losses (saved or
@@ -90,7 +90,9 @@ def with_other_scores(
 
 
 def planned_graph(planned: PlanResult) -> PlannedGraph:
-    """Return the graph of a plan, with the data that `reopen` needs to create the problem again."""
+    """Return the graph of a plan, with the data that `reopen_plan` needs to create the problem
+    again.
+    """
     own = len(planned.request.constraints)
     return PlannedGraph(
         graph=planned.problem.graph,

@@ -97,7 +97,7 @@ class Runner:
             if verify is not None:
                 verify(result)
         except AutopipeError as error:
-            error.where = error.where or self._place(name)
+            error.where = error.where or self._error_location(name)
             if type(error) is AutopipeError:
                 # An error without a subclass comes from a solver. Neither the user nor the model is
                 # its cause.
@@ -108,14 +108,14 @@ class Runner:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise InternalError(
-                f"internal error: {reason}", "rerun with --debug", self._place(name)
+                f"internal error: {reason}", "rerun with --debug", self._error_location(name)
             ) from error
         seconds = time.perf_counter() - begin
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.observer.finished(name, result, seconds)
         return result
 
-    def _place(self, name: str) -> str:
+    def _error_location(self, name: str) -> str:
         """Return a text for errors: the name of the pass, and of the passes that ran before it."""
         done = ", ".join(each for each in self.seconds if each != name)
         return f"pass {name}" + (f", after {done}" if done else "")

@@ -44,14 +44,14 @@ def schedule_placed(
     placement, or if memory does not suffice then either.
     """
     try:
-        return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
+        return placed, simulate_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
     except OutOfMemoryError:
         if not any(stage.holds_copies for stage in placed.placement.stages):
             raise
     placement = without_copies(placed.placement)
     prediction = runner.run("predict", lambda: predict(placed.problem, placement))
     placed = replace(placed, placement=placement, prediction=prediction)
-    return placed, time_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
+    return placed, simulate_schedule(placed, run_scheduler(placed, scheduler, runner), runner)
 
 
 def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Schedule:
@@ -66,7 +66,7 @@ def run_scheduler(placed: Placed, scheduler: Scheduler, runner: Runner) -> Sched
     )
 
 
-def time_schedule(
+def simulate_schedule(
     placed: Placed, schedule: Schedule, runner: Runner, known: tuple[Scheduled, ...] = ()
 ) -> Scheduled:
     """Return a schedule with its simulated step. If a schedule in `known` has the same tasks in the

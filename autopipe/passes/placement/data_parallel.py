@@ -67,7 +67,7 @@ class DataParallel:
                 reason = (
                     "requires a subset of the devices, but data_parallel uses all for each node"
                 )
-            elif not _is_by_samples(each, samples, devices):
+            elif not _permits_sample_split(each, samples, devices):
                 reason = (
                     "requires a split other than the samples over "
                     f"{devices} {plural(devices, 'device')}"
@@ -81,7 +81,7 @@ class DataParallel:
         )
 
 
-def _is_by_samples(resolved: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
+def _permits_sample_split(resolved: ResolvedConstraint, samples: SampleAxes, size: int) -> bool:
     """True if the constraint `resolved` is satisfied by splitting the samples of its nodes over
     `size` devices, and nothing else. A constraint without a split is satisfied.
     """

@@ -69,7 +69,7 @@ class NodeNames:
         self._sorted = sorted(variants)
         self._globs: dict[str, tuple[int, ...]] = {}
 
-    def meant(self, entry: NodeEntry) -> tuple[int, ...]:
+    def selected_nodes(self, entry: NodeEntry) -> tuple[int, ...]:
         """Return the nodes that an entry selects, ascending; at least one.
 
         A text that equals the name of a node selects the nodes of that name, even if it contains
@@ -78,7 +78,7 @@ class NodeNames:
         one of whose ends selects several nodes.
         """
         if isinstance(entry, tuple):
-            first, last = map(self._one, entry)
+            first, last = map(self._single_node, entry)
             if first > last:
                 raise ConfigurationError(
                     f"{_entry_text(entry)} has its last node before its first node"
@@ -91,7 +91,7 @@ class NodeNames:
                     f"use an index from 0 to {len(self.names) - 1}",
                 )
             return (entry,)
-        matched = tuple(self._positions.get(entry, ())) or self.matched(entry)
+        matched = tuple(self._positions.get(entry, ())) or self.matching_nodes(entry)
         if not matched:
             near = difflib.get_close_matches(entry, self._positions, n=1, cutoff=0.0)
             hint = (
@@ -102,7 +102,7 @@ class NodeNames:
             raise ConfigurationError(f"{entry!r} matches the name of no node", hint)
         return matched
 
-    def matched(self, glob: str) -> tuple[int, ...]:
+    def matching_nodes(self, glob: str) -> tuple[int, ...]:
         """Return the nodes whose names match a glob, ascending; () if there are none."""
         if glob not in self._globs:
             prefix = _SPECIAL.split(glob, maxsplit=1)[0]
@@ -113,7 +113,7 @@ class NodeNames:
             self._globs[glob] = tuple(sorted(found))
         return self._globs[glob]
 
-    def called(self, node: int) -> NodeName:
+    def reference_to(self, node: int) -> NodeName:
         """Return how a placement file refers to a node: by its name if no other node has it,
         otherwise by its index.
         """
@@ -124,11 +124,11 @@ class NodeNames:
         """True if a node has this name."""
         return name in self._positions
 
-    def _one(self, end: NodeName) -> int:
+    def _single_node(self, end: NodeName) -> int:
         """Return the node that `end`, an end of a range, selects. Raise ConfigurationError if it
         selects several nodes.
         """
-        found = self.meant(end)
+        found = self.selected_nodes(end)
         if len(found) > 1:
             hint = f"use the index of one node: {', '.join(map(str, found[:4]))}" + (
                 ", ..." if len(found) > 4 else ""
@@ -147,7 +147,7 @@ def _entry_text(entry: NodeEntry) -> str:
     )
 
 
-def entries_of(
+def node_entries(
     names: NodeNames,
     nodes: Collection[int],
     among: Sequence[int],
@@ -169,7 +169,7 @@ def entries_of(
     for glob in globs:
         if not remaining:
             break
-        matched = candidates.intersection(() if names.has(glob) else names.matched(glob))
+        matched = candidates.intersection(() if names.has(glob) else names.matching_nodes(glob))
         if not remaining.isdisjoint(matched) and all(node in allowed for node in matched):
             found.append((min(matched), glob))
             remaining -= matched
@@ -181,8 +181,8 @@ def entries_of(
         )
     ]
     for start, stop in chain.from_iterable(map(node_ranges, parts)):
-        first = names.called(among[start])
-        last = names.called(among[stop - 1])
+        first = names.reference_to(among[start])
+        last = names.reference_to(among[stop - 1])
         found.append((among[start], first if start + 1 == stop else (first, last)))
     return tuple(entry for _, entry in sorted(found, key=lambda each: each[0]))
 
@@ -199,7 +199,7 @@ def layer_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
             (index for index, folder in enumerate(folders, 1) if any(map(str.isdigit, folder))), 0
         )
         layers["".join(f"{folder}/" for folder in folders[:count])] = None
-    return (f"{_literal(layer)}*" for layer in layers if layer)
+    return (f"{_escape_glob(layer)}*" for layer in layers if layer)
 
 
 def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
@@ -209,20 +209,20 @@ def role_globs(names: NodeNames, nodes: Iterable[int]) -> Iterator[str]:
     """
     folders_and_own = (names.names[node].rpartition("/") for node in nodes)
     roles = (
-        re.sub(r"\d+", "*", _literal(folders)) + slash + _literal(own)
+        re.sub(r"\d+", "*", _escape_glob(folders)) + slash + _escape_glob(own)
         for folders, slash, own in folders_and_own
         if re.search(r"\d", folders)
     )
     return islice(dict.fromkeys(roles), _MAXIMUM_GLOBS)
 
 
-def _literal(text: str) -> str:
+def _escape_glob(text: str) -> str:
     """Return a glob that matches only `text`, with all glob characters escaped."""
     return _SPECIAL.sub(r"[\g<0>]", text)
 
 
 @dataclass(frozen=True, slots=True)
-class GivenSplits:
+class ExplicitSplits:
     """A split, and the nodes of a stage to which it applies."""
 
     split: Degrees
@@ -239,7 +239,7 @@ class GivenSplits:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenStage:
+class ExplicitStage:
     """One stage of a written placement."""
 
     devices: tuple[int | str, ...]
@@ -258,13 +258,13 @@ class GivenStage:
     """Number of the pipeline to which the stage belongs, from 0; each pipeline contains
     all nodes.
     """
-    splits: tuple[GivenSplits, ...] = ()
+    splits: tuple[ExplicitSplits, ...] = ()
     """Splits of the stage's nodes over its devices. Nodes without a split are computed in full by
     each device.
     """
 
 
-def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
+def parse_devices(written: Sequence[int | str]) -> tuple[int, ...]:
     """Return the devices that `written` lists by number, such as 4, and by range, such as "0-3".
     Raise ConfigurationError for an entry of another form.
     """
@@ -282,9 +282,9 @@ def devices_of(written: Sequence[int | str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def written_devices(devices: Sequence[int]) -> Iterator[int | str]:
-    """Yield entries for `devices` in the form that `devices_of` reads, in the given order. At least
-    `_MINIMUM_RUN` consecutive devices become a range.
+def device_entries(devices: Sequence[int]) -> Iterator[int | str]:
+    """Yield entries for `devices` in the form that `parse_devices` reads, in the given order. At
+    least `_MINIMUM_RUN` consecutive devices become a range.
     """
     for _, each in groupby(enumerate(devices), key=lambda numbered: numbered[1] - numbered[0]):
         run = [device for _, device in each]
@@ -302,7 +302,7 @@ class Explicit:
 
     name: ClassVar[str] = "explicit"
 
-    placement: tuple[GivenStage, ...] = ()
+    placement: tuple[ExplicitStage, ...] = ()
     """The stages in order. A stage may read values of earlier stages only."""
 
     @property
@@ -317,8 +317,8 @@ class Explicit:
         """Return the devices of stage `index`. Raise ConfigurationError, which names the stage, for
         an entry that is not a device.
         """
-        with _naming(index):
-            return devices_of(self.placement[index].devices)
+        with _add_stage_to_errors(index):
+            return parse_devices(self.placement[index].devices)
 
     def division(self, graph: Graph) -> Division:
         """Return `Division.MANY`: a pipeline is kept busy by many micro-batches."""
@@ -343,9 +343,11 @@ class Explicit:
         homes = [_stage_nodes(names, index, each) for index, each in enumerate(self.placement)]
         stages = []
         for index, each in enumerate(self.placement):
-            moved = self._moved(names, homes, index)
+            moved = self._splits_of_moved_nodes(names, homes, index)
             stages.append(
-                _stage(problem, names, index, each, self.devices_at(index), homes[index], moved)
+                _make_stage(
+                    problem, names, index, each, self.devices_at(index), homes[index], moved
+                )
             )
         placement = Placement(tuple(stages))
         for pipeline in range(placement.pipelines):
@@ -353,7 +355,9 @@ class Explicit:
         _check_order(problem.graph, placement)
         return placement
 
-    def _moved(self, names: NodeNames, homes: Sequence[set[int]], index: int) -> dict[int, Degrees]:
+    def _splits_of_moved_nodes(
+        self, names: NodeNames, homes: Sequence[set[int]], index: int
+    ) -> dict[int, Degrees]:
         """Return splits, by node, of nodes of stage `index` that splits of other stages select.
 
         If a node is moved to another stage, its entry in the splits of the former stage still
@@ -368,14 +372,14 @@ class Explicit:
                 continue
             for given in stage.splits:
                 for entry in given.nodes:
-                    with _naming(other):
-                        meant = names.meant(entry)
-                    if _has_left(entry, meant, homes[other]):
+                    with _add_stage_to_errors(other):
+                        meant = names.selected_nodes(entry)
+                    if _selects_moved_nodes(entry, meant, homes[other]):
                         found.update((node, given.split) for node in meant if node in homes[index])
         return found
 
 
-def _has_left(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
+def _selects_moved_nodes(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
     """True if `meant`, the nodes that `entry` selects, show that a node was moved out of the
     entry's stage, which has the nodes `home`.
     """
@@ -384,10 +388,10 @@ def _has_left(entry: NodeEntry, meant: Sequence[int], home: set[int]) -> bool:
     return home.isdisjoint(meant)
 
 
-def _stage_nodes(names: NodeNames, index: int, given: GivenStage) -> set[int]:
+def _stage_nodes(names: NodeNames, index: int, given: ExplicitStage) -> set[int]:
     """Return the nodes that stage `index` lists. Raise ConfigurationError if it lists none."""
-    with _naming(index):
-        nodes = {node for entry in given.nodes for node in names.meant(entry)}
+    with _add_stage_to_errors(index):
+        nodes = {node for entry in given.nodes for node in names.selected_nodes(entry)}
     if not nodes:
         raise ConfigurationError(
             f"stage {index} has no nodes", hint="add nodes to the stage, or remove it"
@@ -395,11 +399,11 @@ def _stage_nodes(names: NodeNames, index: int, given: GivenStage) -> set[int]:
     return nodes
 
 
-def _stage(
+def _make_stage(
     problem: Problem,
     names: NodeNames,
     index: int,
-    given: GivenStage,
+    given: ExplicitStage,
     devices: tuple[int, ...],
     nodes: set[int],
     moved: Mapping[int, Degrees],
@@ -447,8 +451,8 @@ def _stage(
     required: dict[int, Degrees] = {}
     named: set[int] = set()
     for each in given.splits:
-        found = _nodes_of(names, samples, index, each, nodes)
-        required |= {node: split_of(samples, node, each.split) for node in found}
+        found = _select_nodes(names, samples, index, each, nodes)
+        required |= {node: node_split(samples, node, each.split) for node in found}
         named |= found if each.nodes != EVERY else set()
     for node in moved.keys() - named:
         required.update(_moved_split(samples, node, moved[node], len(devices), node in required))
@@ -480,15 +484,15 @@ def _moved_split(
     no split for all its nodes (`has_other` is False), the node's samples are split over all
     devices, if they can be divided evenly.
     """
-    own = split_of(samples, node, split)
+    own = node_split(samples, node, split)
     if devices % math.prod(degree for _, degree in own) == 0:
         yield node, own
     elif not has_other and devices > 1 and samples.divides(node, devices):
-        yield node, split_of(samples, node, ((SAMPLES, devices),))
+        yield node, node_split(samples, node, ((SAMPLES, devices),))
 
 
 @contextmanager
-def _naming(index: int) -> Iterator[None]:
+def _add_stage_to_errors(index: int) -> Iterator[None]:
     """Return a context manager that prepends the number of the stage to the message of a
     ConfigurationError.
     """
@@ -498,8 +502,8 @@ def _naming(index: int) -> Iterator[None]:
         raise ConfigurationError(f"stage {index}: {error.message}", error.hint) from error
 
 
-def _nodes_of(
-    names: NodeNames, samples: SampleAxes, index: int, given: GivenSplits, nodes: set[int]
+def _select_nodes(
+    names: NodeNames, samples: SampleAxes, index: int, given: ExplicitSplits, nodes: set[int]
 ) -> set[int]:
     """Return the nodes of stage `index` that the entries of `given` select. The result is empty if
     all of them were moved to other stages. Raise ConfigurationError if none of the nodes has an
@@ -507,8 +511,8 @@ def _nodes_of(
     """
     found: set[int] = set()
     for entry in given.nodes:
-        with _naming(index):
-            found |= nodes.intersection(names.meant(entry))
+        with _add_stage_to_errors(index):
+            found |= nodes.intersection(names.selected_nodes(entry))
     for axis, _ in given.split:
         if found and not any(axis_of_node(samples, node, axis, SAMPLES) for node in found):
             first = min(found)
@@ -520,7 +524,7 @@ def _nodes_of(
     return found
 
 
-def split_of(samples: SampleAxes, node: int, split: Degrees) -> Degrees:
+def node_split(samples: SampleAxes, node: int, split: Degrees) -> Degrees:
     """Return the part of `split` that applies to a node: axes that the node lacks are omitted, and
     `samples` is replaced by the name of the node's sample axis.
     """
@@ -572,7 +576,7 @@ def _node_text(graph: Graph, node: int) -> str:
     return f"node {node}, {graph.nodes[node].name!r}"
 
 
-def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Explicit:
+def explicit_strategy(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> Explicit:
     """Return the strategy that produces exactly this placement of `graph`, with as few entries as
     ranges and globs permit.
 
@@ -583,9 +587,9 @@ def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> E
     everywhere = range(len(names.names))
     return Explicit(
         tuple(
-            GivenStage(
-                devices=tuple(written_devices(stage.devices)),
-                nodes=entries_of(
+            ExplicitStage(
+                devices=tuple(device_entries(stage.devices)),
+                nodes=node_entries(
                     names,
                     stage.nodes,
                     everywhere,
@@ -596,42 +600,44 @@ def written(graph: Graph, placement: Placement, layers: Sequence[str] = ()) -> E
                 micro_batch_size=stage.micro_batch_size,
                 recompute=stage.recompute,
                 pipeline=stage.pipeline,
-                splits=_written_splits(names, samples, stage),
+                splits=_split_entries(names, samples, stage),
             )
             for stage in placement.stages
         )
     )
 
 
-def _written_splits(names: NodeNames, samples: SampleAxes, stage: Stage) -> tuple[GivenSplits, ...]:
+def _split_entries(
+    names: NodeNames, samples: SampleAxes, stage: Stage
+) -> tuple[ExplicitSplits, ...]:
     """Return the splits of a stage as entries.
 
     If one split applies to more than half of the split nodes, it is written first, for all nodes
     (`*`). Nodes whose split differs from it follow, with one entry per distinct split.
     """
     degrees_by_node = {
-        node: degrees_of(samples, node, stage.splits_of(node)) for node in stage.nodes
+        node: node_degrees(samples, node, stage.splits_of(node)) for node in stage.nodes
     }
     counted = Counter(filter(None, degrees_by_node.values()))
     found = []
     remaining = [node for node in stage.nodes if degrees_by_node[node]]
     for most_frequent, count in counted.most_common(1):
         if 2 * count > counted.total() and not names.has("*"):
-            found.append(GivenSplits(most_frequent, EVERY))
+            found.append(ExplicitSplits(most_frequent, EVERY))
             served = _nodes_with_splits(samples, stage, most_frequent)
             remaining = [node for node in stage.nodes if node not in served]
     for degrees in dict.fromkeys(degrees_by_node[node] for node in remaining):
         same = [node for node in remaining if degrees_by_node[node] == degrees]
         allowed = _nodes_with_splits(samples, stage, degrees)
         found.append(
-            GivenSplits(
-                degrees, entries_of(names, same, stage.nodes, allowed, role_globs(names, same))
+            ExplicitSplits(
+                degrees, node_entries(names, same, stage.nodes, allowed, role_globs(names, same))
             )
         )
     return tuple(found)
 
 
-def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> Degrees:
+def node_degrees(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> Degrees:
     """Return the splits of a node as (axis, degree) pairs. The node's sample axis is called
     `samples`.
     """
@@ -641,10 +647,10 @@ def degrees_of(samples: SampleAxes, node: int, splits: tuple[Split, ...]) -> Deg
 
 def _nodes_with_splits(samples: SampleAxes, stage: Stage, degrees: Degrees) -> frozenset[int]:
     """Return the nodes of a stage whose splits equal the splits that `degrees` produces for them
-    (`split_of`).
+    (`node_split`).
     """
     found = {
-        node: tuple(Split(*each) for each in split_of(samples, node, degrees))
+        node: tuple(Split(*each) for each in node_split(samples, node, degrees))
         for node in stage.nodes
     }
     return frozenset(node for node, splits in found.items() if splits == stage.splits_of(node))

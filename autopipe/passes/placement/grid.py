@@ -74,7 +74,7 @@ class Degrees:
     apart: bool = False
 
     @property
-    def width(self) -> int:
+    def group_size(self) -> int:
         """Number of devices of a group."""
         return self.data * self.tensor
 
@@ -84,7 +84,9 @@ class Degrees:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the devices of each group, one replica after the other."""
         group_stride, replica_stride = (
-            (self.tensor, self.pipeline * self.tensor) if self.apart else (self.width, self.tensor)
+            (self.tensor, self.pipeline * self.tensor)
+            if self.apart
+            else (self.group_size, self.tensor)
         )
         inside = [
             replica * replica_stride + device
@@ -122,7 +124,7 @@ def factorisations(
                 yield Degrees(pipeline_degree, remaining // pipeline_degree, tensor_degree)
 
 
-def place(
+def place_grid(
     problem: Problem,
     degrees: Degrees,
     stages_per_rank: int,
@@ -167,8 +169,8 @@ def place(
 
 
 _TASKS = 2**14
-"""Maximum number of stages times micro-batches in the first trial of a factorisation. Micro-batches
-of one sample can mean so many tasks that a step takes long to simulate.
+"""Maximum number of stages times micro-batches in the first trial of a factorisation. A step with
+more tasks, such as one with micro-batches of a single sample, takes long to simulate.
 """
 
 _CLOSE = 1.1
@@ -248,14 +250,14 @@ class GridSearch:
             if estimates:
                 found.append((min(estimates.values()), degrees, estimates))
 
-        def seconds(degrees: Degrees, size: int) -> float:
+        def step_seconds(degrees: Degrees, size: int) -> float:
             """Return the seconds of a step of a trial; infinite if it is infeasible."""
-            trial = self._try(degrees, size)
+            trial = self._cached_trial(degrees, size)
             return math.inf if trial is None else trial.step_s
 
         started = []
         for least_s, degrees, estimates in sorted(found, key=itemgetter(0)):
-            if least_s >= self._best_s() or not self._state_fits(degrees):
+            if least_s >= self._best_step_s() or not self._state_fits(degrees):
                 continue
             degree_sizes = list(estimates)
             most = max(1, _TASKS // (degrees.pipeline * self.stages_per_rank))
@@ -264,7 +266,9 @@ class GridSearch:
                 degree_sizes[-1],
             )
             # If these micro-batches exceed the memory, the smallest ones may still fit.
-            first = self._try(degrees, large_enough) or self._try(degrees, degree_sizes[0])
+            first = self._cached_trial(degrees, large_enough) or self._cached_trial(
+                degrees, degree_sizes[0]
+            )
             if first is not None:
                 # Start the search with the size that has the shortest estimate among the sizes that
                 # are predicted to fit. The step with this size is predicted from the first trial by
@@ -275,11 +279,11 @@ class GridSearch:
                 ratio = estimates[start] / estimates[first.size] if estimates[first.size] else 1.0
                 started.append((first.step_s * ratio, degrees, degree_sizes, start))
         for promised_s, degrees, degree_sizes, start in sorted(started, key=itemgetter(0)):
-            if promised_s <= _CLOSE * self._best_s():
-                climb(degree_sizes, degree_sizes.index(start), partial(seconds, degrees))
+            if promised_s <= _CLOSE * self._best_step_s():
+                climb(degree_sizes, degree_sizes.index(start), partial(step_seconds, degrees))
         best = self.best
         if best is None and self.refused:
-            raise self._refusal(every, sizes)
+            raise self._error_to_raise(every, sizes)
         if best is None:
             smallest = min((degrees.data for degrees in every), default=1)
             raise InfeasibleError(
@@ -292,7 +296,7 @@ class GridSearch:
             and best.degrees.data > 1
             and self.problem.cluster.node_count > 1
         ):
-            self._try(replace(best.degrees, apart=True), best.size)
+            self._cached_trial(replace(best.degrees, apart=True), best.size)
         assert self.best is not None
         return self.best.placement
 
@@ -307,7 +311,7 @@ class GridSearch:
         """
         problem = self.problem
         work = self._seconds.of(
-            problem.cluster.kinds, degrees.width * problem.micro_batch_size // size
+            problem.cluster.kinds, degrees.group_size * problem.micro_batch_size // size
         )
         rounds = (
             problem.batch_size / size + (degrees.pipeline - 1) / self.stages_per_rank
@@ -341,7 +345,7 @@ class GridSearch:
             self._state.total - self._state.optimizer_bytes + self._state.optimizer_bytes // copies
         ) // parts
 
-    def _refusal(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
+    def _error_to_raise(self, every: Sequence[Degrees], sizes: Sequence[int]) -> AutopipeError:
         """Return the error to raise if there is no placement. If memory is a reason, it is the
         error of the degrees that exceed the memory the least.
 
@@ -360,14 +364,14 @@ class GridSearch:
             ):
                 continue
             try:
-                excess, error = self._excess(self.sized(size), degrees, tried)
+                excess, error = self._memory_excess(self.sized(size), degrees, tried)
             except CANDIDATE_ERRORS:
                 continue
             if best is None or excess < best[0]:
                 best = excess, error
         return self.refused[-1] if best is None or best[0] <= 0 else best[1]
 
-    def _excess(
+    def _memory_excess(
         self, problem: Problem, degrees: Degrees, every: Sequence[Degrees]
     ) -> tuple[float, OutOfMemoryError]:
         """Return (bytes, error) for a placement under 1F1B: the bytes by which it exceeds the
@@ -376,7 +380,7 @@ class GridSearch:
         """
         if problem.train and problem.recompute == "auto":
             problem = replace(problem, recompute="full")
-        placement = place(problem, degrees, self.stages_per_rank, self.style, self.opposite)
+        placement = place_grid(problem, degrees, self.stages_per_rank, self.style, self.opposite)
         # The memory of all devices peaks once all stages are busy, so a few micro-batches are
         # enough.
         count = min(problem.micro_batches, 4 * len(placement.stages))
@@ -398,7 +402,7 @@ class GridSearch:
             problem, stages, len(placement.stages), worst, need, detail=detail
         )
 
-    def _try(self, degrees: Degrees, size: int) -> GridTrial | None:
+    def _cached_trial(self, degrees: Degrees, size: int) -> GridTrial | None:
         """Return the trial with these degrees and micro-batches of `size` samples, or None if it is
         infeasible. Trials are cached.
         """
@@ -406,19 +410,19 @@ class GridSearch:
         if key not in self._tried:
             self._tried[key] = None
             try:
-                found = self._tried[key] = self._trial(self.sized(size), degrees)
+                found = self._tried[key] = self._run_trial(self.sized(size), degrees)
             except CANDIDATE_ERRORS as error:
                 self.refused.append(error)
             else:
-                self.best = found if found.step_s < self._best_s() else self.best
+                self.best = found if found.step_s < self._best_step_s() else self.best
         return self._tried[key]
 
-    def _trial(self, problem: Problem, degrees: Degrees) -> GridTrial:
+    def _run_trial(self, problem: Problem, degrees: Degrees) -> GridTrial:
         """Return a new trial with these degrees on the problem's micro-batches. Raise an error if
         it is infeasible.
         """
         placement = fitted(
-            problem, place(problem, degrees, self.stages_per_rank, self.style, self.opposite)
+            problem, place_grid(problem, degrees, self.stages_per_rank, self.style, self.opposite)
         )
         costs = stage_costs(problem, placement)
         step_s = quick_step_seconds(problem, placement, costs)
@@ -433,7 +437,7 @@ class GridSearch:
             degrees, problem.micro_batch_size, placement, step_s, tuple(sorted(memory))
         )
 
-    def _best_s(self) -> float:
+    def _best_step_s(self) -> float:
         """Return the seconds of the best step so far; infinite if there is none."""
         return math.inf if self.best is None else self.best.step_s
 
@@ -548,9 +552,9 @@ class Grid:
         """Return the placement with the shortest simulated step. Raise InfeasibleError if no
         placement fits into memory, and ConfigurationError for violated constraints.
         """
-        return best_group_order(problem, self._placed)
+        return best_group_order(problem, self._place)
 
-    def _placed(self, problem: Problem) -> Placement:
+    def _place(self, problem: Problem) -> Placement:
         """Return the best placement if the devices are used in the order of the problem's cluster.
         Raise as `run` does.
         """

@@ -53,7 +53,7 @@ class OneWeirdTrick:
         """Raise InfeasibleError for a model without convolutions, for devices of different types
         that may not share a stage, or if the devices cannot split the samples evenly.
         """
-        if "convolution" not in _kinds(problem.graph):
+        if "convolution" not in _operator_kinds(problem.graph):
             raise InfeasibleError(
                 "one_weird_trick requires convolutions followed by fully connected layers, but "
                 "the model lacks convolutions",
@@ -66,17 +66,17 @@ class OneWeirdTrick:
         """Return a placement with one stage on all devices. Raise ConfigurationError for a violated
         constraint, and InfeasibleError if memory does not suffice.
         """
-        placement = _by_one_weird_trick(problem)
+        placement = _place_one_weird_trick(problem)
         check_constraints_met(problem, placement, self.name)
         return fitted(problem, placement)
 
 
-def _kinds(graph: Graph) -> set[str]:
+def _operator_kinds(graph: Graph) -> set[str]:
     """Return the operator kinds that occur in the graph, such as `matmul` and `convolution`."""
     return {row.kind for node in graph.nodes if (row := operator_of(node)) is not None}
 
 
-def _by_one_weird_trick(problem: Problem) -> Placement:
+def _place_one_weird_trick(problem: Problem) -> Placement:
     """Return a placement with one stage on all devices, split as `OneWeirdTrick` describes. Raise
     InfeasibleError if the samples cannot be split evenly.
     """
@@ -88,7 +88,7 @@ def _by_one_weird_trick(problem: Problem) -> Placement:
     networks = [(degree, replicated_graph(graph, devices // degree, samples)) for degree in degrees]
     matmuls = {node for node in nodes if samples.uses[node].row.kind == "matmul"}
     found: dict[int, tuple[Split, ...]] = {}
-    for node in _fully_connected(networks[0][1], matmuls):
+    for node in _fully_connected_matmuls(networks[0][1], matmuls):
         for degree, network in networks[:-1]:
             axis = seed_axis(network, node, degree, frozenset())
             if axis is None:
@@ -106,7 +106,7 @@ def _by_one_weird_trick(problem: Problem) -> Placement:
     return one_stage(problem, with_samples_split(samples, nodes, devices, found))
 
 
-def _fully_connected(network: ReplicatedGraph, matmuls: set[int]) -> Iterator[int]:
+def _fully_connected_matmuls(network: ReplicatedGraph, matmuls: set[int]) -> Iterator[int]:
     """Yield, in ascending order, the nodes of `matmuls` that read a parameter and whose results
     reach no convolution.
     """
@@ -123,7 +123,7 @@ def _fully_connected(network: ReplicatedGraph, matmuls: set[int]) -> Iterator[in
             yield node
 
 
-def _pipeline_of_layers(problem: Problem) -> Placement:
+def _pipeline_recurrent_layers(problem: Problem) -> Placement:
     """Return a pipeline with one stage per recurrent layer, or per several consecutive layers if
     there are more layers than stages. The number of stages divides the number of devices.
 
@@ -134,7 +134,7 @@ def _pipeline_of_layers(problem: Problem) -> Placement:
     """
     devices = problem.cluster.size
     samples = sample_axes(problem.graph)
-    layer_of = _layers(problem.graph, samples)
+    layer_of = _recurrent_layers(problem.graph, samples)
     layers = 1 + max(layer_of)
     count = max(each for each in range(1, min(layers, devices) + 1) if devices % each == 0)
     size = devices // count
@@ -152,7 +152,7 @@ def _pipeline_of_layers(problem: Problem) -> Placement:
     return Placement(tuple(stages))
 
 
-def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
+def _recurrent_layers(graph: Graph, samples: SampleAxes) -> list[int]:
     """Return the recurrent layer to which each node belongs, numbered from 0: the last layer on
     which the node depends, otherwise the first layer that reads the node's results, otherwise 0.
     """
@@ -169,7 +169,7 @@ def _layers(graph: Graph, samples: SampleAxes) -> list[int]:
     return [layer - 1 for layer in found]
 
 
-def _largest_degree(problem: Problem) -> int:
+def _best_tensor_degree(problem: Problem) -> int:
     """Return the number of devices within a node of the cluster over which tensor parallelism can
     split the most operators; ties: the largest number wins.
 
@@ -189,7 +189,7 @@ def _largest_degree(problem: Problem) -> int:
     )
 
 
-def _tensor_parallel(problem: Problem, degree: int) -> Placement:
+def _place_tensor_parallel(problem: Problem, degree: int) -> Placement:
     """Return a placement with one stage on all devices, in tensor-parallel groups of `degree`
     neighbouring devices.
 
@@ -236,7 +236,7 @@ class Handcrafted:
         """Return `Division.MANY` for a model with recurrent layers, which becomes a pipeline, and
         otherwise `Division.FEW`.
         """
-        return Division.MANY if "recurrent" in _kinds(graph) else Division.FEW
+        return Division.MANY if "recurrent" in _operator_kinds(graph) else Division.FEW
 
     def requires(self, problem: Problem) -> None:
         """Raise ConfigurationError if `tensor` is negative.
@@ -253,7 +253,7 @@ class Handcrafted:
             )
         check_operators(problem)
         check_one_kind(problem, self.name)
-        if not _kinds(problem.graph) & {"recurrent", "convolution"}:
+        if not _operator_kinds(problem.graph) & {"recurrent", "convolution"}:
             check_state(
                 problem, problem.cluster.size, self.tensor or problem.cluster.devices_per_node
             )
@@ -270,13 +270,13 @@ class Handcrafted:
         for each in problem.work:
             work[each.kind] += int(each.forward_flops)
         if work["recurrent"]:
-            placement = _pipeline_of_layers(problem)
+            placement = _pipeline_recurrent_layers(problem)
         elif work["convolution"] > work["matmul"]:
             check_samples(problem, problem.cluster.size, self.name)
-            placement = _by_one_weird_trick(problem)
+            placement = _place_one_weird_trick(problem)
         else:
-            degree = self.tensor or _largest_degree(problem)
-            placement = _tensor_parallel(problem, degree)
+            degree = self.tensor or _best_tensor_degree(problem)
+            placement = _place_tensor_parallel(problem, degree)
             chosen_options = () if self.tensor else (("tensor", degree),)
         check_constraints_met(problem, placement, self.name)
         return replace(fitted(problem, placement), options=chosen_options)

@@ -81,17 +81,19 @@ class Manual:
         stages: list[Stage] = []
         for pipeline in sorted(pipelines):
             own = tuple(each for each in resolved if each.constraint.pipeline == pipeline)
-            stages += (replace(stage, pipeline=pipeline) for stage in _pipeline(problem, own))
+            stages += (
+                replace(stage, pipeline=pipeline) for stage in _pipeline_stages(problem, own)
+            )
         return fitted(problem, Placement(tuple(stages)))
 
 
-def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
+def _pipeline_stages(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Iterator[Stage]:
     """Yield the stages of one pipeline that its constraints `resolved` describe. Raise
     ConfigurationError for a stage without nodes or a split that is not possible.
     """
     graph = problem.graph
     whole = problem.micro_batch_size
-    stage_of = _stages(graph, resolved)
+    stage_of = _node_stages(graph, resolved)
     count = max(stage_of) + 1
     members = [
         tuple(node for node, stage in enumerate(stage_of) if stage == index)
@@ -101,8 +103,8 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
         raise ConfigurationError(
             f"the constraints assign no nodes to stage {members.index(())} of {count}"
         )
-    devices = _devices(problem, resolved, stage_of, count)
-    sizes = _agreed(
+    devices = _stage_devices(problem, resolved, stage_of, count)
+    sizes = _required_by_stage(
         resolved, stage_of, lambda each: each.constraint.micro_batch_size, "micro-batches of"
     )
     splits = required_splits(resolved, sample_axes(graph))
@@ -129,7 +131,7 @@ def _pipeline(problem: Problem, resolved: tuple[ResolvedConstraint, ...]) -> Ite
         yield Stage(nodes, group_of, size, tuple(sorted(own.items())), problem.recomputes_all)
 
 
-def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
+def _node_stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]:
     """Return the stage of each node: the stage that a constraint requires, otherwise the stage by
     the first rule of `Manual`. Raise ConfigurationError if a node would read a value of a later
     stage.
@@ -143,7 +145,7 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
         if each.constraint.stage is not None
     }
     recomputed = recomputed_nodes(graph)
-    first = _first_readers(graph, wanted)
+    first = _first_reading_stages(graph, wanted)
     inputs = {value.name for value in graph.inputs}
     stage_of: list[int] = []
     source_of: list[ResolvedConstraint | None] = []
@@ -176,7 +178,7 @@ def _stages(graph: Graph, resolved: tuple[ResolvedConstraint, ...]) -> list[int]
     return stage_of
 
 
-def _first_readers(graph: Graph, wanted: dict[int, int]) -> list[int]:
+def _first_reading_stages(graph: Graph, wanted: dict[int, int]) -> list[int]:
     """Return, for each node, the first stage that reads its result, directly or through nodes
     without a required stage. `wanted` contains the required stages by node. A node that no such
     stage reads gets the last required stage, or 0.
@@ -193,7 +195,7 @@ def _first_readers(graph: Graph, wanted: dict[int, int]) -> list[int]:
 Value = TypeVar("Value")
 
 
-def _agreed(
+def _required_by_stage(
     resolved: tuple[ResolvedConstraint, ...],
     stage_of: list[int],
     value_of: Callable[[ResolvedConstraint], Value | None],
@@ -217,14 +219,14 @@ def _agreed(
     return required
 
 
-def _devices(
+def _stage_devices(
     problem: Problem, resolved: tuple[ResolvedConstraint, ...], stage_of: list[int], count: int
 ) -> list[tuple[int, ...]]:
     """Return the devices of each of `count` stages: the devices that constraints require, or an
     even division of all devices if no constraint requires devices. Raise ConfigurationError if the
     devices cannot be divided evenly, or if constraints name devices for some stages only.
     """
-    required = _agreed(resolved, stage_of, lambda each: each.devices, "devices for")
+    required = _required_by_stage(resolved, stage_of, lambda each: each.devices, "devices for")
     size = problem.cluster.size
     if not required:
         if size % count:

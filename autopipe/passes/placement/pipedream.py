@@ -66,7 +66,7 @@ after the last), and the number of devices of its first stage.
 """
 
 
-def search(
+def search_chains(
     blocks: int,
     devices: int,
     stages: int,
@@ -110,10 +110,10 @@ def search(
             {used: found for used, found in reached.items() if np.isfinite(found[0]).any()}
         )
         if devices in reached and np.isfinite(reached[devices][0][0]):
-            yield _trace(choices, devices, stage_cost)
+            yield _trace_chain(choices, devices, stage_cost)
 
 
-def _trace(choices: list[Choices], devices: int, cost: StageCost) -> list[ChainStage]:
+def _trace_chain(choices: list[Choices], devices: int, cost: StageCost) -> list[ChainStage]:
     """Return the chain on all `devices` that the `choices` of the dynamic program, one per number
     of stages, determine.
     """
@@ -167,7 +167,7 @@ class ChainConstraint:
 _MANUAL = "use strategy manual, which follows all constraints"
 
 
-def _rules(
+def _chain_constraints(
     resolved: tuple[ResolvedConstraint, ...], chain: Chain, samples: SampleAxes
 ) -> tuple[ChainConstraint, ...]:
     """Return the constraints in terms of blocks of the chain. Raise ConfigurationError for a
@@ -223,7 +223,7 @@ class ChainCosts:
         self._compute = cache(tables.seconds)
         self._parts = cache(tables.memory)
         self._times = cache(self._stage_seconds)
-        self._fits = cache(self._within)
+        self._fits = cache(self._fit_memory)
 
     def seconds(self, from_end: int, device: int, degree: int) -> Matrix:
         """Return the seconds per micro-batch of stages at this position. A stage recomputes its
@@ -237,7 +237,7 @@ class ChainCosts:
         kinds = frozenset(cluster.device_types_among(group))
         reduce = exchange_of_gradients(self.problem, group)
         plain, again = self._times(degree, kinds, before, after, reduce)
-        fits, fits_again = self._fits(degree, self._in_flight(from_end), self._limit(group))
+        fits, fits_again = self._fits(degree, self._in_flight(from_end), self._memory_limit(group))
         return np.where(fits, plain, np.where(fits_again, again, np.inf))
 
     def excess(self, from_end: int, device: int, degree: int) -> Matrix:
@@ -245,8 +245,12 @@ class ChainCosts:
         without recomputation, whichever needs less memory. The result is negative for stages that
         fit.
         """
-        plain, again = self._memory(degree, self._in_flight(from_end))
-        return np.minimum(plain, again) - self._limit(range(device, device + degree)) + self._empty
+        plain, again = self._stage_memory(degree, self._in_flight(from_end))
+        return (
+            np.minimum(plain, again)
+            - self._memory_limit(range(device, device + degree))
+            + self._empty
+        )
 
     def placement(self, pieces: list[ChainStage]) -> Placement:
         """Return the placement with the stages `pieces`. A stage recomputes its forward only if it
@@ -258,7 +262,7 @@ class ChainCosts:
             devices = range(piece.device, piece.device + piece.degree)
             splits = self.tables.samples.splits(nodes, piece.degree)
             fits, _ = self._fits(
-                piece.degree, self._in_flight(len(pieces) - index), self._limit(devices)
+                piece.degree, self._in_flight(len(pieces) - index), self._memory_limit(devices)
             )
             again = not fits[piece.first, piece.stop]
             stages.append(
@@ -270,7 +274,7 @@ class ChainCosts:
         """Return the number of micro-batches in flight at a stage under 1F1B."""
         return min(from_end, self.problem.micro_batches)
 
-    def _limit(self, group: range) -> int:
+    def _memory_limit(self, group: range) -> int:
         """Return the smallest memory limit in bytes of the devices in `group`."""
         return min(map(self.problem.memory_of, group))
 
@@ -301,7 +305,7 @@ class ChainCosts:
                 )
         return np.maximum.reduce(plain), np.maximum.reduce(again)
 
-    def _memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:
+    def _stage_memory(self, degree: int, in_flight: int) -> tuple[Matrix, Matrix]:
         """Return the bytes of stages (without recomputation, with recomputation). A variant that
         the problem excludes is infinite.
         """
@@ -320,13 +324,13 @@ class ChainCosts:
 
         return needed(False), needed(True)
 
-    def _within(
+    def _fit_memory(
         self, degree: int, in_flight: int, limit: int
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return whether stages fit into `limit` bytes, as boolean matrices (without recomputation,
         with recomputation).
         """
-        plain, again = self._memory(degree, in_flight)
+        plain, again = self._stage_memory(degree, in_flight)
         return plain <= limit, again <= limit
 
 
@@ -386,7 +390,9 @@ class PipeDream:
         """
         found = best_group_order(
             problem,
-            lambda ordered: best_micro_batch_size(ordered, lambda sized, _: self._answer(sized)),
+            lambda ordered: best_micro_batch_size(
+                ordered, lambda sized, _: self._best_placement(sized)
+            ),
         )
         return (
             found
@@ -394,7 +400,7 @@ class PipeDream:
             else replace(found, options=(("max_stages", len(found.stages)),))
         )
 
-    def _answer(self, problem: Problem) -> tuple[Placement, float]:
+    def _best_placement(self, problem: Problem) -> tuple[Placement, float]:
         """Return (placement, seconds of a step) for the best chain at the problem's micro-batch
         size.
         """
@@ -415,7 +421,7 @@ class PipeDream:
         tables = make_tables(
             problem, make_chain(problem.graph, forward + backward, _MAXIMUM_BLOCKS, groups)
         )
-        rules = _rules(resolved, tables.chain, tables.samples)
+        rules = _chain_constraints(resolved, tables.chain, tables.samples)
         # Constraints name devices and stages of the full cluster, so fewer devices are tried only
         # if there are no constraints.
         least_devices = problem.cluster.size if rules else 1
@@ -423,10 +429,12 @@ class PipeDream:
             costs = ChainCosts(
                 replace(tables, problem=replace(problem, cluster=problem.cluster.take(devices)))
             )
-            pieces = self._best(costs, rules)
+            pieces = self._best_chain(costs, rules)
             if pieces:
                 return costs.placement(pieces), _step_seconds(problem, pieces)
-            nearest = min(self._answers(costs, costs.excess, rules), key=_highest, default=[])
+            nearest = min(
+                self._best_chains(costs, costs.excess, rules), key=_largest_cost, default=[]
+            )
             if nearest:
                 worst = max(nearest, key=lambda piece: piece.cost)
                 need = costs.problem.memory_of(worst.device) + worst.cost
@@ -443,7 +451,9 @@ class PipeDream:
             _MANUAL,
         )
 
-    def _best(self, costs: ChainCosts, rules: tuple[ChainConstraint, ...]) -> list[ChainStage]:
+    def _best_chain(
+        self, costs: ChainCosts, rules: tuple[ChainConstraint, ...]
+    ) -> list[ChainStage]:
         """Return the best chain over all numbers of stages; ties: the fewest stages win. Return []
         if there is no chain.
 
@@ -452,24 +462,26 @@ class PipeDream:
         slower than the slowest stage of the first chain, and the minimum sum of squared seconds.
         """
         step = partial(_step_seconds, costs.problem)
-        aim = step if self.objective == "step" else _highest
-        best = min(self._answers(costs, costs.seconds, rules), key=aim, default=[])
+        aim = step if self.objective == "step" else _largest_cost
+        best = min(self._best_chains(costs, costs.seconds, rules), key=aim, default=[])
         if len(best) < 3:
             return best
-        slowest = _highest(best) * (1 + 1e-9)
+        slowest = _largest_cost(best) * (1 + 1e-9)
 
-        def squared(from_end: int, device: int, degree: int) -> Matrix:
+        def squared_seconds(from_end: int, device: int, degree: int) -> Matrix:
             """Return the squared seconds of stages; infinite for stages that are slower than
             `slowest`.
             """
             seconds = costs.seconds(from_end, device, degree)
             return np.where(seconds <= slowest, seconds**2, np.inf)
 
-        evened = next(self._chains(costs, squared, rules, len(best), len(best), np.add), [])
+        evened = next(
+            self._search_chains(costs, squared_seconds, rules, len(best), len(best), np.add), []
+        )
         evened = [replace(piece, cost=piece.cost**0.5) for piece in evened]
         return evened if evened and step(evened) <= step(best) * _EVEN_ENOUGH else best
 
-    def _answers(
+    def _best_chains(
         self, costs: ChainCosts, cost: StageCost, rules: tuple[ChainConstraint, ...]
     ) -> Iterator[list[ChainStage]]:
         """Yield the best chain for each number of stages for which there is one."""
@@ -477,9 +489,11 @@ class PipeDream:
         maximum = min(self.max_stages or devices, devices)
         has_stage_rules = any(rule.stage is not None for rule in rules)
         for stages in range(1, maximum + 1) if has_stage_rules else (maximum,):
-            yield from self._chains(costs, cost, rules, stages, stages if has_stage_rules else 1)
+            yield from self._search_chains(
+                costs, cost, rules, stages, stages if has_stage_rules else 1
+            )
 
-    def _chains(
+    def _search_chains(
         self,
         costs: ChainCosts,
         cost: StageCost,
@@ -491,7 +505,7 @@ class PipeDream:
         """Yield the best chain for each number of stages from `least` to `most`.
 
         Constraints on stage numbers are applied as if the chain had `most` stages. No stage has
-        devices of several types unless the problem permits it. `join` is that of `search`.
+        devices of several types unless the problem permits it. `join` is that of `search_chains`.
         """
         problem = costs.problem
         blocks = costs.tables.chain.blocks
@@ -502,7 +516,7 @@ class PipeDream:
             degree for degree in every if degree == 1 or (shared and size % degree == 0)
         )
 
-        def ruled(from_end: int, device: int, degree: int) -> Matrix:
+        def constrained_cost(from_end: int, device: int, degree: int) -> Matrix:
             """Return the cost of stages at this position; infinite for stages that violate a
             constraint.
             """
@@ -513,12 +527,14 @@ class PipeDream:
             )
             return sum(penalties, cost(from_end, device, degree))
 
-        for pieces in search(blocks, problem.cluster.size, most, degrees, ruled, join):
+        for pieces in search_chains(
+            blocks, problem.cluster.size, most, degrees, constrained_cost, join
+        ):
             if len(pieces) >= least:
                 yield pieces
 
 
-def _highest(pieces: list[ChainStage]) -> float:
+def _largest_cost(pieces: list[ChainStage]) -> float:
     """Return the largest stage cost of a chain."""
     return max(piece.cost for piece in pieces)
 

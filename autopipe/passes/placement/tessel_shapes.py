@@ -95,16 +95,16 @@ class CostedModel(ReplicatedGraph):
         return self.cluster.size
 
     @property
-    def share(self) -> float:
+    def small_fraction(self) -> float:
         """The fraction of the whole model below which a part counts as small: half of the even
         fraction of one device.
         """
         return 0.5 / self.devices
 
     @property
-    def least_s(self) -> float:
+    def small_seconds(self) -> float:
         """The seconds below which a part of the model counts as small."""
-        return self.share * float(self.seconds.sum())
+        return self.small_fraction * float(self.seconds.sum())
 
     def seconds_of(self, nodes: Iterable[int]) -> float:
         """Return the sum of the seconds of `nodes`."""
@@ -115,11 +115,13 @@ def costed_model(problem: Problem) -> CostedModel:
     """Return the costed model of a problem. Problems that differ only in fields that do not affect
     costs share one object.
     """
-    return _costed(problem.graph, problem.work, problem.cluster, problem.precision, problem.train)
+    return _make_costed_model(
+        problem.graph, problem.work, problem.cluster, problem.precision, problem.train
+    )
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def _costed(
+def _make_costed_model(
     graph: Graph, work: tuple[NodeCost, ...], cluster: Cluster, precision: str, train: bool
 ) -> CostedModel:
     """Return the costed model, from the fields of a problem that affect it."""
@@ -143,7 +145,7 @@ def _costed(
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def chain_of_model(model: CostedModel, together: Stages = ()) -> Chain:
+def model_chain(model: CostedModel, together: Stages = ()) -> Chain:
     """Return all nodes as a chain of blocks. The nodes of each tuple in `together` are in one
     block.
     """
@@ -164,7 +166,9 @@ class PartitionableChain:
     sizes: _Floats
     """For each block: bytes of the parameters that no earlier block reads."""
 
-    def even(self, kinds: Sequence[Device | None], capacity: Sequence[float] = ()) -> Stages:
+    def partition_evenly(
+        self, kinds: Sequence[Device | None], capacity: Sequence[float] = ()
+    ) -> Stages:
         """Return the nodes of one contiguous range of blocks for each of the device types `kinds`,
         so that the slowest range takes the least time.
 
@@ -195,7 +199,7 @@ class PartitionableChain:
 
 
 @memoize(MAX_CACHED_GRAPHS)
-def chain_of_nodes(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> PartitionableChain:
+def node_chain(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> PartitionableChain:
     """Return `nodes` as a chain, with one block for the nodes of each block of `chain`."""
     groups: dict[int, list[int]] = {}
     for node in nodes:
@@ -218,14 +222,14 @@ def chain_of_nodes(model: CostedModel, chain: Chain, nodes: Sequence[int]) -> Pa
     return PartitionableChain(blocks, lengths, sizes)
 
 
-def stage_of(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:
+def make_unsplit_stage(problem: Problem, nodes: Sequence[int], devices: tuple[int, ...]) -> Stage:
     """Return a stage whose nodes are not split."""
     return Stage(
         tuple(sorted(nodes)), devices, problem.micro_batch_size, recompute=problem.recomputes_all
     )
 
 
-def stage_of_several(
+def make_split_stage(
     problem: Problem,
     model: CostedModel,
     nodes: Sequence[int],
@@ -235,13 +239,13 @@ def stage_of_several(
     """Return a stage whose devices split the embedding tables and head weights `tables`. They also
     split the matmuls for which a split saves more time than the gather of the result costs.
     """
-    stage = stage_of(problem, nodes, devices)
+    stage = make_unsplit_stage(problem, nodes, devices)
     degree = len(devices)
     if degree == 1:
         return stage
     gather = all_gather(model.cluster, devices)
 
-    def pays(node: int) -> bool:
+    def split_pays_off(node: int) -> bool:
         """True if a split of the node saves more time than the gathers of its result in forward and
         backward cost.
         """
@@ -250,7 +254,7 @@ def stage_of_several(
         )
         return float(model.seconds[node]) * (1 - 1 / degree) > 2 * gather.seconds(size)
 
-    return replace(stage, splits=tensor_splits(model, nodes, degree, tables, pays))
+    return replace(stage, splits=tensor_splits(model, nodes, degree, tables, split_pays_off))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,7 +273,7 @@ Outline = tuple[Stage | StageRow, ...]
 """
 
 
-def with_even_chains(problem: Problem, outline: Outline, capacity: Sequence[float]) -> Placement:
+def place_even_chains(problem: Problem, outline: Outline, capacity: Sequence[float]) -> Placement:
     """Return the placement of an outline in which the stages of each chain take about equally long.
 
     `capacity` contains, for each device, the maximum number of bytes of parameters of a stage.
@@ -281,16 +285,16 @@ def with_even_chains(problem: Problem, outline: Outline, capacity: Sequence[floa
             stages.append(part)
             continue
         kinds = [problem.cluster.devices[device] for device in part.devices]
-        runs = part.line.even(kinds, [capacity[device] for device in part.devices])
+        runs = part.line.partition_evenly(kinds, [capacity[device] for device in part.devices])
         own = (
-            stage_of(problem, run, (device,))
+            make_unsplit_stage(problem, run, (device,))
             for run, device in zip(runs, part.devices, strict=True)
         )
         stages += (replace(stage, pipeline=part.pipeline) for stage in own)
     return Placement(tuple(stages))
 
 
-def with_chains_that_fit(problem: Problem, outline: Outline) -> Placement:
+def place_fitting_chains(problem: Problem, outline: Outline) -> Placement:
     """Return the placement of an outline. While memory does not suffice, its chains are partitioned
     again with smaller capacities for parameters.
 
@@ -299,7 +303,7 @@ def with_chains_that_fit(problem: Problem, outline: Outline) -> Placement:
     a chain has too few operators.
     """
     capacity = (math.inf,) * problem.cluster.size
-    placement = with_even_chains(problem, outline, capacity)
+    placement = place_even_chains(problem, outline, capacity)
     found = []
     for _ in range(_ATTEMPTS):
         excess, lighter = _excess_and_capacity(problem, placement, capacity)
@@ -308,7 +312,7 @@ def with_chains_that_fit(problem: Problem, outline: Outline) -> Placement:
             break
         try:
             capacity = lighter
-            placement = with_even_chains(problem, outline, lighter)
+            placement = place_even_chains(problem, outline, lighter)
         except InfeasibleError:
             break
     return min(found, key=lambda each: each[0])[1]
@@ -366,7 +370,7 @@ def large_tables(model: CostedModel, at_least_one: bool) -> frozenset[str]:
     graph = model.graph
     looked_up, classes = (frozenset[str]().union(*each) for each in _tables_read(model))
     sizes = {name: graph.type_of(name).bytes for name in sorted(looked_up | classes)}
-    least = model.share * sum(each.value.bytes for each in graph.parameters)
+    least = model.small_fraction * sum(each.value.bytes for each in graph.parameters)
     if at_least_one and looked_up and not any(size >= least for size in sizes.values()):
         least = max(sizes[name] for name in looked_up) / 2
     return frozenset(name for name, size in sizes.items() if size >= least)
@@ -446,23 +450,25 @@ class ModelPart:
     shared: bool
 
 
-def parts_of_chain(
+def chain_parts(
     model: CostedModel, chain: Chain, wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
     """Return the parts of the chain in order. Shared parts contain the gathers and heads of `wide`,
     with all nodes between the nodes of each of them. Chains contain all other nodes.
 
-    A chain of little work (`CostedModel.least_s`) joins an adjacent shared part.
+    A chain of little work (`CostedModel.small_seconds`) joins an adjacent shared part.
     """
     place = {node: index for index, node in enumerate(chain.order)}
     shared: set[int] = set()
     for each in wide:
         places = [place[node] for node in each.nodes]
         shared.update(range(min(places), max(places) + 1))
-    return _joined(model, (ModelPart((node,), index in shared) for node, index in place.items()))
+    return _merge_parts(
+        model, (ModelPart((node,), index in shared) for node, index in place.items())
+    )
 
 
-def with_lookups_first(
+def move_gathers_first(
     model: CostedModel, parts: Sequence[ModelPart], wide: Sequence[SharedTableNodes]
 ) -> tuple[ModelPart, ...]:
     """Return the parts after all gathers of `wide` that depend only on inputs of the model were
@@ -486,14 +492,14 @@ def with_lookups_first(
     late = {node for each in wide for node in each.nodes} - early
     left = (tuple(node for node in part.nodes if node not in early) for part in parts)
     behind = (ModelPart(own, not late.isdisjoint(own)) for own in left)
-    return _joined(model, (ModelPart(tuple(sorted(early)), True), *behind))
+    return _merge_parts(model, (ModelPart(tuple(sorted(early)), True), *behind))
 
 
-def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, ...]:
+def _merge_parts(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, ...]:
     """Return the non-empty parts, after consecutive parts of the same kind were merged.
 
-    A chain of little work (`CostedModel.least_s`) joins an adjacent part: the next one, or the
-    previous one at the end of the model.
+    A chain of little work (`CostedModel.small_seconds`) joins an adjacent part: the next one, or
+    the previous one at the end of the model.
     """
     runs = itertools.groupby((part for part in parts if part.nodes), key=attrgetter("shared"))
     whole = [
@@ -503,7 +509,7 @@ def _joined(model: CostedModel, parts: Iterable[ModelPart]) -> tuple[ModelPart, 
     found: list[ModelPart] = []
     carried: Nodes = ()
     for part in whole:
-        small = not part.shared and model.seconds_of(part.nodes) < model.least_s
+        small = not part.shared and model.seconds_of(part.nodes) < model.small_seconds
         if small and part is not whole[-1]:
             carried += part.nodes
             continue
@@ -540,9 +546,11 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
             if each is not None and each in component
         }
         most = max((work[each] for each in met), default=0.0)
-        large = [nodes for each, nodes in met.items() if work[each] >= max(model.least_s, most / 2)]
+        large = [
+            nodes for each, nodes in met.items() if work[each] >= max(model.small_seconds, most / 2)
+        ]
         if len(large) > 1:
-            return _branches(model, order, sorted(map(sorted, large)), apart)
+            return _branch_nodes(model, order, sorted(map(sorted, large)), apart)
         joined = (
             next(iter(met.values()))
             if len(met) == 1
@@ -554,7 +562,7 @@ def find_join(model: CostedModel, order: tuple[int, ...]) -> Stages | None:
     return None
 
 
-def _branches(
+def _branch_nodes(
     model: CostedModel, order: tuple[int, ...], branches: list[list[int]], apart: Set[int]
 ) -> Stages:
     """Return the nodes of each branch, and last all other nodes. Each of the nodes `apart` (masks,
@@ -645,9 +653,9 @@ class TesselShapes:
         Raise InfeasibleError if the model does not have the parts of the shape, if memory does not
         suffice, or if devices of different types would share a part in the shapes m, nn and k.
         """
-        return best_group_order(problem, self._fitted)
+        return best_group_order(problem, self._place)
 
-    def _fitted(self, problem: Problem) -> Placement:
+    def _place(self, problem: Problem) -> Placement:
         """Return the placement if the devices are used in the order of the problem's cluster. Raise
         as `run` does.
         """
@@ -659,12 +667,12 @@ class TesselShapes:
             for each in ("nn", "m", "k") if may_share(problem, range(model.devices)) else ():
                 # Use the first shape for which the model has the parts and the devices suffice.
                 with suppress(InfeasibleError):
-                    found = self._outline(problem, model, each, only_large=True)
-                    with_even_chains(problem, found, (math.inf,) * model.devices)
+                    found = self._make_outline(problem, model, each, only_large=True)
+                    place_even_chains(problem, found, (math.inf,) * model.devices)
                     outline = found
                     shape = each
                     break
-        placed = with_chains_that_fit(problem, outline or self._outline(problem, model, shape))
+        placed = place_fitting_chains(problem, outline or self._make_outline(problem, model, shape))
         placement = fitted(problem, placed)
         return (
             replace(placement, options=(("shape", shape),))
@@ -672,7 +680,7 @@ class TesselShapes:
             else placement
         )
 
-    def _outline(
+    def _make_outline(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool = False
     ) -> Outline:
         """Return the outline of the model in shape `shape`. With `only_large`, raise
@@ -680,24 +688,27 @@ class TesselShapes:
         work after the join for K.
         """
         if shape == "k":
-            return tuple(self._around_join(problem, model, only_large))
+            return tuple(self._outline_around_join(problem, model, only_large))
         if shape in ("m", "nn"):
-            return tuple(self._around_tables(problem, model, shape, only_large))
+            return tuple(self._outline_around_tables(problem, model, shape, only_large))
         if shape == "x" and model.devices < 2:
             raise InfeasibleError(
                 "shape x requires at least 2 devices, but the cluster has 1",
                 hint="set strategy.shape: v",
             )
-        line = chain_of_model(model)
+        line = model_chain(model)
         devices = tuple(range(model.devices))
-        down = self._chain(model, line, line.order, devices)
+        down = self._make_chain(model, line, line.order, devices)
         return (
             (down,)
             if shape == "v"
-            else (down, replace(self._chain(model, line, line.order, devices[::-1]), pipeline=1))
+            else (
+                down,
+                replace(self._make_chain(model, line, line.order, devices[::-1]), pipeline=1),
+            )
         )
 
-    def _around_tables(
+    def _outline_around_tables(
         self, problem: Problem, model: CostedModel, shape: str, only_large: bool
     ) -> Iterator[Stage | StageRow]:
         """Yield the parts of the outline for shapes M and NN: shared parts over all devices, and
@@ -713,10 +724,10 @@ class TesselShapes:
                 ),
                 hint="set strategy.shape: v",
             )
-        line = chain_of_model(model, tuple(tuple(each.nodes) for each in wide))
-        parts = parts_of_chain(model, line, wide)
+        line = model_chain(model, tuple(tuple(each.nodes) for each in wide))
+        parts = chain_parts(model, line, wide)
         if shape == "m":
-            parts = with_lookups_first(model, parts, wide)
+            parts = move_gathers_first(model, parts, wide)
         chains = [part for part in parts if not part.shared]
         wanted = {"m": 1, "nn": 2}[shape]
         if len(chains) != wanted:
@@ -737,11 +748,11 @@ class TesselShapes:
         )
         for part in parts:
             if part.shared:
-                yield stage_of_several(problem, model, part.nodes, everyone, tables)
+                yield make_split_stage(problem, model, part.nodes, everyone, tables)
             else:
-                yield self._chain(model, line, part.nodes, next(groups))
+                yield self._make_chain(model, line, part.nodes, next(groups))
 
-    def _around_join(
+    def _outline_around_join(
         self, problem: Problem, model: CostedModel, only_shared: bool
     ) -> Iterator[Stage | StageRow]:
         """Yield the parts of the outline for shape K: branches on separate devices, then the
@@ -750,7 +761,7 @@ class TesselShapes:
         Raise InfeasibleError if the model has no branches or more branches than there are devices.
         With `only_shared`, raise it also if most of the remaining work cannot be split.
         """
-        line = chain_of_model(model)
+        line = model_chain(model)
         found = find_join(model, line.order)
         if found is None or len(found) - 1 > model.devices:
             count = (
@@ -765,26 +776,26 @@ class TesselShapes:
             )
         *branches, rest = found
         tables = large_tables(model, at_least_one=False)
-        last = stage_of_several(problem, model, rest, tuple(range(model.devices)), tables)
+        last = make_split_stage(problem, model, rest, tuple(range(model.devices)), tables)
         work = model.seconds_of(rest)
         shared = model.seconds_of(node for node, _ in last.splits)
-        if only_shared and shared < work / 2 and work >= model.least_s:
+        if only_shared and shared < work / 2 and work >= model.small_seconds:
             raise InfeasibleError(
                 f"{model.devices} {plural(model.devices, 'device')} cannot split the nodes after "
                 "the join of the branches, so shape k is not possible"
             )
         groups = divide_devices([model.seconds_of(branch) for branch in branches], model.devices)
         for branch, devices in zip(branches, groups, strict=True):
-            yield self._chain(model, line, branch, devices)
+            yield self._make_chain(model, line, branch, devices)
         yield last
 
-    def _chain(
+    def _make_chain(
         self, model: CostedModel, line: Chain, nodes: tuple[int, ...], devices: tuple[int, ...]
     ) -> StageRow:
         """Return `nodes` as a chain on `devices`, with `stages_per_rank` stages per device in the
         order of option `style`.
         """
         return StageRow(
-            chain_of_nodes(model, line, nodes),
+            node_chain(model, line, nodes),
             devices_of_chain(devices, self.stages_per_rank, self.style),
         )

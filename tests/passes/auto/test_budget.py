@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopipe.passes.auto.candidates import Candidate, LeftOutError, left_out
-from autopipe.passes.auto.choose import refine
+from autopipe.passes.auto.candidates import Candidate, SkippedError, skip_reason
+from autopipe.passes.auto.choose import interleaved_candidates
 from autopipe.passes.auto.search import CandidateTrial
 from autopipe.passes.placement.data_parallel import DataParallel
 from autopipe.passes.placement.grid import Grid
@@ -33,12 +33,12 @@ WAVE = Grid(stages_per_rank=2, style="v")
     ],
 )
 def test_what_is_left_out_follows_from_the_size_alone(strategy, operators, devices, is_left_out):
-    reason = left_out(strategy, operators, devices)
+    reason = skip_reason(strategy, operators, devices)
     assert (reason is not None) == is_left_out
     assert reason is None or "name it to have it searched" in reason.message
 
 
-def searched(best: Candidate, stages: int, refused: LeftOutError | None = None) -> SimpleNamespace:
+def searched(best: Candidate, stages: int, refused: SkippedError | None = None) -> SimpleNamespace:
     placed = SimpleNamespace(
         placement=SimpleNamespace(stages=(None,) * stages),
         problem=SimpleNamespace(micro_batches=24),
@@ -50,12 +50,14 @@ def searched(best: Candidate, stages: int, refused: LeftOutError | None = None) 
 
 def test_finer_forms_of_the_best_grid_are_looked_into():
     best = Candidate(Grid(), recompute="auto", shard=True)
-    assert list(refine(searched(best, 8, LeftOutError("too large")))) == [
+    assert list(interleaved_candidates(searched(best, 8, SkippedError("too large")))) == [
         Candidate(Grid(pipeline=8, stages_per_rank=2), 24, "auto", True),
         Candidate(Grid(pipeline=8, stages_per_rank=2, style="v"), 24, "auto", True),
     ]
-    assert not list(refine(searched(best, 8))), "all of them were looked into"
-    assert not list(refine(searched(best, 1, LeftOutError("too large")))), (
+    assert not list(interleaved_candidates(searched(best, 8))), "all of them were looked into"
+    assert not list(interleaved_candidates(searched(best, 1, SkippedError("too large")))), (
         "one stage needs no line to pass it"
     )
-    assert not list(refine(searched(Candidate(Piper()), 8, LeftOutError("too large"))))
+    assert not list(
+        interleaved_candidates(searched(Candidate(Piper()), 8, SkippedError("too large")))
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopipe.ir.problem import Constraint, Mode, Optimizer
-from autopipe.passes.auto.candidates import Candidate, candidates, strategies_of
+from autopipe.passes.auto.candidates import Candidate, candidate_strategies, candidates
 from autopipe.passes.pipeline import Request
 from autopipe.passes.placement.tessel_shapes import TesselShapes
 from autopipe.passes.registry import strategy_names
@@ -43,7 +43,7 @@ def test_recomputation_is_weighed_at_once_where_memory_may_be_short():
 
 def test_a_candidate_settles_what_the_request_leaves_open():
     candidate = Candidate(TesselShapes("m"), micro_batches=8, recompute="auto", shard=True)
-    settled = candidate.settled(REQUEST)
+    settled = candidate.apply_to(REQUEST)
     assert (settled.strategy, settled.micro_batches, settled.recompute) == (
         TesselShapes("m"),
         8,
@@ -56,7 +56,7 @@ def test_what_the_request_says_stands():
     asked = dataclasses.replace(
         REQUEST, recompute="full", micro_batches=4, optimizer=Optimizer(shard=True)
     )
-    settled = Candidate(TesselShapes()).settled(asked)
+    settled = Candidate(TesselShapes()).apply_to(asked)
     assert (settled.recompute, settled.micro_batches, settled.optimizer.shard) == ("full", 4, True)
 
 
@@ -75,7 +75,7 @@ def test_a_choice_says_what_to_name():
 
 def test_strategies_are_told_by_name_without_their_candidates():
     names = tuple(dict.fromkeys(each.strategy.name for each in candidates(REQUEST)))
-    assert strategies_of(REQUEST) == names
+    assert candidate_strategies(REQUEST) == names
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from autopipe.ir.errors import InfeasibleError, InternalError
 from autopipe.ir.files import JsonRecord
 from autopipe.ir.plan import plan_digest
 from autopipe.passes.auto import candidates as budget
-from autopipe.passes.auto.choose import choose, weigh
-from autopipe.passes.auto.plan_cache import Store, answer_key, refused_form, refused_of
+from autopipe.passes.auto.choose import choose, search_plans
+from autopipe.passes.auto.plan_cache import JsonStore, cache_key, decode_error, encode_error
 from autopipe.passes.pipeline import Observer, Request, Runner, read
 from autopipe.passes.placement.piper.strategy import Piper
 from autopipe.passes.schedule.published.base import GPipe
@@ -48,7 +48,7 @@ class Recorder(Observer):
 
 @pytest.fixture(scope="module")
 def fresh(model, tmp_path_factory):
-    store = Store(tmp_path_factory.mktemp("answers"))
+    store = JsonStore(tmp_path_factory.mktemp("answers"))
     heard = Recorder()
     return choose(request_of(model), heard, store), store, heard
 
@@ -97,8 +97,8 @@ def test_an_answer_that_is_not_right_is_searched_anew(fresh, model, tmp_path, mo
     document = json.loads(path.read_text())
     damage(document)
     (tmp_path / path.name).write_text(json.dumps(document))
-    monkeypatch.setattr("autopipe.passes.auto.choose._searched", lambda *_: found)
-    assert choose(request_of(model), None, Store(tmp_path)) is found
+    monkeypatch.setattr("autopipe.passes.auto.choose._search_and_choose", lambda *_: found)
+    assert choose(request_of(model), None, JsonStore(tmp_path)) is found
     assert (
         json.loads((tmp_path / path.name).read_text())["step_time_s"]
         == found.plan.summary.step_time_s
@@ -107,7 +107,7 @@ def test_an_answer_that_is_not_right_is_searched_anew(fresh, model, tmp_path, mo
 
 def test_answers_are_kept_by_what_they_follow_from(model, tmp_path):
     def key(request):
-        return answer_key(request, read(request, Runner()))
+        return cache_key(request, read(request, Runner()))
 
     other = layers(tmp_path / "other.onnx", count=4, width=256)
     moved = layers(tmp_path / "moved.onnx", count=4, width=512)
@@ -138,7 +138,7 @@ def test_other_processes_come_to_the_same_plan(fresh, model, monkeypatch, cores)
 
 
 def test_no_time_gives_the_first_plan_there_is(model, tmp_path):
-    store = Store(tmp_path)
+    store = JsonStore(tmp_path)
     found = choose(request_of(model, time_limit=1e-6), None, store)
     assert found.plan.summary.step_time_s > 0
     assert len(found.plan.alternatives) == 1
@@ -149,7 +149,7 @@ def test_time_ends_the_search_with_the_best_so_far(model):
     tried = []
     for limit in (2.0, 40.0, 1e9):
         tick = itertools.count().__next__  # The clock goes on by a second whenever it is looked at.
-        tried.append(weigh(request_of(model, time_limit=limit), Runner(), tick))
+        tried.append(search_plans(request_of(model, time_limit=limit), Runner(), tick))
     assert len(tried[0].trials) < len(tried[1].trials) < len(tried[2].trials)
     names = [[each.candidate for each in one.trials] for one in tried]
     assert names[2][: len(names[1])] == names[1]
@@ -206,7 +206,7 @@ def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monke
 
     monkeypatch.setattr(*((Piper, "run") if pieces == "a strategy" else (GPipe, "run")), fail)
     monkeypatch.setattr("autopipe.passes.auto.choose.free_cores", lambda: 1)
-    store = Store(tmp_path)
+    store = JsonStore(tmp_path)
     heard = Failing()
     found = choose(request_of(model), heard, store)
     told = {str(error).partition(",")[0] for error in heard.failures}
@@ -224,8 +224,8 @@ def test_a_mistake_of_ours_ends_one_candidate_and_is_told(model, tmp_path, monke
 
 
 def test_a_mistake_of_ours_is_told_by_other_processes_too():
-    told = refused_of(
-        JsonRecord(refused_form(InternalError("internal error: x", "rerun", "pass piper")), "piper")
+    told = decode_error(
+        JsonRecord(encode_error(InternalError("internal error: x", "rerun", "pass piper")), "piper")
     )
     assert type(told) is InternalError
     assert (told.message, told.hint, told.where) == ("internal error: x", "rerun", "pass piper")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from autopipe.ir.problem import Optimizer
 from autopipe.passes.auto.candidates import Candidate
-from autopipe.passes.auto.choose import first_candidate
+from autopipe.passes.auto.choose import rule_of_thumb_candidate
 from autopipe.passes.pipeline import Request
 from autopipe.passes.placement.grid import Grid
 from tests.passes.auto.models import cluster
@@ -16,7 +16,7 @@ def first(devices, gigabytes, batch, **given):
     """For parameters of so many GB and a device's 32 GiB, of which state may fill 8."""
     request = Request(None, cluster(devices), None, None, batch_size=batch, **given)
     parameter = SimpleNamespace(value=SimpleNamespace(bytes=gigabytes * 10**9))
-    return first_candidate(request, SimpleNamespace(parameters=(parameter,)))
+    return rule_of_thumb_candidate(request, SimpleNamespace(parameters=(parameter,)))
 
 
 def test_stages_are_as_few_as_memory_allows():

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopipe.passes.auto.choose import may_be_short, open_problem
+from autopipe.passes.auto.choose import may_be_short, problem_with_largest_micro_batches
 from autopipe.passes.pipeline import Request, Runner
 from tests.passes.auto.models import cluster, layers
 
@@ -14,7 +14,7 @@ from tests.passes.auto.models import cluster, layers
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory):
     path = layers(tmp_path_factory.mktemp("models") / "layers.onnx")
-    return open_problem(Request(path, cluster(4), None, None), Runner())
+    return problem_with_largest_micro_batches(Request(path, cluster(4), None, None), Runner())
 
 
 def test_a_small_model_fits_wherever_it_is_put(problem):

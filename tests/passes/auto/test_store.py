@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from autopipe.passes.auto.plan_cache import Store, cache_folder
+from autopipe.passes.auto.plan_cache import JsonStore, cache_folder
 
 FORM = "autopipe.test/1"
 
@@ -18,13 +18,13 @@ def document(number: int, size: int = 0) -> dict[str, object]:
     return {"format": FORM, "number": number, "filling": "x" * size}
 
 
-def number_of(store: Store, name: str) -> int | None:
+def number_of(store: JsonStore, name: str) -> int | None:
     record = store.read(name, FORM)
     return None if record is None else record.get("number", int)
 
 
 def test_what_is_written_is_read(tmp_path):
-    store = Store(tmp_path / "made" / "here")
+    store = JsonStore(tmp_path / "made" / "here")
     assert number_of(store, "a") is None
     store.write("a", document(1))
     store.write("a", document(2))
@@ -36,14 +36,14 @@ def test_what_is_written_is_read(tmp_path):
     "text", ["", "{", "[]", '{"format": 3}', '{"format": "autopipe.test/0"}', "\x00\xff"]
 )
 def test_a_damaged_document_is_none(tmp_path, text):
-    store = Store(tmp_path)
+    store = JsonStore(tmp_path)
     store.write("a", document(1))
     (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
     assert store.read("a", FORM) is None
 
 
 def test_what_was_not_used_for_longest_makes_room(tmp_path):
-    store = Store(tmp_path, most_bytes=3500)
+    store = JsonStore(tmp_path, most_bytes=3500)
     (tmp_path / "notes.json").write_text('{"mine": true}' + " " * 5000)
     os.utime(tmp_path / "notes.json", (0, 0))
     for number in range(3):
@@ -57,13 +57,13 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path):
 
 def test_a_folder_that_cannot_be_is_as_good_as_none(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    store = Store(tmp_path / "file" / "answers")
+    store = JsonStore(tmp_path / "file" / "answers")
     store.write("a", document(1))
     assert store.read("a", FORM) is None
 
 
 def test_runs_share_a_folder(tmp_path):
-    store = Store(tmp_path, most_bytes=5000)
+    store = JsonStore(tmp_path, most_bytes=5000)
     seen: list[int | None] = []
 
     def run(own: int) -> None:

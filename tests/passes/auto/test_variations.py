@@ -49,7 +49,7 @@ class Made:
     request: Request
     trials: list = field(default_factory=list)
 
-    def expect(self, candidates):
+    def start_early(self, candidates):
         """Nothing is done before its turn."""
 
     @property
@@ -79,7 +79,7 @@ class Made:
 @pytest.fixture
 def try_variations(monkeypatch):
     def tried(answer, *strategies, short=False, copies=False, train=True, **asked):
-        monkeypatch.setattr(varied, "_has_copies", lambda each: copies)
+        monkeypatch.setattr(varied, "_has_replicated_parameters", lambda each: copies)
         search = Made(answer, Request(Path("m.onnx"), cluster(4), None, None, **asked))
         search.try_all(
             each if isinstance(each, Candidate) else Candidate(each) for each in strategies
@@ -182,10 +182,12 @@ def test_what_will_be_asked_for_is_known_before():
     other = Candidate(CHOOSING)
     request = Request(Path("m.onnx"), cluster(4), None, None)
     problem = SimpleNamespace(train=True, cluster=request.cluster)
-    assert list(varied.foreseeable([tepdist, other], problem, request)) == [
+    assert list(varied.early_candidates([tepdist, other], problem, request)) == [
         replace(tepdist, shard=True)
     ]
-    assert list(varied.foreseeable([tepdist], problem, replace(request, shard_open=False))) == []
+    assert (
+        list(varied.early_candidates([tepdist], problem, replace(request, shard_open=False))) == []
+    )
 
 
 def test_what_is_refused_for_other_reasons_is_not_varied(try_variations, monkeypatch):

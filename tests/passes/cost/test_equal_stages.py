@@ -16,7 +16,7 @@ from autopipe.ir.problem import Optimizer, Problem
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import StageCost, stage_costs
-from autopipe.passes.placement.grid import Degrees, place
+from autopipe.passes.placement.grid import Degrees, place_grid
 from tests.distributed.support.zoo import small_graph
 from tests.passes.cost.graphs import cluster, perceptron, problem
 
@@ -39,9 +39,11 @@ def test_equal_stages_cost_the_same(
     widths: list[int], degrees: Degrees, chunks: int, recompute: bool, train: bool
 ) -> None:
     graph = perceptron(widths)
-    own = problem(graph, cluster(degrees.pipeline * degrees.width), optimizer=Optimizer("adamw"))
+    own = problem(
+        graph, cluster(degrees.pipeline * degrees.group_size), optimizer=Optimizer("adamw")
+    )
     own = replace(own, mode=own.mode if train else type(own.mode).INFER)
-    placement = place(resized(own, 8), degrees, chunks, style="loop")
+    placement = place_grid(resized(own, 8), degrees, chunks, style="loop")
     stages = tuple(
         replace(each, recompute=recompute and place % 2 == 0)
         for place, each in enumerate(placement.stages)
@@ -59,13 +61,13 @@ def test_layers_of_models_cost_the_same(name: str) -> None:
         loss=loss,
         batch_size=16,
     )
-    placement = place(resized(own, 4), Degrees(2, 1, 2), 2, style="loop")
+    placement = place_grid(resized(own, 4), Degrees(2, 1, 2), 2, style="loop")
     assert stage_costs(own, placement) == each_for_itself(own, placement)
 
 
 def test_layers_are_costed_once() -> None:
     own = problem(perceptron([16] * 9), cluster(8))
-    placement = place(resized(own, 8), Degrees(8, 1, 1), 1, style="loop")
+    placement = place_grid(resized(own, 8), Degrees(8, 1, 1), 1, style="loop")
     with mock.patch(
         "autopipe.passes.cost.stages.exchange_seconds", return_value=(0.0, 0.0)
     ) as asked:

@@ -20,7 +20,7 @@ from autopipe.passes.explain import (
     what_ifs,
 )
 from autopipe.passes.pipeline import PlanResult, Request, make_plan
-from autopipe.passes.placement.explicit import written
+from autopipe.passes.placement.explicit import explicit_strategy
 from autopipe.passes.registry import scheduler_class, strategy_class
 
 GPT = {
@@ -62,7 +62,7 @@ def planned(request, tmp_path_factory) -> PlanResult:
 
 def forced(planned: PlanResult, price: Change) -> float:
     """The step of the edited placement, written down and planned."""
-    strategy = written(planned.problem.graph, price.placement)
+    strategy = explicit_strategy(planned.problem.graph, price.placement)
     problem = planned.problem
     request = replace(
         planned.request,

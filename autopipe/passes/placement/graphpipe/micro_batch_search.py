@@ -33,9 +33,9 @@ from autopipe.passes.cost.roofline import mean_accumulate_seconds
 from autopipe.passes.placement.graphpipe.search import TargetProbe, minimum_devices
 from autopipe.passes.placement.graphpipe.series_parallel import (
     FEW_UNITS,
-    BlockLine,
+    BlockChain,
     Tree,
-    make_line,
+    make_block_chain,
 )
 from autopipe.passes.placement.graphpipe.stage_costs import (
     DraftStage,
@@ -68,7 +68,7 @@ def _step_seconds(seconds: Callable[[int], float], depth: int, micro_batches: in
     return second + (second - first) / depth * (micro_batches - enough - depth)
 
 
-def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
+def simulate_1f1b(problem: Problem, placement: Placement) -> tuple[float, float]:
     """Return (seconds, memory) of the simulated 1F1B step of a placement.
 
     `memory` is the maximum over devices of peak bytes divided by available bytes; the placement
@@ -91,7 +91,7 @@ def trial(problem: Problem, placement: Placement) -> tuple[float, float]:
     return _step_seconds(seconds, graph.depth, problem.micro_batches), max(shares)
 
 
-def _estimated_seconds(
+def _estimate_step_seconds(
     drafts: Sequence[DraftStage],
     edges: Sequence[tuple[int, int]],
     depths: Sequence[int],
@@ -140,7 +140,7 @@ class Partition:
     memory: estimated maximum over devices of peak bytes divided by available bytes.
     """
 
-    line: BlockLine
+    line: BlockChain
     drafts: tuple[DraftStage, ...]
     size: int
     depth: int
@@ -149,7 +149,7 @@ class Partition:
 
 
 _WORTH_WIDENING = 1.2
-"""A partition is improved with its unused devices (`Solver._improved`) if its step is shorter than
+"""A partition is improved with its unused devices (`Solver._improve`) if its step is shorter than
 this factor times the limit on the step.
 """
 
@@ -169,7 +169,7 @@ class Solver:
     for inference.
     """
 
-    line: BlockLine
+    line: BlockChain
     devices: int
     train: bool
 
@@ -178,20 +178,20 @@ class Solver:
 
         For each maximum depth, the partition whose slowest stage takes the least time is yielded.
         If its step is nearly as short as `limit`, the partition is yielded again after an
-        improvement by `_improved`.
+        improvement by `_improve`.
 
         least: lower bound on the seconds per micro-batch of the slowest stage.
         limit: upper bound on the seconds of a step. It is replaced by shorter steps that are found.
         """
-        levels = self.levels(table)
+        levels = self.maximum_depth(table)
         while levels:
-            target = self.fastest(table, least, limit / table.micro_batches, levels)
+            target = self.minimum_target(table, least, limit / table.micro_batches, levels)
             if target is None:
                 return
-            answer = self.shallowest(table, target, levels)
+            answer = self.shallowest_partition(table, target, levels)
             yield answer
             if answer.step_s < limit * _WORTH_WIDENING:
-                answer = self._improved(answer, table)
+                answer = self._improve(answer, table)
                 yield answer
             limit = min(limit, answer.step_s)
             levels = answer.depth - 1
@@ -201,18 +201,20 @@ class Solver:
         """Return the partition with a single stage that takes the least time per micro-batch, or
         None if no single stage fits the memory.
         """
-        at = (0, table.places - 1)
-        fitting = (option for option in table.options if option.holds(*at, 1))
+        at = (0, table.block_boundaries - 1)
+        fitting = (option for option in table.options if option.fits_memory(*at, 1))
         best = min(fitting, key=lambda option: float(option.seconds[at]), default=None)
-        return None if best is None else self._estimated((best.stage(*at, 1),), table)
+        return None if best is None else self._estimate_partition((best.make_stage(*at, 1),), table)
 
-    def levels(self, table: OptionTable) -> int:
+    def maximum_depth(self, table: OptionTable) -> int:
         """Return the maximum possible depth of a pipeline: the smaller of the numbers of devices
         and blocks.
         """
-        return min(self.devices, table.places - 1)
+        return min(self.devices, table.block_boundaries - 1)
 
-    def fastest(self, table: OptionTable, low: float, high: float, levels: int) -> float | None:
+    def minimum_target(
+        self, table: OptionTable, low: float, high: float, levels: int
+    ) -> float | None:
         """Return the minimum over all partitions of depth up to `levels` of the seconds per
         micro-batch of the slowest stage. Return None if no partition takes at most `high` seconds.
         `low` is a lower bound on the result.
@@ -225,13 +227,13 @@ class Solver:
         # the time by which each stage becomes longer if there is one stage less.
         step = low / levels
         while 0 < step < high - low:
-            if self.meets(table, low + step, levels):
+            if self.can_meet_target(table, low + step, levels):
                 high = low + step
                 break
             low += step
             step *= 2
         else:
-            if high < low or not self.meets(table, high, levels):
+            if high < low or not self.can_meet_target(table, high, levels):
                 return None
         low *= 1 - _ROUNDING
         found = (
@@ -242,47 +244,51 @@ class Solver:
         best = bisect.bisect_left(
             range(len(values) - 1),
             True,
-            key=lambda place: self.meets(table, float(values[place]), levels),
+            key=lambda place: self.can_meet_target(table, float(values[place]), levels),
         )
         return float(values[best])
 
-    def meets(self, table: OptionTable, target: float, levels: int) -> bool:
+    def can_meet_target(self, table: OptionTable, target: float, levels: int) -> bool:
         """True if a partition of depth up to `levels` exists whose stages take at most `target`
         seconds per micro-batch, on the available devices.
 
         A faster test that ignores the depth (`minimum_devices`) is run first; it decides most
         cases.
         """
-        needs = table.needs(target, levels)
+        needs = table.minimum_devices_by_level(target, levels)
         if minimum_devices(needs[1], table.runs) > self.devices:
             return False
-        if needs[1] is needs[-1] and levels == self.levels(table):
+        if needs[1] is needs[-1] and levels == self.maximum_depth(table):
             # All levels need the same devices, and `levels` is the maximum depth, so the faster
             # test is exact.
             return True
-        probe = TargetProbe(needs.__getitem__, table.places, table.runs, levels)
+        probe = TargetProbe(needs.__getitem__, table.block_boundaries, table.runs, levels)
         return probe.solve(self.line.regions)[0] <= self.devices
 
-    def shallowest(self, table: OptionTable, target: float, levels: int) -> Partition:
+    def shallowest_partition(self, table: OptionTable, target: float, levels: int) -> Partition:
         """Return the partition of minimum depth, and so with the fewest micro-batches in flight,
         whose stages take at most `target` seconds. A partition of depth `levels` must exist.
         """
         # The minimum depth is usually close to `levels`, so search downwards in growing steps
         # before bisecting.
         fewer = 1
-        while fewer < levels and self.meets(table, target, levels - fewer):
+        while fewer < levels and self.can_meet_target(table, target, levels - fewer):
             levels -= fewer
             fewer *= 2
         low = max(levels - fewer, 0) + 1
         levels = low + bisect.bisect_left(
-            range(low, levels), True, key=lambda middle: self.meets(table, target, middle)
+            range(low, levels), True, key=lambda middle: self.can_meet_target(table, target, middle)
         )
-        needs = table.needs(target, levels)
-        probe = TargetProbe(needs.__getitem__, table.places, table.runs, levels, traced=True)
+        needs = table.minimum_devices_by_level(target, levels)
+        probe = TargetProbe(
+            needs.__getitem__, table.block_boundaries, table.runs, levels, traced=True
+        )
         _, stages = probe.solve(self.line.regions)
-        return self._estimated(tuple(table.stage(stage, target) for stage in stages), table)
+        return self._estimate_partition(
+            tuple(table.make_stage(stage, target) for stage in stages), table
+        )
 
-    def _improved(self, answer: Partition, table: OptionTable) -> Partition:
+    def _improve(self, answer: Partition, table: OptionTable) -> Partition:
         """Return the partition after a greedy improvement of its estimated step.
 
         A change gives unused devices to a stage, or, if there are at most `_FEW_STAGES` stages,
@@ -296,57 +302,57 @@ class Solver:
             for draft in drafts:
                 spare[draft.run] -= draft.degree
             others = [
-                self._estimated((*drafts[:index], wider, *drafts[index + 1 :]), table)
+                self._estimate_partition((*drafts[:index], wider, *drafts[index + 1 :]), table)
                 for index, draft in enumerate(drafts)
-                for wider in _variants(draft, table, more=range(1, spare[draft.run] + 1))
+                for wider in _stage_variants(draft, table, more=range(1, spare[draft.run] + 1))
             ]
             if len(drafts) <= _FEW_STAGES:
                 others += (
-                    self._estimated(moved, table)
-                    for moved in self._with_moved_boundaries(drafts, table)
+                    self._estimate_partition(moved, table)
+                    for moved in self._move_boundaries(drafts, table)
                 )
             better = min(others, key=lambda other: other.step_s, default=best)
             if better.step_s >= best.step_s:
                 return best
             best = better
 
-    def _with_moved_boundaries(
+    def _move_boundaries(
         self, drafts: tuple[DraftStage, ...], table: OptionTable
     ) -> Iterator[tuple[DraftStage, ...]]:
         """Yield the stages with one boundary between two stages moved by one block. Only stages
         that fit the memory are yielded, and only if the depth of each stage and its recomputation
         do not change.
         """
-        depths = depths_to_end(len(drafts), self._edges(drafts))
+        depths = depths_to_end(len(drafts), self._stage_edges(drafts))
         for index, (one, other) in enumerate(itertools.pairwise(drafts)):
             for cut in (one.stop - 1, one.stop + 1):
                 if not one.start < cut < other.stop:
                     continue
                 ends = (
-                    _variants(replace(one, stop=cut), table),
-                    _variants(replace(other, start=cut), table),
+                    _stage_variants(replace(one, stop=cut), table),
+                    _stage_variants(replace(other, start=cut), table),
                 )
                 for first, second in itertools.product(*ends):
                     found = (*drafts[:index], first, second, *drafts[index + 2 :])
                     same = (first.recompute, second.recompute) == (one.recompute, other.recompute)
-                    if same and depths_to_end(len(found), self._edges(found)) == depths:
+                    if same and depths_to_end(len(found), self._stage_edges(found)) == depths:
                         yield found
 
-    def _estimated(self, drafts: tuple[DraftStage, ...], table: OptionTable) -> Partition:
+    def _estimate_partition(self, drafts: tuple[DraftStage, ...], table: OptionTable) -> Partition:
         """Return the partition with the stages `drafts`, its estimated step and its estimated
         memory.
         """
-        edges = self._edges(drafts)
+        edges = self._stage_edges(drafts)
         depths = depths_to_end(len(drafts), edges)
         step = _step_seconds(
-            lambda count: _estimated_seconds(drafts, edges, depths, count, self.train),
+            lambda count: _estimate_step_seconds(drafts, edges, depths, count, self.train),
             max(depths),
             table.micro_batches,
         )
         memory = max(draft.memory / table.limits[draft.run] for draft in drafts)
         return Partition(self.line, drafts, table.size, max(depths), step, memory)
 
-    def _edges(self, drafts: Sequence[DraftStage]) -> list[tuple[int, int]]:
+    def _stage_edges(self, drafts: Sequence[DraftStage]) -> list[tuple[int, int]]:
         """Return the (source, target) pairs of stages for which stage `target` reads a value of
         stage `source`.
         """
@@ -363,7 +369,7 @@ class Solver:
         ]
 
 
-def _variants(
+def _stage_variants(
     draft: DraftStage, table: OptionTable, more: range = range(1)
 ) -> Iterator[DraftStage]:
     """Yield the stage with other numbers of devices of its run, with and without recomputation, if
@@ -372,8 +378,12 @@ def _variants(
     """
     own = (draft.start, draft.stop, draft.in_flight)
     for option in table.options:
-        if option.run == draft.run and option.degree - draft.degree in more and option.holds(*own):
-            yield option.stage(*own)
+        if (
+            option.run == draft.run
+            and option.degree - draft.degree in more
+            and option.fits_memory(*own)
+        ):
+            yield option.make_stage(*own)
 
 
 _BLOCKS_PER_DEVICE = 24
@@ -427,7 +437,7 @@ class MicroBatchSearch:
         self.devices = problem.cluster.size
         self.degrees = range(1, self.devices + 1)
         self.loads = {
-            size: self._load(size) / self.devices
+            size: self._minimum_device_seconds(size) / self.devices
             for size in problem.micro_batch_sizes or (problem.micro_batch_size,)
         }
         """By micro-batch size: lower bound on the seconds per micro-batch of the slowest stage. In
@@ -435,7 +445,7 @@ class MicroBatchSearch:
         """
         self.close = _CLOSE_AMONG_NODES if problem.cluster.node_count > 1 else _CLOSE
 
-    def _load(self, size: int) -> float:
+    def _minimum_device_seconds(self, size: int) -> float:
         """Return a lower bound on the seconds that one device needs for a micro-batch of `size`
         samples: the time of the fastest device type, or the time of its host to launch all
         operators if that is longer.
@@ -449,7 +459,7 @@ class MicroBatchSearch:
         some = self.seconds.measured.any()
         degrees = [degree for degree in self.degrees if size % degree == 0] if some else [1]
         shares = (
-            [degree * each for each in self.seconds.of(size, degree, (kind,))]
+            [degree * each for each in self.seconds.forward_and_backward(size, degree, (kind,))]
             for kind in kinds
             for degree in degrees
         )
@@ -467,7 +477,7 @@ class MicroBatchSearch:
         )
         return max(every + added, started * launch_s)
 
-    def best(self, trees: Iterable[Tree]) -> Placement:
+    def find_best_placement(self, trees: Iterable[Tree]) -> Placement:
         """Return the placement of the best partition over all `trees`, each of which determines a
         chain.
 
@@ -481,22 +491,24 @@ class MicroBatchSearch:
         near = _NEAR if len(self.units.nodes) > FEW_UNITS else 1.0
         bound = min(load * (self.problem.batch_size // size) for size, load in self.loads.items())
         blocks = min(max(_BLOCKS_PER_DEVICE * self.devices, _MIN_BLOCKS), _MAX_BLOCKS)
-        lines: list[BlockLine] = []
+        lines: list[BlockChain] = []
         least = np.inf
         for tree in trees:
             lines.append(
-                make_line(self.problem.graph, self.units, tree, self.weights, blocks, self.devices)
+                make_block_chain(
+                    self.problem.graph, self.units, tree, self.weights, blocks, self.devices
+                )
             )
-            found += self._partitions(lines[-1], least)
+            found += self._find_partitions(lines[-1], least)
             least = min((each.step_s for each in found), default=np.inf)
             if least <= bound * near:
                 break
-        chosen = self._chosen(found)
+        chosen = self._choose_placement(found)
         if chosen is None:
-            raise self._too_little_memory(lines[0])
+            raise self._out_of_memory_error(lines[0])
         return chosen
 
-    def _chosen(self, found: list[Partition]) -> Placement | None:
+    def _choose_placement(self, found: list[Partition]) -> Placement | None:
         """Return the placement of the best partition of `found`, or None if no partition fits the
         memory.
         """
@@ -517,21 +529,21 @@ class MicroBatchSearch:
         for number, each in enumerate((*close, *(other for other in found if other not in close))):
             if best is not None and number >= min(len(close), _MAX_TRIALS):
                 break
-            placement = self._placement(each)
+            placement = self._make_placement(each)
             if len(close) == 1 and best is None and each.memory <= _TRUSTED_MEMORY:
                 return placement
-            seconds, used = trial(resized(self.problem, each.size), placement)
+            seconds, used = simulate_1f1b(resized(self.problem, each.size), placement)
             if used <= 1 and seconds < least_s:
                 best = placement
                 least_s = seconds
         return best
 
-    def _partitions(self, line: BlockLine, best: float) -> Iterator[Partition]:
+    def _find_partitions(self, line: BlockChain, best: float) -> Iterator[Partition]:
         """Yield partitions of a chain that can have a shorter estimated step than `best` seconds,
         or one that is longer by at most the factor `self.close`.
         """
         batch = self.problem.batch_size
-        solver, tables = self._solver(line)
+        solver, tables = self._make_solver(line)
         # Start with one stage on all devices and the largest micro-batches that fit the memory.
         # This partition is found quickly, is often good, and limits the search that follows.
         for size in sorted(self.loads, reverse=True) if best == np.inf else ():
@@ -552,7 +564,7 @@ class MicroBatchSearch:
                 best = min(best, answer.step_s)
                 yield answer
 
-    def _solver(self, line: BlockLine) -> tuple[Solver, Tables]:
+    def _make_solver(self, line: BlockChain) -> tuple[Solver, Tables]:
         """Return the solver for a chain, and the tables from which the costs of its stages are
         computed.
         """
@@ -560,7 +572,7 @@ class MicroBatchSearch:
             self.problem, line.chain, self.samples
         )
 
-    def _placement(self, found: Partition) -> Placement:
+    def _make_placement(self, found: Partition) -> Placement:
         """Return the placement of a partition.
 
         A stage gets consecutive devices of its run, the range of equal devices that it uses. Stages
@@ -588,37 +600,37 @@ class MicroBatchSearch:
         )
         return Placement(tuple(stages[index] for index in range(len(stages))))
 
-    def _too_little_memory(self, line: BlockLine) -> InfeasibleError:
+    def _out_of_memory_error(self, line: BlockChain) -> InfeasibleError:
         """Return the error for a chain no partition of which fits the memory.
 
         The error is for the partition that exceeds the memory limits the least, with the smallest
         micro-batches, and names the stage of this partition with the largest excess.
         """
         problem = self.problem
-        solver, tables = self._solver(line)
+        solver, tables = self._make_solver(line)
 
-        def table(spare: float) -> OptionTable:
+        def options_with_spare(spare: float) -> OptionTable:
             """Return the stage options if each memory limit is `spare` bytes higher."""
             return option_table(tables, self.seconds, min(self.loads), self.degrees, spare)
 
-        def holds(spare: float) -> bool:
+        def partition_fits(spare: float) -> bool:
             """True if a partition, however slow, fits memory limits that are `spare` bytes
             higher.
             """
-            found = table(spare)
-            return solver.meets(found, np.inf, solver.levels(found))
+            found = options_with_spare(spare)
+            return solver.can_meet_target(found, np.inf, solver.maximum_depth(found))
 
         low = 0.0
         high = float(problem.memory_of(0))
-        while not holds(high):
+        while not partition_fits(high):
             low = high
             high = 2 * high
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            low, high = (low, middle) if holds(middle) else (middle, high)
-        nearest = table(high)
-        found = solver.shallowest(nearest, np.inf, solver.levels(nearest))
-        firsts = [stage.devices[0] for stage in self._placement(found).stages]
+            low, high = (low, middle) if partition_fits(middle) else (middle, high)
+        nearest = options_with_spare(high)
+        found = solver.shallowest_partition(nearest, np.inf, solver.maximum_depth(nearest))
+        firsts = [stage.devices[0] for stage in self._make_placement(found).stages]
         excess = [
             draft.memory - problem.memory_of(first)
             for draft, first in zip(found.drafts, firsts, strict=True)

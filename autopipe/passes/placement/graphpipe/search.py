@@ -117,7 +117,7 @@ class TargetProbe:
         """
         front = self.nothing.copy()
         front[:, 0, -1] = 0
-        self._line(regions, front, self.levels)
+        self._fill_regions(regions, front, self.levels)
         best = int(front[0, :, 0].argmin())
         devices = int(front[0, best, 0])
         number = int(front[1, best, 0]) if len(front) > 1 and devices < UNREACHABLE else 0
@@ -127,24 +127,24 @@ class TargetProbe:
             found.append(stage)
         return devices, tuple(found)
 
-    def _line(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
+    def _fill_regions(self, regions: tuple[Region, ...], front: Front, most: int) -> None:
         """Fill the entries of the table `front` for all blocks of `regions`, from the last block to
         the first. No stage has a level above `most`.
         """
         for region in reversed(regions):
             if isinstance(region, BlockRun):
-                self._run(region, front, most)
+                self._fill_run(region, front, most)
             else:
-                self._fork(region, front, most)
+                self._fill_fork(region, front, most)
 
-    def _run(self, run: BlockRun, front: Front, most: int) -> None:
+    def _fill_run(self, run: BlockRun, front: Front, most: int) -> None:
         """Fill the entries of the table for a run of blocks in series. The entries for the blocks
         after it must be present.
         """
         places = slice(run.start, run.stop)
         limit = self.limit[places]
         behind = front[0, :most, run.start + 1 :]
-        filled = _filled(behind)
+        filled = _reachable_levels(behind)
         for level in range(1, most + 1):
             if not filled[level - 1]:
                 continue
@@ -152,7 +152,9 @@ class TargetProbe:
             stops = (seen < UNREACHABLE).nonzero()[0]
             if not len(stops):
                 continue
-            sums = self._taken(level, run, stops + (run.start + 1), seen[stops].astype(np.int16))
+            sums = self._devices_in_use(
+                level, run, stops + (run.start + 1), seen[stops].astype(np.int16)
+            )
             devices = np.minimum.reduce(sums, axis=1)
             better = devices < limit
             if not np.count_nonzero(better):
@@ -172,7 +174,9 @@ class TargetProbe:
                     self.stages.append((stage, int(front[1, level - 1, stop])))
                     front[1, level, run.start + place] = len(self.stages)
 
-    def _taken(self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices) -> Devices:
+    def _devices_in_use(
+        self, level: int, run: BlockRun, stops: NDArray[np.int64], seen: Devices
+    ) -> Devices:
         """Return the number of devices in use after a stage of level `level` is added, for each
         boundary of a run of blocks where the stage may start (rows) and each of `stops` where it
         may end (columns). `seen` contains the devices in use by the blocks after each stop.
@@ -190,7 +194,7 @@ class TargetProbe:
             start = end
         return found[0] if len(found) == 1 else np.minimum.reduce(found)
 
-    def _fork(self, fork: Fork, front: Front, most: int) -> None:
+    def _fill_fork(self, fork: Fork, front: Front, most: int) -> None:
         """Fill the entries of the table for a fork, a set of parallel branches.
 
         The stage that contains the join of the branches has one level; all its possible levels are
@@ -201,7 +205,7 @@ class TargetProbe:
         columns = np.arange(fork.start, fork.stop)
         found = self.nothing.copy()
 
-        def keep(ends: Front, level: int) -> None:
+        def copy_minimum(ends: Front, level: int) -> None:
             """Copy the entries of `ends` with the minimum number of devices over all levels to
             level `level` of `found`, at each boundary where they need fewer devices than the
             present entry.
@@ -210,7 +214,7 @@ class TargetProbe:
             better = ends[0, best, columns] < found[0, level, columns]
             found[:, level, columns[better]] = ends[:, best[better], columns[better]]
 
-        filled = _filled(front[0, : most + 1, stop + 1 :])
+        filled = _reachable_levels(front[0, : most + 1, stop + 1 :])
         for level in range(most + 1):
             if front[0, level, stop] == UNREACHABLE and not (level and filled[level - 1]):
                 continue
@@ -221,23 +225,23 @@ class TargetProbe:
             if level:
                 behind[:, level - 1, stop + 1 :] = front[:, level - 1, stop + 1 :]
             passed: list[Front] = []
-            ends = self._branches(fork, behind.copy(), level, most, passed)
-            keep(ends, most)
+            ends = self._fill_branches(fork, behind.copy(), level, most, passed)
+            copy_minimum(ends, most)
             if not fork.start:
                 # The chain starts with the fork, so there is no stage before it whose level depends
                 # on the levels of the branches.
                 continue
             least = ends[0, :, places].min(axis=0)
             for highest in range(max(level, 1), most):
-                ends = self._branches(fork, behind.copy(), level, highest, passed)
-                keep(ends, highest)
+                ends = self._fill_branches(fork, behind.copy(), level, highest, passed)
+                copy_minimum(ends, highest)
                 if (ends[0, :, places].min(axis=0) == least).all():
                     break
         devices = found[0, :, places]
         devices[1:][devices[1:] >= np.minimum.accumulate(devices, axis=0)[:-1]] = UNREACHABLE
         front[:, :, places] = found[:, :, places]
 
-    def _branches(
+    def _fill_branches(
         self, fork: Fork, front: Front, level: int, most: int, passed: list[Front]
     ) -> Front:
         """Fill the entries of the table for the branches of a fork, from the last to the first, and
@@ -266,13 +270,13 @@ class TargetProbe:
             ):
                 front[:, : most + 1, places] = before[:, : most + 1, places]
             else:
-                self._line(branch, front, most)
+                self._fill_regions(branch, front, most)
             if before is None:
                 passed.append(front.copy())
         return front
 
 
-def _filled(devices: Front) -> list[bool]:
+def _reachable_levels(devices: Front) -> list[bool]:
     """Return a list with True for each level at which `devices` has a reachable entry."""
     found: list[bool] = np.logical_or.reduce(devices < UNREACHABLE, axis=1).tolist()
     return found

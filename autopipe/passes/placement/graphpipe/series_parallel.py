@@ -107,7 +107,7 @@ def decompose(
 
     tree: the series-parallel tree of all units.
     regions: the units of each minimal region that is not series-parallel. Dependencies were added
-    inside these regions, where they lose the least parallelism (see `least_ordering_cut`).
+    inside these regions, where they lose the least parallelism (see `cut_with_least_loss`).
 
     `needs` contains, for each unit, a bit set of the units that it reads from, and `weights` the
     time of each unit.
@@ -119,40 +119,40 @@ def decompose(
             linked[other] |= 1 << unit
     regions: list[tuple[int, ...]] = []
 
-    def series(parts: Iterable[list[int]], inside: bool) -> Series:
+    def make_series(parts: Iterable[list[int]], inside: bool) -> Series:
         """Return a Series of the trees of `parts`. Parts that are Series themselves are replaced by
         their own parts.
         """
         found: list[Tree] = []
-        for each in (tree(part, inside) for part in parts):
+        for each in (make_tree(part, inside) for part in parts):
             found += each.parts if isinstance(each, Series) else (each,)
         return Series(tuple(found))
 
-    def tree(units: list[int], inside: bool) -> Tree:
+    def make_tree(units: list[int], inside: bool) -> Tree:
         """Return the tree of `units`, which are ascending. `inside` is True if they are part of a
         region that is not series-parallel and was already added to `regions`.
         """
         if len(units) == 1:
             return Leaf(units[0])
-        runs = _in_series(above, units)
+        runs = _divide_in_series(above, units)
         if len(runs) > 1:
-            return series(runs, inside)
+            return make_series(runs, inside)
         branches = []
         left = sum(1 << unit for unit in units)
         while left:
             branches.append(connected_component(left, linked))
             left &= ~branches[-1]
         if len(branches) > 1:
-            return Parallel(tuple(tree(set_bits(branch), inside) for branch in branches))
+            return Parallel(tuple(make_tree(set_bits(branch), inside) for branch in branches))
         if not inside:
             regions.append(tuple(units))
-        first = least_ordering_cut(units, above, weights)
-        return series((first, sorted(set(units) - set(first))), True)
+        first = cut_with_least_loss(units, above, weights)
+        return make_series((first, sorted(set(units) - set(first))), True)
 
-    return tree(list(range(len(needs))), False), tuple(regions)
+    return make_tree(list(range(len(needs))), False), tuple(regions)
 
 
-def _in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
+def _divide_in_series(above: Sequence[int], units: list[int]) -> list[list[int]]:
     """Divide `units` into the maximum number of consecutive parts such that each unit depends on
     all units of the preceding parts. `above` contains, for each unit, a bit set of all units that
     it depends on.
@@ -173,7 +173,7 @@ is compared.
 """
 
 
-def least_ordering_cut(
+def cut_with_least_loss(
     units: list[int], above: Sequence[int], weights: Sequence[float]
 ) -> list[int]:
     """Divide `units`, which are in topological order, into two parts such that the least
@@ -228,7 +228,7 @@ Region = BlockRun | Fork
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLine:
+class BlockChain:
     """A chain of blocks in topological order, and the regions (runs in series and forks) that the
     blocks form, in order.
     """
@@ -249,9 +249,9 @@ blocks in series.
 """
 
 
-def make_line(
+def make_block_chain(
     graph: Graph, units: Blocks, tree: Tree, seconds: NDArray[np.float64], limit: int, devices: int
-) -> BlockLine:
+) -> BlockChain:
     """Return the chain of a series-parallel tree, with about `limit` blocks at most. `seconds`
     contains the time of each node.
 
@@ -270,7 +270,7 @@ def make_line(
     cuts: list[int] = []
     """Position in `order` of the first unit of each block."""
 
-    def run(begins: list[int], stop: int) -> BlockRun:
+    def append_run(begins: list[int], stop: int) -> BlockRun:
         """Append blocks for the units at positions `begins[0]` to `stop - 1`, and return them. Each
         block starts at one of the positions `begins`.
         """
@@ -285,7 +285,7 @@ def make_line(
         cuts.extend(begins[each] for each in (0, *chosen))
         return BlockRun(first, len(cuts))
 
-    def regions(part: Tree, place: int) -> list[Region]:
+    def make_regions(part: Tree, place: int) -> list[Region]:
         """Return the regions of a part of the tree whose first unit is at position `place` of
         `order`.
         """
@@ -297,21 +297,21 @@ def make_line(
                 begins.append(place)
             else:
                 if begins:
-                    found.append(run(begins, place))
+                    found.append(append_run(begins, place))
                     begins = []
                 first = len(cuts)
                 branches = []
                 for branch in each.parts:
-                    branches.append(tuple(regions(branch, place)))
+                    branches.append(tuple(make_regions(branch, place)))
                     place += len(leaves(branch))
                 found.append(Fork(tuple(branches), first, len(cuts)))
             place = stop
-        return [*found, run(begins, place)] if begins else found
+        return [*found, append_run(begins, place)] if begins else found
 
-    found = tuple(regions(tree, 0))
+    found = tuple(make_regions(tree, 0))
     chain = Chain.of(nodes, [int(starts[cut]) for cut in (*cuts, len(order))])
     needs = Blocks.of(graph, [chain.nodes(block, block + 1) for block in range(chain.blocks)]).needs
-    return BlockLine(chain, found, needs)
+    return BlockChain(chain, found, needs)
 
 
 FEW_UNITS = 8
@@ -321,7 +321,7 @@ _MAX_ORDERS = 64
 """
 
 
-def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> Iterator[Tree]:
+def alternative_trees(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> Iterator[Tree]:
     """Yield trees of the same units whose chains have other topological orders, the most promising
     tree first.
 
@@ -335,38 +335,41 @@ def other_orders(tree: Tree, needs: Sequence[int], weights: Sequence[float]) -> 
     time of each unit.
     """
     few = len(needs) <= FEW_UNITS
-    seen = {_equal_branches(tree, weights)}
-    for each in (_mirrored(tree), *(itertools.islice(_permuted(tree), _MAX_ORDERS) if few else ())):
-        if (key := _equal_branches(each, weights)) not in seen:
+    seen = {_branch_equality_key(tree, weights)}
+    for each in (
+        _reverse_branches(tree),
+        *(itertools.islice(_permute_branches(tree), _MAX_ORDERS) if few else ()),
+    ):
+        if (key := _branch_equality_key(each, weights)) not in seen:
             seen.add(key)
             yield each
     # The order of the leaves of `tree` is the order of its own chain, which was searched before.
     known = {leaves(tree)}
-    every = itertools.islice(_extensions(needs, 0, ()), _MAX_ORDERS) if few else ()
-    for order in (tuple(range(len(needs))), tuple(_by_depth(needs, weights)), *every):
+    every = itertools.islice(_topological_orders(needs, 0, ()), _MAX_ORDERS) if few else ()
+    for order in (tuple(range(len(needs))), tuple(_order_by_finish_time(needs, weights)), *every):
         if order not in known:
             known.add(order)
             yield Series(tuple(map(Leaf, order)))
 
 
-def _equal_branches(tree: Tree, weights: Sequence[float]) -> object:
+def _branch_equality_key(tree: Tree, weights: Sequence[float]) -> object:
     """Return a key that is equal for two trees if one can be obtained from the other by exchanging
     parts of equal structure and equal weights.
     """
     if isinstance(tree, Leaf):
         return weights[tree.unit]
-    return type(tree).__name__, tuple(_equal_branches(part, weights) for part in tree.parts)
+    return type(tree).__name__, tuple(_branch_equality_key(part, weights) for part in tree.parts)
 
 
-def _mirrored(tree: Tree) -> Tree:
+def _reverse_branches(tree: Tree) -> Tree:
     """Return the tree with the branches of each fork in reverse order."""
     if isinstance(tree, Leaf):
         return tree
-    parts = tuple(map(_mirrored, tree.parts))
+    parts = tuple(map(_reverse_branches, tree.parts))
     return Series(parts) if isinstance(tree, Series) else Parallel(parts[::-1])
 
 
-def _permuted(tree: Tree) -> Iterator[Tree]:
+def _permute_branches(tree: Tree) -> Iterator[Tree]:
     """Yield the tree with the branches of its forks in all orders, the given order first. Of a
     nested tree, at most `_MAX_ORDERS` orders are combined with the orders of the other trees.
     """
@@ -374,7 +377,7 @@ def _permuted(tree: Tree) -> Iterator[Tree]:
         yield tree
         return
     for parts in itertools.product(
-        *(tuple(itertools.islice(_permuted(part), _MAX_ORDERS)) for part in tree.parts)
+        *(tuple(itertools.islice(_permute_branches(part), _MAX_ORDERS)) for part in tree.parts)
     ):
         if isinstance(tree, Series):
             yield Series(parts)
@@ -382,7 +385,7 @@ def _permuted(tree: Tree) -> Iterator[Tree]:
             yield from map(Parallel, itertools.permutations(parts))
 
 
-def _by_depth(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
+def _order_by_finish_time(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Return the units in ascending order of their earliest finish time, which assumes that each
     unit runs on a device of its own.
     """
@@ -396,7 +399,7 @@ def _by_depth(needs: Sequence[int], weights: Sequence[float]) -> list[int]:
     return [unit for _, _, unit in sorted(times)]
 
 
-def _extensions(
+def _topological_orders(
     needs: Sequence[int], done: int, order: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
     """Yield each topological order of all units that starts with `order`. `done` is the bit set of
@@ -407,4 +410,4 @@ def _extensions(
         return
     for unit, need in enumerate(needs):
         if not done >> unit & 1 and not need & ~done:
-            yield from _extensions(needs, done | 1 << unit, (*order, unit))
+            yield from _topological_orders(needs, done | 1 << unit, (*order, unit))

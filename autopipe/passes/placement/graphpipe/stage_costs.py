@@ -65,22 +65,24 @@ class NodeSeconds:
         """
         self._undivided: dict[int, Seconds] = {}
 
-    def of(self, size: int, degree: int, devices: Sequence[Device]) -> tuple[Seconds, Seconds]:
+    def forward_and_backward(
+        self, size: int, degree: int, devices: Sequence[Device]
+    ) -> tuple[Seconds, Seconds]:
         """Return (forward, backward): the seconds of each node for a micro-batch of `size` samples
         that is divided among `degree` devices. Each value is the maximum over the device types
         `devices`. Backward is 0 in inference.
         """
-        every = [self._on(device, size, degree) for device in devices]
+        every = [self._on_device_type(device, size, degree) for device in devices]
         forward, backward = (np.maximum.reduce([each[phase] for each in every]) for phase in (0, 1))
         return forward, backward
 
-    def _on(self, device: Device, size: int, degree: int) -> tuple[Seconds, Seconds]:
+    def _on_device_type(self, device: Device, size: int, degree: int) -> tuple[Seconds, Seconds]:
         """Return the seconds (forward, backward) of each node on one device type."""
         problem = self.problem
         part = size / problem.micro_batch_size
         shares = np.where(self.axes, 1.0 / degree, 1.0)
         work = [
-            _between(half, whole, part)
+            _interpolate_work(half, whole, part)
             for half, whole in zip(self.halves, self.wholes, strict=True)
         ]
         forward, backward = node_seconds(work, device, problem.precision, shares)
@@ -93,7 +95,7 @@ class NodeSeconds:
         backward = backward if problem.train else np.zeros_like(forward)
         return forward[self.kind_of], backward[self.kind_of]
 
-    def undivided(self, degree: int) -> Seconds:
+    def indivisible_nodes(self, degree: int) -> Seconds:
         """Return an array with 1 for each node whose samples `degree` devices cannot divide evenly,
         and 0 for all other nodes.
         """
@@ -106,7 +108,7 @@ class NodeSeconds:
 _SCALED_FIELDS = ("forward_flops", "backward_flops", "forward_bytes", "backward_bytes")
 
 
-def _between(half: NodeCost, whole: NodeCost, part: float) -> NodeCost:
+def _interpolate_work(half: NodeCost, whole: NodeCost, part: float) -> NodeCost:
     """Return the work of a node on the fraction `part` of the samples, given its work on half of
     the samples and on all samples.
     """
@@ -173,13 +175,13 @@ class StageOption:
     of the cluster; 0 if not even one fits.
     """
 
-    def holds(self, start: int, stop: int, in_flight: int) -> bool:
+    def fits_memory(self, start: int, stop: int, in_flight: int) -> bool:
         """True if blocks `start` to `stop - 1` fit the memory with `in_flight` micro-batches in
         flight.
         """
         return bool(self.seconds[start, stop] < np.inf and self.most[start, stop] >= in_flight)
 
-    def stage(self, start: int, stop: int, in_flight: int) -> DraftStage:
+    def make_stage(self, start: int, stop: int, in_flight: int) -> DraftStage:
         """Return blocks `start` to `stop - 1` as a stage with `in_flight` micro-batches in
         flight.
         """
@@ -213,11 +215,11 @@ class OptionTable:
     """
 
     @property
-    def places(self) -> int:
+    def block_boundaries(self) -> int:
         """Number of block boundaries, one more than the number of blocks."""
         return len(self.options[0].seconds)
 
-    def needs(self, target: float, levels: int) -> list[tuple[Devices, ...]]:
+    def minimum_devices_by_level(self, target: float, levels: int) -> list[tuple[Devices, ...]]:
         """Return tables with the minimum number of devices on which each range of blocks takes at
         most `target` seconds per micro-batch, or `UNREACHABLE`.
 
@@ -235,7 +237,11 @@ class OptionTable:
             if (kept == level > 1 and kept - 1 in self.bounds) or not found:
                 found.append(
                     tuple(
-                        np.full((self.places, self.places), UNREACHABLE, dtype=np.int16)
+                        np.full(
+                            (self.block_boundaries, self.block_boundaries),
+                            UNREACHABLE,
+                            dtype=np.int16,
+                        )
                         for _ in self.runs
                     )
                 )
@@ -245,7 +251,7 @@ class OptionTable:
                 found.append(found[-1])
         return found
 
-    def stage(self, piece: PartitionStage, target: float) -> DraftStage:
+    def make_stage(self, piece: PartitionStage, target: float) -> DraftStage:
         """Return the stage for `piece`, a stage of a solution of the search with target time
         `target`: the fastest of the options with the minimum number of devices.
         """
@@ -256,7 +262,9 @@ class OptionTable:
             for option in self.options
             if option.run == piece.run and option.seconds[at] <= target and option.most[at] >= kept
         )
-        return min(fitting, key=lambda option: (option.degree, option.seconds[at])).stage(*at, kept)
+        return min(fitting, key=lambda option: (option.degree, option.seconds[at])).make_stage(
+            *at, kept
+        )
 
 
 def option_table(
@@ -314,9 +322,10 @@ def _options(
     )
     link = _mean_link(problem.cluster, devices, degree)
     forward, backward = (
-        range_sums(chain.by_block(each)) for each in seconds.of(size, degree, kinds)
+        range_sums(chain.by_block(each))
+        for each in seconds.forward_and_backward(size, degree, kinds)
     )
-    uneven = seconds.undivided(degree)
+    uneven = seconds.indivisible_nodes(degree)
     device = max(kinds, key=accumulate_per_byte)
     starts = task_seconds(device)
     forward += starts[0]
@@ -326,7 +335,9 @@ def _options(
     arriving = message_seconds(link, tables.arriving, memory.received)
     empty = np.tri(len(forward), dtype=bool)
 
-    def option(recompute: bool, backward: Matrix, returning: Matrix, end: Matrix) -> StageOption:
+    def make_option(
+        recompute: bool, backward: Matrix, returning: Matrix, end: Matrix
+    ) -> StageOption:
         """Return the option with the given recomputation; the matrices contain seconds, as in
         `StageOption`.
         """
@@ -344,16 +355,16 @@ def _options(
 
     if not problem.train:
         zero = np.zeros_like(forward)
-        yield option(False, zero, zero, zero)
+        yield make_option(False, zero, zero, zero)
         return
     backward += starts[1] + tables.accumulate_seconds(device, micro_batches)
     returning = message_seconds(link, tables.leaving, memory.sent)
     reduce = exchange_of_gradients(problem, devices[:degree])
     end = tables.step_end_seconds(degree, device, reduce)
     if problem.recompute != "full":
-        yield option(False, backward, returning, end)
+        yield make_option(False, backward, returning, end)
     if problem.recompute != "none":
-        yield option(True, forward + backward, returning, end)
+        yield make_option(True, forward + backward, returning, end)
 
 
 def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
@@ -367,16 +378,18 @@ def _mean_link(cluster: Cluster, devices: range, degree: int) -> Link:
     inner = levels[0]
     outer = (levels if cluster.part(devices[-1])[0] == first else cluster.levels)[-1].link
     link = (
-        inner.link if len(devices) <= inner.size else _mean(inner.link, outer, degree / inner.size)
+        inner.link
+        if len(devices) <= inner.size
+        else _mix_links(inner.link, outer, degree / inner.size)
     )
     return (
-        _mean(link, cluster.levels[-1].link, degree / len(devices))
+        _mix_links(link, cluster.levels[-1].link, degree / len(devices))
         if len(devices) < cluster.size
         else link
     )
 
 
-def _mean(first: Link, second: Link, fraction: float) -> Link:
+def _mix_links(first: Link, second: Link, fraction: float) -> Link:
     """Return a link with the mean latency and the mean seconds per byte of two links; `fraction` of
     all messages use the second link.
     """

@@ -28,7 +28,11 @@ from autopipe.passes.cost.memory_check import check_operators
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs, step_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import MicroBatchSearch
-from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_units, other_orders
+from autopipe.passes.placement.graphpipe.series_parallel import (
+    alternative_trees,
+    decompose,
+    make_units,
+)
 from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.sharding.configurations import Splits
@@ -69,25 +73,25 @@ class GraphPipe:
         with the minimum excess over the memory limit, if no partition fits the memory. Raise
         ConfigurationError for a constraint that the stages violate.
         """
-        return best_group_order(problem, self._placed, parts=False)
+        return best_group_order(problem, self._place, parts=False)
 
-    def _placed(self, problem: Problem) -> Placement:
+    def _place(self, problem: Problem) -> Placement:
         """Return the placement if the devices are used in the order of the problem's cluster. Raise
         as `run` does.
         """
-        placement = _in_stages(problem)
+        placement = _search_placement(problem)
         if isinstance(placement, InfeasibleError):
             raise placement
         if self.per_stage_micro_batch:
-            placement = with_own_sizes(problem, placement)
+            placement = search_stage_micro_batches(problem, placement)
         if self.intra == "pase":
-            placement = split_further(problem, placement)
+            placement = split_stages_by_pase(problem, placement)
         check_constraints_met(problem, placement, self.name)
         return placement
 
 
 @memoize(2)
-def _in_stages(problem: Problem) -> Placement | InfeasibleError:
+def _search_placement(problem: Problem) -> Placement | InfeasibleError:
     """Return the placement before the refinements, or the error if no partition fits the memory.
 
     The error is returned instead of raised so that it is cached: finding it takes as long as
@@ -99,9 +103,9 @@ def _in_stages(problem: Problem) -> Placement | InfeasibleError:
     forward, backward = mean_seconds(problem)
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
     tree, regions = decompose(units.needs, weights)
-    trees = itertools.chain((tree,), other_orders(tree, units.needs, weights))
+    trees = itertools.chain((tree,), alternative_trees(tree, units.needs, weights))
     try:
-        best = MicroBatchSearch(problem, units, forward + backward).best(trees)
+        best = MicroBatchSearch(problem, units, forward + backward).find_best_placement(trees)
     except InfeasibleError as error:
         return error
     parts = ([node for unit in region for node in units.nodes[unit]] for region in regions)
@@ -118,7 +122,7 @@ _MAX_SWEEPS = 3
 """Maximum number of passes over all possible changes of micro-batch sizes."""
 
 
-def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
+def search_stage_micro_batches(problem: Problem, placement: Placement) -> Placement:
     """Return `placement` with a micro-batch size for each stage (section 6 of the paper).
 
     The search is greedy. A change moves a set of stages to the next larger or smaller size that the
@@ -128,7 +132,7 @@ def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
     search ends when no change shortens the step, or after `_MAX_SWEEPS` passes. All sizes divide
     the largest size.
     """
-    best = _step_by_kfkb(problem, placement)
+    best = _kfkb_step_seconds(problem, placement)
     graph = StageGraph.of(resized(problem, placement.stages[0].micro_batch_size), placement)
     depths = depths_to_end(len(placement.stages), graph.edges)
     together = dict.fromkeys(
@@ -140,7 +144,7 @@ def with_own_sizes(problem: Problem, placement: Placement) -> Placement:
         before = best
         for indices, up in itertools.product(together, (False, True)):
             changed = _with_next_size(problem, placement, indices, up)
-            if changed is not None and (step := _step_by_kfkb(problem, changed)) < best:
+            if changed is not None and (step := _kfkb_step_seconds(problem, changed)) < best:
                 placement = changed
                 best = step
         if best == before:
@@ -175,7 +179,7 @@ def _with_next_size(
     return replace(placement, stages=tuple(stages)) if fits else None
 
 
-def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
+def _kfkb_step_seconds(problem: Problem, placement: Placement) -> float:
     """Return the seconds of a step under kFkB with k = 1. Return infinity if memory does not
     suffice or if values cannot be divided into micro-batches of these sizes.
     """
@@ -186,7 +190,7 @@ def _step_by_kfkb(problem: Problem, placement: Placement) -> float:
         return math.inf
 
 
-def split_further(problem: Problem, placement: Placement) -> Placement:
+def split_stages_by_pase(problem: Problem, placement: Placement) -> Placement:
     """Return `placement` in which stages have the splits of PaSE's search, if these splits shorten
     the step.
 
@@ -214,7 +218,7 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
     if not found:
         return placement
 
-    def measured(placement: Placement) -> tuple[float, list[float]]:
+    def measure(placement: Placement) -> tuple[float, list[float]]:
         """Return (seconds of the simulated step, seconds for which the devices of each stage are
         busy).
         """
@@ -222,17 +226,17 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
         counts = (problem.batch_size // stage.micro_batch_size for stage in placement.stages)
         return quick_step(problem, placement, costs).end, list(map(step_seconds, costs, counts))
 
-    def improved(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
+    def improve(placement: Placement, others: dict[int, Stage]) -> tuple[float, Placement]:
         """Return (seconds of a step, placement) after replacing stages of `placement`, one after
         the other.
 
         A stage is replaced by its counterpart in `others` if the step becomes shorter, or if the
         step stays equal and the stage's devices are busy for a shorter time.
         """
-        step, busy = measured(placement)
+        step, busy = measure(placement)
         for index, other in others.items():
             changed = _with_stages(placement, {index: other})
-            changed_step, changed_busy = measured(changed)
+            changed_step, changed_busy = measure(changed)
             if (changed_step, changed_busy[index]) < (step, busy[index]):
                 placement = changed
                 step = changed_step
@@ -240,7 +244,7 @@ def split_further(problem: Problem, placement: Placement) -> Placement:
         return step, placement
 
     own = {index: placement.stages[index] for index in found}
-    both = improved(placement, found), improved(_with_stages(placement, found), own)
+    both = improve(placement, found), improve(_with_stages(placement, found), own)
     return min(both, key=lambda each: each[0])[1]
 
 

@@ -11,7 +11,7 @@ Volumes are words of 8 bytes. If a degree does not divide a size (the input of a
 fractions of an element, as in the authors' prototype.
 
 Symbols: r = `WORD_OPERATIONS`; T = elements of one device's part of the result; c = number of parts
-of an axis; AR(w, c) = cost of an all-reduce of w words on each of c devices (`all_reduce`).
+of an axis; AR(w, c) = cost of an all-reduce of w words on each of c devices (`all_reduce_cost`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def configurations(extents: Sequence[int], devices: int, cutoff: int) -> Degrees
     return degrees
 
 
-def contiguous(degrees: Degrees, extents: Sequence[int]) -> npt.NDArray[np.bool_]:
+def has_contiguous_parts(degrees: Degrees, extents: Sequence[int]) -> npt.NDArray[np.bool_]:
     """Return a boolean array of shape [configurations]: True if a configuration splits a row-major
     tensor of shape `extents` into parts that are contiguous in memory.
 
@@ -75,27 +75,27 @@ def contiguous(degrees: Degrees, extents: Sequence[int]) -> npt.NDArray[np.bool_
     return np.asarray(((degrees == 1) | inside).all(axis=1))
 
 
-def all_reduce(words: Floats, degree: Degrees) -> Floats:
+def all_reduce_cost(words: Floats, degree: Degrees) -> Floats:
     """Return AR(w, c), the cost of a ring all-reduce of w = `words` on each of c = `degree`
     devices, for each configuration: 2 r (w / c)(c - 1).
     """
     return 2.0 * WORD_OPERATIONS * (words / degree) * (degree - 1)
 
 
-def _parts(degrees: Degrees, axes: Axes) -> Degrees:
+def _part_count(degrees: Degrees, axes: Axes) -> Degrees:
     """Return the total number of parts along `axes`, of shape [configurations]."""
     return np.asarray(degrees[:, axes].prod(axis=1, dtype=np.int64))
 
 
-def _part(extents: Extents, degrees: Degrees, axes: Iterable[int] | None = None) -> Floats:
+def _part_size(extents: Extents, degrees: Degrees, axes: Iterable[int] | None = None) -> Floats:
     """Return the number of elements of one device's part along `axes` (None: along all axes), of
     shape [configurations].
     """
     axes = tuple(range(len(extents)) if axes is None else axes)
-    return np.asarray(math.prod(extents[axis] for axis in axes) / _parts(degrees, axes))
+    return np.asarray(math.prod(extents[axis] for axis in axes) / _part_count(degrees, axes))
 
 
-def _others(extents: Extents, axis: int) -> Axes:
+def _other_axes(extents: Extents, axis: int) -> Axes:
     """Return the positions of all axes except `axis`."""
     return tuple(each for each in range(len(extents)) if each != axis)
 
@@ -103,14 +103,14 @@ def _others(extents: Extents, axis: int) -> Axes:
 class Cost(Protocol):
     """The cost t_l of one kind of layer."""
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
         """Return the cost, in operations, of each configuration in `degrees` for axes of the sizes
         `extents`; of shape [configurations].
         """
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatmulCost:
     """The cost of a (batched) matmul over groups of axes, for its forward and both matmuls of its
     backward.
 
@@ -128,27 +128,34 @@ class Product:
     summed: Axes
     pointwise: int = 0
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        m, n, k = (_part(extents, degrees, axes) for axes in (self.rows, self.columns, self.summed))
-        cut_m, cut_n, cut_k = (
-            _parts(degrees, axes) for axes in (self.rows, self.columns, self.summed)
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
+        m, n, k = (
+            _part_size(extents, degrees, axes) for axes in (self.rows, self.columns, self.summed)
         )
-        tile = _product(m, n, k, cut_m, cut_n, cut_k, self.pointwise)
-        return np.asarray(_part(extents, degrees, self.batch) * tile)
+        cut_m, cut_n, cut_k = (
+            _part_count(degrees, axes) for axes in (self.rows, self.columns, self.summed)
+        )
+        tile = _matmul_cost(m, n, k, cut_m, cut_n, cut_k, self.pointwise)
+        return np.asarray(_part_size(extents, degrees, self.batch) * tile)
 
 
-def _product(
+def _matmul_cost(
     m: Floats, n: Floats, k: Floats, cut_m: Degrees, cut_n: Degrees, cut_k: Degrees, pointwise: int
 ) -> Floats:
-    """Return the cost of `Product` for β = 1. `m`, `n` and `k` are the sizes of a device's part,
+    """Return the cost of `MatmulCost` for β = 1. `m`, `n` and `k` are the sizes of a device's part,
     and `cut_m`, `cut_n` and `cut_k` the numbers of parts.
     """
     work = 3.0 * m * n * k + 3.0 * pointwise * m * n
-    return work + all_reduce(m * n, cut_k) + all_reduce(m * k, cut_n) + all_reduce(n * k, cut_m)
+    return (
+        work
+        + all_reduce_cost(m * n, cut_k)
+        + all_reduce_cost(m * k, cut_n)
+        + all_reduce_cost(n * k, cut_m)
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
+class LSTMCost:
     """The cost of equal stacked LSTM layers with axes (layer, step, batch, output units, input
     units).
 
@@ -158,18 +165,18 @@ class Recurrent:
     of each step's output to the next input.
     """
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
         layers, steps, batch, outs, ins = (extents[axis] / degrees[:, axis] for axis in range(5))
         _, _, _, cut_outs, cut_ins = degrees.T
-        rows = _parts(degrees, (1, 2))
-        cell = _product(steps * batch, 4 * outs, 2 * ins, rows, cut_outs, cut_ins, pointwise=3)
+        rows = _part_count(degrees, (1, 2))
+        cell = _matmul_cost(steps * batch, 4 * outs, 2 * ins, rows, cut_outs, cut_ins, pointwise=3)
         common = np.where(cut_ins > cut_outs, 0.0, batch * np.minimum(outs, ins))
         moved = np.maximum(batch * ins - common, 0.0)
         return np.asarray(layers * cell + WORD_OPERATIONS * extents[0] * extents[1] * moved)
 
 
 @dataclass(frozen=True, slots=True)
-class Softmax:
+class SoftmaxCost:
     """The cost of a softmax over `axis`: 4 T + T D + 2 AR(R, c) + AR(R D, c).
 
     R is the number of rows of a device's part, D the full size of the axis, and c its number of
@@ -178,16 +185,16 @@ class Softmax:
 
     axis: int
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        rows = _part(extents, degrees, _others(extents, self.axis))
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
+        rows = _part_size(extents, degrees, _other_axes(extents, self.axis))
         full = extents[self.axis]
         degree = degrees[:, self.axis]
-        sums = 2.0 * all_reduce(rows, degree) + all_reduce(rows * full, degree)
+        sums = 2.0 * all_reduce_cost(rows, degree) + all_reduce_cost(rows * full, degree)
         return (4.0 + full) * (rows * (full / degree)) + sums
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropy:
+class CrossEntropyCost:
     """The cost of a softmax over `axis` (the classes) and the cross-entropy of its result: 4 T + 2
     R, plus 2 r R if the classes are split.
 
@@ -196,15 +203,15 @@ class CrossEntropy:
 
     axis: int
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        rows = _part(extents, degrees, _others(extents, self.axis))
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
+        rows = _part_size(extents, degrees, _other_axes(extents, self.axis))
         degree = degrees[:, self.axis]
         part = rows * (extents[self.axis] / degree)
         return 4.0 * part + 2.0 * rows + np.where(degree > 1, 2.0 * WORD_OPERATIONS * rows, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormCost:
     """The cost of a normalisation over `axis`: 16 T + 4 AR(T / t, c) + 4 AR(t, number of parts
     along all other axes).
 
@@ -214,17 +221,17 @@ class Norm:
 
     axis: int
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        others = _others(extents, self.axis)
-        rows = _part(extents, degrees, others)
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
+        others = _other_axes(extents, self.axis)
+        rows = _part_size(extents, degrees, others)
         along = extents[self.axis] / degrees[:, self.axis]
-        statistics = all_reduce(rows, degrees[:, self.axis])
-        weights = all_reduce(along, _parts(degrees, others))
+        statistics = all_reduce_cost(rows, degrees[:, self.axis])
+        weights = all_reduce_cost(along, _part_count(degrees, others))
         return np.asarray(16.0 * rows * along + 4.0 * (statistics + weights))
 
 
 @dataclass(frozen=True, slots=True)
-class Pooling:
+class PoolingCost:
     """The cost of a window that moves over the axes from number `spatial` on: T + r · halo.
 
     Along each split spatial axis, a device needs `window` more elements of the operand than its own
@@ -235,49 +242,49 @@ class Pooling:
     source: Extents
     window: tuple[int, ...]
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
         axes = range(self.spatial, len(extents))
-        inner = _part(self.source, degrees, axes)
+        inner = _part_size(self.source, degrees, axes)
         outer = np.ones(len(degrees))
         for axis, width in zip(axes, self.window, strict=True):
             outer *= self.source[axis] / degrees[:, axis] + np.where(degrees[:, axis] > 1, width, 0)
-        halo = (outer - inner) * _part(self.source, degrees, range(self.spatial))
-        return np.asarray(_part(extents, degrees) + WORD_OPERATIONS * halo)
+        halo = (outer - inner) * _part_size(self.source, degrees, range(self.spatial))
+        return np.asarray(_part_size(extents, degrees) + WORD_OPERATIONS * halo)
 
 
 @dataclass(frozen=True, slots=True)
-class Elementwise:
+class ElementwiseCost:
     """The cost of an elementwise operation followed by q = `pointwise` further ones: (1 + q) T."""
 
     pointwise: int = 0
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        return (1.0 + self.pointwise) * _part(extents, degrees)
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
+        return (1.0 + self.pointwise) * _part_size(extents, degrees)
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class ReductionCost:
     """The cost of a mean or another reduction over `axes`. The paper counts only its all-reduce:
     AR(T, number of parts along `axes`), where T is the number of elements of the operand's part.
     """
 
     axes: Axes
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
-        return all_reduce(_part(extents, degrees), _parts(degrees, self.axes))
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
+        return all_reduce_cost(_part_size(extents, degrees), _part_count(degrees, self.axes))
 
 
 @dataclass(frozen=True, slots=True)
-class Movement:
+class FreeCost:
     """The cost 0 of an operation that only rearranges data, such as concatenation, stacking and
     flattening.
     """
 
-    def of(self, extents: Extents, degrees: Degrees) -> Floats:
+    def operations(self, extents: Extents, degrees: Degrees) -> Floats:
         return np.zeros(len(degrees))
 
 
-def transfer(extents: Extents, source: Degrees, target: Degrees) -> Floats:
+def transfer_cost(extents: Extents, source: Degrees, target: Degrees) -> Floats:
     """Return the transfer cost t_x of an edge, forward and backward, of shape [source
     configurations, target configurations].
 
@@ -322,7 +329,7 @@ class Tensor:
         """Return the number of parts of each dimension, of shape [configurations, dimensions],
         given the number of parts of each axis of the layer.
         """
-        columns = [_parts(layer, axes) for axes in self.axes]
+        columns = [_part_count(layer, axes) for axes in self.axes]
         return np.stack(columns, axis=1) if columns else np.ones((len(layer), 0), dtype=np.int64)
 
 
@@ -398,7 +405,7 @@ class LayerGraph:
     the authors' prototype.
     """
 
-    def ends(self, edge: LayerEdge) -> tuple[Tensor, Tensor]:
+    def edge_tensors(self, edge: LayerEdge) -> tuple[Tensor, Tensor]:
         """Return (written, read): the tensor of an edge as a result of its source, and as an
         operand of its target.
         """
@@ -429,9 +436,11 @@ def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
         found = configurations(
             [1 if axis.unsplit else axis.size for axis in layer.axes], devices, graph.cutoff
         )
-        degrees.append(found[contiguous(found, layer.extents)] if layer.contiguous else found)
+        degrees.append(
+            found[has_contiguous_parts(found, layer.extents)] if layer.contiguous else found
+        )
     costs = [
-        layer.cost.of(layer.extents, found)
+        layer.cost.operations(layer.extents, found)
         for layer, found in zip(layer_classes, degrees, strict=True)
     ]
     matrices: dict[Hashable, Floats] = {}
@@ -441,8 +450,8 @@ def build_tables(graph: LayerGraph, devices: int) -> PaperTables:
         target = class_of[edge.target]
         key = (source, edge.result, target, edge.operand)
         if key not in matrices:
-            written, read = graph.ends(edge)
-            matrices[key] = transfer(
+            written, read = graph.edge_tensors(edge)
+            matrices[key] = transfer_cost(
                 written.extents, written.degrees(degrees[source]), read.degrees(degrees[target])
             )
         edges.append(Edge(edge.source, edge.target, matrices[key]))

@@ -28,19 +28,19 @@ from autopipe.ir.space import AxisKind
 from autopipe.passes.placement.pase.paper_costs import (
     Axis,
     Cost,
-    CrossEntropy,
-    Elementwise,
+    CrossEntropyCost,
+    ElementwiseCost,
     Extents,
+    FreeCost,
     Layer,
     LayerEdge,
     LayerGraph,
-    Movement,
-    Norm,
-    Pooling,
-    Product,
-    Recurrent,
-    Reduction,
-    Softmax,
+    LSTMCost,
+    MatmulCost,
+    NormCost,
+    PoolingCost,
+    ReductionCost,
+    SoftmaxCost,
     Tensor,
     ValueLocation,
 )
@@ -106,7 +106,7 @@ class LayerGraphBuilder:
             for axis_name, size in axes.items()
         }
         for location, axis_names in placed:
-            extents = self.tensor(location).extents
+            extents = self.tensor_at(location).extents
             for dimension, group in zip(axis_names, location.groups, strict=True):
                 if len(dimension) == 1 and len(group) > len(factors[dimension[0]]):
                     factors[dimension[0]] = tuple(extents[each] for each in group)
@@ -124,10 +124,12 @@ class LayerGraphBuilder:
                 for each, size in zip(names, sizes, strict=True)
             ]
         read = tuple(
-            self._operand(location, axis_names, indices, layer_axes)
+            self._make_operand(location, axis_names, indices, layer_axes)
             for location, axis_names in placed
         )
-        written = [_result(axis_names, shape, indices, layer_axes) for axis_names, shape in results]
+        written = [
+            _make_result(axis_names, shape, indices, layer_axes) for axis_names, shape in results
+        ]
         tensors = tuple(tensor for tensor, _ in written)
         layer = Layer(
             tuple(layer_axes),
@@ -140,7 +142,7 @@ class LayerGraphBuilder:
             aliases,
             inside,
         )
-        index = self.append(layer, [location for location, _ in placed])
+        index = self.append_layer(layer, [location for location, _ in placed])
         return tuple(
             ValueLocation(index, result, groups) for result, (_, groups) in enumerate(written)
         )
@@ -164,7 +166,9 @@ class LayerGraphBuilder:
         outputs for which it is None, get no location.
         """
         node = self.graph.nodes[index]
-        inputs = zip(node.inputs, [_each(axes)] if operands is None else operands, strict=False)
+        inputs = zip(
+            node.inputs, [_axis_per_dimension(axes)] if operands is None else operands, strict=False
+        )
         read = [
             (self.locations.get(name), axis_names)
             for name, axis_names in inputs
@@ -179,7 +183,7 @@ class LayerGraphBuilder:
         locations = self.add_layer(node.name, (index,), axes, read, shapes, cost, unsplit, aliases)
         self.locations.update(zip(made, locations, strict=True))
 
-    def append(self, layer: Layer, operands: Sequence[ValueLocation]) -> int:
+    def append_layer(self, layer: Layer, operands: Sequence[ValueLocation]) -> int:
         """Append a layer that reads `operands`, and return its number. If several operands come
         from one layer, only the edge of the last of them is stored.
         """
@@ -191,7 +195,7 @@ class LayerGraphBuilder:
             )
         return index
 
-    def absorb(self, index: int, location: ValueLocation, **changes: Any) -> None:
+    def merge_node(self, index: int, location: ValueLocation, **changes: Any) -> None:
         """Merge node `index` into the layer at `location`, where the node's results are then
         located. The node adds no cost, unless `changes` replaces the cost or other fields of the
         layer.
@@ -201,16 +205,16 @@ class LayerGraphBuilder:
         self.layers[location.layer] = replace(layer, nodes=(*layer.nodes, index), **changes)
         self.locations.update((name, location) for name in node.outputs if name)
 
-    def tensor(self, location: ValueLocation) -> Tensor:
+    def tensor_at(self, location: ValueLocation) -> Tensor:
         """Return the result of a layer to which `location` refers."""
         return self.layers[location.layer].results[location.result]
 
-    def finished(self, cutoff: int) -> LayerGraph:
+    def build(self, cutoff: int) -> LayerGraph:
         """Return the layer graph of the nodes that were added."""
         edges = tuple(self._edges[pair] for pair in sorted(self._edges))
         return LayerGraph(tuple(self.layers), edges, dict(self.locations), cutoff)
 
-    def _operand(
+    def _make_operand(
         self,
         location: ValueLocation,
         axis_names: AxisNames,
@@ -220,7 +224,7 @@ class LayerGraphBuilder:
         """Return the operand of a layer that reads the value at `location`. It has the dimensions
         of the result that contains the value.
         """
-        source = self.tensor(location).extents
+        source = self.tensor_at(location).extents
         axes: list[tuple[int, ...]] = [()] * len(source)
         for dimension, group in zip(axis_names, location.groups, strict=True):
             split_axes = tuple(axis for axis_name in dimension for axis in indices[axis_name])
@@ -232,7 +236,7 @@ class LayerGraphBuilder:
         return Tensor(source, tuple(axes))
 
 
-def _result(
+def _make_result(
     axis_names: AxisNames, shape: Extents, indices: Indices, layer_axes: Sequence[Axis]
 ) -> tuple[Tensor, Groups]:
     """Return (tensor, groups) for a result whose dimensions `axis_names` index.
@@ -256,12 +260,12 @@ def _result(
     ), tuple(groups)
 
 
-def _each(names: Iterable[str]) -> AxisNames:
+def _axis_per_dimension(names: Iterable[str]) -> AxisNames:
     """Return axis names for a tensor with one dimension per name."""
     return tuple((name,) for name in names)
 
 
-def regrouped(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
+def group_dimensions(extents: Sequence[int], shape: Sequence[int]) -> Groups | None:
     """Return, for each dimension of `shape`, the positions in `extents` whose sizes multiply to its
     size, in order.
 
@@ -287,7 +291,7 @@ RENAMINGS = frozenset({"Identity", "Cast", "CastLike", "BitCast"})
 """Operators that leave all elements at their positions, and cost nothing in the paper."""
 
 
-def pointwise(builder: LayerGraphBuilder, index: int) -> None:
+def merge_pointwise(builder: LayerGraphBuilder, index: int) -> None:
     """Merge a pointwise operator into the layer that produces its operand.
 
     The operator becomes a layer itself if it reads the results of several layers, if it broadcasts
@@ -307,31 +311,33 @@ def pointwise(builder: LayerGraphBuilder, index: int) -> None:
         or not are_vectors
         or any(builder.shape_of(name) != result for name in computed)
     ):
-        by_space(builder, index)
+        add_by_space(builder, index)
         return
     (location,) = locations
     layer = builder.layers[location.layer]
     if node.op in RENAMINGS:
-        builder.absorb(index, location)
+        builder.merge_node(index, location)
         return
     # The cost counts pointwise operations up to the last activation. A bias or scale after the last
     # activation is free.
     builder.pointwise[location.layer] += 1
     cost = layer.cost
-    if not parameter_shapes and isinstance(cost, Product | Elementwise):
+    if not parameter_shapes and isinstance(cost, MatmulCost | ElementwiseCost):
         cost = replace(cost, pointwise=builder.pointwise[location.layer])
-    builder.absorb(index, location, cost=cost)
+    builder.merge_node(index, location, cost=cost)
 
 
-def transpose(builder: LayerGraphBuilder, index: int) -> None:
+def merge_transpose(builder: LayerGraphBuilder, index: int) -> None:
     """Merge a permutation of dimensions into the layer that produces its operand."""
     node = builder.graph.nodes[index]
     location = builder.locations[node.inputs[0]]
     order = node.integers("perm", tuple(range(len(location.groups)))[::-1])
-    builder.absorb(index, replace(location, groups=tuple(location.groups[axis] for axis in order)))
+    builder.merge_node(
+        index, replace(location, groups=tuple(location.groups[axis] for axis in order))
+    )
 
 
-def by_space(builder: LayerGraphBuilder, index: int) -> None:
+def add_by_space(builder: LayerGraphBuilder, index: int) -> None:
     """Add a layer over the operator's iteration space. Only axes that index all results, and the
     reduced axes of a reduction, can be split.
     """
@@ -339,7 +345,7 @@ def by_space(builder: LayerGraphBuilder, index: int) -> None:
     row = operator_of(node)
     assert row is not None, f"{node.op} has no row"
     if node.op in RENAMINGS and node.inputs[0] in builder.locations:
-        builder.absorb(index, builder.locations[node.inputs[0]])
+        builder.merge_node(index, builder.locations[node.inputs[0]])
         return
     space = space_of(builder.graph, node)
     sums = (AxisKind.SUM, AxisKind.MEAN)
@@ -350,13 +356,15 @@ def by_space(builder: LayerGraphBuilder, index: int) -> None:
 
     def cost(indices: Indices) -> Cost:
         if row.kind == "reduction":
-            return Reduction(tuple(axis for axis_name in reduced for axis in indices[axis_name]))
-        return Movement() if row.kind in ("view", "memory") else Elementwise()
+            return ReductionCost(
+                tuple(axis for axis_name in reduced for axis in indices[axis_name])
+            )
+        return FreeCost() if row.kind in ("view", "memory") else ElementwiseCost()
 
     builder.add_node_layer(index, space.axis_sizes(), space.results, cost, space.operands, unsplit)
 
 
-def reshape(builder: LayerGraphBuilder, index: int) -> None:
+def add_reshape(builder: LayerGraphBuilder, index: int) -> None:
     """Add a Reshape, Flatten, Squeeze or Unsqueeze.
 
     The operator is merged into the layer before it if it only adds or removes dimensions of size 1,
@@ -367,15 +375,15 @@ def reshape(builder: LayerGraphBuilder, index: int) -> None:
     node = builder.graph.nodes[index]
     location = builder.locations[node.inputs[0]]
     shape = builder.shape_of(node.outputs[0])
-    source = builder.tensor(location).extents
+    source = builder.tensor_at(location).extents
     order = [dimension for group in location.groups for dimension in group]
     extents = [source[dimension] for dimension in order]
-    groups = regrouped(extents, shape)
+    groups = group_dimensions(extents, shape)
     if groups is not None:
         only_rows = all(group != groups[-1] for group in groups if len(group) > 1)
-        if only_rows or isinstance(builder.layers[location.layer].cost, Product):
+        if only_rows or isinstance(builder.layers[location.layer].cost, MatmulCost):
             merged = tuple(tuple(order[position] for position in group) for group in groups)
-            builder.absorb(index, replace(location, groups=merged))
+            builder.merge_node(index, replace(location, groups=merged))
             return
     source_axes, target_axes = (
         tuple(Axis(f"d{position}", size) for position, size in enumerate(each))
@@ -388,27 +396,29 @@ def reshape(builder: LayerGraphBuilder, index: int) -> None:
         for axes in (source_axes, target_axes)
     )
     ravel = Layer(
-        source_axes, (Tensor(source, read),), (flat,), Movement(), True, f"{node.name}/ravel"
+        source_axes, (Tensor(source, read),), (flat,), FreeCost(), True, f"{node.name}/ravel"
     )
     unravel = Layer(
         target_axes,
         (unflattened,),
         (Tensor(shape, written),),
-        Movement(),
+        FreeCost(),
         True,
         node.name,
         (index,),
     )
-    first = builder.append(ravel, (location,))
+    first = builder.append_layer(ravel, (location,))
     builder.locations[node.outputs[0]] = ValueLocation(
-        builder.append(unravel, (ValueLocation(first, 0, ((0,),)),)), 0, written
+        builder.append_layer(unravel, (ValueLocation(first, 0, ((0,),)),)), 0, written
     )
 
 
 # The next rules are for matmuls.
 
 
-def product_of(left: AxisNames, right: AxisNames, result: AxisNames) -> Callable[[Indices], Cost]:
+def matmul_cost_of(
+    left: AxisNames, right: AxisNames, result: AxisNames
+) -> Callable[[Indices], Cost]:
     """Return a function that returns the cost of a matmul, given the positions of its axes. `left`,
     `right` and `result` are the axis names of its operands and its result.
     """
@@ -434,20 +444,20 @@ def product_of(left: AxisNames, right: AxisNames, result: AxisNames) -> Callable
             )
             for axis_names in groups
         )
-        return Product(batch, rows, columns, summed)
+        return MatmulCost(batch, rows, columns, summed)
 
     return cost
 
 
-def multiply(builder: LayerGraphBuilder, index: int) -> None:
+def add_matmul(builder: LayerGraphBuilder, index: int) -> None:
     """Add a matmul over the axes of the operator's iteration space.
 
     If a following reshape divides the columns (into attention heads), they become several axes. An
-    einsum with one operand or more than two is added by `by_space`.
+    einsum with one operand or more than two is added by `add_by_space`.
     """
     node = builder.graph.nodes[index]
     if node.op == "Einsum" and len(node.inputs) != 2:
-        by_space(builder, index)
+        add_by_space(builder, index)
         return
     space = space_of(builder.graph, node)
     left = space.operands[0]
@@ -458,12 +468,14 @@ def multiply(builder: LayerGraphBuilder, index: int) -> None:
         [*(axis_name for dimension in result for axis_name in dimension), *space.axis_sizes()]
     )
     axes: dict[str, int | Extents] = {axis_name: space.axis(axis_name).size for axis_name in order}
-    if node.op != "Einsum" and (columns := divided_columns(builder.graph, index)):
+    if node.op != "Einsum" and (columns := column_factors(builder.graph, index)):
         axes["n"] = columns
-    builder.add_node_layer(index, axes, [result], product_of(left, right, result), (left, right))
+    builder.add_node_layer(
+        index, axes, [result], matmul_cost_of(left, right, result), (left, right)
+    )
 
 
-def divided_columns(graph: Graph, index: int) -> Extents:
+def column_factors(graph: Graph, index: int) -> Extents:
     """Return the sizes into which a reshape that follows a matmul divides its columns, or () if
     there is no such reshape. The addition of a bias may come between the two.
     """
@@ -485,9 +497,9 @@ def divided_columns(graph: Graph, index: int) -> Extents:
     return ()
 
 
-def embed(builder: LayerGraphBuilder, index: int) -> None:
+def add_embedding(builder: LayerGraphBuilder, index: int) -> None:
     """Add a gather of rows of a parameter as a matmul with one-hot rows, which are free to read.
-    Any other gather is added by `by_space`.
+    Any other gather is added by `add_by_space`.
     """
     node = builder.graph.nodes[index]
     table, indices = (builder.shape_of(name) for name in node.inputs[:2])
@@ -496,11 +508,11 @@ def embed(builder: LayerGraphBuilder, index: int) -> None:
         or len(table) != 2
         or node.integer("axis") != 0
     ):
-        by_space(builder, index)
+        add_by_space(builder, index)
         return
     rows = {f"i{position}": size for position, size in enumerate(indices)}
-    result = _each([*rows, "e"])
-    cost = product_of(_each([*rows, "v"]), _each("ve"), result)
+    result = _axis_per_dimension([*rows, "e"])
+    cost = matmul_cost_of(_axis_per_dimension([*rows, "v"]), _axis_per_dimension("ve"), result)
     builder.add_node_layer(
         index, {**rows, "e": table[1], "v": table[0]}, [result], cost, (), aliases=(("v", "d0"),)
     )
@@ -509,7 +521,7 @@ def embed(builder: LayerGraphBuilder, index: int) -> None:
 # The next rules are for attention. As in the paper, it consists of one matmul for queries, keys and
 # values, two more matmuls, and a softmax between them.
 
-HEADS, KEYS, SCORES = map(_each, ("bhlk", "bhmk", "bhlm"))
+HEADS, KEYS, SCORES = map(_axis_per_dimension, ("bhlk", "bhmk", "bhlm"))
 
 
 Projections = tuple[tuple[int, ...], tuple[str, ...]]
@@ -518,7 +530,7 @@ values that are projected, each of shape [batch, length, width].
 """
 
 
-def projections(graph: Graph) -> dict[int, Projections]:
+def find_projections(graph: Graph) -> dict[int, Projections]:
     """Return, by attention node, the projections of its queries, keys and values. Only attentions
     are included whose three projections have equal shapes and project values of one shape.
     """
@@ -532,7 +544,9 @@ def projections(graph: Graph) -> dict[int, Projections]:
         ):
             continue
         traced = [
-            each for name in node.inputs[:3] if (each := _traced(graph, name, readers)) is not None
+            each
+            for name in node.inputs[:3]
+            if (each := _trace_projection(graph, name, readers)) is not None
         ]
         sources = tuple(source for _, source in traced)
         shapes = {graph.type_of(name).shape for name in sources}
@@ -542,7 +556,7 @@ def projections(graph: Graph) -> dict[int, Projections]:
     return found
 
 
-def _traced(
+def _trace_projection(
     graph: Graph, name: str, readers: dict[str, tuple[int, ...]]
 ) -> tuple[list[int], str] | None:
     """Return (nodes, source): the chain of nodes from a matmul with a weight to value `name`, and
@@ -567,12 +581,12 @@ def _traced(
     return None
 
 
-def attend(builder: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
+def add_attention(builder: LayerGraphBuilder, index: int, projected: Projections | None) -> None:
     """Add the layers of an attention. `projected` contains its projections, or is None if they are
     separate layers.
 
     Masks are free to read and cost nothing. An attention with other operand shapes than those of
-    the paper is added by `by_space`.
+    the paper is added by `add_by_space`.
     """
     node = builder.graph.nodes[index]
     queries, keys, values = (builder.shape_of(name) for name in node.inputs[:3])
@@ -582,12 +596,12 @@ def attend(builder: LayerGraphBuilder, index: int, projected: Projections | None
         or queries[3] != values[3]
         or any(node.outputs[1:])
     ):
-        by_space(builder, index)
+        add_by_space(builder, index)
         return
     if projected is None:
         read = tuple(builder.locations.get(name) for name in node.inputs[:3])
     else:
-        read = _project(builder, node.name, projected, queries)
+        read = _add_projections(builder, node.name, projected, queries)
     extents = dict(zip("bhlk", queries, strict=True)) | {"m": keys[2]}
 
     def add_layer(
@@ -608,18 +622,18 @@ def attend(builder: LayerGraphBuilder, index: int, projected: Projections | None
             f"{node.name}{part}", nodes, axes, operands, results, cost, inside=inside
         )[0]
 
-    first = product_of(HEADS, KEYS, SCORES)
-    second = product_of(SCORES, KEYS, HEADS)
+    first = matmul_cost_of(HEADS, KEYS, SCORES)
+    second = matmul_cost_of(SCORES, KEYS, HEADS)
     scores = add_layer("/scores", "bhlmk", ((read[0], HEADS), (read[1], KEYS)), SCORES, first)
     weights = add_layer(
-        "/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: Softmax(found["m"][0])
+        "/softmax", "bhlm", ((scores, SCORES),), SCORES, lambda found: SoftmaxCost(found["m"][0])
     )
     builder.locations[node.outputs[0]] = add_layer(
         "", "bhlkm", ((weights, SCORES), (read[2], KEYS)), HEADS, second
     )
 
 
-def _project(
+def _add_projections(
     builder: LayerGraphBuilder, name: str, projected: Projections, shape: Extents
 ) -> tuple[ValueLocation, ...]:
     """Add one matmul that computes queries, keys and values of `shape`, and return their locations.
@@ -630,25 +644,25 @@ def _project(
     nodes, names = projected
     inner = builder.shape_of(names[0])[2]
     sources = [builder.locations.get(each) for each in names]
-    read = _each("ble")
+    read = _axis_per_dimension("ble")
     operand = sources[0]
     if len(set(names)) > 1:
         axes = {"s": 3, "b": batch, "l": length, "e": inner}
         operands = [(each, read) for each in sources]
-        read = _each("sble")
+        read = _axis_per_dimension("sble")
         results = [(read, (3, batch, length, inner))]
         (operand,) = builder.add_layer(
-            f"{name}/stack", (), axes, operands, results, lambda _: Movement(), unsplit="s"
+            f"{name}/stack", (), axes, operands, results, lambda _: FreeCost(), unsplit="s"
         )
     axes = {"s": 3, "b": batch, "h": heads, "l": length, "k": width}
-    stacked = _each("sbhlk")
+    stacked = _axis_per_dimension("sbhlk")
     (product,) = builder.add_layer(
         f"{name}/projections",
         nodes,
         axes | {"e": inner},
         ((operand, read),),
         [(stacked, (3, *shape))],
-        product_of(read, _each("shek"), stacked),
+        matmul_cost_of(read, _axis_per_dimension("shek"), stacked),
         aliases=(("e", "k"),),
     )
     # The values between a projection and the attention are located in the result of the stacked
@@ -665,7 +679,7 @@ def _project(
         builder.locations[node.outputs[0]] = replace(product, groups=groups)
     three = [(HEADS, shape)] * 3
     return builder.add_layer(
-        f"{name}/unstack", (), axes, ((product, stacked),), three, lambda _: Movement(), unsplit="s"
+        f"{name}/unstack", (), axes, ((product, stacked),), three, lambda _: FreeCost(), unsplit="s"
     )
 
 
@@ -676,7 +690,7 @@ SPATIAL = "hwd"
 KERNEL = "rst"
 
 
-def convolve(builder: LayerGraphBuilder, index: int) -> None:
+def add_convolution(builder: LayerGraphBuilder, index: int) -> None:
     """Add a convolution as a matmul. For an image its axes are (b, c, h, w, r, s, n): batch b,
     input channels c, image h w, kernel r s, output channels n. The rows are b h w, the summed
     elements c r s, and the columns n.
@@ -690,13 +704,17 @@ def convolve(builder: LayerGraphBuilder, index: int) -> None:
     axes = dict(zip(f"bc{spatial}{kernel}n", extents, strict=True))
     channels = ("c",) if node.integer("group", 1) == 1 else ()
     uncut: AxisNames = ((),) * rank
-    cost = product_of(_each(f"b{spatial}c{kernel}"), _each(f"c{kernel}n"), _each(f"b{spatial}n"))
+    cost = matmul_cost_of(
+        _axis_per_dimension(f"b{spatial}c{kernel}"),
+        _axis_per_dimension(f"c{kernel}n"),
+        _axis_per_dimension(f"b{spatial}n"),
+    )
     builder.add_node_layer(
         index, axes, [(("b",), ("n",), *uncut)], cost, [(("b",), channels, *uncut)], unsplit=spatial
     )
 
 
-def over_image(builder: LayerGraphBuilder, index: int) -> None:
+def add_pooling_or_batch_norm(builder: LayerGraphBuilder, index: int) -> None:
     """Add a pooling, a batch normalisation, or a mean over all spatial positions.
 
     All axes of a pooling's result can be split. Batch normalisation is modelled as a normalisation
@@ -711,46 +729,48 @@ def over_image(builder: LayerGraphBuilder, index: int) -> None:
         """Return the cost of the operator whose axes have these positions."""
         match node.op:
             case "BatchNormalization":
-                return Norm(found["b"][0])
+                return NormCost(found["b"][0])
             case "GlobalAveragePool":
-                return Reduction(spatial)
-        return Pooling(2, source, node.integers("kernel_shape"))
+                return ReductionCost(spatial)
+        return PoolingCost(2, source, node.integers("kernel_shape"))
 
     is_mean = node.op == "GlobalAveragePool"
     axes = dict(zip(f"bc{SPATIAL}", source if is_mean else result, strict=False))
-    written: AxisNames = (("b",), ("c",), *((),) * len(spatial)) if is_mean else _each(axes)
+    written: AxisNames = (
+        (("b",), ("c",), *((),) * len(spatial)) if is_mean else _axis_per_dimension(axes)
+    )
     builder.add_node_layer(index, axes, [written], cost)
 
 
 # The next rules are for layers that operate along one axis, and for stacked LSTMs.
 
 AXIS_AND_COST: Mapping[str, tuple[int, Callable[[int], Cost]]] = {
-    "LayerNormalization": (-1, Norm),
-    "RMSNormalization": (-1, Norm),
-    "SoftmaxCrossEntropyLoss": (1, CrossEntropy),
+    "LayerNormalization": (-1, NormCost),
+    "RMSNormalization": (-1, NormCost),
+    "SoftmaxCrossEntropyLoss": (1, CrossEntropyCost),
 }
 """By operator: the axis along which it operates, and its cost. Softmaxes are not listed, because
 their axis is an attribute.
 """
 
 
-def along_rows(builder: LayerGraphBuilder, index: int) -> None:
+def add_softmax_norm_or_loss(builder: LayerGraphBuilder, index: int) -> None:
     """Add a softmax over its axis, a norm over the last axis, or a loss over the classes.
 
     The layer has all axes of the first operand. The result of a loss has no dimension that can be
     split.
     """
     node = builder.graph.nodes[index]
-    axis, kind = AXIS_AND_COST.get(node.op) or (node.integer("axis", -1), Softmax)
+    axis, kind = AXIS_AND_COST.get(node.op) or (node.integer("axis", -1), SoftmaxCost)
     shape = builder.shape_of(node.inputs[0])
     result = builder.shape_of(node.outputs[0])
     axes = {f"d{position}": size for position, size in enumerate(shape)}
     special = list(axes)[axis]
-    written: AxisNames = _each(axes) if result == shape else ((),) * len(result)
+    written: AxisNames = _axis_per_dimension(axes) if result == shape else ((),) * len(result)
     builder.add_node_layer(index, axes, [written], lambda found: kind(found[special][-1]))
 
 
-def project_classes(builder: LayerGraphBuilder, index: int) -> None:
+def add_linear_cross_entropy(builder: LayerGraphBuilder, index: int) -> None:
     """Add a fused projection and loss (LinearCrossEntropy) as two layers: a matmul, and a
     cross-entropy over the columns of its result.
     """
@@ -762,7 +782,7 @@ def project_classes(builder: LayerGraphBuilder, index: int) -> None:
     assert x is not None and labels is not None and weight is not None
     logits: AxisNames = (*labels, ("c",))
     axes = {axis_name: space.axis(axis_name).size for (axis_name,) in logits}
-    product = product_of(x, weight, logits)
+    product = matmul_cost_of(x, weight, logits)
     read = ((builder.locations.get(node.inputs[0]), x),)
     made = [(logits, tuple(axes.values()))]
     summed: dict[str, int | Extents] = {**axes, "k": space.axis("k").size}
@@ -777,11 +797,11 @@ def project_classes(builder: LayerGraphBuilder, index: int) -> None:
         axes,
         ((location, logits),),
         written,
-        lambda found: CrossEntropy(found["c"][-1]),
+        lambda found: CrossEntropyCost(found["c"][-1]),
     )
 
 
-def recur(builder: LayerGraphBuilder, index: int) -> None:
+def add_lstm(builder: LayerGraphBuilder, index: int) -> None:
     """Add an LSTM with axes (l, s, b, n, k): layers, steps, batch, output units and input units.
     Steps are not split. An LSTM that reads the result of an equal LSTM is merged into its layer,
     whose first axis becomes larger by 1.
@@ -792,20 +812,27 @@ def recur(builder: LayerGraphBuilder, index: int) -> None:
         or node.integer("layout") != 0
         or builder.shape_of(node.outputs[0])[1] != 1
     ):
-        by_space(builder, index)
+        add_by_space(builder, index)
         return
     steps, _, batch, units = builder.shape_of(node.outputs[0])
     inputs = builder.shape_of(node.inputs[0])[-1]
     location = builder.locations.get(node.inputs[0])
-    if location is not None and _joins(builder, location, inputs, units):
+    if location is not None and _extends_lstm(builder, location, inputs, units):
         first, *others = builder.layers[location.layer].axes
         axes = (replace(first, size=first.size + 1), *others)
-        builder.absorb(index, ValueLocation(location.layer, 0, ((0,), (1,), (2,), (3,))), axes=axes)
+        builder.merge_node(
+            index, ValueLocation(location.layer, 0, ((0,), (1,), (2,), (3,))), axes=axes
+        )
     else:
         extents = {"l": 1, "s": steps, "b": batch, "n": units, "k": inputs}
         written: AxisNames = (("s",), (), ("b",), ("n",))
         builder.add_node_layer(
-            index, extents, [written], lambda _: Recurrent(), [_each("sbk")], unsplit="s"
+            index,
+            extents,
+            [written],
+            lambda _: LSTMCost(),
+            [_axis_per_dimension("sbk")],
+            unsplit="s",
         )
     # The final states are located in the last step of the result.
     location = builder.locations[node.outputs[0]]
@@ -813,46 +840,48 @@ def recur(builder: LayerGraphBuilder, index: int) -> None:
     builder.locations.update((name, last) for name in node.outputs[1:] if name)
 
 
-def _joins(builder: LayerGraphBuilder, location: ValueLocation, inputs: int, units: int) -> bool:
+def _extends_lstm(
+    builder: LayerGraphBuilder, location: ValueLocation, inputs: int, units: int
+) -> bool:
     """True if the value at `location` is the complete result of an LSTM layer with `units` units,
     and `inputs` equals `units`.
     """
     layer = builder.layers[location.layer]
     read = tuple(dimension for group in location.groups for dimension in group if dimension != 1)
     return (
-        isinstance(layer.cost, Recurrent)
+        isinstance(layer.cost, LSTMCost)
         and read == (0, 2, 3)
         and inputs == units == layer.extents[3]
     )
 
 
 RULES: Mapping[str, Callable[[LayerGraphBuilder, int], None]] = {
-    "AveragePool": over_image,
-    "BatchNormalization": over_image,
-    "Conv": convolve,
-    "Einsum": multiply,
-    "Flatten": reshape,
-    "Gather": embed,
-    "Gemm": multiply,
-    "GlobalAveragePool": over_image,
-    "LSTM": recur,
-    "LayerNormalization": along_rows,
-    "LinearCrossEntropy": project_classes,
-    "LogSoftmax": along_rows,
-    "MatMul": multiply,
-    "MaxPool": over_image,
-    "RMSNormalization": along_rows,
-    "Reshape": reshape,
-    "Softmax": along_rows,
-    "SoftmaxCrossEntropyLoss": along_rows,
-    "Squeeze": reshape,
-    "Transpose": transpose,
-    "Unsqueeze": reshape,
+    "AveragePool": add_pooling_or_batch_norm,
+    "BatchNormalization": add_pooling_or_batch_norm,
+    "Conv": add_convolution,
+    "Einsum": add_matmul,
+    "Flatten": add_reshape,
+    "Gather": add_embedding,
+    "Gemm": add_matmul,
+    "GlobalAveragePool": add_pooling_or_batch_norm,
+    "LSTM": add_lstm,
+    "LayerNormalization": add_softmax_norm_or_loss,
+    "LinearCrossEntropy": add_linear_cross_entropy,
+    "LogSoftmax": add_softmax_norm_or_loss,
+    "MatMul": add_matmul,
+    "MaxPool": add_pooling_or_batch_norm,
+    "RMSNormalization": add_softmax_norm_or_loss,
+    "Reshape": add_reshape,
+    "Softmax": add_softmax_norm_or_loss,
+    "SoftmaxCrossEntropyLoss": add_softmax_norm_or_loss,
+    "Squeeze": add_reshape,
+    "Transpose": merge_transpose,
+    "Unsqueeze": add_reshape,
 }
 """The rules by operator."""
 
 
-def layer_graph(graph: Graph) -> LayerGraph:
+def make_layer_graph(graph: Graph) -> LayerGraph:
     """Return the layer graph of the paper for one batch of a model.
 
     Some values are free to read, which means that they have no edges: inputs, parameters, values
@@ -861,7 +890,7 @@ def layer_graph(graph: Graph) -> LayerGraph:
     layers.
     """
     builder = LayerGraphBuilder(graph)
-    attentions = projections(graph)
+    attentions = find_projections(graph)
     skipped = recomputed_nodes(graph).union(*(nodes for nodes, _ in attentions.values()))
     data = {value.name for value in graph.inputs}
     for index, node in enumerate(graph.nodes):
@@ -872,8 +901,10 @@ def layer_graph(graph: Graph) -> LayerGraph:
             continue
         row = operator_of(node)
         if node.op == "Attention":
-            attend(builder, index, attentions.get(index))
+            add_attention(builder, index, attentions.get(index))
         else:
-            other = pointwise if row is not None and row.kind == "elementwise" else by_space
+            other = (
+                merge_pointwise if row is not None and row.kind == "elementwise" else add_by_space
+            )
             RULES.get(node.op, other)(builder, index)
-    return builder.finished(4 if any(node.op == "Conv" for node in graph.nodes) else 1)
+    return builder.build(4 if any(node.op == "Conv" for node in graph.nodes) else 1)

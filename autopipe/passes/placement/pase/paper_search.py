@@ -19,7 +19,7 @@ from autopipe.ir.placement import Placement, Split, Stage
 from autopipe.ir.problem import Problem
 from autopipe.ir.words import plural
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables, build_tables
-from autopipe.passes.placement.pase.paper_rules import layer_graph
+from autopipe.passes.placement.pase.paper_rules import make_layer_graph
 from autopipe.passes.solvers.min_sum import Assignment, MinSum, solve
 
 
@@ -58,12 +58,12 @@ def find_strategy(
     )
 
 
-def tables_of(problem: Problem) -> PaperTables:
+def make_paper_tables(problem: Problem) -> PaperTables:
     """Return the costs of the paper for a problem's graph on all devices of its cluster."""
-    return build_tables(layer_graph(problem.graph), problem.cluster.size)
+    return build_tables(make_layer_graph(problem.graph), problem.cluster.size)
 
 
-def placement_of(problem: Problem, strategy: PaperStrategy) -> Placement:
+def paper_placement(problem: Problem, strategy: PaperStrategy) -> Placement:
     """Return a placement with one stage on all devices, in which each node is split like its layer.
 
     Raise InfeasibleError, with the name of a layer, if its number of parts does not divide the

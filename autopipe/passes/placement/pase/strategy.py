@@ -34,7 +34,11 @@ from autopipe.passes.cost.memory_check import (
     fitted,
 )
 from autopipe.passes.partition.chain_cut import partition_chain
-from autopipe.passes.placement.pase.paper_search import find_strategy, placement_of, tables_of
+from autopipe.passes.placement.pase.paper_search import (
+    find_strategy,
+    make_paper_tables,
+    paper_placement,
+)
 from autopipe.passes.schedule.device_order import best_group_order
 from autopipe.passes.sharding.configurations import Splits
 from autopipe.passes.sharding.regions import check_degrees, constrained_stages
@@ -43,7 +47,9 @@ from autopipe.passes.solvers.min_sum import Assignment, MinSum, TableTooLargeErr
 from autopipe.passes.solvers.min_sum.metropolis import walk
 
 
-def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = False) -> Placement:
+def place_in_stages(
+    problem: Problem, count: int, solver: Solver, overlap: bool = False
+) -> Placement:
     """Return a placement of the model in `count` stages. The nodes of each stage are split as
     `solver` proposes. The placement contains the proof of its splits, a lower bound on their cost.
 
@@ -63,7 +69,7 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     check_least(problem, (parameters + saved) // problem.cluster.size, list(range(count)), count)
     resolved = resolved_constraints(problem)
     required = required_splits(resolved, sample_axes(problem.graph))
-    groups = _groups(problem, resolved, count)
+    groups = _stage_devices(problem, resolved, count)
     size = problem.micro_batch_size
     recompute = problem.recomputes_all
     stages = zip(
@@ -80,7 +86,7 @@ def in_stages(problem: Problem, count: int, solver: Solver, overlap: bool = Fals
     return replace(fitted(problem, found), proof=found.proof)
 
 
-def _groups(
+def _stage_devices(
     problem: Problem, resolved: Sequence[ResolvedConstraint], count: int
 ) -> list[tuple[int, ...]]:
     """Return the devices of each of `count` stages: equal groups of consecutive devices, or, for a
@@ -171,7 +177,7 @@ def solve_overlapped(tables: Tables, solve: Callable[[MinSum], Assignment]) -> A
     )
 
 
-def eliminated(
+def solve_by_elimination(
     model: MinSum, ordering: str, hint: str, who: str = "", where: str = ""
 ) -> Assignment:
     """Return the assignment that the paper's dynamic programming (variable elimination) finds in
@@ -262,34 +268,34 @@ class Pase:
         exact = Exact(problem.time_limit)
         if self.search_space == "paper":
             found = find_strategy(
-                tables_of(problem), lambda model: self._solved(model, None, exact)
+                make_paper_tables(problem), lambda model: self._solve(model, None, exact)
             )
             proof = SplitProof(found.cost, found.bound, found.proven, "operations")
-            return replace(fitted(problem, placement_of(problem, found)), proof=proof)
+            return replace(fitted(problem, paper_placement(problem, found)), proof=proof)
 
         def solver(tables: Tables, limit: float | None) -> Assignment:
             """Return the best assignment of splits for a stage, within `limit` bytes unless it is
             None.
             """
             if self.overlap:
-                return solve_overlapped(tables, lambda model: self._solved(model, limit, exact))
-            return self._solved(tables.model, limit, exact)
+                return solve_overlapped(tables, lambda model: self._solve(model, limit, exact))
+            return self._solve(tables.model, limit, exact)
 
-        def placed(problem: Problem) -> Placement:
+        def place(problem: Problem) -> Placement:
             """Return the placement if the devices are used in the order of the problem's
             cluster.
             """
-            return in_stages(problem, self.stages, solver, self.overlap)
+            return place_in_stages(problem, self.stages, solver, self.overlap)
 
-        return best_group_order(problem, placed) if self.stages > 1 else placed(problem)
+        return best_group_order(problem, place) if self.stages > 1 else place(problem)
 
-    def _solved(self, model: MinSum, limit: float | None, exact: Exact) -> Assignment:
+    def _solve(self, model: MinSum, limit: float | None, exact: Exact) -> Assignment:
         """Return the assignment that the solver of option `solver` finds, within `limit` bytes
         unless it is None.
         """
         if self.solver == "exact":
             return exact.solved(model, limit)
-        assignment = eliminated(
+        assignment = solve_by_elimination(
             model, self.ordering, "set another ordering, or solver: exact", where="strategy"
         )
         # Elimination ignores the memory limit, so the memory of its result is compared with the
@@ -297,7 +303,7 @@ class Pase:
         return replace(assignment, fits=limit is None or assignment.memory <= limit)
 
 
-class _OneStage:
+class _OneStageBaseline:
     """A baseline strategy that places all nodes in one stage on all devices."""
 
     name: ClassVar[str]
@@ -317,7 +323,7 @@ class _OneStage:
 
 
 @dataclass(frozen=True, slots=True)
-class BreadthFirst(_OneStage):
+class BreadthFirst(_OneStageBaseline):
     """Find the splits with the shortest step by dynamic programming over the operators in
     breadth-first order. This is a baseline for strategy pase.
 
@@ -346,13 +352,13 @@ class BreadthFirst(_OneStage):
                 )
             hint = "use strategy pase, which finds the same splits with smaller tables"
             who = "breadth_first cannot search this model: "
-            return eliminated(tables.model, "breadth_first", hint, who)
+            return solve_by_elimination(tables.model, "breadth_first", hint, who)
 
-        return in_stages(problem, 1, solver)
+        return place_in_stages(problem, 1, solver)
 
 
 @dataclass(frozen=True, slots=True)
-class Mcmc(_OneStage):
+class Mcmc(_OneStageBaseline):
     """Change the split of one random operator at a time, and keep the best result. This is a
     baseline for strategy pase.
 
@@ -384,7 +390,7 @@ class Mcmc(_OneStage):
                 "expected at least 0",
                 where="strategy",
             )
-        _OneStage.requires(self, problem)
+        _OneStageBaseline.requires(self, problem)
 
     def run(self, problem: Problem) -> Placement:
         """Return the best placement that the random walk visits.
@@ -393,7 +399,7 @@ class Mcmc(_OneStage):
         visited placement fits into memory.
         """
 
-        def walked(tables: Tables, limit: float | None) -> Assignment:
+        def walk_splits(tables: Tables, limit: float | None) -> Assignment:
             """Return the best assignment of splits that the walk visits, within `limit` bytes
             unless it is None.
             """
@@ -403,7 +409,7 @@ class Mcmc(_OneStage):
             followers = len(tables.model.costs) - len(tables.nodes)
             return walk(
                 tables.model,
-                [*_data_parallel(problem, tables), *[0] * followers],
+                [*_data_parallel_choice(problem, tables), *[0] * followers],
                 iterations=self.iterations,
                 temperature=self.temperature,
                 seed=problem.seed,
@@ -411,10 +417,10 @@ class Mcmc(_OneStage):
                 memory_limit=limit,
             )
 
-        return replace(in_stages(problem, 1, walked), proof=None)
+        return replace(place_in_stages(problem, 1, walk_splits), proof=None)
 
 
-def _data_parallel(problem: Problem, tables: Tables) -> list[int]:
+def _data_parallel_choice(problem: Problem, tables: Tables) -> list[int]:
     """Return, for each node, the number of the permitted configuration that splits its samples the
     most and no other axis. If all permitted configurations split another axis, the first of them is
     returned, or 0 if none is permitted.

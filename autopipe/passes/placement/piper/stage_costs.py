@@ -45,7 +45,7 @@ from autopipe.passes.sharding.regions import (
 
 
 @dataclass(frozen=True, slots=True)
-class StageSharing:
+class StageParallelism:
     """The parallelism of a stage: its group has `replicas` replicas of `tensor` neighbouring
     devices each. `splits` contains, for each block, the splits of its nodes.
     """
@@ -60,7 +60,9 @@ class StageSharing:
         return self.replicas * self.tensor
 
 
-def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[StageSharing]:
+def stage_parallelisms(
+    problem: Problem, blocks: Blocks, samples: SampleAxes
+) -> Iterator[StageParallelism]:
     """Yield all combinations of data and tensor parallelism, in ascending order of the number of
     devices.
 
@@ -82,7 +84,8 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
             continue
         network = replicated_graph(graph, replicas, samples)
         found = [
-            _closed(network, nodes, group_splits(network, tensor, nodes)) for nodes in blocks.nodes
+            _self_contained_splits(network, nodes, group_splits(network, tensor, nodes))
+            for nodes in blocks.nodes
         ]
         if tensor > 1 and not any(found):
             # No layer can be divided among this number of devices, so tensor parallelism would have
@@ -96,10 +99,10 @@ def sharings(problem: Problem, blocks: Blocks, samples: SampleAxes) -> Iterator[
         except InfeasibleError:
             # The samples of some node cannot be divided evenly among this number of replicas.
             continue
-        yield StageSharing(replicas, tensor, splits)
+        yield StageParallelism(replicas, tensor, splits)
 
 
-def _closed(
+def _self_contained_splits(
     network: ReplicatedGraph, nodes: tuple[int, ...], found: dict[int, tuple[Split, ...]]
 ) -> dict[int, tuple[Split, ...]]:
     """Return `found`, the tensor-parallel splits of the block `nodes`, or {} if with these splits a
@@ -121,7 +124,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class BlockSums:
     """A quantity that is summed over the blocks of a stage.
 
     own: for each block, the part that belongs to this block only.
@@ -133,7 +136,7 @@ class Sums:
     common: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @staticmethod
-    def of(by_block: list[dict[Key, int]]) -> Sums:
+    def from_blocks(by_block: list[dict[Key, int]]) -> BlockSums:
         """Return the sums of values that are given by block and key, such as the bytes of a
         parameter by its name. If several blocks have a key, its maximum value counts once.
         """
@@ -145,9 +148,9 @@ class Sums:
         for figures in blocks.values():
             sums[tuple(figures)] += max(figures.values())
         own = np.array([float(sums.pop((block,), 0)) for block in range(len(by_block))])
-        return Sums(own, tuple((members, float(figure)) for members, figure in sums.items()))
+        return BlockSums(own, tuple((members, float(figure)) for members, figure in sums.items()))
 
-    def over(self, downsets: Downsets, pairs: NestedPairs) -> Figures:
+    def sum_between(self, downsets: Downsets, pairs: NestedPairs) -> Figures:
         """Return, for each pair of downsets, the sum over the blocks of the stage between them."""
         if not self.own.any() and not self.common:
             return np.zeros(len(pairs.inner))
@@ -158,7 +161,7 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFigures:
+class BlockCosts:
     """Costs of each block on one device of a group, per micro-batch as in `StageCost`. Arrays are
     indexed by block.
 
@@ -172,19 +175,19 @@ class BlockFigures:
     description has no host time.
     """
     host_backward_s: NDArray[np.float64]
-    kept: Sums
+    kept: BlockSums
     """Bytes saved for backward per micro-batch."""
-    state: Sums
+    state: BlockSums
     """Bytes of parameters, gradients and optimizer state."""
-    gradients: Sums
+    gradients: BlockSums
     """Bytes of the gradients of parameters that all devices of the group hold in full."""
-    sharded_gradients: Sums
+    sharded_gradients: BlockSums
     """Bytes on one device of the gradients of parameters that are sharded inside a replica."""
     workspace: NDArray[np.float64]
     """Peak bytes of temporary tensors while a block runs."""
 
 
-def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> BlockFigures:
+def block_costs(problem: Problem, blocks: Blocks, sharing: StageParallelism) -> BlockCosts:
     """Return the costs of each block, as if it were a stage of its own on a group with the
     parallelism `sharing`.
     """
@@ -206,7 +209,7 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
         sizes = {name: state_of(problem, [(name, count)]).gradient_bytes for name, count in parts}
         gradients.append({name: sizes[name] for name, count in parts if count == 1})
         sharded_gradients.append({name: sizes[name] for name, count in parts if count > 1})
-    return BlockFigures(
+    return BlockCosts(
         forward_s=np.array([cost.forward_s - cost.host_wait_s(Phase.FORWARD) for cost in costs]),
         backward_s=np.array([cost.backward_s - cost.host_wait_s(Phase.BACKWARD) for cost in costs]),
         host_forward_s=np.array(
@@ -215,10 +218,10 @@ def block_figures(problem: Problem, blocks: Blocks, sharing: StageSharing) -> Bl
         host_backward_s=np.array(
             [cost.on_host.backward_s if cost.on_host else 0.0 for cost in costs]
         ),
-        kept=Sums.of([saved_bytes(problem, work.nodes) for work in works]),
-        state=Sums.of(state),
-        gradients=Sums.of(gradients),
-        sharded_gradients=Sums.of(sharded_gradients),
+        kept=BlockSums.from_blocks([saved_bytes(problem, work.nodes) for work in works]),
+        state=BlockSums.from_blocks(state),
+        gradients=BlockSums.from_blocks(gradients),
+        sharded_gradients=BlockSums.from_blocks(sharded_gradients),
         workspace=np.array([float(cost.transient_bytes) for cost in costs]),
     )
 
@@ -280,9 +283,10 @@ def messages_between(
             sent.append(received[-1])
             continue
         sent.append(
-            (still_read @ weight)[downsets.outer] - _products(downsets, made, still_read * weight)
+            (still_read @ weight)[downsets.outer]
+            - _pairwise_products(downsets, made, still_read * weight)
         )
-        found = _products(downsets, made[:, single], read_once * weight[single])
+        found = _pairwise_products(downsets, made[:, single], read_once * weight[single])
         found -= (read_once @ weight[single])[downsets.inner]
         for value in np.flatnonzero(~single):
             more = read[downsets.outer, value] > read[downsets.inner, value]
@@ -291,7 +295,9 @@ def messages_between(
     return Messages(*received), Messages(*sent)
 
 
-def _products(downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]) -> Figures:
+def _pairwise_products(
+    downsets: Downsets, inner: NDArray[np.bool_], outer: NDArray[np.float64]
+) -> Figures:
     """Return, for each pair of downsets, the scalar product of two rows: the row of `inner` for its
     inner downset, and the row of `outer` for its outer downset.
     """
@@ -321,7 +327,7 @@ pipeline.
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class ParallelismOption:
     """The possible stages with one parallelism, with or without recomputation. Arrays are indexed
     by stage.
 
@@ -331,21 +337,21 @@ class Option:
     itself, at which the micro-batches in flight fit the memory.
     """
 
-    sharing: StageSharing
+    sharing: StageParallelism
     recompute: bool
     pairs: NDArray[np.int64]
     seconds: Figures
     farthest: NDArray[np.int16]
 
-    def some(self, fits: NDArray[np.bool_]) -> Option:
+    def select(self, fits: NDArray[np.bool_]) -> ParallelismOption:
         """Return the option with only the stages for which `fits` is True."""
         places = np.flatnonzero(fits)
         arrays = self.pairs.take(places), self.seconds.take(places), self.farthest.take(places)
-        return Option(self.sharing, self.recompute, *arrays)
+        return ParallelismOption(self.sharing, self.recompute, *arrays)
 
 
 @dataclass(frozen=True, slots=True)
-class Chains:
+class SearchSpace:
     """The data of the search that does not depend on the micro-batch size: blocks, downsets, and
     the messages of the stages between downsets.
 
@@ -366,7 +372,7 @@ class DownsetCosts:
     cluster, and its operators take the time of the slowest device type.
     """
 
-    def __init__(self, problem: Problem, chains: Chains) -> None:
+    def __init__(self, problem: Problem, chains: SearchSpace) -> None:
         self.problem = problem
         self.chains = chains
         cluster = problem.cluster
@@ -379,54 +385,54 @@ class DownsetCosts:
         """The pair of downsets whose stage contains all blocks."""
         self._known_s = -np.inf
         """Time limit in seconds up to which `_known` contains all stages."""
-        self._known = list[Option]()
+        self._known = list[ParallelismOption]()
         """Cached options, because a search requests options for slowly growing limits."""
 
     @cached_property
-    def _shared(self) -> list[tuple[StageSharing, BlockFigures]]:
+    def _costs_by_parallelism(self) -> list[tuple[StageParallelism, BlockCosts]]:
         """All combinations of data and tensor parallelism, each with its costs of blocks."""
         problem = self.problem
         blocks = self.chains.blocks
-        ways = sharings(problem, blocks, sample_axes(problem.graph))
-        return [(sharing, block_figures(problem, blocks, sharing)) for sharing in ways]
+        ways = stage_parallelisms(problem, blocks, sample_axes(problem.graph))
+        return [(sharing, block_costs(problem, blocks, sharing)) for sharing in ways]
 
     @cached_property
-    def _least_work(self) -> NDArray[np.float64]:
+    def _minimum_work(self) -> NDArray[np.float64]:
         """For each block: minimum over all parallelisms of its seconds per micro-batch times its
         number of devices.
         """
         work = (
             sharing.devices * (figures.forward_s + figures.backward_s)
-            for sharing, figures in self._shared
+            for sharing, figures in self._costs_by_parallelism
         )
         found: NDArray[np.float64] = reduce(np.minimum, work)
         return found
 
     @cached_property
-    def _left(self) -> Figures:
+    def _outside_work(self) -> Figures:
         """For each pair of downsets: lower bound on the work (seconds times devices) of all blocks
         outside of its stage.
         """
         downsets = self.chains.downsets
-        found: Figures = self._least_work.sum() - Sums(self._least_work).over(
+        found: Figures = self._minimum_work.sum() - BlockSums(self._minimum_work).sum_between(
             downsets, downsets.pairs
         )
         return found
 
     @property
-    def least_s(self) -> float:
+    def minimum_slowest_stage_s(self) -> float:
         """Lower bound on the seconds of the slowest stage: all work, divided evenly among all
         devices.
         """
-        on_device = float(self._least_work.sum()) / self.problem.cluster.size
+        on_device = float(self._minimum_work.sum()) / self.problem.cluster.size
         on_host = min(
             float((figures.host_forward_s + figures.host_backward_s).sum())
-            for _, figures in self._shared
+            for _, figures in self._costs_by_parallelism
         )
         return max(on_device, on_host / self.problem.cluster.size)
 
     @property
-    def most_s(self) -> float:
+    def maximum_stage_s(self) -> float:
         """Upper bound on the seconds per micro-batch of any stage."""
         messages = sum(
             message_seconds(
@@ -439,12 +445,12 @@ class DownsetCosts:
         found = (
             float((2 * figures.forward_s + figures.backward_s).sum())
             + float((2 * figures.host_forward_s + figures.host_backward_s).sum())
-            + float(self._step_seconds(sharing, figures, self._whole).max())
-            for sharing, figures in self._shared
+            + float(self._step_end_seconds(sharing, figures, self._whole).max())
+            for sharing, figures in self._costs_by_parallelism
         )
         return max(found) + messages
 
-    def options(self, most_s: float) -> list[Option]:
+    def feasible_stages(self, most_s: float) -> list[ParallelismOption]:
         """Return the stages that can be part of a pipeline all of whose stages take at most
         `most_s` seconds, one option per parallelism and recomputation. Options on fewer devices
         come first.
@@ -455,49 +461,49 @@ class DownsetCosts:
         if len(self.problem.cluster.kinds) > 1:
             # Which device type has the slowest optimizer update depends on the stages that are
             # computed together. So stages that were computed for a larger limit cannot be reused.
-            return self._options(self.chains.downsets.pairs, most_s)
+            return self._make_options(self.chains.downsets.pairs, most_s)
         if most_s > self._known_s:
             self._known_s = most_s * _AHEAD
-            self._known = self._options(self.chains.downsets.pairs, self._known_s)
+            self._known = self._make_options(self.chains.downsets.pairs, self._known_s)
         found = []
         for option in self._known:
             fits = option.seconds <= most_s
             if others := self.problem.cluster.size - option.sharing.devices:
-                fits &= self._left.take(option.pairs) <= others * most_s
+                fits &= self._outside_work.take(option.pairs) <= others * most_s
             if fits.any():
-                found.append(option.some(fits))
+                found.append(option.select(fits))
         return found
 
-    def one_stage(self) -> list[Option]:
+    def single_stage_options(self) -> list[ParallelismOption]:
         """Return the options for a pipeline that consists of a single stage."""
-        return self._options(self._whole, np.inf)
+        return self._make_options(self._whole, np.inf)
 
-    def _options(self, among: NestedPairs, most_s: float) -> list[Option]:
+    def _make_options(self, among: NestedPairs, most_s: float) -> list[ParallelismOption]:
         """Return the options whose stages lie between the pairs of downsets `among` and take at
         most `most_s` seconds. Options without stages are omitted.
         """
         wanted = self.problem.recompute if self.problem.train else "none"
         recomputations = {"none": (False,), "full": (True,)}.get(wanted, (False, True))
         found = (
-            self._option(sharing, figures, recompute, among, most_s)
-            for sharing, figures in self._shared
+            self._make_option(sharing, figures, recompute, among, most_s)
+            for sharing, figures in self._costs_by_parallelism
             for recompute in recomputations
         )
         return [option for option in found if len(option.pairs)]
 
-    def _option(
+    def _make_option(
         self,
-        sharing: StageSharing,
-        figures: BlockFigures,
+        sharing: StageParallelism,
+        figures: BlockCosts,
         recompute: bool,
         among: NestedPairs,
         most_s: float,
-    ) -> Option:
+    ) -> ParallelismOption:
         """Return the option with this parallelism and recomputation, for stages between the pairs
         of downsets `among` that take at most `most_s` seconds.
         """
         seconds = self._compute_seconds(figures, recompute, among)
-        left = self._left.take(among.numbers)
+        left = self._outside_work.take(among.numbers)
         others = self.problem.cluster.size - sharing.devices
         enough = left <= (others * most_s if others else _ROUNDING * seconds)
         places = np.flatnonzero((seconds <= most_s) & enough)
@@ -513,24 +519,24 @@ class DownsetCosts:
             messages = messages + message_seconds(
                 self.link, self.chains.sent.count.take(pairs.numbers), sent
             )
-        seconds = seconds[places] + self._step_seconds(sharing, figures, pairs) + messages
+        seconds = seconds[places] + self._step_end_seconds(sharing, figures, pairs) + messages
         quick = np.flatnonzero(seconds <= most_s)
         pairs = pairs.some(quick)
         seconds = seconds[quick]
-        farthest = self._farthest(figures, recompute, pairs, received[quick], sent[quick])
-        return Option(sharing, recompute, pairs.numbers, seconds, farthest).some(farthest > 0)
+        farthest = self._farthest_positions(figures, recompute, pairs, received[quick], sent[quick])
+        return ParallelismOption(sharing, recompute, pairs.numbers, seconds, farthest).select(
+            farthest > 0
+        )
 
-    def _compute_seconds(
-        self, figures: BlockFigures, recompute: bool, among: NestedPairs
-    ) -> Figures:
+    def _compute_seconds(self, figures: BlockCosts, recompute: bool, among: NestedPairs) -> Figures:
         """Return the seconds of forward plus backward of a micro-batch, for each pair of downsets
         in `among`. For each of the two, the longer of the times of device and host counts.
         """
         downsets = self.chains.downsets
         if not figures.host_forward_s.any():
-            return Sums(figures.backward_s + figures.forward_s * (2 if recompute else 1)).over(
-                downsets, among
-            )
+            return BlockSums(
+                figures.backward_s + figures.forward_s * (2 if recompute else 1)
+            ).sum_between(downsets, among)
         backward = figures.backward_s + figures.forward_s * recompute
         host_backward = figures.host_backward_s + figures.host_forward_s * recompute
         seconds: Figures = np.zeros(len(among.inner))
@@ -539,12 +545,13 @@ class DownsetCosts:
             (backward, host_backward),
         ):
             seconds += np.maximum(
-                Sums(on_device).over(downsets, among), Sums(on_host).over(downsets, among)
+                BlockSums(on_device).sum_between(downsets, among),
+                BlockSums(on_host).sum_between(downsets, among),
             )
         return seconds
 
-    def _step_seconds(
-        self, sharing: StageSharing, figures: BlockFigures, pairs: NestedPairs
+    def _step_end_seconds(
+        self, sharing: StageParallelism, figures: BlockCosts, pairs: NestedPairs
     ) -> Figures:
         """Return the seconds of the gradient all-reduce and the optimizer update, divided by the
         number of micro-batches, for each pair of downsets.
@@ -553,8 +560,8 @@ class DownsetCosts:
             return np.zeros(1)
         problem = self.problem
         downsets = self.chains.downsets
-        replicated = figures.gradients.over(downsets, pairs)
-        sharded = figures.sharded_gradients.over(downsets, pairs)
+        replicated = figures.gradients.sum_between(downsets, pairs)
+        sharded = figures.sharded_gradients.sum_between(downsets, pairs)
         group = range(sharing.devices)
         equal_shards = range(0, sharing.devices, sharing.tensor)
         seconds = exchange_of_gradients(problem, group).seconds_each(replicated)
@@ -569,9 +576,9 @@ class DownsetCosts:
         found: Figures = seconds / problem.micro_batches
         return found
 
-    def _farthest(
+    def _farthest_positions(
         self,
-        figures: BlockFigures,
+        figures: BlockCosts,
         recompute: bool,
         pairs: NestedPairs,
         received: Figures,
@@ -589,13 +596,13 @@ class DownsetCosts:
             count = downsets.holds[:, figures.workspace == size].sum(axis=1)
             workspace[pairs.difference(count) > 0] = size
         memory = MemoryParts(
-            state=figures.state.over(downsets, pairs),
+            state=figures.state.sum_between(downsets, pairs),
             # The 16-bit copies of parameters are part of `state`.
             low_precision=np.zeros(len(pairs.inner)),
             workspace=workspace,
             received=received,
             sent=sent,
-            saved=figures.kept.over(downsets, pairs),
+            saved=figures.kept.sum_between(downsets, pairs),
         )
         constant, each = memory.needed(problem, recompute)
         # Sums of bytes are integers except for rounding errors, so a small tolerance is added.

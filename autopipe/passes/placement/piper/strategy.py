@@ -54,10 +54,10 @@ from autopipe.passes.partition.chain_cut import chain_step_seconds
 from autopipe.passes.partition.downsets import Downsets, count_downsets
 from autopipe.passes.placement.piper.stage_costs import (
     ANY_PLACE,
-    Chains,
     DownsetCosts,
-    Option,
-    StageSharing,
+    ParallelismOption,
+    SearchSpace,
+    StageParallelism,
     messages_between,
 )
 from autopipe.passes.schedule.device_order import best_micro_batch_size
@@ -71,7 +71,7 @@ exceeds `MAX_FRACTION`.
 """
 
 
-def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
+def merge_nodes(graph: Graph, seconds: Seconds) -> Blocks:
     """Merge the nodes of a graph into blocks. `seconds` contains the time of each node.
 
     Pairs of blocks are merged greedily: first the pair whose merging saves the most bytes that
@@ -81,9 +81,9 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
     block is light and all other blocks that read from it depend on the second block. A node that
     each stage recomputes joins its first reader.
     """
-    merging = _Merging(graph, seconds)
+    merging = _BlockMerger(graph, seconds)
     waiting = [
-        merging.entry(first, second)
+        merging.sort_key(first, second)
         for second in merging.members
         for first in merging.before[second]
     ]
@@ -94,16 +94,16 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
         if (
             first in merging.joined
             or second in merging.joined
-            or not merging.may_join(first, second)
+            or not merging.can_merge(first, second)
         ):
             continue
         # When a merge changes the sort key of a pair, the pair is pushed again with the new key. An
         # entry with an outdated key is skipped.
-        if entry == merging.entry(first, second):
-            merging.join(first, second)
-            for changed in dict.fromkeys(merging.around(first)):
-                heapq.heappush(waiting, merging.entry(*changed))
-    nodes = merging.topological() or [[]]
+        if entry == merging.sort_key(first, second):
+            merging.merge(first, second)
+            for changed in dict.fromkeys(merging.affected_pairs(first)):
+                heapq.heappush(waiting, merging.sort_key(*changed))
+    nodes = merging.nodes_in_order() or [[]]
     block_of = {node: number for number, each in enumerate(nodes) for node in each}
     consumers = graph.consumers()
     for node in sorted(merging.apart, reverse=True):
@@ -115,7 +115,7 @@ def join_nodes(graph: Graph, seconds: Seconds) -> Blocks:
     return Blocks.of(graph, nodes)
 
 
-class _Merging:
+class _BlockMerger:
     """The blocks while they are merged. A block is identified by one of its nodes."""
 
     def __init__(self, graph: Graph, seconds: Seconds) -> None:
@@ -147,7 +147,7 @@ class _Merging:
             above = (self.ancestors[producer] | 1 << producer for producer in self.before[node])
             self.ancestors[node] = functools.reduce(operator.or_, above, 0)
 
-    def entry(self, first: int, second: int) -> tuple[float, float, int, int]:
+    def sort_key(self, first: int, second: int) -> tuple[float, float, int, int]:
         """Return the sort key of a pair of blocks, for which smaller means earlier: minus the
         number of bytes that no longer enter or leave a block after merging, then the work of both
         blocks.
@@ -158,7 +158,7 @@ class _Merging:
             saved += self.graph.type_of(name).bytes * (2 if inside else 1)
         return -float(saved), self.weight[first] + self.weight[second], first, second
 
-    def may_join(self, first: int, second: int) -> bool:
+    def can_merge(self, first: int, second: int) -> bool:
         """True if merging the pair keeps the work within `MAX_FRACTION`, or one of the blocks is
         light, and the blocks still have an order.
         """
@@ -172,7 +172,7 @@ class _Merging:
             self.ancestors[other] >> second & 1 for other in self.after[first] - {second}
         )
 
-    def join(self, first: int, second: int) -> None:
+    def merge(self, first: int, second: int) -> None:
         """Merge block `second` into block `first`."""
         self.joined.add(second)
         self.members[first] += self.members.pop(second)
@@ -194,7 +194,7 @@ class _Merging:
             1 << first | 1 << second
         )
 
-    def around(self, block: int) -> Iterator[tuple[int, int]]:
+    def affected_pairs(self, block: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of blocks whose sort key or possible merging may change after another
         block was merged into `block`.
         """
@@ -206,7 +206,7 @@ class _Merging:
             for other in sorted(self.before[after]):
                 yield other, after
 
-    def topological(self) -> list[list[int]]:
+    def nodes_in_order(self) -> list[list[int]]:
         """Return the nodes of each block, the blocks in topological order. If several blocks can
         come next, the block with the smallest node comes first.
         """
@@ -242,41 +242,43 @@ class DownsetStage:
 
     inner: int
     outer: int
-    sharing: StageSharing
+    sharing: StageParallelism
     recompute: bool
     device: int
     seconds: float
 
 
-def search(costs: DownsetCosts, most_s: float) -> list[DownsetStage]:
+def minimise_slowest_stage(costs: DownsetCosts, most_s: float) -> list[DownsetStage]:
     """Return the chain of stages whose slowest stage takes the least time, and among equal chains
     one with the fewest stages.
 
     Return [] if no chain fits the memory, or if the slowest stage of each chain takes longer than
     about `most_s` seconds per micro-batch.
     """
-    most_s = min(most_s, costs.most_s)
+    most_s = min(most_s, costs.maximum_stage_s)
     too_low = 0.0
-    limit = costs.least_s * _STEP
-    while not (answer := _shortest_chain(costs, options := costs.options(limit), limit)):
+    limit = costs.minimum_slowest_stage_s * _STEP
+    while not (
+        answer := _chain_with_fewest_stages(costs, options := costs.feasible_stages(limit), limit)
+    ):
         if limit > most_s:
             return []
         too_low = limit
         limit = limit * _STEP
     steps = np.unique(np.concatenate([option.seconds for option in options]))
-    steps = steps[(steps > too_low) & (steps < _slowest(answer))]
+    steps = steps[(steps > too_low) & (steps < _slowest_stage_seconds(answer))]
     while len(steps):
         middle = len(steps) // 2
-        better = _shortest_chain(costs, options, float(steps[middle]))
+        better = _chain_with_fewest_stages(costs, options, float(steps[middle]))
         if better:
             answer = better
-            steps = steps[:middle][steps[:middle] < _slowest(better)]
+            steps = steps[:middle][steps[:middle] < _slowest_stage_seconds(better)]
         else:
             steps = steps[middle + 1 :]
     return answer
 
 
-def search_steps(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
+def minimise_step(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
     """Return the chain with the shortest step among the result of `search` and chains with fewer,
     slower stages. Return [] if no chain is found.
 
@@ -285,16 +287,16 @@ def search_steps(costs: DownsetCosts, most_step_s: float) -> list[DownsetStage]:
     This is a heuristic: chains between two limits are not examined.
     """
     count = costs.problem.micro_batches
-    best = _shortest_chain(costs, costs.one_stage(), math.inf)
+    best = _chain_with_fewest_stages(costs, costs.single_stage_options(), math.inf)
     most_step_s = min(most_step_s, _step_seconds(best, count))
-    pieces = search(costs, most_step_s / count)
-    limit = _slowest(pieces)
+    pieces = minimise_slowest_stage(costs, most_step_s / count)
+    limit = _slowest_stage_seconds(pieces)
     while pieces:
         best = min(best or pieces, pieces, key=lambda each: _step_seconds(each, count))
         limit *= _SLOWER
         if len(pieces) == 1 or count * limit > min(most_step_s, _step_seconds(best, count)):
             break
-        pieces = _shortest_chain(costs, costs.options(limit), limit)
+        pieces = _chain_with_fewest_stages(costs, costs.feasible_stages(limit), limit)
     return best
 
 
@@ -309,28 +311,30 @@ def _step_seconds(pieces: list[DownsetStage], micro_batches: int) -> float:
     )
 
 
-def _slowest(pieces: list[DownsetStage]) -> float:
+def _slowest_stage_seconds(pieces: list[DownsetStage]) -> float:
     """Return the seconds per micro-batch of the slowest stage; infinite for []."""
     return max((piece.seconds for piece in pieces), default=math.inf)
 
 
-def _shortest_chain(costs: DownsetCosts, options: list[Option], limit: float) -> list[DownsetStage]:
+def _chain_with_fewest_stages(
+    costs: DownsetCosts, options: list[ParallelismOption], limit: float
+) -> list[DownsetStage]:
     """Return a chain with the minimum number of stages, each of which takes at most `limit` seconds
     per micro-batch, or [] if there is none.
     """
     farthest = np.zeros(len(costs.chains.downsets.inner), np.int16)
-    chosen: list[Option] = []
+    chosen: list[ParallelismOption] = []
     for option in options:
         # Keep only stages within the limit that fit farther from the end of the pipeline than the
         # same blocks on fewer devices.
-        kept = option.some((option.farthest > farthest[option.pairs]) & (option.seconds <= limit))
+        kept = option.select((option.farthest > farthest[option.pairs]) & (option.seconds <= limit))
         farthest[kept.pairs] = kept.farthest
         chosen.append(kept)
     fewest = _minimum_stages(costs, chosen)
-    return [] if fewest[-1, -1] == ANY_PLACE else _trace(costs, chosen, fewest)
+    return [] if fewest[-1, -1] == ANY_PLACE else _trace_chain(costs, chosen, fewest)
 
 
-def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.int16]:
+def _minimum_stages(costs: DownsetCosts, options: list[ParallelismOption]) -> NDArray[np.int16]:
     """Return the matrix N(D, d): for each downset (row) and number of devices (column), the minimum
     number of stages for the blocks outside of the downset on the last d devices, or `ANY_PLACE` if
     there is no such chain.
@@ -348,7 +352,7 @@ def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.in
                 continue
             # Extend the known chains at their beginning by the stages whose inner downset has this
             # number of blocks.
-            after = _after(costs.problem, option.sharing.devices)
+            after = _possible_remaining_devices(costs.problem, option.sharing.devices)
             behind = found[np.ix_(downsets.outer[pairs], after)]
             stages = np.where(behind < option.farthest[part, None], behind + 1, ANY_PLACE)
             inner = downsets.inner[pairs]
@@ -360,7 +364,7 @@ def _minimum_stages(costs: DownsetCosts, options: list[Option]) -> NDArray[np.in
     return found
 
 
-def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
+def _possible_remaining_devices(problem: Problem, devices: int) -> NDArray[np.int64]:
     """Return the possible numbers of devices after a group of `devices` devices. A group lies
     inside a node of the cluster, or starts at the first device of a node.
     """
@@ -374,8 +378,8 @@ def _after(problem: Problem, devices: int) -> NDArray[np.int64]:
     return found
 
 
-def _trace(
-    costs: DownsetCosts, options: list[Option], fewest: NDArray[np.int16]
+def _trace_chain(
+    costs: DownsetCosts, options: list[ParallelismOption], fewest: NDArray[np.int16]
 ) -> list[DownsetStage]:
     """Return the chain that gives N(no blocks, all devices), which is in `fewest`. If several
     stages can come next, the fastest is chosen.
@@ -392,7 +396,9 @@ def _trace(
         choices: list[DownsetStage] = []
         for option in options:
             after = devices - option.sharing.devices
-            if after < 0 or after not in _after(problem, option.sharing.devices):
+            if after < 0 or after not in _possible_remaining_devices(
+                problem, option.sharing.devices
+            ):
                 continue
             part = slice(*np.searchsorted(option.pairs, (begin, end)))
             outer = downsets.outer[option.pairs[part]]
@@ -473,7 +479,7 @@ class Piper:
         memory, and ConfigurationError for a constraint that the chain violates.
         """
         forward, backward = mean_seconds(problem)
-        blocks = join_nodes(problem.graph, forward + backward)
+        blocks = merge_nodes(problem.graph, forward + backward)
         count = count_downsets(blocks.needs)
         if count is None or count > self.max_downsets:
             counted = "too many downsets to count" if count is None else f"{count} downsets"
@@ -485,7 +491,7 @@ class Piper:
         downsets = Downsets(blocks.needs)
         samples = sample_axes(problem.graph)
         messages = messages_between(problem, blocks, downsets, samples)
-        chains = Chains(blocks, downsets, *messages, problem.micro_batch_size)
+        chains = SearchSpace(blocks, downsets, *messages, problem.micro_batch_size)
         placement = best_micro_batch_size(
             problem, lambda sized, step: self._best_chain(sized, chains, step)
         )
@@ -493,7 +499,7 @@ class Piper:
         return placement
 
     def _best_chain(
-        self, problem: Problem, chains: Chains, most_step_s: float
+        self, problem: Problem, chains: SearchSpace, most_step_s: float
     ) -> tuple[Placement, float]:
         """Return (placement, seconds of a step) of the best chain for the problem's micro-batch
         size.
@@ -504,18 +510,22 @@ class Piper:
         costs = DownsetCosts(problem, chains)
         count = problem.micro_batches
         by_step = self.objective == "step"
-        pieces = search_steps(costs, most_step_s) if by_step else search(costs, most_step_s / count)
+        pieces = (
+            minimise_step(costs, most_step_s)
+            if by_step
+            else minimise_slowest_stage(costs, most_step_s / count)
+        )
         if not pieces:
             raise OutOfMemoryError(
                 f"no chain of stages fits into the memory of {problem.cluster.size} "
                 f"{plural(problem.cluster.size, 'device')}",
                 hint="use more devices, smaller micro-batches or a higher memory limit",
             )
-        stages = tuple(_stage(problem, chains, piece) for piece in pieces)
+        stages = tuple(_make_stage(problem, chains, piece) for piece in pieces)
         return fitted(problem, Placement(stages)), _step_seconds(pieces, count)
 
 
-def _stage(problem: Problem, chains: Chains, piece: DownsetStage) -> Stage:
+def _make_stage(problem: Problem, chains: SearchSpace, piece: DownsetStage) -> Stage:
     """Return the stage of a placement that corresponds to `piece`."""
     holds = chains.downsets.holds
     blocks = (holds[piece.outer] & ~holds[piece.inner]).nonzero()[0].tolist()

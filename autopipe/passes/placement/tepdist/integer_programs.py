@@ -60,22 +60,22 @@ def cheapest_choice(
     `CLOSE` and after `NODES` branch-and-bound nodes. Raise InfeasibleError if there is no choice,
     or if none was found in time and none is known.
     """
-    assignment = _solved(model, seconds, known, limit, solver)
+    assignment = _solve_program(model, seconds, known, limit, solver)
     if limit is not None and assignment.memory > limit:
         # The choice exceeds the limit by the rounding errors of the solver, so solve again with a
         # slightly smaller limit.
-        stricter = _solved(model, seconds, known, limit * (1 - ROUNDING), solver)
+        stricter = _solve_program(model, seconds, known, limit * (1 - ROUNDING), solver)
         assignment = replace(stricter, bound=min(assignment.bound, stricter.bound), proven=False)
     return assignment
 
 
-def _solved(
+def _solve_program(
     model: MinSum, seconds: float, known: Sequence[int], limit: float | None, solver: str
 ) -> Assignment:
     """Return the choice that the solver finds for the program, with cost and memory computed
     exactly. The choice may exceed `limit` by rounding errors.
     """
-    program, node_columns, edge_columns = _program(absorb_fixed_nodes(model), limit)
+    program, node_columns, edge_columns = _build_program(absorb_fixed_nodes(model), limit)
     start = None
     if known:
         start = program.lower.copy()
@@ -99,7 +99,7 @@ def _solved(
     return Assignment(choice, cost, bound, proven, memory, limit is None or memory <= limit)
 
 
-def _program(
+def _build_program(
     model: MinSum, limit: float | None
 ) -> tuple[milp.Model, list[Array], list[tuple[Edge, Array]]]:
     """Return (program, columns of each variable, columns of each edge) for a model without edges at
@@ -127,14 +127,14 @@ def _program(
     pairs: list[tuple[Edge, Array]] = []
     needed: list[tuple[Array, Array | None]] = []
     for costs, needs in zip(model.costs, model.node_memory, strict=True):
-        least, own = _above_minimum(costs)
+        least, own = _subtract_minimum(costs)
         constant += least
         columns = builder.add_variables(len(own), cost=own, upper=np.isfinite(costs))
         builder.add_rows(np.zeros_like(columns), columns, lower=1, upper=1)
         places.append(columns)
         needed.append((columns, needs))
     for edge in model.edges:
-        least, own = _above_minimum(edge.costs)
+        least, own = _subtract_minimum(edge.costs)
         constant += least
         allowed = np.isfinite(edge.costs)
         columns = np.full(own.shape, -1)
@@ -169,7 +169,7 @@ def _program(
     return builder.model(), places, pairs
 
 
-def _above_minimum(costs: Array) -> tuple[float, Array]:
+def _subtract_minimum(costs: Array) -> tuple[float, Array]:
     """Return (minimum, costs minus the minimum); the latter are 0 for forbidden entries. Raise
     InfeasibleError if all entries are forbidden.
     """
@@ -188,8 +188,8 @@ for further sweeps to run.
 SLACK = 1e-9
 """Relative rounding error of a sum of many costs."""
 GAP_FRACTIONS = (0.3, 0.1, 0.03, 0.01, 0.0)
-"""Thresholds for `promising`, as fractions of the gap between the bound and the highest bound of a
-configuration. They are tried in order while too many configurations remain.
+"""Thresholds for `keep_promising`, as fractions of the gap between the bound and the highest bound
+of a configuration. They are tried in order while too many configurations remain.
 """
 
 
@@ -224,7 +224,7 @@ class ReducedModel:
         """
         return self.cost - self.bound <= SLACK * abs(self.cost)
 
-    def assignment(self, model: MinSum) -> Assignment:
+    def optimal_assignment(self, model: MinSum) -> Assignment:
         """Return `choice` as an assignment that is proven optimal. `is_optimal` must be true."""
         return Assignment(self.choice, self.cost, self.cost, True, model.memory_of(self.choice))
 
@@ -270,7 +270,7 @@ def fix_by_reduced_cost(
     return ReducedModel(tuple(part.at(positions)), reach, choice, cost, min(part.bound, cost))
 
 
-def promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> ReducedModel:
+def keep_promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> ReducedModel:
     """Return `found` with at most `maximum_pairs` pairs of configurations on edges.
 
     Configurations whose lower bound is above a threshold are removed, except those of
@@ -279,7 +279,7 @@ def promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> Reduc
     """
     top = max(float(reach.max()) for reach in found.reach)
     for fraction in GAP_FRACTIONS:
-        if _pairs(model, found.kept) <= maximum_pairs:
+        if _count_pairs(model, found.kept) <= maximum_pairs:
             break
         threshold = found.bound + fraction * max(0.0, top - found.bound)
         every = list(zip(found.kept, found.reach, found.choice, strict=True))
@@ -290,7 +290,7 @@ def promising(model: MinSum, found: ReducedModel, maximum_pairs: float) -> Reduc
     return found
 
 
-def _pairs(model: MinSum, kept: Sequence[Array]) -> int:
+def _count_pairs(model: MinSum, kept: Sequence[Array]) -> int:
     """Return the number of pairs of configurations of all edges between variables with several
     remaining configurations.
     """
@@ -328,9 +328,9 @@ def cheapest_by_program(
     """
     reduced = fix_by_reduced_cost(model)
     if reduced.is_optimal:
-        return reduced.assignment(model)
-    reduced = promising(model, reduced, most)
-    known = _positions_of(reduced, reduced.choice)
+        return reduced.optimal_assignment(model)
+    reduced = keep_promising(model, reduced, most)
+    known = _remaining_positions(reduced, reduced.choice)
     found = cheapest_choice(restrict(model, reduced.kept), seconds, known or (), solver=solver)
     bound = max(reduced.bound, min(float(found.bound), reduced.removed_bound))
     proven = found.proven and found.cost <= reduced.removed_bound
@@ -358,8 +358,8 @@ def cheapest_within_memory(
     """
     with_byte_cost = add_memory_cost(model, rate)
     reduced = fix_by_reduced_cost(with_byte_cost, 0, known, cutoff + rate * limit)
-    reduced = promising(with_byte_cost, reduced, MAXIMUM_PAIRS_WITHIN_MEMORY)
-    start = _positions_of(reduced, known) if model.memory_of(known) <= limit else None
+    reduced = keep_promising(with_byte_cost, reduced, MAXIMUM_PAIRS_WITHIN_MEMORY)
+    start = _remaining_positions(reduced, known) if model.memory_of(known) <= limit else None
     found = cheapest_choice(restrict(model, reduced.kept), seconds, start or (), limit, solver)
     removed_bound = reduced.removed_bound - rate * limit
     proven = found.proven and found.cost <= removed_bound
@@ -369,7 +369,7 @@ def cheapest_within_memory(
     )
 
 
-def _positions_of(reduced: ReducedModel, choice: Sequence[int]) -> list[int] | None:
+def _remaining_positions(reduced: ReducedModel, choice: Sequence[int]) -> list[int] | None:
     """Return the position of each configuration of `choice` among the remaining configurations of
     its variable, or None if one was removed.
     """

@@ -65,7 +65,9 @@ class IntraStageSearch:
         self._widths = element_bytes(graph, problem.precision)
         self._found: dict[Hashable, tuple[tuple[Splits, ...], SplitProof]] = {}
 
-    def key(self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions) -> Hashable:
+    def stage_key(
+        self, nodes: Sequence[int], devices: Sequence[int], options: StageOptions
+    ) -> Hashable:
         """Return a key that is equal for stages whose searches give equal results: equal nodes in
         the same order, on devices with equal links, with equal options.
 
@@ -74,7 +76,7 @@ class IntraStageSearch:
         graph = self.problem.graph
         number_of_value = dict[str, int]()
 
-        def value(name: str, given: bool = False) -> Hashable:
+        def describe_value(name: str, given: bool = False) -> Hashable:
             """Number the value `name`, and return its description."""
             number_of_value[name] = len(number_of_value)
             value_type = graph.type_of(name)
@@ -86,24 +88,25 @@ class IntraStageSearch:
                 given,
             )
 
-        def read(name: str) -> Hashable:
+        def describe_input(name: str) -> Hashable:
             """Return the number of the value `name` if it occurred before. Otherwise number it, and
             return its description.
             """
             if name in number_of_value:
                 return number_of_value[name]
             if (constant := graph.constant(name)) is not None:
-                return value(name), constant.array.tobytes()
+                return describe_value(name), constant.array.tobytes()
             if (parameter := graph.parameter(name)) is not None:
-                return value(name), parameter.trainable, name in options.whole
-            return value(name)
+                return describe_value(name), parameter.trainable, name in options.whole
+            return describe_value(name)
 
         key_parts: list[Hashable] = [reach(self.problem.cluster, devices), options.recompute]
         for node in nodes:
             operation = graph.nodes[node]
-            inputs = tuple(read(name) if name else None for name in operation.inputs)
+            inputs = tuple(describe_input(name) if name else None for name in operation.inputs)
             outputs = tuple(
-                value(name, name in options.given) if name else None for name in operation.outputs
+                describe_value(name, name in options.given) if name else None
+                for name in operation.outputs
             )
             splits = self.samples.axes[node], options.allowed.get(node)
             key_parts.append(
@@ -111,7 +114,7 @@ class IntraStageSearch:
             )
         return tuple(key_parts)
 
-    def placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
+    def search_placements(self, skeleton: Placement, limit_s: float) -> list[CostedPlacement]:
         """Return placements that fit into memory under 1F1B, with the nodes and devices of the
         stages of `skeleton`. Nodes in `required` have the required splits.
 
@@ -122,7 +125,7 @@ class IntraStageSearch:
         already takes `limit_s` seconds. Raise InfeasibleError with the minimum excess if the search
         within the memory limit finds no splits and no other candidate fits.
         """
-        plain = self._unlimited(skeleton)
+        plain = self._placements_without_limit(skeleton)
         fitting = [each for each in plain if each.fits]
         if (
             plain[0].fits
@@ -132,34 +135,34 @@ class IntraStageSearch:
         # For a single stage, smaller micro-batches can also save memory. A plan with recomputation
         # would end the search before they are tried.
         if self.problem.train and self.problem.recompute == "auto" and len(skeleton.stages) > 1:
-            fitting += self._recomputing(plain[0])
+            fitting += self._recompute_to_fit(plain[0])
         try:
-            fitting.append(self._within(plain[0], limit_s))
+            fitting.append(self._split_within_memory(plain[0], limit_s))
         except InfeasibleError:
             if not fitting:
                 raise
         return fitting
 
-    def proof(self, placement: Placement) -> SplitProof:
+    def split_proof(self, placement: Placement) -> SplitProof:
         """Return the proof for the splits of a placement with a single stage: its seconds per step,
         and the solver's lower bound without a memory limit.
         """
         inside = SplitProblem(self.problem, placement, self.required)
-        _, proof = self._searched(inside, placement, 0)
+        _, proof = self._search_stage(inside, placement, 0)
         (cost,) = stage_costs(self.problem, placement)
         seconds = max(step_seconds(cost, self.problem.micro_batches), proof.lower_bound)
         return SplitProof(seconds, proof.lower_bound, seconds <= proof.lower_bound * (1 + 1e-9))
 
-    def _unlimited(self, skeleton: Placement) -> list[CostedPlacement]:
+    def _placements_without_limit(self, skeleton: Placement) -> list[CostedPlacement]:
         """Return placements that ignore the memory limit. The first one has the splits that the
         solver proposes.
         """
         inside = SplitProblem(self.problem, skeleton, self.required)
         numbers = range(len(skeleton.stages))
         searched = self._with_costs(
-            skeleton, [self._searched(inside, skeleton, i)[0] for i in numbers]
+            skeleton, [self._search_stage(inside, skeleton, i)[0] for i in numbers]
         )
-        by_samples = [self._by_samples(stage) for stage in skeleton.stages]
+        by_samples = [self._split_by_samples(stage) for stage in skeleton.stages]
         others = [
             other or own for other, own in zip(by_samples, searched.placement.stages, strict=True)
         ]
@@ -182,7 +185,7 @@ class IntraStageSearch:
         stages = [(searched, sampled)[which].placement.stages[i] for i, which in enumerate(faster)]
         return [searched, sampled, self._with_costs(skeleton, stages)]
 
-    def _searched(
+    def _search_stage(
         self, inside: SplitProblem, placement: Placement, index: int
     ) -> tuple[Stage, SplitProof]:
         """Return (stage, proof): stage `index` with the splits that the solver proposes without a
@@ -191,7 +194,7 @@ class IntraStageSearch:
         stage = placement.stages[index]
         options = inside.options[index]
         nodes = [node for node, _ in inside.plans[index].nodes]
-        key = self.key(nodes, stage.devices, options)
+        key = self.stage_key(nodes, stage.devices, options)
         if key not in self._found:
             tables = make_tables(self.problem, nodes, stage.devices, options)
             answer = self.solver(tables, None)
@@ -199,9 +202,9 @@ class IntraStageSearch:
             proof = SplitProof(float(answer.cost), float(answer.bound), answer.proven)
             self._found[key] = tuple(chosen.get(node, ()) for node in nodes), proof
         splits, proof = self._found[key]
-        return replace(stage, splits=_of_nodes(nodes, splits)), proof
+        return replace(stage, splits=_node_splits(nodes, splits)), proof
 
-    def _by_samples(self, stage: Stage) -> Stage | None:
+    def _split_by_samples(self, stage: Stage) -> Stage | None:
         """Return the stage with its nodes split by samples only. Return None if the samples cannot
         be divided evenly, or if constraints require splits of its nodes.
         """
@@ -212,7 +215,7 @@ class IntraStageSearch:
             return None
         return replace(stage, splits=self.samples.splits(stage.nodes, width))
 
-    def _recomputing(self, plain: CostedPlacement) -> list[CostedPlacement]:
+    def _recompute_to_fit(self, plain: CostedPlacement) -> list[CostedPlacement]:
         """Return placements that fit into memory by recomputing the forward in the stages that
         exceed it.
 
@@ -227,11 +230,11 @@ class IntraStageSearch:
             unsplit = replace(
                 plain.placement, stages=tuple(replace(stage, splits=()) for stage in stages_to_try)
             )
-            if fitting := [each for each in self._unlimited(unsplit) if each.fits]:
+            if fitting := [each for each in self._placements_without_limit(unsplit) if each.fits]:
                 return fitting
         return []
 
-    def _within(self, plain: CostedPlacement, limit_s: float) -> CostedPlacement:
+    def _split_within_memory(self, plain: CostedPlacement, limit_s: float) -> CostedPlacement:
         """Return `plain` with other splits in the stages that exceed memory. These splits are
         searched within the memory limit.
 
@@ -242,7 +245,7 @@ class IntraStageSearch:
         """
         inside = SplitProblem(self.problem, plain.placement, self.required)
         keys = [
-            self.key([node for node, _ in plan.nodes], stage.devices, options)
+            self.stage_key([node for node, _ in plan.nodes], stage.devices, options)
             for plan, stage, options in zip(
                 inside.plans, plain.placement.stages, inside.options, strict=True
             )
@@ -257,7 +260,10 @@ class IntraStageSearch:
                 raise out_of_memory(self.problem, [worst], len(keys), device, need, least=True)
             self._check_minimum_memory(inside, plain, worst)
             fitted = inside.split(
-                plain.placement, worst, self.solver.below(limit_s), resized_problem=self.problem
+                plain.placement,
+                worst,
+                self.solver.stopping_below(limit_s),
+                resized_problem=self.problem,
             ).placement
             nodes = [[node for node, _ in plan.nodes] for plan in inside.plans]
             splits = [fitted.stages[worst].splits_of(node) for node in nodes[worst]]
@@ -268,7 +274,7 @@ class IntraStageSearch:
             ]
             stages = list(plain.placement.stages)
             for stage in same:
-                stages[stage] = replace(stages[stage], splits=_of_nodes(nodes[stage], splits))
+                stages[stage] = replace(stages[stage], splits=_node_splits(nodes[stage], splits))
             plain = self._with_costs(plain.placement, stages)
         return plain
 
@@ -304,6 +310,6 @@ class IntraStageSearch:
         return CostedPlacement(placement, costs, excess)
 
 
-def _of_nodes(nodes: Sequence[int], splits: Sequence[Splits]) -> tuple[tuple[int, Splits], ...]:
+def _node_splits(nodes: Sequence[int], splits: Sequence[Splits]) -> tuple[tuple[int, Splits], ...]:
     """Return (node, splits) pairs, as in `Stage.splits`, for the nodes that are split."""
     return tuple((node, own) for node, own in zip(nodes, splits, strict=True) if own)

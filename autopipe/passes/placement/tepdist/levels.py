@@ -34,14 +34,14 @@ from autopipe.passes.placement.tepdist.integer_programs import (
 )
 from autopipe.passes.placement.tepdist.segments import (
     Cones,
-    EqualSegments,
-    choice_of,
+    SegmentCache,
+    divide_into_segments,
     fill_cones,
-    is_over,
-    partition,
-    ranks,
-    shortest,
-    unfilled,
+    has_passed,
+    path_choice,
+    solve_cheapest_path,
+    variable_ranks,
+    without_cones,
 )
 from autopipe.passes.sharding.search import Tables
 from autopipe.passes.solvers.min_sum import Assignment, MinSum
@@ -87,7 +87,7 @@ def best_mixture(
     order = np.unique(rank, return_inverse=True)[1]
     mixtures = int(order.max()) + 2
     index, cost, need = (
-        np.array(list(_changes(model, order, first, last)), dtype=float).reshape(-1, 3).T
+        np.array(list(_mixture_changes(model, order, first, last)), dtype=float).reshape(-1, 3).T
     )
     forbidden = np.isinf(cost)
     changes = np.zeros((3, mixtures))
@@ -101,7 +101,7 @@ def best_mixture(
     return tuple(np.where(order < best, first, last).tolist()) if np.isfinite(costs[best]) else None
 
 
-def _changes(
+def _mixture_changes(
     model: MinSum, order: Array, first: Sequence[int], last: Sequence[int]
 ) -> Iterator[tuple[int, float, float]]:
     """Yield (rank index, cost, bytes): a change of cost and memory from the preceding mixture to
@@ -109,7 +109,7 @@ def _changes(
     index add up. `order` contains the rank index of each variable.
     """
 
-    def reads() -> Iterator[
+    def changing_entries() -> Iterator[
         tuple[Array, Array | None, tuple[int, ...], tuple[int | tuple[int, int], ...]]
     ]:
         """Yield (costs, memory, rank indices, entries) for each variable and edge: its arrays, the
@@ -135,7 +135,7 @@ def _changes(
                 entries,
             )
 
-    for costs, memory, indices, entries in reads():
+    for costs, memory, indices, entries in changing_entries():
         previous = 0.0, 0.0
         for index, entry in zip(indices, entries, strict=True):
             current = float(costs[entry]), 0.0 if memory is None else float(memory[entry])
@@ -153,7 +153,7 @@ class MemoryLimitSearch(Incumbent):
     """The cost per byte that gave the highest lower bound."""
 
     @property
-    def answer(self) -> Assignment:
+    def best_assignment(self) -> Assignment:
         """Return the best choice with its bound. It is proven optimal if its cost and the bound are
         equal except for rounding errors.
         """
@@ -166,7 +166,7 @@ class MemoryLimitSearch(Incumbent):
         """
         self.bound = min(max(self.bound, bound), float(self.cost))
 
-    def mix(self, rank: Array, one: Sequence[int], other: Sequence[int]) -> None:
+    def offer_mixtures(self, rank: Array, one: Sequence[int], other: Sequence[int]) -> None:
         """Replace the best choice by the best mixture of the choices `one` and `other`, if that
         costs less. Mixtures in both orders are tried.
         """
@@ -189,7 +189,7 @@ class Level(ABC):
         self._end = None if time_limit is None else time.monotonic() + time_limit
         self._enough = math.inf
 
-    def below(self, cost: float) -> Self:
+    def stopping_below(self, cost: float) -> Self:
         """Return a copy of this solver that ends a search within memory as soon as its bound shows
         that no choice costs less than `cost`.
         """
@@ -226,7 +226,9 @@ class Level(ABC):
         if free.bound >= self._enough:
             return replace(fitting, bound=free.bound)
         return recount(
-            self.within(model, self._search_byte_costs(model, HullEdge(limit, free, fitting))),
+            self.within_memory(
+                model, self._search_byte_costs(model, HullEdge(limit, free, fitting))
+            ),
             model,
         )
 
@@ -236,19 +238,19 @@ class Level(ABC):
         The cost per byte moves towards the value with the highest lower bound. `edge` contains the
         best choices above and within the memory limit. Their mixtures come closer to the limit than
         the choices for a cost per byte. The search stops if the bound shows that no choice within
-        the limit is cheap enough (`below`).
+        the limit is cheap enough (`stopping_below`).
         """
-        rank = ranks(model)
+        rank = variable_ranks(model)
         limit = edge.limit
         found = MemoryLimitSearch(model, limit, float(edge.over.bound))
         found.offer(edge.under.choice)
-        found.mix(rank, edge.over.choice, edge.under.choice)
+        found.offer_mixtures(rank, edge.over.choice, edge.under.choice)
         for _ in range(ROUNDS):
             done = found.cost - found.bound <= CLOSE * found.cost or found.bound >= self._enough
-            if is_over(self._end) or not edge.is_open or done:
+            if has_passed(self._end) or not edge.is_open or done:
                 break
             rate = edge.rate
-            answer = self.at_price(model, rate)
+            answer = self.cheapest_with_byte_cost(model, rate)
             if answer.bound - rate * limit > found.bound:
                 found.rate = rate
                 found.bound = float(answer.bound) - rate * limit
@@ -257,7 +259,7 @@ class Level(ABC):
                 break
             edge.move(point)
             found.offer(point.choice)
-            found.mix(rank, edge.over.choice, edge.under.choice)
+            found.offer_mixtures(rank, edge.over.choice, edge.under.choice)
         found.raise_bound(found.bound)
         return found
 
@@ -266,24 +268,24 @@ class Level(ABC):
         """Return the cheapest choice if there is no memory limit."""
 
     @abstractmethod
-    def at_price(self, model: MinSum, rate: float) -> Assignment:
+    def cheapest_with_byte_cost(self, model: MinSum, rate: float) -> Assignment:
         """Return a choice of low total cost if each byte costs `rate`. The bound of the result is a
         lower bound on the cost plus `rate` times the bytes of all choices.
         """
 
     @abstractmethod
-    def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
+    def within_memory(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
         """Return the best choice within the memory limit. `found` is the result of the search over
         costs per byte.
         """
 
     @property
-    def seconds(self) -> float:
+    def program_seconds(self) -> float:
         """Return the seconds that one integer program may take."""
         return _PATIENCE_S if self._end is None else max(_MINIMUM_S, self._end - time.monotonic())
 
 
-def by_segments(
+def solve_by_segments(
     model: MinSum, rank: Array, seconds: float, end: float | None, close: float, solver: str
 ) -> Assignment:
     """Return the cheapest choice of a merged model (`merge_edges`) whose edges lead from lower to
@@ -291,21 +293,22 @@ def by_segments(
 
     The strategies of the high-degree variables are fixed to one combination after the other, in
     ascending order of a lower bound on the cost of the whole model. For each combination,
-    `shortest` solves the segments. The search stops at time `end` (`time.monotonic`, None for no
-    limit), or if the next lower bound is not below the best cost by more than the fraction `close`.
-    `seconds` limits each integer program. Raise InfeasibleError if all choices are forbidden.
+    `solve_cheapest_path` solves the segments. The search stops at time `end` (`time.monotonic`,
+    None for no limit), or if the next lower bound is not below the best cost by more than the
+    fraction `close`. `seconds` limits each integer program. Raise InfeasibleError if all choices
+    are forbidden.
     """
-    segmented = partition(model, rank)
+    segmented = divide_into_segments(model, rank)
     reduced = fix_by_reduced_cost(model, 0 if segmented.high_degree else np.inf)
     if reduced.is_optimal:
-        return reduced.assignment(model)
-    combinations, others = _combinations(reduced, segmented.high_degree)
-    segments = EqualSegments()
+        return reduced.optimal_assignment(model)
+    combinations, others = _strategy_combinations(reduced, segmented.high_degree)
+    segments = SegmentCache()
     best = np.inf
     choice = reduced.choice
     bounds = [others]
     for bound, strategies in combinations:
-        if bound >= best * (1 - close) or is_over(end):
+        if bound >= best * (1 - close) or has_passed(end):
             bounds.append(bound)
             break
         domains = all_configurations(model)
@@ -313,15 +316,15 @@ def by_segments(
             domains[variable] = np.array([number])
         # The costs of the edges of fixed variables are now part of their neighbours' costs.
         fixed = absorb_fixed_nodes(restrict(model, domains))
-        pairs = segments.pairs(fixed, segmented)
+        pairs = segments.segment_tables(fixed, segmented)
         fixed_cost = float(sum(fixed.costs[variable][0] for variable in segmented.high_degree))
-        path = shortest(
+        path = solve_cheapest_path(
             fixed, segmented, pairs, seconds, best * (1 - close) - fixed_cost, end, solver
         )
         bounds.append(max(bound, fixed_cost + path.bound))
         if path.solved and fixed_cost + path.cost < best:
             best = fixed_cost + path.cost
-            choice = choice_of(path, segmented, pairs, strategies)
+            choice = path_choice(path, segmented, pairs, strategies)
     if reduced.cost < best * (1 - SAME):
         choice = reduced.choice
     cost = float(model.cost_of(choice))
@@ -331,7 +334,7 @@ def by_segments(
     )
 
 
-def _combinations(
+def _strategy_combinations(
     reduced: ReducedModel, high_degree: Sequence[int]
 ) -> tuple[list[tuple[float, tuple[int, ...]]], float]:
     """Return (combinations, bound) for the strategies of the high-degree variables.
@@ -383,23 +386,28 @@ class O2(Level):
         """Return the cheapest choice. It is proven optimal unless time ran out or too many
         combinations were dropped.
         """
-        return self.at_price(model, 0.0)
+        return self.cheapest_with_byte_cost(model, 0.0)
 
-    def at_price(self, model: MinSum, rate: float) -> Assignment:
+    def cheapest_with_byte_cost(self, model: MinSum, rate: float) -> Assignment:
         """Return the cheapest choice if each byte costs `rate`."""
         cones = fill_cones(model, rate)
-        rank = ranks(model)[list(cones.roots)]
+        rank = variable_ranks(model)[list(cones.roots)]
         close = CLOSE / 2 if rate else SAME
-        found = by_segments(
-            add_memory_cost(cones.model, rate), rank, self.seconds, self._end, close, self._solver
+        found = solve_by_segments(
+            add_memory_cost(cones.model, rate),
+            rank,
+            self.program_seconds,
+            self._end,
+            close,
+            self._solver,
         )
-        return replace(found, choice=cones.expanded(found.choice))
+        return replace(found, choice=cones.expand(found.choice))
 
-    def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
+    def within_memory(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
         """Return the result of the search over costs per byte, because level O2 has no other search
         within memory.
         """
-        return found.answer
+        return found.best_assignment
 
 
 class O3(Level):
@@ -412,18 +420,18 @@ class O3(Level):
         were dropped to make the program smaller.
         """
         cones = self.fill(model)
-        found = cheapest_by_program(cones.model, self.seconds, solver=self._solver)
-        return replace(found, choice=cones.expanded(found.choice))
+        found = cheapest_by_program(cones.model, self.program_seconds, solver=self._solver)
+        return replace(found, choice=cones.expand(found.choice))
 
-    def at_price(self, model: MinSum, rate: float) -> Assignment:
+    def cheapest_with_byte_cost(self, model: MinSum, rate: float) -> Assignment:
         """Return the best choice that is found while the dual of the program is solved. Its bound
         is the dual bound.
         """
         cones = self.fill(model, rate)
         left = fix_by_reduced_cost(add_memory_cost(cones.model, rate))
-        return Assignment(cones.expanded(left.choice), left.cost, left.bound, proven=False)
+        return Assignment(cones.expand(left.choice), left.cost, left.bound, proven=False)
 
-    def within(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
+    def within_memory(self, model: MinSum, found: MemoryLimitSearch) -> Assignment:
         """Return the best choice of an integer program that contains all configurations with which
         `found` could be improved.
 
@@ -435,20 +443,26 @@ class O3(Level):
         try:
             cutoff = float(found.cost)
             answer = cheapest_within_memory(
-                cones.model, found.limit, found.rate, cutoff, known, self.seconds, self._solver
+                cones.model,
+                found.limit,
+                found.rate,
+                cutoff,
+                known,
+                self.program_seconds,
+                self._solver,
             )
         except InfeasibleError:
-            return found.answer
-        found.offer(cones.expanded(answer.choice))
+            return found.best_assignment
+        found.offer(cones.expand(answer.choice))
         if not cones.filled:
             found.raise_bound(float(answer.bound))
-        return found.answer
+        return found.best_assignment
 
 
 class O4(O3):
     """Level O4: one integer program over all operators. A memory limit is a row of the program."""
 
-    fill = staticmethod(unfilled)
+    fill = staticmethod(without_cones)
 
 
 LevelName = Literal["O2", "O3", "O4"]

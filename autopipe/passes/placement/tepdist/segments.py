@@ -38,7 +38,7 @@ from autopipe.passes.solvers.min_sum.model import (
 )
 
 
-def is_root(model: MinSum) -> Array:
+def cone_roots(model: MinSum) -> Array:
     """Return a boolean array of shape [variables] that is True for the roots of cones ("SPMD
     Strategy: Cone Structure").
 
@@ -56,18 +56,18 @@ def is_root(model: MinSum) -> Array:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sums:
+class CostsAndMemory:
     """Costs and memory of partial choices: two arrays of equal shape."""
 
     costs: Array
     memory: Array
 
-    def transposed(self) -> Sums:
+    def transposed(self) -> CostsAndMemory:
         """Return the costs and memory with both axes exchanged."""
-        return Sums(self.costs.T, self.memory.T)
+        return CostsAndMemory(self.costs.T, self.memory.T)
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.costs + other.costs, self.memory + other.memory)
+    def __add__(self, other: CostsAndMemory) -> CostsAndMemory:
+        return CostsAndMemory(self.costs + other.costs, self.memory + other.memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ class Cones:
     """For each variable of `model`: the number of this variable in the full model."""
     filled: tuple[FilledVariable, ...] = ()
 
-    def expanded(self, choice: Sequence[int]) -> tuple[int, ...]:
+    def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Return the choice for all variables of the full model that follows from `choice`, a
         choice for the roots.
         """
@@ -102,7 +102,7 @@ class Cones:
         return tuple(best[variable] for variable in range(len(best)))
 
 
-def unfilled(model: MinSum, _rate: float = 0.0) -> Cones:
+def without_cones(model: MinSum, _rate: float = 0.0) -> Cones:
     """Return the merged model (`merge_edges`) in which each variable is a root. The rate is
     ignored.
     """
@@ -121,19 +121,22 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
     once = ResultCache()
     simple = merge_edges(model)
 
-    def sums(costs: Array, memory: Array | None) -> Sums:
+    def with_memory(costs: Array, memory: Array | None) -> CostsAndMemory:
         """Return costs and memory as sums; the memory is 0 if it is None."""
-        return Sums(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
+        return CostsAndMemory(costs, np.zeros(costs.shape, np.int64) if memory is None else memory)
 
     contraction = Contraction(
-        [once(sums, *each) for each in zip(simple.costs, simple.node_memory, strict=True)],
-        [(edge.source, edge.target, once(sums, edge.costs, edge.memory)) for edge in simple.edges],
-        partial(once, Sums.transposed),
-        partial(once, Sums.__add__),
+        [once(with_memory, *each) for each in zip(simple.costs, simple.node_memory, strict=True)],
+        [
+            (edge.source, edge.target, once(with_memory, edge.costs, edge.memory))
+            for edge in simple.edges
+        ],
+        partial(once, CostsAndMemory.transposed),
+        partial(once, CostsAndMemory.__add__),
     )
-    filling = partial(_filling, rate)
+    filling = partial(_best_fill, rate)
     filled = []
-    for variable in np.flatnonzero(~is_root(model)).tolist():
+    for variable in np.flatnonzero(~cone_roots(model)).tolist():
         if contraction.neighbours_of[variable]:
             sums_of_best, best = once(filling, *contraction.tables(variable))
             filled.append(
@@ -149,17 +152,21 @@ def fill_cones(model: MinSum, rate: float = 0.0) -> Cones:
     return Cones(root_model, roots, tuple(filled))
 
 
-def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
+def _best_fill(
+    rate: float, own: CostsAndMemory, *ends: CostsAndMemory
+) -> tuple[CostsAndMemory, Array]:
     """Return (sums, best) for a variable with the costs `own` and its one or two neighbours, whose
     edges have the costs `ends`. Both results have one axis per neighbour.
 
     sums: cost and memory of the variable and its edges with the best configuration of the variable.
     best: the best configuration, which minimises cost plus `rate` times bytes.
     """
-    no_neighbour = Sums(np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64))
+    no_neighbour = CostsAndMemory(
+        np.zeros((len(own.costs), 1)), np.zeros((len(own.costs), 1), np.int64)
+    )
     first, second = (*ends, no_neighbour)[:2]
     best = np.empty((first.costs.shape[1], second.costs.shape[1]), np.int64)
-    behind = Sums(own.costs[:, None] + second.costs, own.memory[:, None] + second.memory)
+    behind = CostsAndMemory(own.costs[:, None] + second.costs, own.memory[:, None] + second.memory)
     priced = behind.costs + rate * behind.memory
     front = first.costs + rate * first.memory
     for rows in index_blocks(len(best), priced.size):
@@ -168,11 +175,11 @@ def _filling(rate: float, own: Sums, *ends: Sums) -> tuple[Sums, Array]:
     costs = first.costs.T[which, best] + behind.costs[best, columns]
     memory = first.memory.T[which, best] + behind.memory[best, columns]
     if len(ends) == 1:
-        return Sums(costs[:, 0], memory[:, 0]), best[:, 0]
-    return Sums(costs, memory), best
+        return CostsAndMemory(costs[:, 0], memory[:, 0]), best[:, 0]
+    return CostsAndMemory(costs, memory), best
 
 
-def ranks(model: MinSum) -> Array:
+def variable_ranks(model: MinSum) -> Array:
     """Return the rank of each variable, of shape [variables]: the number of edges on the longest
     path that ends at the variable.
     """
@@ -231,7 +238,7 @@ class SegmentedModel:
         return max(SMALL, *(len(segment.inner) for segment in self.segments), 0)
 
 
-def partition(model: MinSum, rank: Array) -> SegmentedModel:
+def divide_into_segments(model: MinSum, rank: Array) -> SegmentedModel:
     """Return the division of the model whose largest segment has the fewest variables.
 
     Among the divisions that are tried, ties are won by fewer high-degree variables. Edges lead from
@@ -239,20 +246,18 @@ def partition(model: MinSum, rank: Array) -> SegmentedModel:
 
     A variable that is read in all layers, such as an attention mask or a tied embedding, prevents a
     division. Such high-degree variables are fixed before the segments are searched
-    (`levels.by_segments`). Their edges then disappear, so this loses nothing. Candidates are the 0
-    to `MAXIMUM_HIGH_DEGREE` variables of farthest reach. Then each of them is dropped again if that
-    does not enlarge the largest segment.
+    (`levels.solve_by_segments`). Their edges then disappear, so this loses nothing. Candidates are
+    the 0 to `MAXIMUM_HIGH_DEGREE` variables of farthest reach. Then each of them is dropped again
+    if that does not enlarge the largest segment.
     """
     partitioner = _Partitioner(model, rank)
-    highest_degree = partitioner.highest_degree()
+    highest_degree = partitioner.high_degree_candidates()
     best = min(
-        (partitioner.partition(highest_degree[:count]) for count in range(len(highest_degree) + 1)),
+        (partitioner.divide(highest_degree[:count]) for count in range(len(highest_degree) + 1)),
         key=attrgetter("largest"),
     )
     for variable in best.high_degree:
-        fewer = partitioner.partition(
-            tuple(other for other in best.high_degree if other != variable)
-        )
+        fewer = partitioner.divide(tuple(other for other in best.high_degree if other != variable))
         best = min(fewer, best, key=attrgetter("largest"))
     return best
 
@@ -278,7 +283,7 @@ class _Partitioner:
         forbidden.
         """
 
-    def highest_degree(self) -> tuple[int, ...]:
+    def high_degree_candidates(self) -> tuple[int, ...]:
         """Return up to `MAXIMUM_HIGH_DEGREE` variables in descending order of reach.
 
         The reach of a variable is the sum of the rank differences to its neighbours. Once a
@@ -296,7 +301,7 @@ class _Partitioner:
                 far[other] -= abs(self.rank[other] - self.rank[variable])
         return tuple(found)
 
-    def partition(self, high_degree: tuple[int, ...]) -> SegmentedModel:
+    def divide(self, high_degree: tuple[int, ...]) -> SegmentedModel:
         """Return the division of the model with the high-degree variables `high_degree`."""
         removed = set(high_degree)
         if len(removed) == len(self.around):
@@ -308,7 +313,7 @@ class _Partitioner:
             for number, (source, neighbour) in enumerate(pairwise(critical))
             if neighbour in self.around[source]
         ]
-        for inner in self.parts(removed | critical_index.keys()):
+        for inner in self.connected_parts(removed | critical_index.keys()):
             ends = {
                 critical_index[neighbour]
                 for variable in inner
@@ -356,7 +361,7 @@ class _Partitioner:
         ways = [
             {place[one], place[other]} for one in place for other in around[one] if other in place
         ]
-        for part in self.parts(place.keys() | without):
+        for part in self.connected_parts(place.keys() | without):
             ways.append(
                 {place[other] for variable in part for other in around[variable] if other in place}
             )
@@ -373,7 +378,7 @@ class _Partitioner:
             if not passing
         )
 
-    def parts(self, without: Set[int]) -> list[tuple[int, ...]]:
+    def connected_parts(self, without: Set[int]) -> list[tuple[int, ...]]:
         """Return the connected components of the graph without the variables `without`, each in
         ascending order.
         """
@@ -400,7 +405,7 @@ Ends = tuple[int, ...]
 """A strategy for each end of a segment: (), (head,) or (head, tail)."""
 
 
-class Pairs:
+class SegmentTable:
     """The costs of a segment for each combination of strategies of its ends. `model` is a min-sum
     model with the `inner` variables of the segment first, and then its ends, whose own costs are
     not included.
@@ -408,7 +413,7 @@ class Pairs:
     `costs`, `bounds` and `solved` have one axis per end. `bounds` contains lower bounds on the cost
     of the inner variables and all edges. `costs` contains the minimum of this cost if the entry of
     `solved` is True, and otherwise the bound. The dynamic programming solves only the entries on
-    its best path (`approach`).
+    its best path (`tighten`).
     """
 
     def __init__(self, model: MinSum, inner: int) -> None:
@@ -423,7 +428,7 @@ class Pairs:
         the head fixed.
         """
         if inner:
-            self.bounds = _bounds(model, inner)
+            self.bounds = _inner_bounds(model, inner)
             self.costs = self.bounds.copy()
             self.solved = np.asarray(np.isinf(self.bounds))
         else:
@@ -435,7 +440,7 @@ class Pairs:
             self.bounds = self.costs
             self.solved = np.ones(self.costs.shape, dtype=bool)
 
-    def approach(self, ends: Ends, seconds: float, solver: str) -> None:
+    def tighten(self, ends: Ends, seconds: float, solver: str) -> None:
         """Tighten the entry for the strategies `ends`.
 
         If there are two ends, the first call with a strategy of the head tightens the bounds of
@@ -445,14 +450,16 @@ class Pairs:
         if len(ends) == 2 and ends[0] not in self.headed:
             head = ends[0]
             self.headed.add(head)
-            bounds = np.maximum(self.bounds[head], _bounds(self._given((head,)), self.inner)[0])
+            bounds = np.maximum(
+                self.bounds[head], _inner_bounds(self._with_fixed_ends((head,)), self.inner)[0]
+            )
             self.bounds[head] = bounds
             self.costs[head] = np.where(self.solved[head], self.costs[head], bounds)
             self.solved[head] |= np.isinf(bounds)
             return
         self.solved[ends] = True
         try:
-            found = cheapest_by_program(self._given(ends), seconds, MAXIMUM_PAIRS, solver)
+            found = cheapest_by_program(self._with_fixed_ends(ends), seconds, MAXIMUM_PAIRS, solver)
         except InfeasibleError:
             self.costs[ends] = self.bounds[ends] = np.inf
         else:
@@ -460,7 +467,7 @@ class Pairs:
             self.bounds[ends] = max(self.bounds[ends], found.bound)
             self.choices[ends] = found.choice[: self.inner]
 
-    def _given(self, ends: Ends) -> MinSum:
+    def _with_fixed_ends(self, ends: Ends) -> MinSum:
         """Return the model with the strategies of its first ends fixed to `ends`."""
         kept = all_configurations(self.model)
         for place, number in enumerate(ends, self.inner):
@@ -468,7 +475,7 @@ class Pairs:
         return absorb_fixed_nodes(restrict(self.model, kept))
 
 
-def _bounds(model: MinSum, inner: int) -> Array:
+def _inner_bounds(model: MinSum, inner: int) -> Array:
     """Return lower bounds on the cost of the `inner` first variables of `model` and all edges, with
     one axis per end (the remaining variables).
     """
@@ -494,7 +501,7 @@ def _bounds(model: MinSum, inner: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class StrategyPath:
     """A strategy for each critical node, as a path of the dynamic programming."""
 
     strategies: tuple[int, ...]
@@ -507,15 +514,15 @@ class Path:
     """
 
 
-def shortest(
+def solve_cheapest_path(
     model: MinSum,
     segmented: SegmentedModel,
-    pairs: Sequence[Pairs],
+    pairs: Sequence[SegmentTable],
     seconds: float,
     known: float,
     end: float | None,
     solver: str,
-) -> Path:
+) -> StrategyPath:
     """Return the cheapest path, with all its segment entries solved, if its cost is less than
     `known`. If the search ends earlier, because the cost reaches `known` or at time `end`, the path
     may be unsolved, and its bound is a bound on all paths.
@@ -541,20 +548,23 @@ def shortest(
             for each, entry in zip(pairs, ends, strict=True)
             if not each.solved[entry]
         }
-        if not unsolved or cost >= known or is_over(end):
+        if not unsolved or cost >= known or has_passed(end):
             _, bound = _cheapest_path(node_costs, segmented, [each.bounds for each in pairs])
-            return Path(strategies, cost, bound, not unsolved)
+            return StrategyPath(strategies, cost, bound, not unsolved)
         for (_, entry), each in unsolved.items():
-            each.approach(entry, seconds, solver)
+            each.tighten(entry, seconds, solver)
 
 
-def is_over(end: float | None) -> bool:
+def has_passed(end: float | None) -> bool:
     """True if time `end` (`time.monotonic`) has passed; False if it is None."""
     return end is not None and time.monotonic() >= end
 
 
-def choice_of(
-    path: Path, segmented: SegmentedModel, pairs: Sequence[Pairs], high_degree: Sequence[int]
+def path_choice(
+    path: StrategyPath,
+    segmented: SegmentedModel,
+    pairs: Sequence[SegmentTable],
+    high_degree: Sequence[int],
 ) -> tuple[int, ...]:
     """Return the choice for all variables that belongs to a solved path. `high_degree` contains the
     strategies of the high-degree variables.
@@ -599,36 +609,38 @@ def _cheapest_path(
     return tuple(reversed(strategies)), constant + float(reached.min())
 
 
-class EqualSegments:
+class SegmentCache:
     """Cache of segments by their arrays. Equal layers have identical arrays, so they share one
-    `Pairs`.
+    `SegmentTable`.
     """
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, Pairs] = {}
+        self.known: dict[Hashable, SegmentTable] = {}
         """Segments by the ids of their arrays. The values keep the arrays alive, so the ids stay
         valid.
         """
 
-    def pairs(self, model: MinSum, segmented: SegmentedModel) -> list[Pairs]:
-        """Return the `Pairs` of each segment. `model` must be merged (`merge_edges`), and its
-        high-degree variables must have no edges.
+    def segment_tables(self, model: MinSum, segmented: SegmentedModel) -> list[SegmentTable]:
+        """Return the `SegmentTable` of each segment. `model` must be merged (`merge_edges`), and
+        its high-degree variables must have no edges.
         """
         around: list[list[Edge]] = [[] for _ in model.costs]
         for edge in model.edges:
             around[edge.source].append(edge)
             around[edge.target].append(edge)
-        return [self._pairs(model, around, segment, segmented) for segment in segmented.segments]
+        return [
+            self._segment_table(model, around, segment, segmented) for segment in segmented.segments
+        ]
 
-    def _pairs(
+    def _segment_table(
         self,
         model: MinSum,
         around: Sequence[Sequence[Edge]],
         segment: Segment,
         segmented: SegmentedModel,
-    ) -> Pairs:
-        """Return the `Pairs` of one segment, from the cache if an equal segment is there. `around`
-        contains the edges of each variable.
+    ) -> SegmentTable:
+        """Return the `SegmentTable` of one segment, from the cache if an equal segment is there.
+        `around` contains the edges of each variable.
         """
         ends = [segmented.critical[index] for index in segment.ends]
         inner_costs = [model.costs[variable] for variable in segment.inner]
@@ -647,7 +659,7 @@ class EqualSegments:
         if key not in self.known:
             forward = (Edge(*both, costs) for both, costs in joined)
             links = tuple(edge if edge.source < edge.target else edge.reversed for edge in forward)
-            self.known[key] = Pairs(
+            self.known[key] = SegmentTable(
                 MinSum((*inner_costs, *map(np.zeros, end_sizes)), links), len(inner_costs)
             )
         return self.known[key]

@@ -170,7 +170,7 @@ def constrained_meshes(
     )
 
 
-class Bounds:
+class StepBounds:
     """Lower bounds and estimates of the seconds of a step with a mesh, for all micro-batch sizes up
     to the size of the problem (see `StepSeconds`).
     """
@@ -193,7 +193,7 @@ class Bounds:
             1,
         )
 
-    def step_s(self, mesh: Mesh, micro_batches: int) -> float:
+    def minimum_step_s(self, mesh: Mesh, micro_batches: int) -> float:
         """Return a lower bound on the seconds of a step that holds for all partitions of the nodes
         into the mesh's stages.
 
@@ -204,8 +204,8 @@ class Bounds:
             bound = micro_batches · sum over nodes of
                 min over types (speed / total speed · seconds of the node)
         """
-        groups_by_type = self._kinds(mesh)
-        seconds = [self._node_s(groups[0], micro_batches) for groups in groups_by_type]
+        groups_by_type = self._groups_by_type(mesh)
+        seconds = [self._node_seconds(groups[0], micro_batches) for groups in groups_by_type]
         if len(groups_by_type) == 1:
             return micro_batches * float(seconds[0].sum()) / mesh.stages
         totals = [float(each.sum()) for each in seconds]
@@ -221,7 +221,7 @@ class Bounds:
         )
         return micro_batches * float(minimum.sum())
 
-    def divided_s(self, mesh: Mesh, micro_batches: int, stages: Nodes) -> float:
+    def minimum_step_of_partition_s(self, mesh: Mesh, micro_batches: int, stages: Nodes) -> float:
         """Return a lower bound on the seconds of a step for the given nodes of each stage.
 
         A stage computes all its micro-batches one after the other. Before its first task, one
@@ -229,11 +229,13 @@ class Bounds:
         micro-batch passes backward through them.
         """
         stage_seconds = [
-            float(self._node_s(group, micro_batches)[list(nodes)].sum())
+            float(self._node_seconds(group, micro_batches)[list(nodes)].sum())
             for group, nodes in zip(mesh.groups, stages, strict=True)
         ]
         before = [0.0] * len(stage_seconds)
-        for source, target in stage_edges(self.problem.graph, _unsplit(self.problem, mesh, stages)):
+        for source, target in stage_edges(
+            self.problem.graph, _unsplit_placement(self.problem, mesh, stages)
+        ):
             before[target] = max(before[target], before[source] + stage_seconds[source])
         return max(
             micro_batches * each + path_seconds
@@ -248,8 +250,8 @@ class Bounds:
         stages, and the gradient all-reduce.
         """
         problem = self.problem
-        kinds = self._kinds(mesh)
-        totals = [float(self._node_s(groups[0], micro_batches).sum()) for groups in kinds]
+        kinds = self._groups_by_type(mesh)
+        totals = [float(self._node_seconds(groups[0], micro_batches).sum()) for groups in kinds]
         even = 0.0  # This remains 0 if the nodes take no time, because the graph only moves data.
         if 0.0 not in totals:
             even = 1 / sum(len(groups) / total for groups, total in zip(kinds, totals, strict=True))
@@ -263,7 +265,7 @@ class Bounds:
             end = max(end, gradients + (micro_batches - 1) * slowest * share / len(group))
         return (micro_batches + mesh.stages - 1) * even + end
 
-    def _kinds(self, mesh: Mesh) -> list[list[Group]]:
+    def _groups_by_type(self, mesh: Mesh) -> list[list[Group]]:
         """Return the groups of the mesh in lists: all groups of a list have equal device types and
         equally many devices.
         """
@@ -274,7 +276,7 @@ class Bounds:
             ).append(group)
         return list(found.values())
 
-    def _node_s(self, group: Group, micro_batches: int) -> Seconds:
+    def _node_seconds(self, group: Group, micro_batches: int) -> Seconds:
         """Return the seconds of each node of the full model for one micro-batch, if it is divided
         evenly among the devices of `group`.
         """
@@ -282,7 +284,7 @@ class Bounds:
         return self._seconds.of(self.problem.cluster.device_types_among(group), parts)
 
 
-def _unsplit(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
+def _unsplit_placement(problem: Problem, mesh: Mesh, stages: Nodes) -> Placement:
     """Return a placement in which each stage has the given nodes and the devices of the mesh, and
     no node is split.
     """
@@ -318,7 +320,7 @@ class MeshTrial:
 
 
 @dataclass(eq=False)
-class Outer:
+class OuterSearch:
     """One outer search: its trials and the best of them."""
 
     problem: Problem
@@ -336,11 +338,11 @@ class Outer:
     """
 
     def __post_init__(self) -> None:
-        self.bounds = Bounds(self.problem)
-        self.in_micro_batches = memoize_all(self._in_micro_batches)
+        self.bounds = StepBounds(self.problem)
+        self.in_micro_batches = memoize_all(self._make_intra_stage_search)
         self._even: dict[Hashable, Nodes | InfeasibleError] = {}
 
-    def _in_micro_batches(self, count: int) -> IntraStageSearch:
+    def _make_intra_stage_search(self, count: int) -> IntraStageSearch:
         """Return the search for splits on `count` micro-batches per step."""
         return IntraStageSearch(
             resized(self.problem, self.problem.batch_size // count), self.solver
@@ -356,7 +358,7 @@ class Outer:
             mesh: [self.bounds.estimate_s(mesh, count) for count in counts] for mesh in meshes
         }
         for mesh, seconds in sorted(estimates.items(), key=lambda item: min(item[1])):
-            climb(counts, seconds.index(min(seconds)), partial(self._try, mesh))
+            climb(counts, seconds.index(min(seconds)), partial(self._try_mesh, mesh))
         if self.best is None:
             # Prefer an InfeasibleError; otherwise raise the error of the mesh with the shortest
             # estimate.
@@ -374,40 +376,40 @@ class Outer:
             )
         return self.best
 
-    def _try(self, mesh: Mesh, count: int) -> float | None:
+    def _try_mesh(self, mesh: Mesh, count: int) -> float | None:
         """Try one mesh with `count` micro-batches, store the trial, and return the seconds of its
         best step for the function `climb`.
 
         Return None if the trial is infeasible, because smaller micro-batches may still fit into
         memory. Return infinity if the mesh cannot improve on the best step.
         """
-        bound = self.bounds.step_s(mesh, count)
+        bound = self.bounds.minimum_step_s(mesh, count)
         late = self.best is not None and self.end is not None and time.monotonic() > self.end
-        if late or bound >= self._known_s():
+        if late or bound >= self._best_step_s():
             found = MeshTrial(mesh, count, least_s=bound, late=late)
         else:
             try:
                 inside = self.in_micro_batches(count)
                 placed = [
-                    self._placed(inside, mesh, count, stages)
-                    for stages in self._divided(inside, mesh)
+                    self._best_trial(inside, mesh, count, stages)
+                    for stages in self._node_partitions(inside, mesh)
                 ]
                 found = min(placed, key=lambda each: (each.step_s, each.refused is not None))
             except CANDIDATE_ERRORS as error:
                 found = MeshTrial(mesh, count, refused=error)
         self.trials.append(found)
-        if found.placement is not None and found.step_s < self._known_s():
+        if found.placement is not None and found.step_s < self._best_step_s():
             self.best = found
         return None if isinstance(found.refused, InfeasibleError) else found.step_s
 
-    def _divided(self, inside: IntraStageSearch, mesh: Mesh) -> Iterable[Nodes]:
+    def _node_partitions(self, inside: IntraStageSearch, mesh: Mesh) -> Iterable[Nodes]:
         """Return the distinct partitions of the nodes into the mesh's stages, by two methods: along
         a chain, and by an integer program. Raise the error of the first method if both fail.
         """
         found: dict[Nodes, None] = {}
         refused: dict[str, InfeasibleError] = {}
         fixed_stages = constrained_stages(inside.resolved, mesh.groups, "this number of stages")
-        for method in (partition_chain, self._evenly):
+        for method in (partition_chain, self._balanced_stages):
             try:
                 found[method(inside.problem, mesh.groups, fixed_stages)] = None
             except InfeasibleError as error:
@@ -417,7 +419,7 @@ class Outer:
             raise next(iter(refused.values()))
         return found
 
-    def _evenly(
+    def _balanced_stages(
         self, problem: Problem, groups: Sequence[Group], fixed_stages: dict[int, int]
     ) -> Nodes:
         """Return the nodes of balanced stages with the fewest bytes between stages, by an integer
@@ -450,21 +452,23 @@ class Outer:
             raise found
         return found
 
-    def _placed(self, inside: IntraStageSearch, mesh: Mesh, count: int, stages: Nodes) -> MeshTrial:
+    def _best_trial(
+        self, inside: IntraStageSearch, mesh: Mesh, count: int, stages: Nodes
+    ) -> MeshTrial:
         """Return the trial with the best placement whose stages have the given nodes. Raise
         ConfigurationError for required splits that the devices of a stage cannot execute.
         """
         problem = inside.problem
-        known_s = self._known_s()
-        bound = self.bounds.divided_s(mesh, count, stages)
+        known_s = self._best_step_s()
+        bound = self.bounds.minimum_step_of_partition_s(mesh, count, stages)
         if bound >= known_s:
             return MeshTrial(mesh, count, least_s=bound)
-        skeleton = _unsplit(problem, mesh, stages)
+        skeleton = _unsplit_placement(problem, mesh, stages)
         check_degrees(problem, inside.required, skeleton)
         found = list[MeshTrial]()
         refused = None
         try:
-            for each in inside.placements(skeleton, known_s):
+            for each in inside.search_placements(skeleton, known_s):
                 if busy_s(each.costs, problem.micro_batches) >= known_s:
                     continue
                 try:
@@ -477,14 +481,14 @@ class Outer:
         no_placement = MeshTrial(mesh, count, refused=refused, least_s=0.0 if refused else known_s)
         return min(found, key=lambda each: each.step_s, default=no_placement)
 
-    def _known_s(self) -> float:
+    def _best_step_s(self) -> float:
         """Return the seconds of the best step so far, or the known step of the problem if there is
         none.
         """
         return self.problem.known_s if self.best is None else self.best.step_s
 
 
-def search_notes(outer: Outer, best: MeshTrial) -> tuple[str, ...]:
+def search_notes(outer: OuterSearch, best: MeshTrial) -> tuple[str, ...]:
     """Return one line of text per mesh, the fastest mesh first: its step, or why it has none."""
     by_mesh: dict[str, list[MeshTrial]] = {}
     for each in sorted(outer.trials, key=lambda each: each.step_s):
@@ -502,7 +506,7 @@ def _result_text(trials: list[MeshTrial], best: MeshTrial) -> str:
     """
     fastest = trials[0]
     step = (
-        f"{_ms(fastest.step_s)} with {fastest.micro_batches} "
+        f"{_time_text(fastest.step_s)} with {fastest.micro_batches} "
         f"micro-batch{'es' * (fastest.micro_batches > 1)}"
     )
     if fastest is best:
@@ -514,11 +518,11 @@ def _result_text(trials: list[MeshTrial], best: MeshTrial) -> str:
     if beaten or refused is None:
         beaten = beaten or trials  # If the nodes of the graph take no time, all lower bounds are 0.
         why = ", skipped because time was up" if any(each.late for each in beaten) else ""
-        return f"at least {_ms(min(each.least_s for each in beaten))}{why}"
+        return f"at least {_time_text(min(each.least_s for each in beaten))}{why}"
     return str(refused).partition("\n")[0]
 
 
-def _ms(seconds: float) -> str:
+def _time_text(seconds: float) -> str:
     """Return a time as text, in seconds from 1 s on and otherwise in milliseconds."""
     return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
 
@@ -582,7 +586,7 @@ class TePDist:
         """Return the placement with the shortest simulated step. Raise InfeasibleError if no
         placement fits into memory, and ConfigurationError for constraints that cannot be satisfied.
         """
-        found = best_group_order(problem, self._placed)
+        found = best_group_order(problem, self._place)
         count = len(found.stages)
         # If only some device types are used, the number of stages may not be a valid value of
         # option `stages`.
@@ -593,7 +597,7 @@ class TePDist:
             else found
         )
 
-    def _placed(self, problem: Problem) -> Placement:
+    def _place(self, problem: Problem) -> Placement:
         """Return the best placement if the devices are used in the order of the problem's cluster.
         Raise as `run` does.
         """
@@ -605,7 +609,7 @@ class TePDist:
                 f"{plural(self.stages or 0, 'group')}, one per stage"
             )
         end = None if problem.time_limit is None else time.monotonic() + problem.time_limit
-        outer = Outer(
+        outer = OuterSearch(
             problem,
             LEVELS[self.level](problem.time_limit, problem.solver),
             self.imbalance_tolerance,
@@ -615,5 +619,5 @@ class TePDist:
         assert best.placement is not None
         inside = outer.in_micro_batches(best.micro_batches)
         check_constraints_met(inside.problem, best.placement, self.name)
-        proof = inside.proof(best.placement) if len(best.placement.stages) == 1 else None
+        proof = inside.split_proof(best.placement) if len(best.placement.stages) == 1 else None
         return replace(best.placement, proof=proof, notes=search_notes(outer, best))

@@ -13,8 +13,8 @@ from autopipe.ir.graph import Graph
 from autopipe.passes.placement.explicit import (
     NodeEntry,
     NodeNames,
-    entries_of,
     layer_globs,
+    node_entries,
     role_globs,
 )
 from tests.passes.cost.graphs import perceptron
@@ -50,7 +50,7 @@ NAMES = NodeNames(
     ],
 )
 def test_what_an_entry_means(entry: NodeEntry, nodes: tuple[int, ...]) -> None:
-    assert NAMES.meant(entry) == nodes
+    assert NAMES.selected_nodes(entry) == nodes
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_an_entry_means(entry: NodeEntry, nodes: tuple[int, ...]) -> None:
 )
 def test_what_means_no_node_is_told(entry: NodeEntry, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        NAMES.meant(entry)
+        NAMES.selected_nodes(entry)
 
 
 def test_whole_layers_are_one_line_each() -> None:
@@ -78,9 +78,9 @@ def test_whole_layers_are_one_line_each() -> None:
         )
     )
     nodes = (0, 1, 2, 3)
-    entries = entries_of(names, nodes, range(6), set(nodes), layer_globs(names, nodes))
+    entries = node_entries(names, nodes, range(6), set(nodes), layer_globs(names, nodes))
     assert entries == ("in", "/layers.1/*", "/layers.2/up")
-    assert entries_of(names, (2, 3, 4), range(6), {2, 3, 4}, ()) == (
+    assert node_entries(names, (2, 3, 4), range(6), {2, 3, 4}, ()) == (
         ("/layers.1/down", "/layers.2/down"),
     )
     assert tuple(role_globs(names, range(6))) == ("/layers.*/up", "/layers.*/down")
@@ -99,6 +99,6 @@ def test_entries_mean_what_they_were_made_for(spelled: list[str], data: st.DataO
     nodes = data.draw(st.sets(st.sampled_from(among)))
     also = data.draw(st.sets(st.sampled_from(among)))
     globs = (*layer_globs(names, nodes), *role_globs(names, nodes), "*", "b*")
-    entries = entries_of(names, nodes, among, nodes | also, globs)
-    meant = {node for entry in entries for node in names.meant(entry)}.intersection(among)
+    entries = node_entries(names, nodes, among, nodes | also, globs)
+    meant = {node for entry in entries for node in names.selected_nodes(entry)}.intersection(among)
     assert nodes <= meant <= nodes | also

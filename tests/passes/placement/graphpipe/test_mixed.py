@@ -19,7 +19,11 @@ from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import mean_seconds
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
-from autopipe.passes.placement.graphpipe.series_parallel import decompose, make_line, make_units
+from autopipe.passes.placement.graphpipe.series_parallel import (
+    decompose,
+    make_block_chain,
+    make_units,
+)
 from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, OptionTable, option_table
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from tests.passes.cost.graphs import cluster, perceptron, problem
@@ -34,7 +38,7 @@ def prices_of(both: Problem) -> tuple[Solver, OptionTable]:
     units = make_units(both.graph)
     seconds = sum(mean_seconds(both))
     tree = decompose(units.needs, [float(seconds[list(nodes)].sum()) for nodes in units.nodes])[0]
-    line = make_line(both.graph, units, tree, seconds, 100, both.cluster.size)
+    line = make_block_chain(both.graph, units, tree, seconds, 100, both.cluster.size)
     tables = make_tables(both, line.chain)
     prices = option_table(tables, NodeSeconds(both, tables.samples), SIZE, (1, 2))
     return Solver(line, both.cluster.size, both.train), prices
@@ -46,12 +50,12 @@ def chains(
     """Every chain of (start, stop, run, degree) from a place on, runs in order, with so many
     devices left of `run`.
     """
-    if start == prices.places - 1:
+    if start == prices.block_boundaries - 1:
         yield []
         return
     for later in range(run, len(prices.runs)):
         left = room if later == run else prices.runs[later]
-        for stop, degree in itertools.product(range(start + 1, prices.places), (1, 2)):
+        for stop, degree in itertools.product(range(start + 1, prices.block_boundaries), (1, 2)):
             if degree <= left:
                 for rest in chains(prices, stop, later, left - degree):
                     yield [(start, stop, later, degree), *rest]
@@ -96,7 +100,7 @@ def test_no_chain_over_runs_has_a_faster_slowest_stage(
     ]
     both = problem(perceptron(widths, SIZE), mixed_cluster(parts), micro_batches)
     solver, prices = prices_of(both)
-    best = least_of_all(prices, min(both.cluster.size, prices.places - 1))
+    best = least_of_all(prices, min(both.cluster.size, prices.block_boundaries - 1))
     found = list(solver.partitions(prices, 0.0, np.inf))
     if best == np.inf:
         assert not found

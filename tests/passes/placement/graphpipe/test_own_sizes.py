@@ -19,7 +19,7 @@ from autopipe.ir.timeline import Timeline
 from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.roofline import annotate
-from autopipe.passes.placement.graphpipe.strategy import with_own_sizes
+from autopipe.passes.placement.graphpipe.strategy import search_stage_micro_batches
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
@@ -69,7 +69,7 @@ def test_no_step_is_longer_and_sizes_divide_the_largest(
 ) -> None:
     problem = problem_of(latency, rate)
     before = placement_of(problem, size)
-    after = with_own_sizes(problem, before)
+    after = search_stage_micro_batches(problem, before)
     assert after.notes == before.notes
     sizes = [stage.micro_batch_size for stage in after.stages]
     assert set(sizes) <= set(SIZES)
@@ -99,7 +99,7 @@ def test_of_all_sizes_none_is_much_better(latency: float, rate: float) -> None:
     """
     problem = replace(problem_of(latency, rate), micro_batch_sizes=SIZES[1:])
     before = placement_of(problem, 2)
-    found = step_of(problem, with_own_sizes(problem, before)).end
+    found = step_of(problem, search_stage_micro_batches(problem, before)).end
     every = []
     for sizes in itertools.product(SIZES[1:], repeat=len(PARTS)):
         pairs = zip(before.stages, sizes, strict=True)
@@ -113,8 +113,8 @@ def test_memory_is_kept() -> None:
     problem = problem_of(1e-5, 1e9)
     before = placement_of(problem, 2)
     limit = max(step_of(problem, before).peak_memory)
-    free = with_own_sizes(problem, before)
+    free = search_stage_micro_batches(problem, before)
     assert max(step_of(problem, free).peak_memory) > limit
     tight = replace(problem, memory_limit=limit)
-    after = with_own_sizes(tight, before)
+    after = search_stage_micro_batches(tight, before)
     assert max(step_of(tight, after).peak_memory) <= limit

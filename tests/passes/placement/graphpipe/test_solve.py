@@ -12,10 +12,10 @@ from autopipe.passes.cost.range_tables import make_tables
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.placement.graphpipe.micro_batch_search import Solver
 from autopipe.passes.placement.graphpipe.series_parallel import (
+    alternative_trees,
     decompose,
-    make_line,
+    make_block_chain,
     make_units,
-    other_orders,
 )
 from autopipe.passes.placement.graphpipe.stage_costs import NodeSeconds, option_table
 from tests.passes.cost.graphs import HOST_LAUNCHES, cluster, problem
@@ -33,12 +33,14 @@ def least_found(given: Problem, others: bool) -> float:
     weights = [float((forward + backward)[list(nodes)].sum()) for nodes in units.nodes]
     tree = decompose(units.needs, weights)[0]
     best = np.inf
-    for each in (tree, *(other_orders(tree, units.needs, weights) if others else ())):
-        line = make_line(given.graph, units, each, forward + backward, 100, given.cluster.size)
+    for each in (tree, *(alternative_trees(tree, units.needs, weights) if others else ())):
+        line = make_block_chain(
+            given.graph, units, each, forward + backward, 100, given.cluster.size
+        )
         tables = make_tables(given, line.chain)
         seconds = NodeSeconds(given, tables.samples)
         prices = option_table(tables, seconds, SIZE, range(1, given.cluster.size + 1))
-        found = Solver(line, given.cluster.size, given.train).fastest(
+        found = Solver(line, given.cluster.size, given.train).minimum_target(
             prices, 0.0, best, given.cluster.size
         )
         best = best if found is None else found

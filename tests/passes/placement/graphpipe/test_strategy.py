@@ -17,7 +17,7 @@ from autopipe.passes.cost.measured import resized
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.graphpipe.micro_batch_search import trial
+from autopipe.passes.placement.graphpipe.micro_batch_search import simulate_1f1b
 from autopipe.passes.placement.graphpipe.strategy import GraphPipe
 from autopipe.passes.placement.pipedream import PipeDream
 from autopipe.passes.schedule.published.one_f_one_b import OneForwardOneBackward
@@ -84,11 +84,11 @@ def test_results_are_valid_and_never_slower_than_a_chain(
     placement = GraphPipe().run(given)
     placement.verify(given.graph)
     check_stages(given.graph, placement)
-    ours, share = trial(resized(given, placement.stages[0].micro_batch_size), placement)
+    ours, share = simulate_1f1b(resized(given, placement.stages[0].micro_batch_size), placement)
     assert share <= 1
     for size in sizes_of(batch):
         alone = replace(resized(given, size), micro_batch_sizes=())
-        assert ours <= trial(alone, PipeDream().run(alone))[0] * (1 + 1e-9)
+        assert ours <= simulate_1f1b(alone, PipeDream().run(alone))[0] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("devices", "power"), [(2, 1.2), (4, 1.5), (8, 3)])

@@ -22,7 +22,7 @@ from autopipe.passes.placement.grid import (
     GridSearch,
     GridTrial,
     factorisations,
-    place,
+    place_grid,
 )
 from autopipe.passes.schedule.limits import quick_step, quick_step_seconds
 from autopipe.passes.schedule.published.one_f_one_b import InterleavedOneForwardOneBackward
@@ -153,7 +153,7 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
         own = resized(given, size)
         for degrees in factorisations(given.cluster):
             try:
-                placement = fitted(own, place(own, degrees, 1, style="loop"))
+                placement = fitted(own, place_grid(own, degrees, 1, style="loop"))
                 steps.append(quick_step_seconds(own, placement, stage_costs(own, placement)))
             except InfeasibleError:
                 continue
@@ -162,13 +162,13 @@ def test_what_is_chosen_is_near_the_best_of_all_degrees_and_sizes() -> None:
 
 def test_what_is_tried_first_makes_few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    trial = GridSearch._trial
+    trial = GridSearch._run_trial
 
     def noted(self: GridSearch, problem: Problem, degrees: Degrees) -> GridTrial:
         sizes.append(problem.micro_batch_size)
         return trial(self, problem, degrees)
 
-    monkeypatch.setattr(GridSearch, "_trial", noted)
+    monkeypatch.setattr(GridSearch, "_run_trial", noted)
     monkeypatch.setattr(search, "_TASKS", 16)
     best = step_of(open_problem(), Grid(4, 1, 2).run(open_problem()))
     assert sizes[0] == 16 // (16 // 4), "four micro-batches through four stages"
@@ -200,7 +200,7 @@ def test_a_refusal_names_the_degrees_that_need_least(
         own = resized(given, degrees.data)
         own = replace(own, recompute="none" if recompute == "none" else "full")
         try:
-            placement = place(own, degrees, 1, style="loop")
+            placement = place_grid(own, degrees, 1, style="loop")
         except InfeasibleError:
             continue
         peaks[degrees] = max(quick_step(own, placement, stage_costs(own, placement)).peak_memory)
@@ -220,7 +220,7 @@ def test_a_refusal_names_the_degrees_that_need_least(
 
 def _on_one(given: Problem) -> tuple[Problem, Placement]:
     own = resized(given, 1)
-    return own, place(own, Degrees(1, 1, 1), 1, style="loop")
+    return own, place_grid(own, Degrees(1, 1, 1), 1, style="loop")
 
 
 def test_recomputation_is_obeyed() -> None:
@@ -242,7 +242,9 @@ def test_chunks_are_looped_or_folded_as_schedules_want_them() -> None:
 
 def test_two_pipelines_take_opposite_directions_with_copies_of_the_parameters() -> None:
     given = resized(open_problem(), 2)
-    one, two = (place(given, Degrees(2, 2, 2), 1, False, opposite) for opposite in (False, True))
+    one, two = (
+        place_grid(given, Degrees(2, 2, 2), 1, False, opposite) for opposite in (False, True)
+    )
     assert [(stage.pipeline, stage.devices[0]) for stage in two.stages] == [
         (0, 0),
         (0, 4),

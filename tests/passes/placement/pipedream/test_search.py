@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopipe.passes.analysis.chain import Matrix
-from autopipe.passes.placement.pipedream import search
+from autopipe.passes.placement.pipedream import search_chains
 
 Stages = list[tuple[int, int, int, int]]
 
@@ -44,7 +44,9 @@ def test_every_number_of_stages_gets_its_best_chain(
         found: Matrix = table[place, device, degree]
         return found
 
-    answers = {len(pieces): pieces for pieces in search(blocks, devices, devices, degrees, price)}
+    answers = {
+        len(pieces): pieces for pieces in search_chains(blocks, devices, devices, degrees, price)
+    }
     for stages in range(1, min(blocks, devices) + 1):
 
         def slowest(chain: Stages, stages: int = stages) -> float:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopipe.ir.placement import Placement, Stage
-from autopipe.passes.placement.piper.strategy import LIGHT, MAX_FRACTION, join_nodes
+from autopipe.passes.placement.piper.strategy import LIGHT, MAX_FRACTION, merge_nodes
 from tests.passes.cost.graphs import Builder
 
 
@@ -31,7 +31,7 @@ def test_blocks_are_a_partition_in_an_order_that_needs_what_comes_first(
             values.append(builder.linear(left, 8) if kind == 1 else builder.add(left, right))
     graph = builder.finish(values[-1])
     weights = np.array([50.0 if node.op == "MatMul" else 0.1 for node in graph.nodes])
-    blocks = join_nodes(graph, weights)
+    blocks = merge_nodes(graph, weights)
     Placement(tuple(Stage(nodes, (0,), 4) for nodes in blocks.nodes)).verify(graph)
     block_of = {node: number for number, nodes in enumerate(blocks.nodes) for node in nodes}
     needs = [0] * len(blocks.nodes)
@@ -59,6 +59,6 @@ def test_layers_with_a_way_around_them_are_blocks() -> None:
         data = builder.add(inner, data)
     graph = builder.finish(data)
     weights = np.array([1.0 if node.op == "MatMul" else 0.02 for node in graph.nodes])
-    blocks = join_nodes(graph, weights)
+    blocks = merge_nodes(graph, weights)
     assert [len(nodes) for nodes in blocks.nodes] == [4] * 40
     assert [graph.nodes[nodes[-1]].op for nodes in blocks.nodes] == ["Add"] * 40

@@ -19,8 +19,8 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import node_seconds
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.piper.stage_costs import StageSharing, sharings
-from autopipe.passes.placement.piper.strategy import Piper, join_nodes
+from autopipe.passes.placement.piper.stage_costs import StageParallelism, stage_parallelisms
+from autopipe.passes.placement.piper.strategy import Piper, merge_nodes
 from tests.passes.cost.graphs import HOST_LAUNCHES, Builder, cluster, perceptron, problem
 
 
@@ -39,8 +39,10 @@ class Exhaustive:
     def __init__(self, given: Problem) -> None:
         self.given = given
         forward, backward = node_seconds(given.work, given.cluster.devices[0], given.precision)
-        self.blocks: Blocks = join_nodes(given.graph, forward + backward)
-        self.ways: list[StageSharing] = list(sharings(given, self.blocks, sample_axes(given.graph)))
+        self.blocks: Blocks = merge_nodes(given.graph, forward + backward)
+        self.ways: list[StageParallelism] = list(
+            stage_parallelisms(given, self.blocks, sample_axes(given.graph))
+        )
         self.recomputations = {"none": [False], "full": [True], "auto": [False, True]}[
             given.recompute
         ]

@@ -15,7 +15,7 @@ from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.partition.chain_cut import partition_chain
 from autopipe.passes.placement.tepdist.intra_stage import IntraStageSearch
 from autopipe.passes.placement.tepdist.levels import O2
-from autopipe.passes.placement.tepdist.strategy import Bounds, TePDist, meshes
+from autopipe.passes.placement.tepdist.strategy import StepBounds, TePDist, meshes
 from autopipe.passes.schedule.limits import quick_step
 from autopipe.passes.sharding.search import SplitProblem
 from tests.passes.cost.graphs import perceptron, problem
@@ -48,7 +48,7 @@ def test_groups_are_equal_within_each_device_type() -> None:
 @pytest.mark.parametrize("micro_batches", [2, 32])
 def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
     both = given(micro_batches=micro_batches)
-    bounds = Bounds(both)
+    bounds = StepBounds(both)
     for mesh in meshes(both.cluster):
         stages = partition_chain(both, mesh.groups, {})
         placement = Placement(
@@ -58,8 +58,8 @@ def test_no_step_is_shorter_than_its_bound(micro_batches: int) -> None:
             tuple(replace(stage, devices=stage.devices[:1]) for stage in placement.stages)
         )
         step = quick_step(both, alone, stage_costs(both, alone)).end
-        least = bounds.step_s(mesh, micro_batches)
-        assert 0 < least <= bounds.divided_s(mesh, micro_batches, stages) <= step
+        least = bounds.minimum_step_s(mesh, micro_batches)
+        assert 0 < least <= bounds.minimum_step_of_partition_s(mesh, micro_batches, stages) <= step
         if max(map(len, mesh.groups)) == 1 and micro_batches == 32:
             # Devices differ by a constant factor, and warm-up and cool-down are short, so the
             # bound is tight.
@@ -92,8 +92,8 @@ def test_equal_layers_on_other_devices_are_searched_again() -> None:
     inside = SplitProblem(both, Placement(stages), {})
     search = IntraStageSearch(both, O2())
     groups = [(0, 1), (2, 3), (4, 5)]
-    keys = [search.key(nodes[i], groups[i], inside.options[i + 1]) for i in range(3)]
-    keys.append(search.key(nodes[2], (0, 1), inside.options[3]))
+    keys = [search.stage_key(nodes[i], groups[i], inside.options[i + 1]) for i in range(3)]
+    keys.append(search.stage_key(nodes[2], (0, 1), inside.options[3]))
     assert keys[0] == keys[1] == keys[3] != keys[2]
 
 

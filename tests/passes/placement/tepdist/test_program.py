@@ -14,7 +14,7 @@ from autopipe.ir.errors import InfeasibleError
 from autopipe.passes.placement.tepdist.integer_programs import (
     cheapest_choice,
     fix_by_reduced_cost,
-    promising,
+    keep_promising,
 )
 from autopipe.passes.solvers.min_sum import MinSum
 from autopipe.passes.solvers.min_sum.model import merge_edges
@@ -42,7 +42,7 @@ def test_removed_configurations_are_in_no_better_choice(model: MinSum) -> None:
     best = best_choice(model)
     if best == np.inf:
         return
-    left = promising(simple, fix_by_reduced_cost(simple), 4)
+    left = keep_promising(simple, fix_by_reduced_cost(simple), 4)
     assert left.bound <= best * (1 + 1e-9) <= left.cost * (1 + 2e-9)
     for variable, costs in enumerate(simple.costs):
         assert left.choice[variable] in left.kept[variable]

@@ -18,13 +18,13 @@ from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
 from autopipe.passes.frontend import read_model
 from autopipe.passes.placement.tessel_shapes import (
-    chain_of_nodes,
+    chain_parts,
     costed_model,
     large_tables,
-    parts_of_chain,
+    make_split_stage,
+    make_unsplit_stage,
+    node_chain,
     shared_table_nodes,
-    stage_of,
-    stage_of_several,
 )
 
 
@@ -46,13 +46,13 @@ def device_seconds(folder: Path, layers: int) -> list[float]:
     tables = large_tables(model, at_least_one=False)
     wide = shared_table_nodes(model, tables, 2)
     line = make_chain(model.graph, model.seconds, 224, tuple(tuple(each.nodes) for each in wide))
-    first, chain, last = parts_of_chain(model, line, wide)
-    second, third = chain_of_nodes(model, line, chain.nodes).even([None] * 2)
+    first, chain, last = chain_parts(model, line, wide)
+    second, third = node_chain(model, line, chain.nodes).partition_evenly([None] * 2)
     stages = (
-        stage_of_several(problem, model, first.nodes, (0, 1), tables),
-        replace(stage_of(problem, second, (2,)), recompute=True),
-        replace(stage_of(problem, third, (3,)), recompute=True),
-        stage_of_several(problem, model, last.nodes, (0, 1), tables),
+        make_split_stage(problem, model, first.nodes, (0, 1), tables),
+        replace(make_unsplit_stage(problem, second, (2,)), recompute=True),
+        replace(make_unsplit_stage(problem, third, (3,)), recompute=True),
+        make_split_stage(problem, model, last.nodes, (0, 1), tables),
     )
     seconds = [0.0] * 4
     for stage, cost in zip(stages, stage_costs(problem, Placement(stages)), strict=True):

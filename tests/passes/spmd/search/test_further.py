@@ -17,7 +17,7 @@ from autopipe.passes.analysis.operators import sample_axes
 from autopipe.passes.cost.memory_check import device_memory
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.cost.stages import stage_costs
-from autopipe.passes.placement.graphpipe.strategy import split_further
+from autopipe.passes.placement.graphpipe.strategy import split_stages_by_pase
 from autopipe.passes.schedule.predict import predict
 from autopipe.passes.schedule.published.one_f_one_b import KForwardsKBackwards
 from autopipe.passes.schedule.simulate import simulate
@@ -80,7 +80,7 @@ def test_only_splits_change_and_no_step_is_longer(data: st.DataObject) -> None:
         model, links(sum(degrees), data.draw(st.sampled_from((1e7, 1e9, 1e11)))), max(sizes)
     )
     before = by_samples(problem, model, degrees, sizes)
-    after = split_further(problem, before)
+    after = split_stages_by_pase(problem, before)
     after.verify(problem.graph)
     assert after.notes == before.notes
     assert [replace(stage, splits=()) for stage in after.stages] == [
@@ -95,7 +95,7 @@ def test_large_layers_are_split_by_rows_and_columns_on_slow_links(
 ) -> None:
     problem = problem_of("candle-uno", links(6, 1e6))
     before = by_samples(problem, "candle-uno", (2, 2, 2), sizes)
-    after = split_further(problem, before)
+    after = split_stages_by_pase(problem, before)
     assert step(problem, after) < step(problem, before)
     axes = sample_axes(problem.graph).axes
     assert any(
@@ -114,14 +114,14 @@ def test_the_splits_fit_into_memory() -> None:
     before = by_samples(problem, "mmt", (2, 2, 2), (12, 12, 12))
     limit = max(device_memory(problem, before, stage_costs(problem, before)))
     tight = replace(problem, memory_limit=limit)
-    after = split_further(tight, before)
+    after = split_stages_by_pase(tight, before)
     assert max(device_memory(tight, after, stage_costs(tight, after))) <= limit
 
 
 def test_stages_of_one_device_are_unchanged() -> None:
     problem = problem_of("two-branch", links(2, 1e9))
     before = by_samples(problem, "two-branch", (1, 1), (12, 6))
-    assert split_further(problem, before) == before
+    assert split_stages_by_pase(problem, before) == before
 
 
 def test_splits_that_constraints_require() -> None:
@@ -129,7 +129,7 @@ def test_splits_that_constraints_require() -> None:
     node = problem.graph.nodes[10]
     problem = replace(problem, constraints=(Constraint(node.name, split=(("n", 2),)),))
     before = by_samples(problem, "candle-uno", (2, 2, 2), (12, 12, 12))
-    after = split_further(problem, before)
+    after = split_stages_by_pase(problem, before)
     assert after.stages[1].splits_of(10) == (Split("n", 2),)
     check_constraints_met(problem, after, "any")
     with pytest.raises(ConfigurationError, match="requires split n:2"):

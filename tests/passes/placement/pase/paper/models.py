@@ -16,7 +16,7 @@ from autopipe.ir.graph import Graph
 from autopipe.ir.problem import Mode, Problem
 from autopipe.passes.cost.roofline import annotate
 from autopipe.passes.frontend import read_model
-from autopipe.passes.placement.pase.paper_costs import LayerGraph, transfer
+from autopipe.passes.placement.pase.paper_costs import LayerGraph, transfer_cost
 from benchmarks.pase import sample_axes
 from tests.passes.cost.graphs import cluster
 
@@ -51,11 +51,12 @@ def cost_of(graph: LayerGraph, degrees: Sequence[tuple[int, ...]]) -> float:
     rows = [np.array([each], dtype=np.int64) for each in degrees]
     layers = graph.layers
     total = sum(
-        float(layer.cost.of(layer.extents, row)[0]) for layer, row in zip(layers, rows, strict=True)
+        float(layer.cost.operations(layer.extents, row)[0])
+        for layer, row in zip(layers, rows, strict=True)
     )
     for edge in graph.edges:
-        written, read = graph.ends(edge)
-        moved = transfer(
+        written, read = graph.edge_tensors(edge)
+        moved = transfer_cost(
             written.extents, written.degrees(rows[edge.source]), read.degrees(rows[edge.target])
         )
         total += float(moved[0, 0])

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopipe.passes.placement.pase.paper_costs import configurations, contiguous
+from autopipe.passes.placement.pase.paper_costs import configurations, has_contiguous_parts
 
 EXTENTS = st.lists(st.sampled_from([1, 2, 3, 4, 6, 7, 8, 12, 64, 255]), max_size=4)
 
@@ -26,7 +26,7 @@ def test_all_divisors_within_the_devices(extents: list[int], devices: int, cutof
 @given(EXTENTS.filter(lambda extents: math.prod(extents) <= 500))
 def test_contiguous_pieces(extents: list[int]) -> None:
     degrees = configurations(extents, math.prod(extents), 1)
-    assert contiguous(degrees, extents).tolist() == [
+    assert has_contiguous_parts(degrees, extents).tolist() == [
         _is_contiguous(extents, row.tolist()) for row in degrees
     ]
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from autopipe.passes.placement.pase.paper_costs import (
     Cost,
-    CrossEntropy,
+    CrossEntropyCost,
     Degrees,
-    Elementwise,
-    Movement,
-    Norm,
-    Pooling,
-    Product,
-    Recurrent,
-    Reduction,
-    Softmax,
-    transfer,
+    ElementwiseCost,
+    FreeCost,
+    LSTMCost,
+    MatmulCost,
+    NormCost,
+    PoolingCost,
+    ReductionCost,
+    SoftmaxCost,
+    transfer_cost,
 )
 
 R = 5000.0
@@ -33,7 +33,7 @@ def degrees(*rows: tuple[int, ...]) -> Degrees:
 
 
 def cost(kind: Cost, extents: tuple[int, ...], split: tuple[int, ...]) -> float:
-    (found,) = kind.of(extents, degrees(split))
+    (found,) = kind.operations(extents, degrees(split))
     return float(found)
 
 
@@ -42,7 +42,7 @@ def ring(words: float, devices: int) -> float:
 
 
 def test_a_product() -> None:
-    product = Product(batch=(0,), rows=(1,), columns=(2,), summed=(3,), pointwise=2)
+    product = MatmulCost(batch=(0,), rows=(1,), columns=(2,), summed=(3,), pointwise=2)
     m = 16 / 2
     n = 32 / 4
     k = 64 / 8
@@ -51,32 +51,34 @@ def test_a_product() -> None:
 
 
 def test_a_whole_product_is_its_work() -> None:
-    assert cost(Product((), (0,), (1,), (2,)), (4, 5, 6), (1, 1, 1)) == 3 * 4 * 5 * 6
+    assert cost(MatmulCost((), (0,), (1,), (2,)), (4, 5, 6), (1, 1, 1)) == 3 * 4 * 5 * 6
 
 
 def test_recurrence_moves_what_the_next_step_lacks() -> None:
     extents = (2, 10, 8, 16, 16)
     product = 3 * 80 * 64 * 32 + 9 * 80 * 64
-    assert cost(Recurrent(), extents, (1, 1, 1, 1, 1)) == 2 * product
-    assert cost(Recurrent(), extents, (2, 1, 1, 1, 1)) == product
+    assert cost(LSTMCost(), extents, (1, 1, 1, 1, 1)) == 2 * product
+    assert cost(LSTMCost(), extents, (2, 1, 1, 1, 1)) == product
     columns = 3 * 80 * 32 * 32 + 9 * 80 * 32 + ring(80 * 32, 2)
-    assert cost(Recurrent(), extents, (1, 1, 1, 2, 1)) == 2 * columns + R * 20 * (8 * 16 - 8 * 8)
+    assert cost(LSTMCost(), extents, (1, 1, 1, 2, 1)) == 2 * columns + R * 20 * (8 * 16 - 8 * 8)
     summed = 3 * 80 * 64 * 16 + 9 * 80 * 64 + ring(80 * 64, 2)
-    assert cost(Recurrent(), extents, (1, 1, 1, 1, 2)) == 2 * summed + R * 20 * 8 * 8
+    assert cost(LSTMCost(), extents, (1, 1, 1, 1, 2)) == 2 * summed + R * 20 * 8 * 8
 
 
 def test_rows() -> None:
-    assert cost(Softmax(1), (8, 32), (2, 4)) == 4 * 32 + 32 * 32 + 2 * ring(4, 4) + ring(4 * 32, 4)
-    assert cost(CrossEntropy(1), (8, 32), (2, 4)) == 4 * 32 + 2 * 4 + 2 * R * 4
-    assert cost(CrossEntropy(1), (8, 32), (2, 1)) == 4 * 128 + 2 * 4
-    assert cost(Norm(2), (8, 4, 32), (2, 4, 8)) == 16 * 16 + 4 * ring(4, 8) + 4 * ring(4, 8)
-    assert cost(Reduction((1,)), (8, 32), (2, 4)) == ring(32, 4)
-    assert cost(Elementwise(1), (8, 32), (2, 4)) == 2 * 32
-    assert cost(Movement(), (8, 32), (2, 4)) == 0
+    assert cost(SoftmaxCost(1), (8, 32), (2, 4)) == 4 * 32 + 32 * 32 + 2 * ring(4, 4) + ring(
+        4 * 32, 4
+    )
+    assert cost(CrossEntropyCost(1), (8, 32), (2, 4)) == 4 * 32 + 2 * 4 + 2 * R * 4
+    assert cost(CrossEntropyCost(1), (8, 32), (2, 1)) == 4 * 128 + 2 * 4
+    assert cost(NormCost(2), (8, 4, 32), (2, 4, 8)) == 16 * 16 + 4 * ring(4, 8) + 4 * ring(4, 8)
+    assert cost(ReductionCost((1,)), (8, 32), (2, 4)) == ring(32, 4)
+    assert cost(ElementwiseCost(1), (8, 32), (2, 4)) == 2 * 32
+    assert cost(FreeCost(), (8, 32), (2, 4)) == 0
 
 
 def test_pooling_needs_its_neighbours_rows() -> None:
-    pooling = Pooling(2, (8, 4, 55, 55), (3, 5))
+    pooling = PoolingCost(2, (8, 4, 55, 55), (3, 5))
     assert cost(pooling, (8, 4, 27, 27), (2, 1, 1, 1)) == 4 * 4 * 27 * 27
     halo = ((55 / 3 + 3) * 55 - 55 / 3 * 55) * 32
     assert cost(pooling, (8, 4, 27, 27), (1, 1, 3, 1)) == pytest.approx(32 * 9 * 27 + R * halo)
@@ -88,7 +90,7 @@ SPLITS = st.lists(st.tuples(*[st.sampled_from([1, 2, 4])] * 3), min_size=1, max_
 @given(SPLITS, SPLITS)
 def test_transfers(source: list[tuple[int, ...]], target: list[tuple[int, ...]]) -> None:
     extents = (4, 8, 12)
-    found = transfer(extents, degrees(*source), degrees(*target))
+    found = transfer_cost(extents, degrees(*source), degrees(*target))
     for (row, have), (column, want) in itertools.product(enumerate(source), enumerate(target)):
         held, needed = (
             [n / c for n, c in zip(extents, each, strict=True)] for each in (have, want)

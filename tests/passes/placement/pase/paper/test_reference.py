@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopipe.passes.placement.pase.paper_costs import LayerGraph, PaperTables, build_tables
-from autopipe.passes.placement.pase.paper_rules import layer_graph
+from autopipe.passes.placement.pase.paper_rules import make_layer_graph
 from autopipe.passes.placement.pase.paper_search import PaperStrategy, find_strategy
 from autopipe.passes.solvers.min_sum import eliminate
 from tests.passes.placement.pase.paper.models import PAPER, cost_of, paper_graph
@@ -23,7 +23,7 @@ DEVICES = (4, 8, 16, 32, 64)
 
 @cache
 def layers(name: str) -> LayerGraph:
-    return layer_graph(paper_graph(name))
+    return make_layer_graph(paper_graph(name))
 
 
 @cache

@@ -11,14 +11,14 @@ from autopipe.configs.zoo import MODELS
 from autopipe.ir.graph import Graph, Value
 from autopipe.passes.frontend.fusion import cross_entropy
 from autopipe.passes.placement.pase.paper_costs import (
+    FreeCost,
     Layer,
     LayerGraph,
-    Movement,
-    Product,
-    Recurrent,
+    LSTMCost,
+    MatmulCost,
     build_tables,
 )
-from autopipe.passes.placement.pase.paper_rules import layer_graph, regrouped
+from autopipe.passes.placement.pase.paper_rules import group_dimensions, make_layer_graph
 from autopipe.passes.placement.pase.paper_search import find_strategy
 from tests.passes.cost.graphs import F32, Builder
 from tests.passes.placement.pase.paper.models import cost_of, model_graph, paper_graph
@@ -34,7 +34,7 @@ def axes(placed: Layer) -> dict[str, int]:
 
 
 def pointwise(placed: Layer) -> Any:
-    return placed.cost.pointwise if isinstance(placed.cost, Product) else None
+    return placed.cost.pointwise if isinstance(placed.cost, MatmulCost) else None
 
 
 def test_a_fused_projection_and_loss_becomes_a_matmul_and_a_loss() -> None:
@@ -46,7 +46,7 @@ def test_a_fused_projection_and_loss_becomes_a_matmul_and_a_loss() -> None:
             [(each.extents, each.operands, each.results, each.cost) for each in found.layers],
             found.edges,
         )
-        for found in map(layer_graph, (apart, joined))
+        for found in map(make_layer_graph, (apart, joined))
     )
     assert (first, first_edges) == (second, second_edges)
 
@@ -57,7 +57,7 @@ def test_pointwise_operations_are_merged_into_the_layer_before() -> None:
     biased = builder.add(hidden, builder.parameter("bias", (6,)))
     raised = builder.relu(biased)
     result = builder.add(builder.linear(raised, 6), builder.parameter("other", (6,)))
-    graph = layer_graph(builder.finish(builder.add(result, raised)))
+    graph = make_layer_graph(builder.finish(builder.add(result, raised)))
     first, second, joined = graph.layers
     assert (first.nodes, pointwise(first)) == ((0, 1, 2), 2)
     assert (second.nodes, pointwise(second)) == ((3, 4), 0)
@@ -66,15 +66,15 @@ def test_pointwise_operations_are_merged_into_the_layer_before() -> None:
 
 
 def test_projections_of_one_value_are_one_matmul_and_of_two_are_stacked() -> None:
-    graph = layer_graph(paper_graph("transformer"))
+    graph = make_layer_graph(paper_graph("transformer"))
     own, cross = (
         layer(graph, f"/decoder.3/{name}/MatMul_1/projections")
         for name in ("attention", "cross_attention")
     )
     extents = {"s": 3, "b": 64, "h": 8, "l": 256, "k": 64, "e": 512}
     assert axes(own) == axes(cross) == extents
-    assert own.cost == Product(batch=(), rows=(1, 3), columns=(0, 2, 4), summed=(5,))
-    assert cross.cost == Product(batch=(0,), rows=(1, 3), columns=(2, 4), summed=(5,))
+    assert own.cost == MatmulCost(batch=(), rows=(1, 3), columns=(0, 2, 4), summed=(5,))
+    assert cross.cost == MatmulCost(batch=(0,), rows=(1, 3), columns=(2, 4), summed=(5,))
     assert [each.name for each in graph.layers if each.name.endswith("/stack")] == [
         f"/decoder.{index}/cross_attention/MatMul_1/stack" for index in range(6)
     ]
@@ -97,7 +97,9 @@ def test_unequal_projections_remain_separate_layers(narrow: bool, bias_first: bo
 
     operands = (heads(4), heads(4), heads(2 if narrow else 4))
     result = builder.node("Attention", operands, (2, 2, 4, 2 if narrow else 4))
-    names = [each.name.rpartition("/")[2] for each in layer_graph(builder.finish(result)).layers]
+    names = [
+        each.name.rpartition("/")[2] for each in make_layer_graph(builder.finish(result)).layers
+    ]
     if narrow:
         assert names == ["matmul0", "matmul4", "matmul8", "attention12"]
     else:
@@ -105,13 +107,15 @@ def test_unequal_projections_remain_separate_layers(narrow: bool, bias_first: bo
 
 
 def test_merged_heads_remain_separate_axes() -> None:
-    output = layer(layer_graph(paper_graph("transformer")), "/encoder.0/attention/output/MatMul")
+    output = layer(
+        make_layer_graph(paper_graph("transformer")), "/encoder.0/attention/output/MatMul"
+    )
     assert axes(output) == {"b0": 64, "m": 256, "n": 512, "k0": 8, "k1": 64}
 
 
 def test_stacked_lstms_are_one_layer() -> None:
-    lstm = layer_graph(paper_graph("rnnlm")).layers[1]
-    assert lstm.cost == Recurrent()
+    lstm = make_layer_graph(paper_graph("rnnlm")).layers[1]
+    assert lstm.cost == LSTMCost()
     assert axes(lstm) == {"l": 2, "s": 256, "b": 64, "n": 2048, "k": 2048}
 
 
@@ -121,17 +125,19 @@ def test_states_of_an_lstm_are_located_in_its_result() -> None:
     stated = replace(graph.nodes[first], outputs=(graph.nodes[first].outputs[0], "last"))
     state = Value("last", F32, (1, 8, 32))
     nodes = (*graph.nodes[:first], stated, *graph.nodes[first + 1 :])
-    layers = layer_graph(replace(graph, nodes=nodes, values=(*graph.values, state)))
-    assert [type(each.cost) for each in layers.layers].count(Recurrent) == 1
+    layers = make_layer_graph(replace(graph, nodes=nodes, values=(*graph.values, state)))
+    assert [type(each.cost) for each in layers.layers].count(LSTMCost) == 1
     assert layers.locations["last"].groups == ((1,), (2,), (3,))
 
 
 def test_an_image_is_flattened_and_a_vector_of_channels_is_not() -> None:
     flattened = [
-        each.name for each in layer_graph(paper_graph("alexnet")).layers if each.cost == Movement()
+        each.name
+        for each in make_layer_graph(paper_graph("alexnet")).layers
+        if each.cost == FreeCost()
     ]
     assert flattened == ["/Flatten/ravel", "/Flatten"]
-    assert not any(each.contiguous for each in layer_graph(paper_graph("inceptionv3")).layers)
+    assert not any(each.contiguous for each in make_layer_graph(paper_graph("inceptionv3")).layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,7 +146,7 @@ def test_any_model_of_the_zoo(name: str) -> None:
     the cost that the search reports.
     """
     graph = model_graph(name, 8)
-    layers = layer_graph(graph)
+    layers = make_layer_graph(graph)
     covered = [node for placed in layers.layers for node in placed.nodes]
     assert len(covered) == len(set(covered))
     assert all(_light(graph, node) for node in set(range(len(graph.nodes))) - set(covered))
@@ -174,4 +180,4 @@ def _light(graph: Graph, node: int) -> bool:
     ],
 )
 def test_regrouping(extents: tuple[int, ...], shape: tuple[int, ...], groups: object) -> None:
-    assert regrouped(extents, shape) == groups
+    assert group_dimensions(extents, shape) == groups
